@@ -62,6 +62,13 @@ RESERVATION = "tinkex.reservation"
 RECEIVED_BODY = "tinkex.body"
 
 
+class BudgetExhausted(Refusal):
+    """A 429: a body does not fit into a budget now."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(429, text, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
 class OwnerBudget:
     """Bytes that are arriving, and decodes that are running, per owner."""
 
@@ -72,14 +79,14 @@ class OwnerBudget:
 
     @contextmanager
     def track(self, owner: str) -> Iterator[Callable[[int], None]]:
-        """Yields a function that counts received bytes; it raises a 429 over the budget."""
+        """Yields a function that counts received bytes; it raises BudgetExhausted."""
         counted = 0
 
         def count(size: int) -> None:
             nonlocal counted
             total = self._bytes.get(owner, 0) + size
             if total > self._max_bytes:
-                raise _too_many_requests(
+                raise BudgetExhausted(
                     f"the requests that you are sending now have more than {self._max_bytes} "
                     "bytes together. Send this one again when some of them have arrived."
                 )
@@ -96,10 +103,6 @@ class OwnerBudget:
     def decode_slot(self, owner: str) -> AbstractAsyncContextManager[None]:
         """Permission to decompress and decode a large body."""
         return self._decode_slots.slot(owner)
-
-
-class BudgetExhausted(Exception):
-    """The memory budget had no space for a body within the wait time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -281,7 +284,7 @@ async def _receive(
                 if reservation is None and not declared and total > SMALL_BYTES:
                     reservation = await _reserve(request, limit)
                 if reservation is not None:
-                    _count_reserved(request, reservation, len(part))
+                    budgets_of(request).memory.count(reservation, len(part))
                 count(len(part))
                 body += part
             except Refusal as error:
@@ -304,24 +307,10 @@ async def _receive(
 async def _reserve(request: Request, size: int) -> Reservation | None:
     """Reserve memory for a body until its request is answered."""
     memory = budgets_of(request).memory
-    try:
-        reservation = await memory.reserve(size)
-    except BudgetExhausted as error:
-        raise _too_many_requests(str(error)) from None
+    reservation = await memory.reserve(size)
     if reservation is not None:
         request.scope[RESERVATION] = (memory, reservation)
     return reservation
-
-
-def _count_reserved(request: Request, reservation: Reservation, size: int) -> None:
-    try:
-        budgets_of(request).memory.count(reservation, size)
-    except BudgetExhausted as error:
-        raise _too_many_requests(str(error)) from None
-
-
-def _too_many_requests(text: str) -> Refusal:
-    return Refusal(429, text, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
 def release_memory(scope: Scope) -> None:
