@@ -201,7 +201,7 @@ async def test_stalled_connections_are_closed(
     tmp_path: Path, parser: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if parser == "h11":
-        monkeypatch.setattr(web, "protocol", lambda: "h11")
+        monkeypatch.setattr(web, "limited_protocol", lambda: "h11")
     async with hosted(Held(), tmp_path, head_s=0.4, stall_s=0.4) as api:
         assert api.server is not None
         state = api.server.server_state

@@ -36,7 +36,7 @@ async def test_polls_end_when_their_client_disconnects(
     parser: str, echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if parser == "h11":
-        monkeypatch.setattr(web, "protocol", lambda: "h11")
+        monkeypatch.setattr(web, "limited_protocol", lambda: "h11")
     async with hosted(echo, tmp_path, long_poll_s=HELD_S) as api:
         mine = await sampler(api)
         echo.open.clear()
