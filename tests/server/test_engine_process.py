@@ -68,7 +68,7 @@ def test_the_only_engine_stays(tiny_model: Path) -> None:
 SERVED = ServedModel(name="m", folder=Path("/models/m"))
 
 
-def as_an_engine_hears(settings: Settings) -> EngineSettings:
+def engine_settings(settings: Settings) -> EngineSettings:
     command = _command(7, SERVED, _engine_options(settings, [SERVED]))
     assert command[1:3] == ["-m", "tinkex.engine.process"]
     return settings_of(parser().parse_args(command[3:]))
@@ -90,27 +90,27 @@ def test_every_setting_of_an_engine_can_be_set() -> None:
     changed = {
         field.name: other(field.name, field.default) for field in dataclasses.fields(Settings)
     }
-    heard = as_an_engine_hears(Settings(**changed))
+    received = engine_settings(Settings(**changed))
     unreachable = [
         field.name
         for field in dataclasses.fields(EngineSettings)
-        if getattr(heard, field.name) == field.default
+        if getattr(received, field.name) == field.default
     ]
     assert not unreachable
-    assert (heard.max_sequences, heard.idle_adapters, heard.prefix_cache) == (3, 19, False)
-    assert heard.host_bytes == 3 * 10**9
+    assert (received.max_sequences, received.idle_adapters, received.prefix_cache) == (3, 19, False)
+    assert received.host_bytes == 3 * 10**9
 
 
 def test_default_settings_leave_the_engine_defaults() -> None:
-    heard = as_an_engine_hears(Settings(data="/data"))
-    own = heard.spill_folder
+    received = engine_settings(Settings(data="/data"))
+    own = received.spill_folder
     assert own is not None
     assert own.parent == Path("/data/spill")
-    assert heard == EngineSettings(name="m", folder=SERVED.folder, spill_folder=own)
+    assert received == EngineSettings(name="m", folder=SERVED.folder, spill_folder=own)
 
 
 def test_zero_idle_adapters_can_be_configured() -> None:
-    assert as_an_engine_hears(Settings(idle_adapters=0)).idle_adapters == 0
+    assert engine_settings(Settings(idle_adapters=0)).idle_adapters == 0
 
 
 #: An engine that answers everything with four megabytes.

@@ -69,7 +69,7 @@ CASES: list[tuple[str, Case, int, str]] = [
     ("unknown base model", create(base_model="nobody/none"), 400, f"Served: {BASE}"),
     ("no base model", create(base_model=...), 422, "base_model"),
     ("a rank that is text", create(lora_config={"rank": "8"}), 422, "rank"),
-    ("a LoRA setting nobody knows", create(lora_config={"rank": 8, "alpha": 1}), 400, "alpha"),
+    ("an unknown LoRA setting", create(lora_config={"rank": 8, "alpha": 1}), 400, "alpha"),
     ("all weights", create(lora_config=...), 400, "lora_config"),
     ("a session there is not", create(session_id="none"), 404, "create_session"),
     ("a negative number", create(model_seq_id=-1), 422, "model_seq_id"),
@@ -162,7 +162,7 @@ CASES: list[tuple[str, Case, int, str]] = [
         "detail",
     ),
     (
-        "an encoding nobody knows",
+        "an unknown encoding",
         protobuf(lambda body: body, {**PROTOBUF, "Content-Encoding": "br"}),
         422,
         "Content-Encoding",

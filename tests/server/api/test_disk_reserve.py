@@ -77,9 +77,9 @@ EXEMPT = {
     "POST /api/v1/retrieve_futures": "reads which results there are",
     "POST /api/v1/cancel_future": "ends work; adds nothing",
     "POST /api/v1/session_heartbeat": "changes one number in place; silence would end the session",
-    "POST /api/v1/sessions/{session_id}/finish": "lets go of what the session kept; once for each",
+    "POST /api/v1/sessions/{session_id}/finish": "frees what the session kept; once per session",
     "POST /api/v1/join_sampling_session": "changes one number in place",
-    "POST /api/v1/telemetry": "anything but a 200 is repeated for ever; nothing is kept of it",
+    "POST /api/v1/telemetry": "clients retry any other status than 200 forever; nothing is kept of it",
     "POST /api/v1/client/config": "reads",
     "POST /api/v1/client/dynamic_config": "reads",
     "POST /api/v1/get_info": "reads",
@@ -88,12 +88,12 @@ EXEMPT = {
     "POST /api/v1/auth/token": "signs a token; stores nothing",
     "POST /api/v1/auth/apikey": "always refused",
     "DELETE /api/v1/auth/apikey/me": "a key that leaked is revoked at once",
-    f"DELETE {CHECKPOINT}": "frees room",
-    f"DELETE {CHECKPOINT}/publish": "hides what is its owner's; once until it is published again",
+    f"DELETE {CHECKPOINT}": "frees disk space",
+    f"DELETE {CHECKPOINT}/publish": "unpublishes; once until it is published again",
 }
 
 #: Tables that exempt routes may add to: audit rows of deletions and revocations, one per object.
-NOTED = {"audit"}
+AUDITED = {"audit"}
 
 
 def writing_routes(app: FastAPI) -> set[str]:
@@ -238,7 +238,7 @@ async def test_exempt_routes_answer_and_store_little(full: Full) -> None:
     finish = {"reason": {"type": "success"}}
     assert (await api.post(f"sessions/{full.session}/finish", finish)).status == 200
     grown = {name for name, count in full.rows().items() if count > rows[name]}
-    assert grown == NOTED
+    assert grown == AUDITED
 
 
 async def test_a_repeat_of_an_accepted_request_is_answered(

@@ -46,7 +46,7 @@ FIXED = {
         "training_runs/{run}/checkpoints/{kind}/{name}/publish",
         "training_runs/{run}/checkpoints/{kind}/{name}/ttl",
     },
-    "promises": {
+    "accepts": {
         *("save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights"),
         *("create_custom_loss", "create_model", "unload_model", "optim_step", "asample"),
         *("forward", "forward_backward", "copy_weights", "create_session", "stream_sample"),

@@ -181,7 +181,7 @@ async def test_ids_of_fetched_results_may_be_repeated_and_unknown(api: Api) -> N
     request_id = await sample(api, sampler, 0)
     _, cursor = await poll_for(api, sampler, 1)
     for _ in range(2):
-        ids = [request_id, "nobody knows this one"]
+        ids = [request_id, "an unknown id"]
         assert await poll(api, sampler, cursor, timeout=0, retrieved_request_ids=ids) == (
             [],
             cursor,

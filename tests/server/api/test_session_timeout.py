@@ -55,7 +55,7 @@ def test_a_silent_session_reports_its_last_contact() -> None:
 async def dropped(echo: EchoExecutor) -> None:
     """Wait until a model was unloaded from the engine."""
     async with asyncio.timeout(20):
-        while Task.DROP not in echo.tasks():  # noqa: ASYNC110  the echo tells nobody
+        while Task.DROP not in echo.tasks():  # noqa: ASYNC110  the echo executor has no event for this
             await asyncio.sleep(0.02)
 
 
