@@ -391,7 +391,7 @@ def test_an_answer_encoded_in_parts_is_identical(monkeypatch: pytest.MonkeyPatch
     ):
         assert encoded(message, "") == encode_json(message)
     monkeypatch.setattr(report_limits, "MAX_REPORT_BYTES", 20)
-    with pytest.raises(UserFailure, match=r"more than 20 bytes.*Request less"):
+    with pytest.raises(UserFailure, match=r"more than the allowed 20 bytes.*Request less"):
         encoded(session, "Request less.")
 
 

@@ -354,7 +354,7 @@ async def exchange(request: Request) -> Response:
     caller = caller_of(request)
     if caller.by_token:
         raise Refusal(
-            400, "a token cannot be exchanged for another token. Send the API key (tml-…)."
+            400, "a token cannot be exchanged for another token. Send the API key itself (tml-…)."
         )
     now_s = time.time()
     claims = {
@@ -395,8 +395,8 @@ async def revoke_key(request: Request) -> Response:
         # A token is valid for an hour; revoking the key is permanent.
         raise Refusal(
             403,
-            "a token cannot revoke its key. Send the API key (tml-…), or ask the administrator of "
-            "this server: `tinkex key revoke`.",
+            "a token cannot revoke its key. Send the API key itself (tml-…), or ask the "
+            "administrator of this server: `tinkex key revoke`.",
         )
     if caller.key_id is not None:
         await context_of(request).store.keys.revoke(caller.key_id)
