@@ -56,7 +56,7 @@ def test_help_of_serve_shows_the_models_and_the_options() -> None:
     ("arguments", "says", "hint"),
     [
         (("--host", "0.0.0.0"), "no keys", "--host 127.0.0.1"),
-        (("--port", "99999"), "not a port", "0 for a free one"),
+        (("--port", "99999"), "not a valid port", "0 for a free one"),
         (("no/such-model",), "No model 'no/such-model'", "tinkex serve no/such-model=FOLDER"),
         (("a=/", "--data", "/proc/nowhere"), "cannot be written", "--data"),
     ],

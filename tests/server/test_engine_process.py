@@ -116,15 +116,15 @@ def test_zero_idle_adapters_can_be_configured() -> None:
 #: An engine that answers everything with four megabytes.
 ENGINE = """
 import socket, sys
-from tinkex.wire import frames
+from tinkex.wire import engine_protocol
 from tinkex.wire.proto import frames_pb2
 wire = socket.socket(fileno=int(sys.argv[1]))
-wire.sendall(frames.frame(frames.Report(ready=frames_pb2.Ready(device="cpu"))))
+wire.sendall(engine_protocol.frame(engine_protocol.Report(ready=frames_pb2.Ready(device="cpu"))))
 stream = wire.makefile("rb")
-while head := stream.read(frames.LENGTH.size):
-    order = frames.Order.FromString(stream.read(frames.body_length(head)))
+while head := stream.read(engine_protocol.LENGTH.size):
+    order = engine_protocol.Order.FromString(stream.read(engine_protocol.body_length(head)))
     done = frames_pb2.Done(result=b"x" * 2**22)
-    wire.sendall(frames.frame(frames.Report(ticket=order.ticket, done=done)))
+    wire.sendall(engine_protocol.frame(engine_protocol.Report(ticket=order.ticket, done=done)))
 """
 
 
