@@ -56,7 +56,7 @@ def test_help_of_serve_shows_the_models_and_the_options() -> None:
     ("arguments", "says", "hint"),
     [
         (("--host", "0.0.0.0"), "no keys", "--host 127.0.0.1"),
-        (("--port", "99999"), "not a port", "0 for a free one"),
+        (("--port", "99999"), "not a valid port", "0 for a free one"),
         (("no/such-model",), "No model 'no/such-model'", "tinkex serve no/such-model=FOLDER"),
         (("a=/", "--data", "/proc/nowhere"), "cannot be written", "--data"),
     ],
@@ -95,7 +95,7 @@ def test_all_settings_are_in_the_log_if_that_is_wanted(
 def test_two_models_of_one_name_are_refused(tiny_model: Path, tmp_path: Path) -> None:
     done = tinkex("serve", str(tiny_model), str(tiny_model), "--data", str(tmp_path), "--port", "0")
     assert done.returncode == 1
-    assert "two models are to be served as tiny" in done.stderr
+    assert "two models have the name tiny" in done.stderr
 
 
 @pytest.mark.parametrize(

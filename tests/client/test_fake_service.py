@@ -150,7 +150,7 @@ def test_the_limits_of_the_fake_are_those_of_the_server():
     from tinkex.testing import fake_service, fake_store
 
     assert fake_service.MAX_RANK == adapters.MAX_RANK
-    assert fake_service.MAX_SAMPLES == sampling.MOST_SEQUENCES
+    assert fake_service.MAX_SAMPLES == sampling.MAX_SEQUENCES
     assert fake_store.MIN_TTL_S == checkpoints.SHORTEST_TTL_S
     assert fake_store.MAX_TTL_S == checkpoints.LONGEST_TTL_S
 

@@ -8,16 +8,16 @@ PAGE = ROOT / "docs" / "reference" / "limits.md"
 
 HEAD = """# Limits
 
-Every size in a request has an end, and it is looked at before anything is built from the request.
-Over it, the answer is 413 (the whole is too large) or 422 (a part is, and the answer names the field), and the server goes on.
-What a step asks for that is sound and too much fails with category `user` when its turn comes; that is "user" below.
-How much an owner may have waiting or running at once is another matter: `max_requests`, `max_queued_tokens`, `max_samples` and `max_training` in [the settings](settings.md).
-So is how much an owner may keep: `max_checkpoint_bytes`, `max_checkpoints` and `max_runs` ([quotas](../guides/keys.md#quotas)).
-Tokens of a prompt or an example are limited by the model's context, which `get_server_capabilities` tells.
+Every size in a request is limited, and checked before anything is built from the request.
+Over a limit, the answer is 413 (the whole body is too large) or 422 (a field is too large, and the answer names it), and the server continues.
+A well-formed step that is too large is accepted and fails with category `user`; that is "user" below.
+Limits on waiting and running work of an owner are separate: `max_requests`, `max_queued_tokens`, `max_samples` and `max_training` in [the settings](settings.md).
+So are storage quotas of an owner: `max_checkpoint_bytes`, `max_checkpoints` and `max_runs` ([quotas](../guides/keys.md#quotas)).
+The tokens of a prompt or an example are limited by the model's context length, which `get_server_capabilities` returns.
 
-`tests/server/test_limits_page.py` sends a request over each of these to a server, and checks this page.
+`tests/server/test_limits_page.py` sends a request over each of these limits to a server, and checks this page.
 
-| limit | most | setting | over it | names |
+| limit | maximum | setting | over the limit | names |
 |---|---|---|---|---|
 """
 

@@ -1,4 +1,4 @@
-"""An application over the echo executor, for every test that asks for `api`."""
+"""The `api` fixture: an application with the echo executor."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

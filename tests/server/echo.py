@@ -1,9 +1,9 @@
 """
-A second, tiny implementation of the `Executor` seam: integers instead of tensors.
+A fake executor: integers instead of tensors.
 
-A model is one number and a gradient. A backward pass adds its number of tokens to the gradient, a
-step makes the number `2 * number + gradient` (so order shows), a forward tells the number. What
-runs, when, and how often can be watched and held up.
+A model is one number and a gradient. A backward pass adds its number of tokens to the gradient. A
+step sets the number to `2 * number + gradient`, so that the order of steps is visible. A forward pass
+returns the number. Tests can observe and pause the work.
 """
 
 import asyncio
@@ -36,12 +36,12 @@ class Number:
 
 
 class EchoExecutor:
-    """Runs work on the event loop, at once unless held."""
+    """Runs work on the event loop, immediately unless paused."""
 
     def __init__(self, *names: str) -> None:
         self.served = tuple(ServedModel(name=name, folder=Path("/")) for name in names or (BASE,))
         self.models: dict[str, Number] = {}
-        #: Everything that was run, in order.
+        #: All work that was run, in order.
         self.ran: list[Work] = []
         self.open = asyncio.Event()
         self.open.set()
@@ -88,14 +88,14 @@ class EchoExecutor:
         return None
 
     def die(self) -> None:
-        """Lose the memory and everything that is running, and come up again at once."""
+        """Crash: lose the memory and all running work, and restart at once."""
         self._incarnation += 1
         self.models.clear()
         died, self._died = self._died, asyncio.Event()
         died.set()
 
     def tasks(self, *kinds: Task) -> list[Task]:
-        """What ran, of these kinds."""
+        """The finished work of these kinds."""
         return [work.task for work in self.ran if not kinds or work.task in kinds]
 
     def _do(self, work: Work) -> bytes:
@@ -141,18 +141,18 @@ class EchoExecutor:
     def _pass(self, work: Work) -> bytes:
         body = work.payload_file.read_bytes() if work.payload_file else work.payload
         request, _ = decode_forward_backward_request(body)
-        asked = request.forward_backward_input
-        if asked.loss_fn != "cross_entropy":
-            raise UserFailure(f"loss {asked.loss_fn} is not known; cross_entropy is")
+        requested = request.forward_backward_input
+        if requested.loss_fn != "cross_entropy":
+            raise UserFailure(f"loss {requested.loss_fn} is not known; cross_entropy is")
         model = self.models[work.model_id]
         if work.backward:
-            model.gradient += sum(datum.model_input.length for datum in asked.data)
+            model.gradient += sum(datum.model_input.length for datum in requested.data)
         return encode_forward_backward_output(
             ForwardBackwardOutput(
                 loss_fn_output_type="ArrayRecord",
                 loss_fn_outputs=[
                     {"logprobs": TensorData(data=[0.5] * datum.model_input.length, dtype="float32")}
-                    for datum in asked.data
+                    for datum in requested.data
                 ],
                 metrics={"loss:sum": float(model.value), "gradient:sum": float(model.gradient)},
             )

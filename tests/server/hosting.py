@@ -1,4 +1,4 @@
-"""The real application on a real socket, over an executor of the test's choice; and a plain client."""
+"""The real application on a real socket with a given executor, and a plain client."""
 
 import asyncio
 import json
@@ -41,16 +41,16 @@ class Answer:
 
 @dataclass
 class Api:
-    """A client that knows no more than the protocol."""
+    """A client that implements only the protocol."""
 
     http: aiohttp.ClientSession
     base_model: str = BASE
-    #: The application, where it runs in this process.
+    #: The application, if it runs in this process.
     app: FastAPI | None = None
     server: uvicorn.Server | None = None
 
     async def clean_up(self) -> None:
-        """One cleanup pass, now."""
+        """One cleanup pass, once."""
         assert self.app is not None
         await self.app.state.cleanup.run_once()
 
@@ -99,7 +99,7 @@ class Api:
     async def forward_backward(
         self, model_id: str, seq_id: int | None, tokens: int = 3, loss: str = "cross_entropy"
     ) -> str:
-        """Submit a pass over so many tokens; its request id."""
+        """Submit a pass with this many tokens; return its request id."""
         answer = await self.post(
             "forward_backward", pass_body(model_id, seq_id, tokens, loss), headers=PROTOBUF
         )
@@ -107,7 +107,7 @@ class Api:
         return str(answer.json["request_id"])
 
     async def custom(self, model_id: str, seq_id: int, config: dict[str, float | str]) -> str:
-        """Submit a pass with a loss that the user wrote; its request id."""
+        """Submit a pass with a custom loss; return its request id."""
         body = pass_body(model_id, seq_id, loss="custom", config=config)
         answer = await self.post("forward_backward", body, headers=PROTOBUF)
         assert answer.status == 200, answer
@@ -120,7 +120,7 @@ class Api:
         return str(answer.json["request_id"])
 
     async def step(self, route: str, /, **body: Any) -> str:
-        """Submit any other step; its request id."""
+        """Submit any other step; return its request id."""
         answer = await self.post(route, body)
         assert answer.status == 200, answer
         return str(answer.json["request_id"])
@@ -132,21 +132,21 @@ class Api:
         return await self.post("retrieve_future", body, headers={"Accept": accept})
 
     async def result(self, request_id: str) -> Any:
-        """The JSON a future comes to."""
+        """Wait for a result as JSON."""
         while (answer := await self.poll(request_id)).status == 408:
             pass
         assert answer.status == 200, answer
         return answer.json
 
     async def passed(self, request_id: str) -> ForwardBackwardOutput:
-        """The output a pass comes to."""
+        """Wait for the output of a pass."""
         while (answer := await self.poll(request_id, accept=PROTOBUF_TYPE)).status == 408:
             pass
         assert answer.content_type == PROTOBUF_TYPE, answer
         return decode_forward_backward_output(answer.body)
 
     async def value(self, request_id: str) -> float:
-        """What the number of an echo model is after a step."""
+        """The value of an echo model after a step."""
         result = await self.result(request_id)
         value: float = result["metrics"]["value:sum"]
         return value
@@ -174,7 +174,7 @@ def pass_body(
 @asynccontextmanager
 async def connected(url: str, base_model: str = BASE) -> AsyncIterator[Api]:
     """A client of any server."""
-    # No limit on connections: many polls are held at once.
+    # No connection limit: many polls are open at the same time.
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, connector=connector) as http:
         yield Api(http=http, base_model=base_model)
@@ -182,7 +182,7 @@ async def connected(url: str, base_model: str = BASE) -> AsyncIterator[Api]:
 
 @asynccontextmanager
 async def hosted(executor: Executor, folder: Path, **settings: Any) -> AsyncIterator[Api]:
-    """The application on a port the system picked, until the block ends."""
+    """Run the application on a free port until the block ends."""
     chosen = Settings(data=str(folder), **settings)
     store = open_store(db_url=chosen.db_url, storage_url=chosen.storage_url, folder=chosen.folder)
     app = create_app(chosen, executor, store)

@@ -1,7 +1,7 @@
 """
-Every limit on a size: its name, its value, its setting, and a request that goes over it.
+Every size limit: its name, value and setting, and a request that exceeds it.
 
-The page docs/reference/limits.md is written from this, and `test_limits_page` sends every request.
+docs/reference/limits.md is generated from this list, and `test_limits_page` sends every request.
 """
 
 import gzip
@@ -33,7 +33,7 @@ from tinkex.server.store import sessions as stored_sessions
 from tinkex.wire import custom_loss, errors, limits, tensors
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
 
-#: Settings of the server that the cases are sent to: defaults would need gigabytes.
+#: Settings of the test server: the defaults would need gigabytes.
 SMALL = {"max_body_bytes": 900_000, "max_decoded_bytes": 9_000_000, "max_message_bytes": 400_000}
 
 
@@ -51,18 +51,18 @@ Case = Callable[[Api, Ids], Awaitable[Answer]]
 class Limit:
     what: str
     value: int | str
-    #: What a client gets that goes over it; `user` is a failed request of that category.
+    #: The answer over the limit; `user` is a failed request of that category.
     answer: str
-    #: The field that is named, or a word of the answer.
+    #: The field that the answer names, or a word of the answer.
     says: str
     case: Case | None
     setting: str = ""
-    #: Where it is tried instead, when one request cannot show it.
+    #: The test of the limit, if one request cannot show it.
     test: str = ""
 
 
 def post(path: str, body: Any, headers: Mapping[str, str] | None = None) -> Case:
-    """A body with words for ids."""
+    """Post a body with placeholders for ids."""
 
     async def send(api: Api, ids: Ids) -> Answer:
         sent = body
@@ -77,7 +77,7 @@ def post(path: str, body: Any, headers: Mapping[str, str] | None = None) -> Case
 
 
 def packed(path: str, body: bytes, headers: Mapping[str, str] | None = None) -> Case:
-    """Packed when it is sent: small on the wire."""
+    """Post a compressed body, which is small on the wire."""
 
     async def send(api: Api, _ids: Ids) -> Answer:
         sent = {**(headers or {}), "Content-Encoding": "zstd"}
@@ -103,14 +103,14 @@ def passed(change: Callable[[pb.ForwardBackwardRequest], None]) -> Case:
 
 
 def checked_result(case: Case) -> Case:
-    """For what is accepted and fails when its turn comes."""
+    """For requests that are accepted and fail later."""
 
     async def send(api: Api, ids: Ids) -> Answer:
         answer = await case(api, ids)
         assert answer.status == 200, answer
-        while (told := await api.poll(answer.json["request_id"])).status == 408:
+        while (reported := await api.poll(answer.json["request_id"])).status == 408:
             pass
-        return told
+        return reported
 
     return send
 
@@ -158,7 +158,7 @@ def _settings(message: pb.ForwardBackwardRequest) -> None:
 
 
 def _sparse(message: pb.ForwardBackwardRequest) -> None:
-    """Two that may be as large as they are, and not both."""
+    """Each of the two is allowed; both together are not."""
     for name in ("target_tokens", "weights"):
         tensor = message.data[0].loss_fn_inputs[name]
         tensor.sparse_csr.values = b""
@@ -189,31 +189,31 @@ DEFAULTS = Settings()
 NODE = {"op": "placeholder", "name": "logprobs", "target": "logprobs"}
 QUOTED = "tests/server/test_limits_page.py::test_answers_quote_little_of_what_was_sent"
 PAGE = "tests/server/test_limits_page.py"
-ARRIVING = f"{PAGE}::test_bodies_that_an_owner_has_arriving_have_an_end_together"
-UNPACKED = f"{PAGE}::test_many_small_bodies_do_not_become_large_at_once"
-ROOM = (
-    "tests/server/test_room.py::test_a_body_without_room_is_refused_after_a_while_and_let_in_later"
+ARRIVING = f"{PAGE}::test_the_arriving_bytes_of_an_owner_are_limited"
+UNPACKED = f"{PAGE}::test_only_a_few_bodies_are_decompressed_at_the_same_time"
+BUDGET = (
+    "tests/server/api/test_bodies.py::test_a_body_over_the_budget_gets_a_429_and_is_accepted_later"
 )
-METADATA = f"{PAGE}::test_an_answer_holds_so_much_metadata"
-BOUNDS = "tests/server/api/test_bounds.py"
-MUCH = f"{BOUNDS}::test_an_owner_with_very_much_gets_bounded_answers_built_off_the_event_loop"
-PARTS = f"{BOUNDS}::test_an_answer_in_parts_is_the_same_as_whole"
-USAGE = f"{BOUNDS}::test_usage_of_too_much_is_refused_and_a_shorter_time_is_answered"
-AROUND = "tests/server/test_limits_page.py::test_what_is_around_bodies_has_an_end"
+METADATA = f"{PAGE}::test_the_metadata_of_an_answer_is_limited"
+BOUNDS = "tests/server/api/test_report_limits.py"
+MUCH = f"{BOUNDS}::test_an_owner_with_much_data_gets_bounded_answers_built_off_the_event_loop"
+PARTS = f"{BOUNDS}::test_an_answer_encoded_in_parts_is_identical"
+USAGE = f"{BOUNDS}::test_usage_over_the_limit_is_refused_and_a_shorter_time_is_answered"
+AROUND = "tests/server/test_limits_page.py::test_trailers_and_pipelined_requests_are_limited"
 ENGINE = "tests/engine/test_custom_loss_graph.py::test_a_hostile_graph_is_refused_with_a_reason"
 
 LIMITS = [
     # Of a whole request.
     Limit(
-        "bytes of the address and the headers",
-        http_limits.LONGEST_HEAD,
+        "bytes of the request line and headers",
+        http_limits.MAX_HEAD_BYTES,
         "431",
         "head",
         get("/api/v1/sessions?x=" + "x" * 70_000),
     ),
     Limit(
-        "bytes of trailers, and of anything else around a body",
-        http_limits.LONGEST_HEAD,
+        "bytes of trailers, and of anything else that is not a body",
+        http_limits.MAX_HEAD_BYTES,
         "the connection is closed",
         "",
         None,
@@ -221,14 +221,14 @@ LIMITS = [
     ),
     Limit(
         "requests that a connection sends before the first is answered",
-        http_limits.MOST_AHEAD,
+        http_limits.MAX_PIPELINED,
         "the connection is closed",
         "",
         None,
         test=AROUND,
     ),
     Limit(
-        "bytes of a pass or a sample as it arrives",
+        "bytes of a pass or a sample before decompression",
         DEFAULTS.max_body_bytes,
         "413",
         "bytes",
@@ -236,7 +236,7 @@ LIMITS = [
         setting="max_body_bytes",
     ),
     Limit(
-        "bytes of it after decompression",
+        "bytes of a pass or a sample after decompression",
         DEFAULTS.max_decoded_bytes,
         "413",
         "bytes",
@@ -252,8 +252,8 @@ LIMITS = [
         setting="max_message_bytes",
     ),
     Limit(
-        "bytes of bodies that one owner has arriving at once",
-        bodies.BODIES * DEFAULTS.max_body_bytes,
+        "bytes of arriving bodies of one owner",
+        bodies.MAX_BODIES_PER_OWNER * DEFAULTS.max_body_bytes,
         "429",
         "",
         None,
@@ -261,21 +261,21 @@ LIMITS = [
         test=ARRIVING,
     ),
     Limit(
-        "large bodies of one owner that are unpacked and decoded at once",
-        bodies.AT_ONCE,
-        "the next wait",
+        "large bodies of one owner that are decoded at the same time",
+        bodies.MAX_DECODES_PER_OWNER,
+        "further ones wait",
         "",
         None,
         test=UNPACKED,
     ),
     Limit(
-        "bytes of large bodies of everybody, from their head to their answer",
+        "bytes of large bodies of all owners, from arrival to answer",
         DEFAULTS.max_arriving_bytes,
         "429 after `arriving_wait_s`",
         "",
         None,
         setting="max_arriving_bytes",
-        test=ROOM,
+        test=BUDGET,
     ),
     Limit(
         "members of a gzip body, frames of a zstd body",
@@ -298,9 +298,7 @@ LIMITS = [
         "values",
         packed("asample", b'{"prompt": [' + b"1," * limits.MAX_VALUES + b"1]}"),
     ),
-    Limit(
-        "objects and lists inside each other", 200, "422", "recursion", post("create_session", DEEP)
-    ),
+    Limit("nesting depth of JSON", 200, "422", "recursion", post("create_session", DEEP)),
     Limit(
         "fields in a protobuf body of more than 1 MiB",
         limits.MAX_FIELDS,
@@ -320,7 +318,7 @@ LIMITS = [
     Limit("tensors of an example", limits.MAX_TENSORS, "422", "loss_fn_inputs", passed(_tensors)),
     Limit("settings of a loss", limits.MAX_TENSORS, "422", "loss_fn_config", passed(_settings)),
     Limit(
-        "runs of tokens of known origin, of an example",
+        "spans (`model_input_spans`) of an example",
         limits.MAX_SPANS,
         "422",
         "model_input_spans",
@@ -341,9 +339,9 @@ LIMITS = [
     Limit(
         "cells of a dense tensor", "those of its data", "422", "shape", passed(_shape(2**31 - 1, 8))
     ),
-    Limit("sizes below zero", "none", "422", "shape", passed(_shape(-1, -3))),
+    Limit("negative dimensions", "none", "422", "shape", passed(_shape(-1, -3))),
     Limit(
-        "sizes of an empty tensor, multiplied without the zeros",
+        "product of the nonzero dimensions of an empty tensor",
         tensors.MAX_DENSE_CELLS,
         "422",
         "shape",
@@ -358,17 +356,17 @@ LIMITS = [
     ),
     Limit(
         "number of a step",
-        submit.LARGEST_SEQ_ID,
+        submit.MAX_SEQ_ID,
         "422",
         "seq_id",
         post("optim_step", {"model_id": "{model}", "seq_id": 2**31, "adam_params": {}}),
     ),
     Limit(
         "sequences of one sample",
-        sampling.MOST_SEQUENCES,
+        sampling.MAX_SEQUENCES,
         "422",
         "num_samples",
-        sample(num_samples=sampling.MOST_SEQUENCES + 1),
+        sample(num_samples=sampling.MAX_SEQUENCES + 1),
     ),
     Limit(
         "stop texts or stop tokens",
@@ -421,14 +419,14 @@ LIMITS = [
         session(user_metadata={"x" * (limits.MAX_NAME_CHARS + 1): 1}),
     ),
     Limit(
-        "characters of one field in all",
+        "characters of one field in total",
         limits.MAX_FIELD_CHARS,
         "422",
         "user_metadata",
         session(user_metadata={str(key): "x" * 3_900 for key in range(20)}),
     ),
     Limit(
-        "whole numbers",
+        "integers",
         2**63 - 1,
         "422",
         "custom_loss_seq_id",
@@ -436,25 +434,25 @@ LIMITS = [
     ),
     Limit(
         "characters of a project",
-        sessions.LONGEST_PROJECT,
+        sessions.MAX_PROJECT_LENGTH,
         "422",
         "project_id",
-        session(project_id="x" * (sessions.LONGEST_PROJECT + 1)),
+        session(project_id="x" * (sessions.MAX_PROJECT_LENGTH + 1)),
     ),
     Limit(
         "characters of a display name",
-        sessions.LONGEST_DISPLAY_NAME,
+        sessions.MAX_DISPLAY_NAME_LENGTH,
         "422",
         "display_name",
-        session(display_name="x" * (sessions.LONGEST_DISPLAY_NAME + 1)),
+        session(display_name="x" * (sessions.MAX_DISPLAY_NAME_LENGTH + 1)),
     ),
     Limit(
-        "characters of why a session was finished",
-        sessions.LONGEST_FINISH,
+        "characters of the detail of a finished session",
+        sessions.MAX_FINISH_DETAIL_LENGTH,
         "200, the rest is cut off",
         "",
         None,
-        test="tests/server/test_limits_page.py::test_a_session_can_be_finished_with_any_words",
+        test="tests/server/test_limits_page.py::test_a_session_can_be_finished_with_a_detail_of_any_length",
     ),
     Limit(
         "bytes of the name of a checkpoint",
@@ -469,7 +467,7 @@ LIMITS = [
         ),
     ),
     Limit(
-        "requests that a poll says it has fetched",
+        "fetched request ids in a poll",
         limits.MAX_RETRIEVED_IDS,
         "422",
         "retrieved_request_ids",
@@ -488,14 +486,14 @@ LIMITS = [
     ),
     Limit("entries of a page", 10_000, "422", "limit", get("/api/v1/checkpoints?limit=10001")),
     Limit(
-        "entries of a page of found sessions",
+        "entries of a page of search results",
         200,
         "422",
         "limit",
         post("sessions/search", {"limit": 201}),
     ),
     Limit(
-        "where a page begins",
+        "offset of a page",
         2**53,
         "422",
         "offset",
@@ -503,33 +501,33 @@ LIMITS = [
     ),
     Limit(
         "bytes of a token (JWT)",
-        auth.LONGEST_TOKEN,
+        auth.MAX_JWT_BYTES,
         "401",
         "",
         None,
-        test="tests/server/api/test_keys.py::test_a_token_that_was_changed_or_is_over_says_nothing",
+        test="tests/server/api/test_auth.py::test_a_changed_or_expired_token_is_refused",
     ),
     # Of telemetry, which is always answered with 200.
     Limit(
         "bytes of telemetry",
-        operations.MOST_BYTES,
-        "200, and not kept",
+        operations.MAX_TELEMETRY_BYTES,
+        "200, dropped",
         "accepted",
         None,
         test="tests/server/test_limits_page.py::test_telemetry_over_its_limits_is_accepted_and_not_kept",
     ),
     Limit(
-        "characters of telemetry of one owner that are kept in an hour",
+        "characters of telemetry of one owner that are kept per hour",
         events.MAX_CHARACTERS_PER_HOUR,
-        "200, the rest not kept",
+        "200, the rest is dropped",
         "",
         None,
-        test="tests/server/test_limits_page.py::test_telemetry_of_an_hour_has_an_end",
+        test="tests/server/test_limits_page.py::test_telemetry_per_hour_is_limited",
     ),
     Limit(
         "events of one batch of telemetry that are kept",
         events.MAX_EVENTS,
-        "200, the rest not kept",
+        "200, the rest is dropped",
         "accepted",
         None,
         test="tests/server/test_limits_page.py::test_telemetry_over_its_limits_is_accepted_and_not_kept",
@@ -545,7 +543,7 @@ LIMITS = [
     ),
     Limit(
         "bytes of a list, search, trace or report",
-        report_limits.MOST_BYTES,
+        report_limits.MAX_REPORT_BYTES,
         "400",
         "",
         None,
@@ -553,51 +551,51 @@ LIMITS = [
     ),
     Limit(
         "checkpoints of a run, or runs or samplers of a session, in one answer",
-        report_limits.MOST_LISTED,
+        report_limits.MAX_REPORT_ENTRIES,
         "400",
         "",
         None,
         test=MUCH,
     ),
-    Limit("events in one answer about usage", account.MOST_EVENTS, "400", "", None, test=USAGE),
+    Limit("events in one usage report", account.MAX_EVENTS, "400", "", None, test=USAGE),
     Limit(
-        "checkpoints that one answer about usage counts",
-        account.MOST_STORED,
+        "checkpoints that one usage report counts",
+        account.MAX_CHECKPOINTS,
         "400",
         "",
         None,
-        test=f"{BOUNDS}::test_the_number_of_checkpoints_in_a_report_has_an_end",
+        test=f"{BOUNDS}::test_the_number_of_checkpoints_in_a_report_is_limited",
     ),
     Limit(
-        "sessions that one search looks at",
+        "sessions that one search examines",
         stored_sessions.MAX_SEARCHED,
-        "a cursor to go on with",
+        "a cursor to continue",
         "",
         None,
-        test=f"{BOUNDS}::test_a_search_looks_at_so_many_sessions_and_says_where_to_go_on",
+        test=f"{BOUNDS}::test_a_search_examines_a_limited_number_of_sessions_and_returns_a_cursor",
     ),
     Limit("requests in a trace", stored_sessions.MAX_SPANS, "the newest", "", None, test=MUCH),
     Limit(
-        "lists, searches and reports of an owner that are made at once",
-        bodies.REPORTS_AT_ONCE,
-        "the next wait",
+        "lists, searches and reports of one owner at the same time",
+        report_limits.MAX_REPORTS_PER_OWNER,
+        "further ones wait",
         "",
         None,
-        test=f"{BOUNDS}::test_one_owner_makes_one_report_at_a_time_and_others_do_not_wait",
+        test=f"{BOUNDS}::test_an_owner_gets_one_report_at_a_time_and_others_do_not_wait",
     ),
     Limit("errors that a 422 lists", errors.MAX_ERRORS_SENT, "the first", "", None, test=QUOTED),
-    Limit("characters of each", errors.MAX_ERROR_CHARS, "cut short", "", None, test=QUOTED),
+    Limit("characters of each error", errors.MAX_ERROR_CHARS, "truncated", "", None, test=QUOTED),
     # Of custom losses.
     Limit(
         "custom losses of a session",
-        models.MOST_LOSSES,
+        models.MAX_LOSSES_PER_SESSION,
         "422",
         "custom_loss_seq_id",
         post(
             "create_custom_loss",
             {
                 "session_id": "{session}",
-                "custom_loss_seq_id": models.MOST_LOSSES,
+                "custom_loss_seq_id": models.MAX_LOSSES_PER_SESSION,
                 "name": "x",
                 "inputs": [],
                 "graph": {"nodes": []},
@@ -605,7 +603,7 @@ LIMITS = [
         ),
     ),
     Limit(
-        "nodes of it that are read at all",
+        "nodes of a custom loss that are parsed",
         limits.MAX_NODES,
         "422",
         "nodes",
@@ -620,11 +618,18 @@ LIMITS = [
             },
         ),
     ),
-    Limit("characters of its name", custom_loss_graph.MAX_NAME, "user", "", None, test=ENGINE),
-    Limit("inputs", custom_loss_parser.MAX_INPUTS, "user", "", None, test=ENGINE),
-    Limit("nodes", custom_loss_parser.MAX_NODES, "user", "", None, test=ENGINE),
     Limit(
-        "lists inside lists of an argument",
+        "characters of the name of a custom loss",
+        custom_loss_graph.MAX_NAME,
+        "user",
+        "",
+        None,
+        test=ENGINE,
+    ),
+    Limit("inputs of a custom loss", custom_loss_parser.MAX_INPUTS, "user", "", None, test=ENGINE),
+    Limit("nodes of a custom loss", custom_loss_parser.MAX_NODES, "user", "", None, test=ENGINE),
+    Limit(
+        "nesting depth of an argument",
         custom_loss_parser.MAX_DEPTH,
         "user",
         "",

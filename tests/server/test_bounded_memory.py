@@ -1,4 +1,4 @@
-"""What a server remembers of owners, keys and models has an end."""
+"""Per-owner and per-key state of a server is bounded."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tinkex.server.api import auth
-from tinkex.server.api.auth import Gate
-from tinkex.server.api.bodies import Intake
+from tinkex.server.api.auth import Authenticator
+from tinkex.server.api.bodies import OwnerBudget
 from tinkex.server.scheduler import execution
 from tinkex.server.scheduler.execution import Desk
 from tinkex.server.scheduler.fairness import Places
@@ -15,7 +15,7 @@ from tinkex.server.scheduler.fairness import Places
 pytestmark = pytest.mark.anyio
 
 
-async def test_seconds_are_kept_of_the_owners_who_computed_last(
+async def test_compute_time_is_kept_for_the_most_recent_owners(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(execution, "MOST_OWNERS", 3)
@@ -26,15 +26,15 @@ async def test_seconds_are_kept_of_the_owners_who_computed_last(
     assert shared.used_s == {"a": 2.0, "c": 1.0, "d": 1.0}
 
 
-async def test_turns_to_unpack_are_forgotten() -> None:
-    intake = Intake(max_body_bytes=100)
+async def test_decode_slots_are_freed() -> None:
+    budget = OwnerBudget(max_body_bytes=100)
     for number in range(100):
-        async with intake.turn(f"owner-{number}"):
-            assert len(intake._turns) == 1
-    assert len(intake._turns) == 0
+        async with budget.decode_slot(f"owner-{number}"):
+            assert len(budget._decode_slots) == 1
+    assert len(budget._decode_slots) == 0
 
 
-async def test_only_owners_with_a_number_of_their_own_are_remembered() -> None:
+async def test_only_owners_with_a_limit_of_their_own_are_remembered() -> None:
     places = Places(max_training=4)
     for number in range(100):
         places.allow(f"owner-{number}", 4)
@@ -44,13 +44,13 @@ async def test_only_owners_with_a_number_of_their_own_are_remembered() -> None:
     assert places._max_training == {}
 
 
-async def test_when_keys_were_used_is_remembered_of_so_many(
+async def test_the_last_use_of_keys_is_remembered_for_a_limited_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(auth, "MOST_CACHED", 10)
+    monkeypatch.setattr(auth, "MAX_CACHED_KEYS", 10)
     keys: Any = SimpleNamespace(used=lambda key_id: None)
-    gate = Gate(keys, tokens=SimpleNamespace())  # type: ignore[arg-type]
+    authenticator = Authenticator(keys, tokens=SimpleNamespace())  # type: ignore[arg-type]
     for number in range(100):
         key: Any = SimpleNamespace(key_id=number)
-        gate._note(key, 0.0)
-    assert len(gate._noted) <= 10
+        authenticator._write_last_used(key, 0.0)
+    assert len(authenticator._last_used) <= 10

@@ -1,9 +1,9 @@
 """
-Ages are measured by the monotonic clock; the system clock says only which moment it is.
+Ages are measured by the monotonic clock; the system clock is for timestamps only.
 
-A system clock that is set back makes everything younger that was measured by it: a revoked key went
-on opening doors until the clock had caught up. So every use of the system clock in the server is
-listed here with its reason, unless it plainly stamps a moment onto something. A new one fails.
+When the system clock is set back, ages measured by it shrink: a revoked key would stay valid until
+the clock has caught up. So every use of the system clock in the server is listed here with its
+reason, unless it is a plain timestamp (`created_s=time.time()`). A new use fails this test.
 """
 
 import ast
@@ -16,37 +16,37 @@ from server.echo import EchoExecutor
 from server.hosting import hosted
 from server.tenants import new_key, with_key
 from tinkex.server.api import auth
-from tinkex.server.api.auth import Gate, Tokens
+from tinkex.server.api.auth import Authenticator, Tokens
 from tinkex.server.api.errors import Refusal
 from tinkex.server.store import Keys, open_store
 
 SERVER = Path(auth.__file__).parents[1]
 WALL = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow")}
 
-EXPIRES = "expiry is a moment that was told to somebody"
+EXPIRES = "an expiry is a point in time that clients know"
 KEPT = "compared with rows or files, which outlive the process"
-SHOWN = "a moment that is shown or stored"
-HOUR = "an hour of the calendar"
+SHOWN = "a timestamp that is shown or stored"
+HOUR = "a calendar hour"
 
-#: (file, function) -> why it asks the system clock.
+#: (file, function) -> why it uses the system clock.
 ALLOWED = {
-    ("api/audit.py", "audit"): SHOWN,
-    ("api/auth.py", "Gate.__init__"): EXPIRES,
-    ("api/billing.py", "usage_events"): KEPT,
-    ("api/billing.py", "current_storage"): KEPT,
-    ("api/copies.py", "copy_weights"): SHOWN,
-    ("api/history.py", "search_sessions"): EXPIRES,
-    ("api/history.py", "trace"): SHOWN,
-    ("api/keys.py", "exchange"): EXPIRES,
-    ("api/runs.py", "set_ttl"): EXPIRES,
-    ("dispatch/dispatcher.py", "Dispatcher.start"): EXPIRES,
-    ("futures.py", "_is_old"): KEPT,
+    ("api/account.py", "audit"): SHOWN,
+    ("api/account.py", "current_storage"): KEPT,
+    ("api/account.py", "exchange"): EXPIRES,
+    ("api/account.py", "usage_events"): KEPT,
+    ("api/auth.py", "Authenticator.__init__"): EXPIRES,
+    ("api/auth.py", "Signer.sign"): EXPIRES,
+    ("api/auth.py", "Signer.verifies"): EXPIRES,
+    ("api/checkpoints.py", "copy_weights"): SHOWN,
+    ("api/sessions.py", "search_sessions"): EXPIRES,
+    ("api/sessions.py", "trace"): SHOWN,
+    ("api/training_runs.py", "set_ttl"): EXPIRES,
     ("presence.py", "Presence.__init__"): KEPT,
     ("saving.py", "_naming"): EXPIRES,
     ("signing.py", "Signer.opens"): EXPIRES,
-    ("signing.py", "Signer.sign"): EXPIRES,
+    ("scheduler/results.py", "Signer.sign"): KEPT,
     ("maintenance/cleanup.py", "Cleanup.__init__"): KEPT,
-    ("store/checkpoint_lists.py", "CheckpointLists._change"): EXPIRES,
+    ("scheduler/checkpoint_lists.py", "CheckpointLists._change"): EXPIRES,
     ("store/checkpoint_lists.py", "CheckpointLists.checkpoint"): EXPIRES,
     ("store/checkpoint_lists.py", "CheckpointLists.checkpoints"): EXPIRES,
     ("store/checkpoint_lists.py", "CheckpointLists.delete"): EXPIRES,
@@ -73,7 +73,7 @@ ALLOWED = {
 
 
 class Uses(ast.NodeVisitor):
-    """Where one file asks for the system clock, apart from plain stamps (`created_s=time.time()`)."""
+    """The uses of the system clock in one file, except for plain timestamps."""
 
     def __init__(self) -> None:
         self._inside: list[str] = []
@@ -106,11 +106,11 @@ class Uses(ast.NodeVisitor):
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         if node.module == "time":
-            self.found.append(f"import {node.names[0].name}")  # it would not be seen above
+            self.found.append(f"import {node.names[0].name}")  # such calls would not be found above
 
 
 def _called(value: ast.expr) -> list[ast.AST]:
-    """The clock in `clock()`, and nothing when something is computed with it."""
+    """The clock in `clock()`; nothing if the value is part of a computation."""
     return [value.func] if isinstance(value, ast.Call) else []
 
 
@@ -125,8 +125,10 @@ def uses() -> Iterator[tuple[str, str]]:
 def test_every_use_of_the_system_clock_has_a_reason() -> None:
     found = set(uses())
     new = sorted(found - set(ALLOWED))
-    assert not new, f"an age is measured by time.monotonic(); if it is none, say why here: {new}"
-    assert sorted(set(ALLOWED) - found) == [], "these are gone: take them out of the list"
+    assert not new, f"measure ages with time.monotonic(), or add the reason here: {new}"
+    assert sorted(set(ALLOWED) - found) == [], (
+        "these uses no longer exist: remove them from the list"
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,14 +145,14 @@ def test_every_use_of_the_system_clock_has_a_reason() -> None:
         ("def f():\n    return time.monotonic() - began_s", False),
     ],
 )
-def test_the_rule_finds_ages(text: str, is_found: bool) -> None:
+def test_the_rule_finds_ages_measured_by_the_system_clock(text: str, is_found: bool) -> None:
     visitor = Uses()
     visitor.visit(ast.parse(text))
     assert bool(visitor.found) is is_found
 
 
 class Clock:
-    """Both clocks of a machine; the system clock can be set."""
+    """Both clocks of a machine; the system clock can be changed."""
 
     def __init__(self) -> None:
         self.running_s = 1_000.0
@@ -165,27 +167,29 @@ class Clock:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("step_s", [-2 * 86_400.0, 2 * 86_400.0])
-async def test_a_clock_that_is_set_does_not_keep_a_revoked_key_alive(
+async def test_changing_the_system_clock_does_not_keep_a_revoked_key_alive(
     tmp_path: Path, step_s: float
 ) -> None:
     store = open_store(
         db_url=f"sqlite:///{tmp_path / 'tinkex.db'}", storage_url=str(tmp_path), folder=tmp_path
     )
     clock = Clock()
-    gate = Gate(store.keys, Tokens(b"k"), clock=clock.monotonic, moment=clock.moment)
+    authenticator = Authenticator(
+        store.keys, Tokens(b"k"), clock=clock.monotonic, moment=clock.moment
+    )
     try:
-        assert (await gate.caller(None)).owner == "local"
+        assert (await authenticator.caller(None)).owner == "local"
         clock.set_by_s += step_s
         key, secret = await store.keys.create(owner="alice")
-        clock.running_s += auth.BELIEVED_S
+        clock.running_s += auth.KEY_CACHE_TTL_S
         with pytest.raises(Refusal, match="without one"):
-            await gate.caller(None)
-        assert (await gate.caller(secret)).owner == "alice"
+            await authenticator.caller(None)
+        assert (await authenticator.caller(secret)).owner == "alice"
         clock.set_by_s += step_s
         await store.keys.revoke(key.key_id)
-        clock.running_s += auth.BELIEVED_S
+        clock.running_s += auth.KEY_CACHE_TTL_S
         with pytest.raises(Refusal, match="is revoked"):
-            await gate.caller(secret)
+            await authenticator.caller(secret)
     finally:
         store.close()
 
@@ -196,26 +200,28 @@ async def test_expiry_goes_by_the_system_clock(tmp_path: Path) -> None:
         db_url=f"sqlite:///{tmp_path / 'tinkex.db'}", storage_url=str(tmp_path), folder=tmp_path
     )
     clock = Clock()
-    gate = Gate(store.keys, Tokens(b"k"), clock=clock.monotonic, moment=clock.moment)
+    authenticator = Authenticator(
+        store.keys, Tokens(b"k"), clock=clock.monotonic, moment=clock.moment
+    )
     try:
         expires_s = clock.moment() + 1.0
         _, secret = await store.keys.create(owner="alice", expires_s=expires_s)
-        assert (await gate.caller(secret)).owner == "alice"
+        assert (await authenticator.caller(secret)).owner == "alice"
         clock.running_s += 1.0
         with pytest.raises(Refusal, match="is expired"):
-            await gate.caller(secret)
+            await authenticator.caller(secret)
     finally:
         store.close()
 
 
 @pytest.mark.anyio
-async def test_unknown_keys_do_not_push_known_ones_out(
+async def test_unknown_keys_do_not_evict_known_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is remembered of strangers has an end of its own, and costs the others nothing."""
-    monkeypatch.setattr(auth, "MOST_CACHED", 20)
-    monkeypatch.setattr(auth, "MOST_REFUSED_CACHED", 20, raising=False)
-    monkeypatch.setattr(auth, "BELIEVED_S", 1000.0)
+    """Unknown keys have a bounded cache of their own."""
+    monkeypatch.setattr(auth, "MAX_CACHED_KEYS", 20)
+    monkeypatch.setattr(auth, "MAX_CACHED_UNKNOWN_KEYS", 20, raising=False)
+    monkeypatch.setattr(auth, "KEY_CACHE_TTL_S", 1000.0)
     looked_up: list[str] = []
     by_secret = Keys.by_secret
 
@@ -232,5 +238,5 @@ async def test_unknown_keys_do_not_push_known_ones_out(
                 assert (await stranger.get("/api/v1/auth/apikey/me")).status == 401
         assert looked_up.count(alices) == 1
         assert nobody.app
-        gate = nobody.app.state.gate
-        assert len(gate._refused) == 20
+        authenticator = nobody.app.state.authenticator
+        assert len(authenticator._refused) == 20

@@ -9,7 +9,7 @@ import pytest
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.waiting import until
-from tinkex.server.executor import EngineLost, Outcome, Task, Work, WorkFailed, WorkMuddled
+from tinkex.server.executor import BatchFailed, EngineLost, Outcome, Task, Work, WorkFailed
 from tinkex.server.scheduler.crash_isolation import FEW, Company, width
 from tinkex.wire.codec import decode_json
 from tinkex.wire.sampling import SampleRequest
@@ -171,7 +171,7 @@ class Muddling(EchoExecutor):
         await asyncio.sleep(0.02)
         self.together.discard(id(work))
         if beside > 1:
-            raise WorkMuddled("a batch of several requests failed")
+            raise BatchFailed("a batch of several requests failed")
         self.models[work.model_id].gradient -= 1000
         if work.payload.count(bytes([5])) >= POISON:
             raise WorkFailed("server", "the engine failed unexpectedly")

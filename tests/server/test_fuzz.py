@@ -1,4 +1,4 @@
-"""Strange requests, a few of them; `make fuzz` sends thousands."""
+"""A few fuzzed requests; `make fuzz` sends thousands."""
 
 import asyncio
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_no_protobuf_is_answered_with_a_server_error(server: Server) -> None:
 
 @pytest.mark.anyio
 async def test_an_image_of_unknown_length_is_not_a_bug_of_the_server(tmp_path: Path) -> None:
-    """Found by fuzzing: tokens were counted before anybody knew how many an image has."""
+    """Found by fuzzing: tokens were counted before the length of an image was known."""
     image = {"type": "image", "data": "", "format": "png"}
     async with hosted(EchoExecutor(), tmp_path) as api:
         body = {"prompt": {"chunks": [image]}, "base_model": api.base_model, "sampling_params": {}}

@@ -1,4 +1,4 @@
-"""What fuzzing found interesting, sent again: one body for each kind of answer. `make fuzz` makes new ones."""
+"""The fuzzing corpus: one body for each kind of answer. `make fuzz` makes new ones."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from fuzz import bodies, graphs
 pytestmark = pytest.mark.anyio
 
 
-async def test_the_kept_bodies_get_no_server_error_and_no_silence(tmp_path: Path) -> None:
+async def test_the_corpus_gets_no_server_error_and_no_timeout(tmp_path: Path) -> None:
     found = bodies.Found()
     async with bodies.line(tmp_path) as line:
         cases = bodies.corpus(await bodies.things(line))
@@ -17,7 +17,7 @@ async def test_the_kept_bodies_get_no_server_error_and_no_silence(tmp_path: Path
             await bodies.checked(line, case, found)
     assert not found.wrong
     assert len(cases) > 200
-    # Ids were put in, or every answer would be a 404.
+    # With valid ids; otherwise every answer would be a 404.
     assert found.statuses[200] > 10, found.statuses
     assert found.statuses[422] > 100
 

@@ -1,4 +1,4 @@
-"""Over every limit, a clear refusal that names the field; and the page of limits is the list of them."""
+"""Every limit has an error that names the field, and docs/reference/limits.md lists all limits."""
 
 import asyncio
 import contextlib
@@ -19,8 +19,7 @@ from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted
 from server.limits import LIMITS, SMALL, Ids, Limit
 from server.tenants import new_key, with_key
-from tinkex.server.api import bodies, operations, sessions
-from tinkex.server.api import http_limits as heads
+from tinkex.server.api import bodies, http_limits, operations, sessions
 from tinkex.server.store import checkpoint_lists, events
 from tinkex.wire import errors, limits
 
@@ -46,7 +45,7 @@ async def ids_of(api: Api) -> Ids:
 
 
 @pytest.mark.parametrize("limit", TRIED, ids=[limit.what for limit in TRIED])
-async def test_over_each_limit_there_is_a_clear_answer(small: Api, limit: Limit) -> None:
+async def test_each_limit_has_a_clear_error(small: Api, limit: Limit) -> None:
     assert limit.case
     answer = await limit.case(small, await ids_of(small))
     text = answer.body.decode()
@@ -62,7 +61,7 @@ async def test_over_each_limit_there_is_a_clear_answer(small: Api, limit: Limit)
         ), text[:500]
 
 
-def test_the_page_of_limits_is_the_one_that_would_be_written_now() -> None:
+def test_the_page_of_limits_is_up_to_date() -> None:
     assert PAGE.read_text() == page(), "run: python tests/docs/limits_page.py"
     for limit in LIMITS:
         if limit.case is None:
@@ -91,21 +90,21 @@ async def test_answers_quote_little_of_what_was_sent(small: Api) -> None:
 
 
 async def test_telemetry_over_its_limits_is_accepted_and_not_kept(tmp_path: Path) -> None:
-    """Anything else than a 200 would be sent again every second."""
+    """Clients retry any other status every second."""
     async with hosted(EchoExecutor(), tmp_path) as api:
         assert api.app
         store = api.app.state.context.store
         event = {"event": "GENERIC_EVENT", "event_id": "x" * 5_000}
         few = {"session_id": "few", "events": [event] * (events.MAX_EVENTS // 2)}
         many = {"session_id": "many", "events": [{}] * (events.MAX_EVENTS + 9)}
-        large = {"session_id": "large", "events": [{}], "x": "x" * operations.MOST_BYTES}
+        large = {"session_id": "large", "events": [{}], "x": "x" * operations.MAX_TELEMETRY_BYTES}
         deep = b"[" * 500_000
         for body in (few, many, large, deep):
             sent = body if isinstance(body, bytes) else json.dumps(body).encode()
             headers = {"Content-Encoding": "gzip"}
             answer = await api.post("telemetry", gzip.compress(sent), headers=headers)
             assert answer.status == 200
-        # It is written with whatever is written next.
+        # Telemetry is written with the next commit.
         await store.keys.create(owner="carol")
         for name, kept in (("few", 50), ("many", 100), ("large", 0)):
             found = await store.telemetry.of_session(name, owner="local")
@@ -113,10 +112,10 @@ async def test_telemetry_over_its_limits_is_accepted_and_not_kept(tmp_path: Path
             assert len(str(found)) < 100 * 1_000
 
 
-async def test_telemetry_of_an_hour_has_an_end(
+async def test_telemetry_per_hour_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody fills the disk of all others with it."""
+    """One owner cannot fill the disk with it."""
     monkeypatch.setattr(events, "MAX_CHARACTERS_PER_HOUR", 5_000)
     keys = [await new_key(tmp_path, owner) for owner in ("alice", "bob")]
     batch = {"session_id": "s", "events": [{"event_id": "x" * 450}] * 4}
@@ -126,16 +125,16 @@ async def test_telemetry_of_an_hour_has_an_end(
         for key in (keys[0], keys[0], keys[0], keys[0], keys[1]):
             async with with_key(api, key) as client:
                 assert (await client.post("telemetry", batch)).status == 200
-        # It is written with whatever is written next.
+        # Telemetry is written with the next commit.
         await store.keys.create(owner="carol")
         assert len(await store.telemetry.of_session("s", owner="alice")) == 10
         assert len(await store.telemetry.of_session("s", owner="bob")) == 4
 
 
-async def test_a_small_body_does_not_become_a_large_one_before_it_is_refused(
+async def test_a_small_body_is_refused_before_it_expands(
     tmp_path: Path,
 ) -> None:
-    """Messages of two bytes, objects of three: hundreds of times larger in memory."""
+    """Messages of two bytes and objects of three are hundreds of times larger in memory."""
     async with hosted(EchoExecutor(), tmp_path) as api:
         await api.model()
         began = time.monotonic()
@@ -147,23 +146,23 @@ async def test_a_small_body_does_not_become_a_large_one_before_it_is_refused(
         headers = {"Content-Encoding": "zstd"}
         assert (await api.post("asample", objects, headers=headers)).status == 413
         grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
-    # Refused while it is counted, and not read once more to see whose it was.
+    # Refused while counting, and not parsed again to find the step.
     assert time.monotonic() - began < 15
-    # Both are 32 MiB or less unpacked; built, they would be 1 GiB and more.
+    # Both are at most 32 MiB decompressed; as objects they would be 1 GiB and more.
     assert grown_mib < 250
     assert limits.MAX_FIELDS < 2**24
 
 
-async def test_a_session_can_be_finished_with_any_words(small: Api) -> None:
+async def test_a_session_can_be_finished_with_a_detail_of_any_length(small: Api) -> None:
     session = await small.session()
     words = {"reason": {"type": "errored"}, "detail": "x" * 100_000}
     assert await small.call("POST", f"sessions/{session}/finish", words) == 200
     found = await small.post("sessions/search", {"session_id": session})
-    assert len(found.json["sessions"][0]["status"]["detail"]) == sessions.LONGEST_FINISH
+    assert len(found.json["sessions"][0]["status"]["detail"]) == sessions.MAX_FINISH_DETAIL_LENGTH
 
 
 @pytest.mark.parametrize("head", [b"GET /", b"GET / HTTP/1.1\r\nX-Long: ", b"GET / HTTP/1.1\r\n"])
-async def test_a_head_without_end_is_cut_off(small: Api, head: bytes) -> None:
+async def test_endless_headers_are_refused(small: Api, head: bytes) -> None:
     url = small.http._base_url
     assert url
     reader, writer = await asyncio.open_connection(url.host, url.port)
@@ -197,8 +196,10 @@ CHUNKED = b"POST /api/v1/asample HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encodin
         ),
     ],
 )
-async def test_what_is_around_bodies_has_an_end(small: Api, begun: bytes, piece: bytes) -> None:
-    """Nobody reads the answers, and none of this needs a key."""
+async def test_trailers_and_pipelined_requests_are_limited(
+    small: Api, begun: bytes, piece: bytes
+) -> None:
+    """None of this needs a key."""
     url = small.http._base_url
     assert url
     assert small.server
@@ -212,7 +213,7 @@ async def test_what_is_around_bodies_has_an_end(small: Api, begun: bytes, piece:
             await writer.drain()
             await asyncio.sleep(0)
             ahead = [len(vars(one).get("pipeline") or ()) for one in connections]
-            assert max(ahead, default=0) <= heads.MOST_AHEAD
+            assert max(ahead, default=0) <= http_limits.MAX_PIPELINED
 
     with pytest.raises(ConnectionError):
         await send()
@@ -242,8 +243,8 @@ async def test_what_is_around_bodies_has_an_end(small: Api, begun: bytes, piece:
         ),
     ],
 )
-async def test_a_head_that_can_be_read_in_two_ways_is_refused(small: Api, head: bytes) -> None:
-    """A proxy in front may read it in the other way."""
+async def test_ambiguous_framing_is_refused(small: Api, head: bytes) -> None:
+    """A proxy may read it differently."""
     url = small.http._base_url
     assert url
     reader, writer = await asyncio.open_connection(url.host, url.port)
@@ -255,7 +256,7 @@ async def test_a_head_that_can_be_read_in_two_ways_is_refused(small: Api, head: 
 
 
 @pytest.mark.parametrize("value", [b"chunked", b" Chunked "])
-async def test_a_head_that_can_be_read_in_one_way_is_taken(small: Api, value: bytes) -> None:
+async def test_unambiguous_framing_is_accepted(small: Api, value: bytes) -> None:
     url = small.http._base_url
     assert url
     for head, body in (
@@ -273,13 +274,13 @@ async def test_a_head_that_can_be_read_in_one_way_is_taken(small: Api, value: by
         writer.close()
 
 
-async def test_a_trailer_does_not_pass_for_a_header(small: Api) -> None:
+async def test_a_trailer_is_not_taken_for_a_header(small: Api) -> None:
     url = small.http._base_url
     assert url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(CHUNKED.replace(b"asample", b"create_session"))
     body = b'{"tags": [], "user_metadata": {}, "sdk_version": "0.36.0"}'
-    for _ in range(2):  # the key makes the second the first again, if it counts
+    for _ in range(2):  # with the key as a header, the second call would return the first session
         writer.write(b"%x\r\n%s\r\n0\r\nX-Idempotency-Key: one\r\n\r\n" % (len(body), body))
         writer.write(CHUNKED.replace(b"asample", b"create_session"))
     answers = b""
@@ -291,23 +292,23 @@ async def test_a_trailer_does_not_pass_for_a_header(small: Api) -> None:
 
 
 async def until(true: Callable[[], bool]) -> None:
-    """Something that only time brings about."""
+    """Wait until a condition holds."""
     for _ in range(2_000):
         if true():
             return
         await asyncio.sleep(0.01)
-    raise AssertionError("it is not so after 20 s")
+    raise AssertionError("the condition does not hold after 20 s")
 
 
 def peak_mib(*, reset: bool = False) -> int:
-    """The most memory of this process, since it was last reset."""
+    """The peak memory of this process since the last reset."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("VmHWM"))
 
 
-async def test_many_small_bodies_do_not_become_large_at_once(tmp_path: Path) -> None:
+async def test_only_a_few_bodies_are_decompressed_at_the_same_time(tmp_path: Path) -> None:
     most = 24 * 2**20
     async with hosted(EchoExecutor(), tmp_path, max_decoded_bytes=most) as api:
         ids = await ids_of(api)
@@ -321,13 +322,13 @@ async def test_many_small_bodies_do_not_become_large_at_once(tmp_path: Path) -> 
         assert len(packed) < 10_000
         headers = {"Content-Encoding": "zstd"}
         before = peak_mib(reset=True)
-        asked = [api.post("asample", packed, headers=headers) for _ in range(16)]
-        assert [answer.status for answer in await asyncio.gather(*asked)] == [200] * 16
-        # Two at a time, each in parts and whole; all of them would be 384 MiB.
+        requested = [api.post("asample", packed, headers=headers) for _ in range(16)]
+        assert [answer.status for answer in await asyncio.gather(*requested)] == [200] * 16
+        # Two at a time, with two copies each; all of them would be 384 MiB.
         assert peak_mib() - before < 190
 
 
-async def test_bodies_that_an_owner_has_arriving_have_an_end_together(tmp_path: Path) -> None:
+async def test_the_arriving_bytes_of_an_owner_are_limited(tmp_path: Path) -> None:
     keys = [await new_key(tmp_path, owner) for owner in ("alice", "bob")]
     body = b"x" * 90_000
     head = (
@@ -338,13 +339,13 @@ async def test_bodies_that_an_owner_has_arriving_have_an_end_together(tmp_path: 
         url = api.http._base_url
         assert url
         assert api.app
-        held = api.app.state.context.intake._bytes
+        held = api.app.state.body_budgets.owners._bytes
         writers = []
-        for key in (*[keys[0]] * 2 * bodies.BODIES, keys[1]):
+        for key in (*[keys[0]] * 2 * bodies.MAX_BODIES_PER_OWNER, keys[1]):
             _, writer = await asyncio.open_connection(url.host, url.port)
             writer.write(head.format(key).encode() + body)
             writers.append(writer)
-        # Half of hers are refused, and wait for the rest of their bodies.
+        # Half of Alice's are refused, and wait for the rest of their bodies.
         await until(lambda: held.get("alice", 0) > 800_000 - len(body) and "bob" in held)
         async with with_key(api, keys[0]) as alice, with_key(api, keys[1]) as bob:
             full = await alice.post("asample", body)
@@ -357,7 +358,7 @@ async def test_bodies_that_an_owner_has_arriving_have_an_end_together(tmp_path: 
             assert (await alice.post("asample", body)).status == 422
 
 
-async def test_an_answer_holds_so_much_metadata(
+async def test_the_metadata_of_an_answer_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_lists, "MAX_METADATA_CHARACTERS", 50_000)

@@ -1,4 +1,4 @@
-"""Load: what waits costs little, too much is refused, and nobody who hangs on is kept."""
+"""Load: memory of waiting requests, full servers, and stalled connections."""
 
 import asyncio
 import gc
@@ -16,7 +16,7 @@ from server.hosting import Api, hosted
 from server.tenants import new_key, with_key
 from server.waiting import until
 from tinkex.server import processes, web
-from tinkex.server.api.http_limits import STEP_BYTES, Patience, Phase
+from tinkex.server.api.http_limits import MIN_PROGRESS_BYTES, Phase, StallTimer
 from tinkex.server.executor import Outcome, Work
 from tinkex.server.scheduler.results import Settled
 from tinkex.server.scheduler.step_queue import Kind
@@ -24,14 +24,14 @@ from tinkex.server.scheduler.step_queue import Kind
 pytestmark = pytest.mark.anyio
 
 SESSIONS, QUEUED = 200, 5_000
-#: An answer that no system's buffers hold.
+#: An answer larger than any socket buffer.
 LARGE = 2**24
 #: Memory for one waiting sample of 100 tokens, with its connection's share, its task and its row.
 MOST_BYTES_EACH = 20_000
 
 
 class Held(EchoExecutor):
-    """As plain as the real one: who waits costs one task and one event."""
+    """As simple as the real one: a waiting sample costs one task and one event."""
 
     async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
         await self.open.wait()
@@ -58,8 +58,8 @@ async def a_sampler(api: Api) -> str:
 
 def resident_bytes() -> int:
     gc.collect()
-    if processes._trim is not None:
-        processes._trim(0)
+    if processes._malloc_trim is not None:
+        processes._malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -91,7 +91,7 @@ async def test_five_thousand_samples_of_two_hundred_sessions_wait_in_bounded_mem
         assert len(context.futures) == QUEUED + 1
         each = (resident_bytes() - before) / QUEUED
         assert each < MOST_BYTES_EACH, f"{each:.0f} bytes for each waiting sample"
-        # All of them come to their end, and nothing of them stays but their results.
+        # All of them finish, and only their results stay in memory.
         held.open.set()
         await until(lambda: not len(context.futures), 60)
         assert (await api.result(ids[-1]))["sequences"]
@@ -100,7 +100,7 @@ async def test_five_thousand_samples_of_two_hundred_sessions_wait_in_bounded_mem
         assert not context.dispatcher._desk.payloads._kept
 
 
-async def test_a_full_server_says_when_to_come_back_and_takes_the_rest_later(
+async def test_a_full_server_sends_retry_after_and_accepts_the_rest_later(
     anyio_backend: str, tmp_path: Path
 ) -> None:
     held = Held()
@@ -114,7 +114,7 @@ async def test_a_full_server_says_when_to_come_back_and_takes_the_rest_later(
         mine, theirs = await a_sampler(alice), await a_sampler(bob)
         taken = [await alice.post("asample", sample(mine, number)) for number in range(3)]
         assert [answer.status for answer in taken] == [200] * 3
-        # Nobody closes it to others by filling it, and then full is full for whoever comes.
+        # One owner cannot fill the server for others; a full server refuses everyone.
         assert (await bob.post("asample", sample(theirs, 1))).status == 200
         assert (await alice.post("asample", sample(mine, 3))).status == 429
         async with bob.http.post("/api/v1/asample", json=sample(theirs, 0)) as refused:
@@ -130,7 +130,7 @@ async def test_a_full_server_says_when_to_come_back_and_takes_the_rest_later(
         assert (await bob.result(late.json["request_id"]))["sequences"]
 
 
-async def test_a_model_whose_client_finished_is_forgotten_until_it_is_asked_for(api: Api) -> None:
+async def test_the_model_of_a_finished_client_is_evicted_until_it_is_used(api: Api) -> None:
     assert api.app is not None
     dispatcher = api.app.state.context.dispatcher
     session = await api.session()
@@ -154,7 +154,7 @@ async def test_a_model_whose_client_is_back_stays(api: Api, echo: EchoExecutor) 
     second = await api.optim_step(model, 2)
     echo.open.set()
     await asyncio.gather(api.value(first), api.value(second))
-    # The same, while it stays away.
+    # The same while the client is away.
     await asyncio.sleep(0)
     assert [run.live_in for run in dispatcher._runs.opened()] == [1]
     dispatcher.free_session(session)
@@ -184,7 +184,7 @@ def request(route: str, body: bytes, length: int | None = None) -> bytes:
 
 
 async def closed(held: socket.socket, within_s: float = 20.0) -> bool:
-    """Whether the other side hangs up, whatever it says before."""
+    """Whether the server closes the connection, with or without an answer."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(within_s):
         try:
@@ -197,11 +197,11 @@ async def closed(held: socket.socket, within_s: float = 20.0) -> bool:
 
 
 @pytest.mark.parametrize("parser", ["the quick one", "h11"])
-async def test_connections_that_do_not_get_on_with_it_are_closed(
+async def test_stalled_connections_are_closed(
     tmp_path: Path, parser: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if parser == "h11":
-        monkeypatch.setattr(web, "protocol", lambda: "h11")
+        monkeypatch.setattr(web, "limited_protocol", lambda: "h11")
     async with hosted(Held(), tmp_path, head_s=0.4, stall_s=0.4) as api:
         assert api.server is not None
         state = api.server.server_state
@@ -212,7 +212,7 @@ async def test_connections_that_do_not_get_on_with_it_are_closed(
         await loop.sock_sendall(half_body, request("asample", b'{"prompt":', 10_000))
 
         async def drop() -> None:
-            """A head that never ends, one byte at a time."""
+            """Endless headers, one byte at a time."""
             for byte in b"GET /api/v1/healthz HTTP/1.1\r\nX-Long: " + b"a" * 500:
                 await loop.sock_sendall(drop_by_drop, bytes([byte]))
                 await asyncio.sleep(0.05)
@@ -226,23 +226,23 @@ async def test_connections_that_do_not_get_on_with_it_are_closed(
         assert (await api.get("/api/v1/healthz")).status == 200
 
 
-async def test_who_waits_for_us_or_between_two_requests_is_not_closed(tmp_path: Path) -> None:
+async def test_waiting_and_idle_connections_are_not_closed(tmp_path: Path) -> None:
     held = Held()
     held.open.clear()
     async with hosted(held, tmp_path, head_s=0.2, stall_s=0.2, long_poll_s=1.0) as api:
-        asked = await api.post("asample", sample(await a_sampler(api), 0))
+        requested = await api.post("asample", sample(await a_sampler(api), 0))
         idle = connected(api)
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(idle, b"GET /api/v1/healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         assert await loop.sock_recv(idle, 65536)
         # Five times the limit.
-        assert (await api.poll(asked.json["request_id"])).status == 408
+        assert (await api.poll(requested.json["request_id"])).status == 408
         await loop.sock_sendall(idle, b"GET /api/v1/healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         assert (await loop.sock_recv(idle, 65536)).startswith(b"HTTP/1.1 200")
         idle.close()
 
 
-async def test_an_answer_that_is_not_read_is_given_up_and_one_that_is_read_slowly_is_not(
+async def test_an_unread_answer_is_aborted_and_a_slowly_read_one_is_not(
     tmp_path: Path,
 ) -> None:
     async with hosted(Held(), tmp_path, head_s=0.4, stall_s=0.4) as api:
@@ -269,7 +269,7 @@ async def test_an_answer_that_is_not_read_is_given_up_and_one_that_is_read_slowl
                 await asyncio.sleep(0.1)
 
         async def in_pieces() -> int:
-            """A good deal slower than it could be, for several times the limit."""
+            """Read slowly, for several times the limit."""
             read = 0
             while read < LARGE:
                 piece = await loop.sock_recv(slowly, 2**17)
@@ -287,15 +287,15 @@ async def test_an_answer_that_is_not_read_is_given_up_and_one_that_is_read_slowl
         by_bytes.close()
 
 
-async def test_clients_that_vanish_while_they_wait_leave_nothing(tmp_path: Path) -> None:
+async def test_clients_that_vanish_during_a_poll_leave_nothing_behind(tmp_path: Path) -> None:
     held = Held()
     held.open.clear()
     async with hosted(held, tmp_path, long_poll_s=50.0) as api:
         assert api.app is not None
         assert api.server is not None
         state, futures = api.server.server_state, api.app.state.context.futures
-        asked = await api.post("asample", sample(await a_sampler(api), 0))
-        request_id = asked.json["request_id"]
+        requested = await api.post("asample", sample(await a_sampler(api), 0))
+        request_id = requested.json["request_id"]
         polling = request("retrieve_future", json.dumps({"request_id": request_id}).encode())
         loop = asyncio.get_running_loop()
         vanishing = [connected(api) for _ in range(100)]
@@ -303,17 +303,17 @@ async def test_clients_that_vanish_while_they_wait_leave_nothing(tmp_path: Path)
             await loop.sock_sendall(one, polling)
         await until(lambda: len(futures._open[request_id].sleepers) == 100)
         for number, one in enumerate(vanishing):
-            if number % 2:  # a reset, and not even a goodbye
+            if number % 2:  # a reset without a FIN
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             one.close()
-        # Their polls with their connections, long before their time is up.
+        # Their polls end with their connections, long before the timeout.
         await until(lambda: len(state.connections) <= 2)
         await until(lambda: not futures.awaited(request_id) and not state.tasks)
         held.open.set()
         assert (await api.result(request_id))["sequences"]
 
 
-async def test_beyond_the_most_connections_one_is_told_to_come_back(tmp_path: Path) -> None:
+async def test_connections_over_the_maximum_get_a_503(tmp_path: Path) -> None:
     async with hosted(Held(), tmp_path, max_connections=5) as api:
         others = [connected(api) for _ in range(5)]
         assert api.server is not None
@@ -326,7 +326,7 @@ async def test_beyond_the_most_connections_one_is_told_to_come_back(tmp_path: Pa
         assert (await api.get("/api/v1/healthz")).status == 200
 
 
-async def test_the_system_is_asked_to_notice_peers_that_are_gone(api: Api) -> None:
+async def test_tcp_keepalive_is_enabled(api: Api) -> None:
     assert api.server is not None
     assert (await api.get("/api/v1/healthz")).status == 200
     (connection,) = api.server.server_state.connections
@@ -335,33 +335,35 @@ async def test_the_system_is_asked_to_notice_peers_that_are_gone(api: Api) -> No
     assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
 
 
-# -- the decision --------------------------------------------------------------------------------
+# -- the stall timer -----------------------------------------------------------------------------
 
 
-def test_a_head_has_its_time_however_its_bytes_come() -> None:
-    patience = Patience(head_s=30, stall_s=60)
+def test_headers_have_a_time_limit_however_they_arrive() -> None:
+    timer = StallTimer(head_s=30, stall_s=60)
     for now_s in range(30):
-        assert not patience.is_over(Phase.HEAD, request=0, moved=now_s * STEP_BYTES, now_s=now_s)
-    assert patience.is_over(Phase.HEAD, request=0, moved=30 * STEP_BYTES, now_s=30)
+        assert not timer.is_over(
+            Phase.HEAD, request=0, moved=now_s * MIN_PROGRESS_BYTES, now_s=now_s
+        )
+    assert timer.is_over(Phase.HEAD, request=0, moved=30 * MIN_PROGRESS_BYTES, now_s=30)
 
 
-def test_a_body_that_moves_has_all_the_time_it_needs() -> None:
-    patience = Patience(head_s=30, stall_s=60)
+def test_a_body_that_makes_progress_has_no_time_limit() -> None:
+    timer = StallTimer(head_s=30, stall_s=60)
     for minute in range(100):
-        moved = minute * STEP_BYTES
-        assert not patience.is_over(Phase.BODY, request=1, moved=moved, now_s=60 * minute)
-    assert patience.is_over(Phase.BODY, request=1, moved=99 * STEP_BYTES + 1, now_s=6000)
+        moved = minute * MIN_PROGRESS_BYTES
+        assert not timer.is_over(Phase.BODY, request=1, moved=moved, now_s=60 * minute)
+    assert timer.is_over(Phase.BODY, request=1, moved=99 * MIN_PROGRESS_BYTES + 1, now_s=6000)
 
 
-def test_work_and_idleness_are_not_the_clients_fault() -> None:
-    patience = Patience(head_s=30, stall_s=60)
+def test_work_and_idle_phases_have_no_time_limit() -> None:
+    timer = StallTimer(head_s=30, stall_s=60)
     for phase in (Phase.WORK, Phase.IDLE):
-        assert not patience.is_over(phase, request=1, moved=0, now_s=0)
-        assert not patience.is_over(phase, request=1, moved=0, now_s=10**6)
+        assert not timer.is_over(phase, request=1, moved=0, now_s=0)
+        assert not timer.is_over(phase, request=1, moved=0, now_s=10**6)
 
 
-def test_each_request_begins_anew() -> None:
-    patience = Patience(head_s=30, stall_s=60)
-    assert not patience.is_over(Phase.ANSWER, request=1, moved=-100, now_s=0)
-    assert not patience.is_over(Phase.ANSWER, request=2, moved=-100, now_s=60)
-    assert patience.is_over(Phase.ANSWER, request=2, moved=-100, now_s=120)
+def test_each_request_restarts_the_timer() -> None:
+    timer = StallTimer(head_s=30, stall_s=60)
+    assert not timer.is_over(Phase.ANSWER, request=1, moved=-100, now_s=0)
+    assert not timer.is_over(Phase.ANSWER, request=2, moved=-100, now_s=60)
+    assert timer.is_over(Phase.ANSWER, request=2, moved=-100, now_s=120)

@@ -1,304 +1,176 @@
-"""Real processes: supervisor, web and engine on the tiny model, killed and coming back."""
+"""Restart backoff, garbage collection and the malloc arena of server processes."""
 
 import asyncio
-import os
-import signal
+import gc
+import itertools
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+import weakref
 
 import pytest
 
-from processes import children
-from server.api.test_custom_losses import NODES, loss
-from server.hosting import Api, connected
-from server.storage.commands import tinkex
-from server.tenants import is_private
-from serving import TINY, Server, serving
+from tinkex.server.processes import (
+    ENGINE_BACKOFF,
+    ENGINE_STABLE_S,
+    WEB_BACKOFF,
+    WEB_STABLE_S,
+    Backoff,
+    collect_periodically,
+    engine_was_stable,
+    web_was_stable,
+)
 
-pytestmark = pytest.mark.anyio
+STABLE, UNSTABLE = True, False
 
 
-@contextmanager
-def umask_of_nothing() -> Iterator[None]:
-    """What does not say who may read it is for everybody."""
-    before = os.umask(0)
+def waits(rule: Backoff, runs: list[bool]) -> list[float]:
+    found: list[float] = []
+    for stable in runs:
+        found.append(rule.next_wait_s(found[-1] if found else None, stable=stable))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rule", "runs", "expected"),
+    [
+        # The first crash may be an accident, however short the run was.
+        (WEB_BACKOFF, [UNSTABLE], [0.0]),
+        (WEB_BACKOFF, [UNSTABLE] * 8, [0.0, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]),
+        (ENGINE_BACKOFF, [UNSTABLE] * 9, [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]),
+        (WEB_BACKOFF, [STABLE] * 5, [0.0] * 5),
+        (ENGINE_BACKOFF, [STABLE] * 5, [0.0] * 5),
+        # A stable run resets the backoff.
+        (
+            WEB_BACKOFF,
+            [UNSTABLE, UNSTABLE, UNSTABLE, STABLE, UNSTABLE, UNSTABLE],
+            [0.0, 0.2, 0.4, 0.0, 0.2, 0.4],
+        ),
+        (
+            ENGINE_BACKOFF,
+            [STABLE, UNSTABLE, UNSTABLE, STABLE, STABLE, UNSTABLE],
+            [0.0, 0.5, 1.0, 0.0, 0.0, 0.5],
+        ),
+    ],
+)
+def test_waits_double_up_to_a_maximum_and_a_stable_run_resets_them(
+    rule: Backoff, runs: list[bool], expected: list[float]
+) -> None:
+    assert waits(rule, runs) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("rule", [WEB_BACKOFF, ENGINE_BACKOFF])
+def test_waits_stay_within_the_maximum_and_only_the_first_is_zero(rule: Backoff) -> None:
+    first, *later = waits(rule, [UNSTABLE] * 1000)
+    assert first == 0.0
+    assert all(one <= two for one, two in itertools.pairwise(later))
+    assert min(later) == rule.first_s
+    assert max(later) == rule.max_s
+
+
+@pytest.mark.parametrize(
+    ("ready", "lived_s", "stable"),
+    [
+        (True, WEB_STABLE_S + 0.1, STABLE),
+        (True, WEB_STABLE_S, UNSTABLE),
+        (True, 0.0, UNSTABLE),
+        # A process that never got ready is not stable, however long it ran.
+        (False, 10_000.0, UNSTABLE),
+    ],
+)
+def test_a_web_process_was_stable_if_it_was_ready_for_a_while(
+    ready: bool, lived_s: float, stable: bool
+) -> None:
+    assert web_was_stable(ready=ready, lived_s=lived_s) is stable
+
+
+@pytest.mark.parametrize(
+    ("answered", "lived_s", "stable"),
+    [
+        # A step may crash an engine soon after its start, but earlier steps were done.
+        (True, 0.0, STABLE),
+        (False, ENGINE_STABLE_S + 0.1, STABLE),
+        (False, ENGINE_STABLE_S, UNSTABLE),
+        (False, 0.0, UNSTABLE),
+    ],
+)
+def test_an_engine_was_stable_if_it_finished_work_or_ran_for_long(
+    answered: bool, lived_s: float, stable: bool
+) -> None:
+    assert engine_was_stable(answered=answered, lived_s=lived_s) is stable
+
+
+PROGRAM = """
+import gc
+from tinkex.server.processes import tune_gc
+
+tune_gc()
+before = sum(round["collections"] for round in gc.get_stats())
+open_requests = [{"request": [number]} for number in range(10_000)]
+print(sum(round["collections"] for round in gc.get_stats()) - before, gc.get_freeze_count() > 0)
+"""
+
+
+def test_thousands_of_requests_in_flight_trigger_no_garbage_collection():
+    reported = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
+    assert reported.stdout.split() == ["0", "True"]
+
+
+class Connection:
+    """A reference cycle, like a closed connection and its reader."""
+
+    def __init__(self) -> None:
+        self.reader = self
+
+
+def test_reference_cycles_are_freed_periodically():
+    async def until_freed() -> None:
+        freed = asyncio.Event()
+        weakref.finalize(Connection(), freed.set)
+        collecting = asyncio.create_task(collect_periodically(every_s=0.01))
+        async with asyncio.timeout(10):
+            await freed.wait()
+        collecting.cancel()
+
+    gc.disable()
     try:
-        yield
+        asyncio.run(until_freed())
     finally:
-        os.umask(before)
+        gc.enable()
 
 
-@pytest.fixture(scope="module")
-def own_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that may be hurt; it runs without a umask, and has a settings file."""
-    data = tmp_path_factory.mktemp("data")
-    (data / "tinkex.toml").write_text("drain_s = 5.0\n")
-    (data / "tinkex.toml").chmod(0o644)
-    with ExitStack() as stack:
-        with umask_of_nothing():
-            server = stack.enter_context(serving(f"{TINY}={tiny_model}", data=data))
-        yield server
+HEAPS = """
+import ctypes, sys, threading
+from tinkex.server.processes import use_single_arena
+
+if sys.argv[1] == "shared":
+    use_single_arena()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+together = threading.Barrier(6)
+
+def allocate() -> None:
+    together.wait()
+    for _ in range(1000):
+        libc.malloc(2000)
+
+threads = [threading.Thread(target=allocate) for _ in range(6)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+libc.stdout = ctypes.c_void_p.in_dll(libc, "stdout")
+libc.malloc_info(0, libc.stdout)
+libc.fflush(libc.stdout)
+"""
 
 
-def mapped(pid: int) -> str:
-    return Path(f"/proc/{pid}/maps").read_text()
+@pytest.mark.skipif(sys.platform != "linux", reason="only the GNU library makes a heap a thread")
+def test_threads_share_one_malloc_arena():
+    def heaps(how: str) -> int:
+        reported = subprocess.run(
+            [sys.executable, "-c", HEAPS, how], capture_output=True, text=True, check=True
+        )
+        return reported.stdout.count("<heap nr=")
 
-
-def is_alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
-def web_process(server: Server) -> int:
-    (web,) = children(server.process.pid)
-    return web
-
-
-def engine_process(server: Server) -> int:
-    (engine,) = children(web_process(server))
-    return engine
-
-
-async def trained(api: Api, model: str, *, first: int) -> float:
-    """The loss before a step, once the step is done."""
-    passed = await api.forward_backward(model, first, tokens=8)
-    stepped = await api.optim_step(model, first + 1, learning_rate=1e-2)
-    loss = (await api.passed(passed)).metrics["loss:sum"]
-    assert "metrics" in await api.result(stepped)
-    return loss
-
-
-async def test_an_engine_that_is_killed_comes_back_with_the_model_as_it_was(
-    own_server: Server,
-) -> None:
-    async with connected(own_server.url, TINY) as api:
-        session = await api.session()
-        one, two = await api.model(session), await api.model(session, number=1)
-        for model in (one, two):
-            await trained(api, model, first=1)
-            await api.passed(await api.forward_backward(model, 3, tokens=5))
-        undisturbed = await api.optim_step(one, 4)
-        await api.result(undisturbed)
-        before = await trained(api, one, first=5)
-        os.kill(engine_process(own_server), signal.SIGKILL)
-        await api.result(await api.optim_step(two, 4))
-        after = await trained(api, two, first=5)
-    # Only the seeds of the two models differ; the base and the data are the same. A model that
-    # had lost its steps or its gradient would start from the untrained loss again.
-    untrained = await _untrained_loss(own_server)
-    assert before < untrained * 0.9
-    assert after < untrained * 0.9
-    assert any("died (SIGKILL: " in line for line in own_server.log)
-
-
-async def test_a_web_process_that_is_killed_after_the_answer_has_kept_the_work(
-    own_server: Server,
-) -> None:
-    async with connected(own_server.url, TINY) as api:
-        model = await api.model()
-        engine = engine_process(own_server)
-        passed = await api.forward_backward(model, 1, tokens=8)
-        stepped = await api.optim_step(model, 2)
-        os.kill(web_process(own_server), signal.SIGKILL)
-    async with connected(own_server.url, TINY) as api:
-        # The supervisor's socket held this connection until there was a web process again.
-        assert "metrics" in await api.result(stepped)
-        assert (await api.passed(passed)).metrics["loss:sum"] > 0
-        assert await api.optim_step(model, 2) == stepped
-    # The engine of the dead web process has not stayed behind, whatever it was just saying.
-    assert not is_alive(engine)
-
-
-async def test_a_loss_the_engine_does_not_know_is_a_user_failure(own_server: Server) -> None:
-    async with connected(own_server.url, TINY) as api:
-        model = await api.model()
-        bad = await api.result(await api.forward_backward(model, 1, loss="no_such_loss"))
-    assert bad["category"] == "user"
-    assert "no_such_loss" in bad["error"]
-
-
-async def test_a_custom_loss_outlives_the_engine_and_stays_in_its_session(
-    own_server: Server,
-) -> None:
-    async with connected(own_server.url, TINY) as api:
-        session = await api.session()
-        model, other = await api.model(session), await api.model()
-        made = await api.result(await api.step("create_custom_loss", **loss(session)))
-        config = {"loss_id": made["loss_id"]}
-        before = await api.passed(await api.custom(model, 1, config))
-        assert before.metrics["loss:sum"] == before.metrics["custom/s:sum"] < 0
-        foreign = await api.result(await api.custom(other, 1, config))
-        assert foreign["category"] == "user"
-        assert "there is no custom loss" in foreign["error"]
-        os.kill(engine_process(own_server), signal.SIGKILL)
-        after = await api.passed(await api.custom(model, 2, config))
-        assert after.metrics == pytest.approx(before.metrics)
-        bad_nodes = [NODES[0], {**NODES[1], "target": "tolist"}, NODES[2]]
-        bad = loss(session, 1, graph={"format": 1, "nodes": bad_nodes})
-        refused = await api.result(await api.step("create_custom_loss", **bad))
-    assert refused["category"] == "user"
-    assert "node 's' (tolist)" in refused["error"]
-
-
-async def test_the_web_process_never_loads_torch(own_server: Server) -> None:
-    async with connected(own_server.url, TINY) as api:
-        await api.model()
-    web, engine = web_process(own_server), engine_process(own_server)
-    assert "libtorch" in mapped(engine)
-    assert "libtorch" not in mapped(web)
-
-
-async def gauge(api: Api, name: str, *, at_least: float = 0.0) -> float:
-    """A figure of the tiny model's engine, once it has come so far."""
-    line = f'tinkex_engine_{name}{{base_model="{TINY}"}} '
-    while True:
-        answer = await api.get("/metrics")
-        assert answer.status == 200
-        found = [
-            float(text.removeprefix(line))
-            for text in answer.body.decode().splitlines()
-            if text.startswith(line)
-        ]
-        if found and found[0] >= at_least:
-            return found[0]
-        await asyncio.sleep(0.02)
-
-
-async def test_whatever_the_umask_all_files_are_their_users_alone(
-    own_server: Server, tmp_path: Path
-) -> None:
-    """Of a data folder, of a back-up and of what was restored; each file by itself."""
-    data = own_server.data
-    target, elsewhere, again = (tmp_path / name for name in ("backup", "elsewhere", "again"))
-    async with connected(own_server.url, TINY) as api:
-        model = await api.model()
-        await trained(api, model, first=1)
-        saved = await api.step("save_weights", model_id=model, seq_id=3, path="private")
-        assert "path" in await api.result(saved)
-    with umask_of_nothing():
-        done = await tinkex("backup", str(target), "--data", str(data))
-        assert done.returncode == 0, done.stderr
-        for file in target.rglob("*"):
-            file.chmod(0o777)  # as it may be carried elsewhere
-        for words in (("restore", str(target)), ("key", "create"), ("backup", str(again))):
-            done = await tinkex(*words, "--data", str(elsewhere))
-            assert done.returncode == 0, done.stderr
-    for folder in (data, elsewhere, again):
-        written = [*folder.rglob("*")]
-        assert len(written) > 5
-        # The operator's own file is as the operator left it.
-        ours = [file for file in written if file != data / "tinkex.toml"]
-        assert not [file for file in ours if not is_private(file)]
-
-
-async def test_the_engine_s_sizes_are_among_the_metrics(own_server: Server) -> None:
-    async with connected(own_server.url, TINY) as api:
-        # Before any model: what earlier tests left is there already.
-        base = await gauge(api, "base_bytes", at_least=1)
-        had = await gauge(api, "adapters_resident")
-        await api.model()
-        assert await gauge(api, "adapters_resident", at_least=had + 1) == had + 1
-        assert await gauge(api, "adapters_resident_bytes") > 0
-        assert await gauge(api, "memory_bytes") > base
-        assert await gauge(api, "batch_tokens") == 1024
-        assert await gauge(api, "training_waiting") == 0
-        assert await gauge(api, "adapters_on_disk") == 0
-
-
-async def test_more_models_than_fit_train_through_the_server(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """
-    Room for one adapter: the others wait on disk, and nobody hears "not loaded".
-
-    The server that is stopped in the end leaves no process behind.
-    """
-    limits = ("--adapter-gb", "0.0004", "--kv-tokens", "512")
-    with serving(f"{TINY}={tiny_model}", data=tmp_path, args=limits) as server:
-        async with connected(server.url, TINY) as api:
-            session = await api.session()
-            models = [await api.model(session, number=number) for number in range(4)]
-            curves = [
-                [await trained(api, model, first=first) for model in models] for first in (1, 3, 5)
-            ]
-            assert await gauge(api, "adapters_on_disk", at_least=1) == 3
-            assert await gauge(api, "adapters_resident") == 1
-            assert await gauge(api, "adapter_budget_bytes") == 400_000
-        pids = [web_process(server), engine_process(server)]
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(20) == 0
-    assert max(curves[2]) < min(curves[0])
-    assert not any(is_alive(pid) for pid in pids)
-    assert "stopped; what was accepted" in server.log[-1]
-
-
-async def test_engines_keep_the_allocator_s_defaults(own_server: Server) -> None:
-    """Few heaps are for the many threads of the web process. It limits its own."""
-    async with connected(own_server.url, TINY) as api:
-        await api.model()
-    for pid in (web_process(own_server), engine_process(own_server)):
-        assert "MALLOC_ARENA_MAX" not in _environment(pid)
-
-
-async def test_an_idle_server_uses_no_processor(own_server: Server) -> None:
-    async with connected(own_server.url, TINY) as api:
-        await api.model()
-        pids = [own_server.process.pid, web_process(own_server), engine_process(own_server)]
-        await asyncio.sleep(0.5)
-        before_s = [_processor_s(pid) for pid in pids]
-        await asyncio.sleep(2.0)
-        spent_s = [_processor_s(pid) - was_s for pid, was_s in zip(pids, before_s, strict=True)]
-    assert max(spent_s) <= 0.05
-
-
-async def test_a_second_server_on_the_same_folder_is_refused(own_server: Server) -> None:
-    done = serve("x=/", "--data", str(own_server.data), "--port", "0")
-    assert done.returncode == 1
-    assert f"process {own_server.process.pid}" in done.stderr
-    assert "hint: " in done.stderr
-
-
-async def test_a_taken_port_is_refused(own_server: Server, tmp_path: Path) -> None:
-    port = own_server.url.rpartition(":")[2]
-    done = serve("x=/", "--data", str(tmp_path), "--port", port)
-    assert done.returncode == 1
-    assert f"port {port}" in done.stderr
-    assert done.stdout == ""
-
-
-def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for file in tiny_model.iterdir():
-        content = b"not a tensor" if file.suffix == ".safetensors" else file.read_bytes()
-        (broken / file.name).write_bytes(content)
-    done = serve(str(broken), "--data", str(tmp_path / "data"), "--port", "0")
-    assert done.returncode == 1
-    assert "broken cannot be loaded" in done.stderr
-    assert done.stdout == ""
-
-
-def serve(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "tinkex.cli.main", "serve", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
-
-
-async def _untrained_loss(server: Server) -> float:
-    async with connected(server.url, TINY) as api:
-        model = await api.model()
-        return (await api.passed(await api.forward_backward(model, 1, tokens=8))).metrics[
-            "loss:sum"
-        ]
-
-
-def _environment(pid: int) -> str:
-    return Path(f"/proc/{pid}/environ").read_text()
-
-
-def _processor_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    assert heaps("shared") == 1
+    assert heaps("own") > 1

@@ -1,4 +1,4 @@
-"""Keys and tokens in every odd place: none is in the log, in the data folder, in an answer, in metrics."""
+"""Keys and tokens in unexpected places never appear in logs, data folder, answers or metrics."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from server.hosting import PROTOBUF, Api, hosted, pass_body
 from server.tenants import everything_kept, new_key, revoke, with_key
 from tinkex.server.api.auth import WEIGHTS_TOKEN
 from tinkex.server.api.errors import Refusal
-from tinkex.server.processes import FORMAT
+from tinkex.server.processes import LOG_FORMAT
 from tinkex.server.settings import Settings
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.redaction import RedactingFormatter, redact, redact_value
@@ -31,10 +31,10 @@ SESSION = {"tags": [], "user_metadata": {}, "sdk_version": "0.36.0"}
 
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
-    """All that a server process would write, and what it would write if it were asked for more."""
+    """The log of a server process, at all levels."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
-    handler.setFormatter(RedactingFormatter(FORMAT))
+    handler.setFormatter(RedactingFormatter(LOG_FORMAT))
     root = logging.getLogger()
     before = root.level
     root.addHandler(handler)
@@ -45,7 +45,7 @@ def log() -> Iterator[io.StringIO]:
 
 
 class Told:
-    """Asks, and keeps every answer."""
+    """A client that keeps all answers."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -67,26 +67,26 @@ class Told:
             return text
 
 
-async def odd_requests(told: Told, secret: str, model: str, session: str) -> None:
-    """The secret wherever somebody might put it by mistake, or on purpose."""
+async def odd_requests(reported: Told, secret: str, model: str, session: str) -> None:
+    """Requests with the secret in every place where a user might put it."""
     v1 = "/api/v1"
     for name in ("X-API-Key", "Authorization", "Cookie", WEIGHTS_TOKEN, "X-Idempotency-Key"):
         for value in (secret, f"Bearer {secret}", f"{secret}x"):
-            await told.ask("POST", f"{v1}/create_session", SESSION, {name: value})
+            await reported.ask("POST", f"{v1}/create_session", SESSION, {name: value})
             copy = {"source_path": f"tinker://{model}/weights/a", "destination_project_id": "p"}
-            await told.ask("POST", f"{v1}/copy_weights", copy, {name: value})
-    await told.ask("GET", "/metrics", headers={"Host": secret})
+            await reported.ask("POST", f"{v1}/copy_weights", copy, {name: value})
+    await reported.ask("GET", "/metrics", headers={"Host": secret})
     for query in (f"limit={secret}", f"api_key={secret}", f"offset={secret}&access_scope={secret}"):
-        await told.ask("GET", f"{v1}/sessions?{query}")
-    await told.ask("GET", f"{v1}/audit?day={secret}&event_type={secret}")
+        await reported.ask("GET", f"{v1}/sessions?{query}")
+    await reported.ask("GET", f"{v1}/audit?day={secret}&event_type={secret}")
     for path in (
         *(f"sessions/{secret}", f"training_runs/{secret}", f"samplers/{secret}", secret),
         f"training_runs/{model}/checkpoints/weights/{secret}/archive",
         f"downloads/{secret}/x?expires=1&signature={secret}",
         f"signed/traces/{secret}?expires=1&signature={secret}",
     ):
-        await told.ask("GET", f"{v1}/{path}")
-        await told.ask("DELETE", f"{v1}/{path}")
+        await reported.ask("GET", f"{v1}/{path}")
+        await reported.ask("DELETE", f"{v1}/{path}")
     for route in ("create_session", "get_info", "asample", "forward_backward", "optim_step"):
         for body in (
             secret.encode(),
@@ -96,18 +96,18 @@ async def odd_requests(told: Told, secret: str, model: str, session: str) -> Non
             {"model_id": model, "seq_id": 99, "adam_params": {secret: 1}},
             {"prompt": {"chunks": [{"type": secret}]}, "sampling_params": {"stop": {"x": secret}}},
         ):
-            await told.ask("POST", f"{v1}/{route}", body)
-    await told.ask("POST", f"{v1}/create_session", SESSION, {"Content-Encoding": secret})
-    await told.ask("POST", f"{v1}/forward_backward", pass_body(secret, 1), PROTOBUF)
-    await told.ask("POST", f"{v1}/retrieve_future", {"request_id": secret})
+            await reported.ask("POST", f"{v1}/{route}", body)
+    await reported.ask("POST", f"{v1}/create_session", SESSION, {"Content-Encoding": secret})
+    await reported.ask("POST", f"{v1}/forward_backward", pass_body(secret, 1), PROTOBUF)
+    await reported.ask("POST", f"{v1}/retrieve_future", {"request_id": secret})
     lora = {"session_id": session, "model_seq_id": 8, "lora_config": {"rank": 8}}
-    await told.ask("POST", f"{v1}/create_model", {**lora, "base_model": secret})
+    await reported.ask("POST", f"{v1}/create_model", {**lora, "base_model": secret})
     load = {"model_id": model, "path": f"tinker://{model}/weights/a", "optimizer": False}
     for number in (5, 6):
         body = {**load, "seq_id": number, "weights_access_token": secret}
-        await told.ask("POST", f"{v1}/load_weights", body)
+        await reported.ask("POST", f"{v1}/load_weights", body)
     made = {"session_id": session, "model_seq_id": 3, "path": load["path"]}
-    await told.ask("POST", f"{v1}/load_weights", {**made, "weights_access_token": secret})
+    await reported.ask("POST", f"{v1}/load_weights", {**made, "weights_access_token": secret})
     event = {
         "event": "UNHANDLED_EXCEPTION",
         "event_id": "1",
@@ -117,10 +117,10 @@ async def odd_requests(told: Told, secret: str, model: str, session: str) -> Non
         "event_data": {"headers": {"X-API-Key": secret}},
     }
     batch = {"events": [event], "platform": secret, "sdk_version": secret, "session_id": session}
-    await told.ask("POST", f"{v1}/telemetry", batch)
-    ended = json.loads(await told.ask("POST", f"{v1}/create_session", SESSION))["session_id"]
+    await reported.ask("POST", f"{v1}/telemetry", batch)
+    ended = json.loads(await reported.ask("POST", f"{v1}/create_session", SESSION))["session_id"]
     words = {"reason": {"type": "errored"}, "detail": f"Traceback ... {secret}"}
-    await told.ask("POST", f"{v1}/sessions/{ended}/finish", words)
+    await reported.ask("POST", f"{v1}/sessions/{ended}/finish", words)
 
 
 async def test_no_secret_is_logged_kept_or_answered(
@@ -136,38 +136,38 @@ async def test_no_secret_is_logged_kept_or_answered(
         session = await alice.session()
         model = await alice.model(session)
         await alice.result(await alice.step("save_weights", model_id=model, seq_id=1, path="a"))
-        told = Told(alice)
+        reported = Told(alice)
         secrets = {**keys, "token": token}
         for secret in secrets.values():
-            await odd_requests(told, secret, model, session)
+            await odd_requests(reported, secret, model, session)
 
-        # A bug that has a secret in its text.
+        # A bug with a secret in its message.
         async def broken(*_: Any, **__: Any) -> None:
             raise RuntimeError(f"cannot connect with {keys['alice']} and {token}")
 
         assert nobody.app
         store = nobody.app.state.context.store
         monkeypatch.setattr(type(store.sessions), "list_ids", broken)
-        answer = await told.ask("GET", "/api/v1/sessions")
+        answer = await reported.ask("GET", "/api/v1/sessions")
         number = re.search(r"under the id (\w+)", answer)
         assert number
         assert number[1] in log.getvalue()
         metrics = (await nobody.get("/metrics")).body.decode()
-    assert {200, 400, 401, 403, 404, 422, 500} <= told.statuses
+    assert {200, 400, 401, 403, 404, 422, 500} <= reported.statuses
     kept = everything_kept(tmp_path)
     for name, secret in secrets.items():
         assert secret not in log.getvalue(), f"{name} is in the log"
         assert secret.encode() not in kept, f"{name} is in the data folder"
         assert secret not in metrics
-        for one in told.answers:
+        for one in reported.answers:
             assert secret not in one, f"{name} is in an answer: {one[:600]}"
-    # The keys that sign have files of their own, and are nowhere else.
+    # The signing keys are in their own files and nowhere else.
     for file in ("signing.key", "tokens.key"):
         assert kept.count((tmp_path / file).read_bytes()) == 1
 
 
 def test_failures_do_not_carry_secrets_through_a_pickle() -> None:
-    """What crosses a process, or lands in a crash report, is the text that was answered."""
+    """A pickled failure has only the redacted text."""
     for failure in (UserFailure("no"), WireError("no"), Refusal(401, "no")):
         assert b"tml-" not in pickle.dumps(failure)
 
@@ -177,7 +177,7 @@ def test_a_printed_setting_has_no_password(tmp_path: Path) -> None:
     assert "hunter2" not in "".join(settings.lines())
 
 
-def test_secrets_are_taken_out_and_names_stay() -> None:
+def test_secrets_are_redacted_and_names_are_kept() -> None:
     key = "tml-" + "aB3" * 10
     assert redact(f"key {key}, token eyJhbGciOi.eyJzdWIi.sig-x_1 end") == "key ***, token *** end"
     assert redact("key tml-aB3d… is revoked") == "key tml-aB3d… is revoked"
@@ -185,8 +185,8 @@ def test_secrets_are_taken_out_and_names_stay() -> None:
     assert redact_value({"detail": [{"loc": [key, 1]}]}) == {"detail": [{"loc": ["***", 1]}]}
 
 
-def test_an_entry_of_the_log_is_one_line_and_no_terminal_obeys_it(log: io.StringIO) -> None:
-    """What is quoted in it may be made to look like an entry of its own."""
+def test_a_log_entry_is_one_line_without_control_characters(log: io.StringIO) -> None:
+    """Quoted input must not look like another entry."""
     forged = "a\n2026-01-01 tinkex key tml-0123456789abcdef made\r\x1b[2J\x9b1m\u2028b"
     logging.getLogger("tinkex.test").error("there is no %s", forged)
     (line,) = log.getvalue().splitlines()
@@ -200,13 +200,13 @@ def test_an_entry_of_the_log_is_one_line_and_no_terminal_obeys_it(log: io.String
     assert "tml-0" not in log.getvalue()
 
 
-def test_an_engine_writes_its_log_the_same_way() -> None:
-    """In a process of its own: what it sets is for all of a process."""
+def test_an_engine_uses_the_same_log_format() -> None:
+    """In a separate process, because logging is set up per process."""
     program = (
         "import logging; from tinkex.engine import process; process._begin_log(); "
         "logging.getLogger('x').error('%s', 'tml-0123456789abcdef\\n\\x1b')"
     )
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert told.stderr.endswith("engine ***\\n\\x1b\n")
+    assert reported.stderr.endswith("engine ***\\n\\x1b\n")

@@ -1,4 +1,4 @@
-"""Settings: where they come from, what is refused, and what is never printed."""
+"""Settings: sources and their precedence, refused values, and passwords that are never printed."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from tinkex.server.settings import Settings, SettingsError
 
 
-def test_flags_win_over_the_environment_and_that_over_defaults() -> None:
+def test_flags_override_the_environment_and_that_overrides_defaults() -> None:
     env = {"TINKEX_PORT": "9000", "TINKEX_HOST": "::1", "TINKEX_GAP_S": "1.5", "HOME": "/x"}
     settings = Settings.from_sources({"port": 7000, "host": None}, env)
     assert (settings.port, settings.host, settings.gap_s) == (7000, "::1", 1.5)
@@ -38,22 +38,22 @@ def test_any_other_address_is_refused_without_keys(host: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("port", 70000), ("threads", -1), ("executor", "cloud")]
 )
-def test_what_cannot_work_is_refused_at_the_start(name: str, value: object) -> None:
+def test_an_invalid_value_is_refused(name: str, value: object) -> None:
     with pytest.raises(SettingsError, match=name):
         Settings.from_sources({name: value}, {})
 
 
-@pytest.mark.parametrize(("text", "meant"), [("1", True), ("no", False)])
-def test_a_switch_is_read_from_the_environment(text: str, meant: bool) -> None:
-    assert Settings.from_sources({}, {"TINKEX_DETERMINISTIC": text}).deterministic is meant
+@pytest.mark.parametrize(("text", "expected"), [("1", True), ("no", False)])
+def test_a_boolean_is_read_from_the_environment(text: str, expected: bool) -> None:
+    assert Settings.from_sources({}, {"TINKEX_DETERMINISTIC": text}).deterministic is expected
 
 
-def test_a_switch_that_is_neither_is_refused() -> None:
+def test_an_invalid_boolean_is_refused() -> None:
     with pytest.raises(SettingsError, match="TINKEX_DETERMINISTIC=banana"):
         Settings.from_sources({}, {"TINKEX_DETERMINISTIC": "banana"})
 
 
-def test_a_number_that_is_none_names_its_variable() -> None:
+def test_an_invalid_number_names_its_variable() -> None:
     with pytest.raises(SettingsError, match="TINKEX_PORT=http"):
         Settings.from_sources({}, {"TINKEX_PORT": "http"})
 
@@ -66,12 +66,12 @@ def test_passwords_are_not_printed() -> None:
     assert "postgresql://me:***@db/tinkex" in printed
 
 
-def test_what_was_changed_is_one_line() -> None:
+def test_changed_settings_are_one_line() -> None:
     settings = Settings(port=1, db="postgresql://me:secret@db/tinkex", jwt=True)
     assert settings.changed() == "port = 1, db = 'postgresql://me:***@db/tinkex', jwt = True"
 
 
-def test_a_folder_of_somebody_else_is_said_to_be(
+def test_an_unreadable_data_folder_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def exists(path: Path) -> bool:
@@ -83,7 +83,7 @@ def test_a_folder_of_somebody_else_is_said_to_be(
     assert "user that runs the server" in refused.value.hint
 
 
-def test_settings_survive_the_way_to_another_process() -> None:
+def test_settings_survive_the_json_round_trip() -> None:
     settings = Settings(models=("a=b", "c"), port=1)
     assert Settings.from_json(settings.to_json()) == settings
 
@@ -94,7 +94,7 @@ def written(folder: Path, text: str) -> Path:
     return file
 
 
-def test_the_file_of_the_data_folder_comes_after_flags_and_environment(tmp_path: Path) -> None:
+def test_flags_and_environment_override_the_file_in_the_data_folder(tmp_path: Path) -> None:
     written(tmp_path, 'port = 1\nlong_poll_s = 2\nmodels = ["a", "b=c"]\njwt = true\ngap_s = 3')
     env = {"TINKEX_DATA": str(tmp_path), "TINKEX_GAP_S": "4"}
     settings = Settings.from_sources({"port": 9}, env)
@@ -105,7 +105,7 @@ def test_the_file_of_the_data_folder_comes_after_flags_and_environment(tmp_path:
     assert any("tinkex.toml" in line for line in settings.lines())
 
 
-def test_a_file_that_is_named_may_say_where_the_data_is(tmp_path: Path) -> None:
+def test_a_given_file_may_set_the_data_folder(tmp_path: Path) -> None:
     file = written(tmp_path, f'data = "{tmp_path / "elsewhere"}"')
     settings = Settings.from_sources({"config": str(file)}, {})
     assert settings.folder == tmp_path / "elsewhere"
@@ -113,37 +113,37 @@ def test_a_file_that_is_named_may_say_where_the_data_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "hint"),
+    ("text", "message", "hint"),
     [
         ("\nprot = 1", "line 2: prot is not a setting", "Did you mean port?"),
         ("port = 1\n\ngap_s = true", "line 3: gap_s = True is not a number", "gap_s = 1.5"),
-        ('port = "8000"', "line 1: port = '8000' is not a whole number", "port = 8"),
-        ("models = [1]", "line 1: models = [1] is not a list of texts", 'models = ["text"]'),
-        ("jwt = 1", "line 1: jwt = 1 is not a truth value", "jwt = true"),
+        ('port = "8000"', "line 1: port = '8000' is not an integer", "port = 8"),
+        ("models = [1]", "line 1: models = [1] is not a list of strings", 'models = ["text"]'),
+        ("jwt = 1", "line 1: jwt = 1 is not a boolean", "jwt = true"),
         ("# limits\n[limits]\na = 1", "line 2: limits is not a setting", ""),
         ("port =", "is not TOML", "port = 8000"),
-        ("port = 70000", "line 1: port 70000 is not a port", "1 to 65535"),
+        ("port = 70000", "line 1: port 70000 is not a valid port", "1 to 65535"),
         ("\n\nmax_samples = -1", "line 3: max_samples -1 is negative", "0 or more"),
-        ('dtype = "float8"', "line 1: dtype float8 is not known", "`bfloat16`"),
-        ('data = "/x"', "line 1: the file of a data folder", "--config"),
+        ('dtype = "float8"', "line 1: dtype float8 is not a known value", "`bfloat16`"),
+        ('data = "/x"', "line 1: the settings file in a data folder", "--config"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named_with_its_line(
-    tmp_path: Path, text: str, said: str, hint: str
+def test_an_error_in_the_file_names_its_line(
+    tmp_path: Path, text: str, message: str, hint: str
 ) -> None:
     file = written(tmp_path, text)
     with pytest.raises(SettingsError) as refused:
         Settings.from_sources({"data": str(tmp_path)}, {})
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert str(file) in str(refused.value)
     assert hint in refused.value.hint
 
 
-def test_a_variable_with_a_value_that_cannot_be_is_named() -> None:
-    with pytest.raises(SettingsError, match="TINKEX_PORT: port 70000 is not a port"):
+def test_an_invalid_value_names_its_variable() -> None:
+    with pytest.raises(SettingsError, match="TINKEX_PORT: port 70000 is not a valid port"):
         Settings.from_sources({}, {"TINKEX_PORT": "70000"})
 
 
-def test_a_file_that_is_named_and_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_given_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot be read"):
         Settings.from_sources({"config": str(tmp_path / "no.toml")}, {})

@@ -12,14 +12,8 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.test_pickup import TROUBLE
 from serving import TINY
-from tinkex.server.executor import (
-    EngineOptions,
-    LocalExecutor,
-    Outcome,
-    ServedModel,
-    Task,
-    Work,
-)
+from tinkex.server.engine_process import LocalExecutor
+from tinkex.server.executor import EngineOptions, Outcome, ServedModel, Task, Work
 from tinkex.wire.errors import UserFailure
 
 pytestmark = pytest.mark.anyio

@@ -9,15 +9,8 @@ from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.waiting import until
 from serving import TINY
-from tinkex.server.executor import (
-    EngineOptions,
-    LocalExecutor,
-    ModelMissing,
-    Outcome,
-    ServedModel,
-    Task,
-    Work,
-)
+from tinkex.server.engine_process import LocalExecutor
+from tinkex.server.executor import EngineOptions, ModelNotLoaded, Outcome, ServedModel, Task, Work
 
 pytestmark = pytest.mark.anyio
 
@@ -29,7 +22,7 @@ class Forgetful(EchoExecutor):
         try:
             return await super().run(base_model, work, incarnation=incarnation)
         except KeyError:
-            raise ModelMissing("that model does not exist in this engine") from None
+            raise ModelNotLoaded("that model does not exist in this engine") from None
 
 
 async def test_a_model_that_is_unloaded_while_it_is_built_again_is_not_lost(
@@ -83,7 +76,7 @@ async def test_an_engine_says_that_it_does_not_have_a_model(
         await api.passed(await api.forward_backward(model, 1))
         drop = Work(task=Task.DROP, model_id=model)
         await (await executor.send(TINY, drop))
-        with pytest.raises(ModelMissing, match="does not exist in this engine"):
+        with pytest.raises(ModelNotLoaded, match="does not exist in this engine"):
             await (await executor.send(TINY, Work(task=Task.CLEAR_GRADIENTS, model_id=model)))
         await api.passed(await api.forward_backward(model, 2))
         assert "metrics" in await api.result(await api.optim_step(model, 3, learning_rate=1e-2))

@@ -1,4 +1,4 @@
-"""Downloads that nobody reads: little of them is in memory, and their files are closed in the end."""
+"""Unread downloads: little is buffered, and their files are closed in the end."""
 
 import asyncio
 import gc
@@ -23,7 +23,7 @@ LARGE = 8 * PIECE_BYTES
 
 
 class Large(EchoExecutor):
-    """Its checkpoints have a file that no system's buffers hold."""
+    """Its checkpoints have a file larger than any socket buffer."""
 
     def _do(self, work: Work) -> bytes:
         done = super()._do(work)
@@ -34,7 +34,7 @@ class Large(EchoExecutor):
 
 @pytest.fixture
 def no_collection() -> Iterator[None]:
-    """What is freed is freed by those who held it: looks for garbage are rare on a server."""
+    """Without garbage collection: on a server it is rare."""
     gc.collect()
     gc.disable()
     yield
@@ -50,7 +50,7 @@ def kept() -> Iterator[list[socket.socket]]:
 
 
 async def a_link(api: Api, model: str) -> str:
-    """The address of an archive, as it is asked for."""
+    """The URL of an archive."""
     saved = await api.result(await api.step("save_weights", model_id=model, seq_id=1, path="large"))
     run, _, name = str(saved["path"]).removeprefix("tinker://").partition("/")
     path = f"/api/v1/training_runs/{run}/checkpoints/{name}/archive"
@@ -61,7 +61,7 @@ async def a_link(api: Api, model: str) -> str:
 
 
 def files_open(folder: Path) -> int:
-    """Descriptors of this process for files of checkpoints."""
+    """Open checkpoint files of this process."""
     found = 0
     for descriptor in os.listdir("/proc/self/fd"):
         try:
@@ -73,7 +73,7 @@ def files_open(folder: Path) -> int:
     return found
 
 
-async def test_a_download_that_is_not_read_holds_one_piece_and_then_nothing(
+async def test_an_unread_download_holds_one_piece_and_ends(
     anyio_backend: str, tmp_path: Path, kept: list[socket.socket], no_collection: None
 ) -> None:
     async with hosted(Large(), tmp_path, stall_s=1.0) as api:
@@ -86,7 +86,7 @@ async def test_a_download_that_is_not_read_holds_one_piece_and_then_nothing(
         for _ in range(READERS):
             one = socket.socket()
             kept.append(one)
-            # Small packets and a small window: the system holds little of what is not read.
+            # Small packets and a small window: the kernel buffers little.
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
             one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             one.setblocking(False)
@@ -101,10 +101,10 @@ async def test_a_download_that_is_not_read_holds_one_piece_and_then_nothing(
         await until(lambda: sum(size > 0 for size in waiting()) == READERS)
         assert files_open(tmp_path) >= READERS
         assert max(waiting()) <= PIECE_BYTES + 2**17
-        # Cut off after the time that an answer may stand still.
+        # Aborted after the stall timeout.
         await until(lambda: len(state.connections) <= 1 and not state.tasks)
         await until(lambda: not files_open(tmp_path), 5)
-        # The same link serves who reads.
+        # The same link works for a client that reads.
         async with api.http.get(link) as whole:
             assert whole.status == 200
             assert len(await whole.read()) > LARGE

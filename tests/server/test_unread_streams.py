@@ -1,4 +1,4 @@
-"""Streams that nobody reads, or a byte at a time: they hold up nobody, fill no memory, and end."""
+"""Streams that are not read, or one byte at a time: they delay no one, buffer little, and end."""
 
 import asyncio
 import json
@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from server.fountain import Fountain, asked
 from server.hosting import Api, hosted
+from server.streaming_executor import StreamingExecutor, sample_body
 from server.tenants import new_key, with_key
 from server.waiting import until
 
 pytestmark = pytest.mark.anyio
 
 READERS = 12
-#: What the server may have ready for one reader: uvicorn's own limit, and a piece beyond it.
+#: Bytes that the server may buffer for one client: uvicorn's limit and one piece.
 MOST_READY = 3 * 2**16
 
 
 @pytest.fixture
 def kept() -> Iterator[list[socket.socket]]:
-    """Sockets that are closed at the end, however that comes."""
+    """Sockets that are closed at the end of the test."""
     made: list[socket.socket] = []
     yield made
     for one in made:
@@ -34,12 +34,12 @@ def kept() -> Iterator[list[socket.socket]]:
 async def open_unread(
     api: Api, kept: list[socket.socket], body: dict[str, Any], key: str = ""
 ) -> socket.socket:
-    """A stream of which only the head of the answer was read."""
+    """A stream of which only the headers were read."""
     url = api.http._base_url
     assert url is not None
     made = socket.socket()
     kept.append(made)
-    # Small packets and a small window: the system holds some 50 KB of what is not read, not 4 MB.
+    # Small packets and a small window: the kernel buffers about 50 KB, not 4 MB.
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     made.setblocking(False)
@@ -81,35 +81,35 @@ async def dripping(sockets: list[socket.socket]) -> AsyncIterator[None]:
 
 
 def ready_bytes(api: Api) -> list[int]:
-    """What waits in this process for each connection that is jammed."""
+    """Bytes in the write buffer of each stalled connection."""
     assert api.server is not None
     sizes = [one.transport.get_write_buffer_size() for one in api.server.server_state.connections]
     return [size for size in sizes if size]
 
 
-async def test_streams_that_are_not_read_hold_up_nobody_and_have_little_ready(
+async def test_unread_streams_delay_no_one_and_buffer_little(
     anyio_backend: str, tmp_path: Path, kept: list[socket.socket]
 ) -> None:
-    """Neither while their samples are drawn, nor when there is nothing left but to send it all."""
-    fountain = Fountain()
+    """Both while their samples run and after they have finished."""
+    executor = StreamingExecutor()
     most = 60_000
-    async with hosted(fountain, tmp_path, stall_s=60.0) as api:
-        unread = [await open_unread(api, kept, asked(most)) for _ in range(READERS)]
+    async with hosted(executor, tmp_path, stall_s=60.0) as api:
+        unread = [await open_unread(api, kept, sample_body(most)) for _ in range(READERS)]
         async with dripping(unread[::2]):
             await until(lambda: len(ready_bytes(api)) == READERS)
-            # Others are not held up: their streams, and their samples.
-            async with api.http.post("/api/v1/stream_sample", json=asked(2000)) as stream:
+            # Other streams and samples are not delayed.
+            async with api.http.post("/api/v1/stream_sample", json=sample_body(2000)) as stream:
                 assert b"event: done" in await stream.read()
-            quick = await api.post("asample", asked(200))
+            quick = await api.post("asample", sample_body(200))
             assert (await api.result(quick.json["request_id"]))["sequences"]
             assert max(ready_bytes(api)) <= MOST_READY
-            # The samples come to their ends, though nobody listens.
-            await until(lambda: sum(fountain.drawn.values()) >= READERS * most, 60)
+            # The samples finish, although they are not read.
+            await until(lambda: sum(executor.sampled.values()) >= READERS * most, 60)
             assert api.app is not None
             await until(lambda: not len(api.app.state.context.futures))
             assert len(ready_bytes(api)) == READERS
             assert max(ready_bytes(api)) <= MOST_READY
-        # One that reads on for a while comes to events of the size of the whole sample.
+        # A client that reads on gets events of the size of the whole sample.
         loop, greedy = asyncio.get_running_loop(), unread[-1]
         read = 0
         while read < 4 * MOST_READY:
@@ -121,25 +121,25 @@ async def test_streams_that_are_not_read_hold_up_nobody_and_have_little_ready(
         await until(lambda: not ready_bytes(api))
 
 
-async def test_streams_that_are_not_read_end_and_free_their_places(
+async def test_unread_streams_end_and_free_their_slots(
     anyio_backend: str, tmp_path: Path, kept: list[socket.socket]
 ) -> None:
-    fountain = Fountain()
+    executor = StreamingExecutor()
     key = await new_key(tmp_path, "alice")
     limits = {"stall_s": 0.4, "stream_grace_s": 0.05, "max_samples": READERS}
-    async with hosted(fountain, tmp_path, **limits) as api, with_key(api, key) as alice:
+    async with hosted(executor, tmp_path, **limits) as api, with_key(api, key) as alice:
         assert api.server is not None
         assert api.app is not None
         state = api.server.server_state
-        for _ in range(2):  # the same room, twice
-            unread = [await open_unread(api, kept, asked(10**6), key) for _ in range(READERS)]
-            refused = await alice.post("stream_sample", asked(200))
+        for _ in range(2):  # the same buffer, twice
+            unread = [await open_unread(api, kept, sample_body(10**6), key) for _ in range(READERS)]
+            refused = await alice.post("stream_sample", sample_body(200))
             assert refused.status == 429
             async with dripping(unread[::2]):
-                # Cut off, and their samples given up long before they are drawn.
+                # Aborted, and their samples cancelled long before their end.
                 await until(lambda: len(state.connections) <= 1 and not ready_bytes(api))
                 await until(lambda: not len(api.app.state.context.futures))
-        assert fountain.given_up == 2 * READERS
+        assert executor.cancelled == 2 * READERS
         assert not api.app.state.context.dispatcher._samples._running
-        async with alice.http.post("/api/v1/stream_sample", json=asked(200)) as stream:
+        async with alice.http.post("/api/v1/stream_sample", json=sample_body(200)) as stream:
             assert b"event: done" in await stream.read()

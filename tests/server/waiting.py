@@ -1,4 +1,4 @@
-"""Waiting in a test for something that only time brings about."""
+"""Helpers that wait for a condition."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ async def until(true: Callable[[], bool], within_s: float = 20.0) -> None:
 
 
 async def unfinished(store: Store) -> list[RequestRow]:
-    """What was accepted and not finished: of each owner the oldest first."""
+    """Accepted, unfinished requests; per owner the oldest first."""
     rows: list[RequestRow] = []
     for owner in await store.requests.waiting_owners():
         rows += (await store.requests.waiting_of(owner, after=None, limit=10_000))[0]

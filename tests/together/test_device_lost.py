@@ -69,6 +69,6 @@ def test_a_device_that_is_lost_or_full_is_a_pause(
         planned.write_text("")
         disturbed = losses_of(one.url, planned)
         planned.write_text("")
-        told = [line for line in one.log if "it gave its device up" in line]
+        told = [line for line in one.log if "its device failed or ran out of memory" in line]
         assert len(told) == len(KINDS), one.log[-40:]
         assert losses_of(one.url, None) == disturbed

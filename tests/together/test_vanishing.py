@@ -37,4 +37,4 @@ def test_connections_of_clients_that_are_gone_without_a_word_are_noticed_and_fre
     # The client's own connection was there before.
     assert found["more_after"] <= 0
     # Both streams' samples; what was asked for by `asample` goes on.
-    assert found["given_up"] == 2
+    assert found["cancelled"] == 2

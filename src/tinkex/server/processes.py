@@ -1,4 +1,9 @@
-"""How long to wait before a process that died is started again. No clock, no processes."""
+"""
+What every server process sets up: logging, restart backoff, and garbage collection.
+
+The supervisor and the web process configure the same log format. The supervisor restarts the web
+process, and the web process restarts engines, with the same backoff rule.
+"""
 
 import asyncio
 import ctypes
@@ -11,116 +16,122 @@ from dataclasses import dataclass
 
 from tinkex.wire.redaction import RedactingFormatter
 
+# --- Logging: one line per event on standard error, without keys and tokens. ---
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackOff:
-    """At once after a good life; else a little, then twice as long each time, up to a limit."""
-
-    first_s: float
-    longest_s: float
-
-    def wait_s(self, last_s: float | None, *, well: bool) -> float:
-        """The next wait, by the one before it (None: there was none) and how the life since went."""
-        if last_s is None or well:
-            return 0.0
-        return min(max(self.first_s, 2 * last_s), self.longest_s)
+LOG_FORMAT = "%(asctime)s %(name)s %(message)s"
 
 
-#: Of the web process; connections wait in the listening socket meanwhile.
-WEB = BackOff(first_s=0.2, longest_s=5.0)
-WEB_STEADY_S = 3.0
-#: Of an engine; loading a large model takes minutes, and what is in its way rarely goes by itself.
-ENGINE = BackOff(first_s=0.5, longest_s=30.0)
-ENGINE_STEADY_S = 60.0
-
-
-def web_was_well(*, ready: bool, lived_s: float) -> bool:
-    """One that got ready and died at once may do so for ever."""
-    return ready and lived_s > WEB_STEADY_S
-
-
-def engine_was_well(*, answered: bool, lived_s: float) -> bool:
-    """One that did something was well: it need not wait as one that cannot come up."""
-    return answered or lived_s > ENGINE_STEADY_S
-
-
-# MERGED: The log of a server process: one line for each event on standard error, without keys and tokens.
-
-
-FORMAT = "%(asctime)s %(name)s %(message)s"
-
-
-def begin() -> None:
-    """What every logger of this process writes from now on."""
+def setup_logging() -> None:
+    """Configure the root logger of this process."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(RedactingFormatter(FORMAT))
+    handler.setFormatter(ScrubbedFormatter(LOG_FORMAT))
     logging.basicConfig(handlers=[handler], level=logging.INFO)
-    # It tells of its own parts each time it is loaded; what it does to the database is ours to say.
+    # Alembic logs its internals on every start; the store logs migrations itself.
     logging.getLogger("alembic").setLevel(logging.WARNING)
 
 
-def tell(level: str) -> None:
-    """How much our own loggers say; those of libraries stay as they are."""
+def set_log_level(level: str) -> None:
+    """Set the level of tinkex loggers; library loggers keep theirs."""
     logging.getLogger("tinkex").setLevel(level.upper())
 
 
-# MERGED: How often the web process looks for garbage: rarely, and never among what it was born with.
+# --- Restart backoff: pure rules, without clocks or processes. ---
 
 
-# Most of what a request makes is freed by counting references. With Python's defaults (700 new
-# objects) thousands of requests in flight are walked through again and again, for nothing.
-NEW_OBJECTS = 50_000
-YOUNG_ROUNDS = 20
-# What lies about between two rounds is what memory grows by: it is full of holes afterwards.
-EVERY_S = 3.0
-# A walk through thousands of open requests takes some tens of milliseconds: then they are rarer.
-MOST_OF_THE_TIME = 0.005
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backoff:
+    """Exponential restart backoff. The first restart, and one after a stable run, is immediate."""
+
+    first_s: float
+    max_s: float
+
+    def next_wait_s(self, last_s: float | None, *, stable: bool) -> float:
+        """
+        The wait before the next restart.
+
+        `last_s` is the previous wait, None before the first restart. `stable` says whether the
+        process ran well since then.
+        """
+        if last_s is None or stable:
+            return 0.0
+        return min(max(self.first_s, 2 * last_s), self.max_s)
 
 
-def share_one_heap() -> None:
+#: During a restart of the web process, new connections queue in the listening socket.
+WEB_BACKOFF = Backoff(first_s=0.2, max_s=5.0)
+WEB_STABLE_S = 3.0
+#: Loading a large model takes minutes, and the reason for a crash at start-up rarely goes away.
+ENGINE_BACKOFF = Backoff(first_s=0.5, max_s=30.0)
+ENGINE_STABLE_S = 60.0
+
+
+def web_was_stable(*, ready: bool, lived_s: float) -> bool:
+    """A web process that crashes right after it is ready may do so every time."""
+    return ready and lived_s > WEB_STABLE_S
+
+
+def engine_was_stable(*, answered: bool, lived_s: float) -> bool:
+    """An engine that finished any work can start; its restart does not need to wait."""
+    return answered or lived_s > ENGINE_STABLE_S
+
+
+# --- Garbage collection and the C heap, for the web process. ---
+
+# Reference counting frees most objects of a request. With Python's default threshold of 700 new
+# objects, each collection would traverse thousands of open requests for nothing.
+GC_THRESHOLD = 50_000
+GC_OLDER_THRESHOLD = 20
+# Uncollected cycles raise the peak heap size, and fragmentation keeps it there.
+COLLECT_INTERVAL_S = 3.0
+# A collection with thousands of open requests takes tens of milliseconds. The interval grows so
+# that collections take at most this share of the time.
+MAX_COLLECT_SHARE = 0.005
+
+
+def use_single_arena() -> None:
     """
-    Call before there are threads. Each would get a heap of its own, with holes of its own, and
-    could not use it while another one holds the interpreter.
+    Let all threads share one malloc arena. Call before any thread starts.
+
+    By default glibc gives each thread an arena of its own, and each of them fragments separately.
     """
     if _mallopt is not None:
-        _mallopt(_MOST_HEAPS, 1)
+        _mallopt(_M_ARENA_MAX, 1)
 
 
-def collect_rarely() -> None:
-    """Call once, when everything that lives as long as the process has been made."""
+def tune_gc() -> None:
+    """Exclude long-lived objects from collections. Call once, when start-up is complete."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(NEW_OBJECTS, YOUNG_ROUNDS, YOUNG_ROUNDS)
+    gc.set_threshold(GC_THRESHOLD, GC_OLDER_THRESHOLD, GC_OLDER_THRESHOLD)
 
 
-async def collect_by_the_clock(every_s: float = EVERY_S) -> None:
+async def collect_periodically(every_s: float = COLLECT_INTERVAL_S) -> None:
     """
-    Until cancelled, free what is held by nothing but itself: errors with their frames, connections
-    that ended. A quiet server would wait for hours until there is enough of it.
+    Collect reference cycles until cancelled: exceptions with their frames, closed connections.
 
-    A task of its own: what deletes rows may be busy for minutes, and a busy server makes the most
-    garbage.
+    An idle server would take hours to reach the threshold. This is a task of its own because the
+    cleanup loop may be busy for minutes, just when a busy server makes the most garbage.
     """
     took_s = 0.0
     while True:
-        await asyncio.sleep(max(every_s, took_s / MOST_OF_THE_TIME))
+        await asyncio.sleep(max(every_s, took_s / MAX_COLLECT_SHARE))
         began_s = time.thread_time()
         gc.collect()
         took_s = time.thread_time() - began_s
-        # Memory that the allocator keeps although nothing is in it, for the system.
-        if _trim is not None:
-            await asyncio.to_thread(_trim, 0)
+        # Return free heap memory to the operating system.
+        if _malloc_trim is not None:
+            await asyncio.to_thread(_malloc_trim, 0)
 
 
-def _gnu(name: str) -> Callable[..., int] | None:
-    """Only the GNU library has these, and only there they are needed."""
+def _glibc_function(name: str) -> Callable[..., int] | None:
+    """A function that only glibc has, and only glibc needs; None elsewhere."""
     if sys.platform != "linux":
         return None
     found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
     return found
 
 
-_trim = _gnu("malloc_trim")
-_mallopt = _gnu("mallopt")
-# Of its `malloc.h`.
-_MOST_HEAPS = -8
+_malloc_trim = _glibc_function("malloc_trim")
+_mallopt = _glibc_function("mallopt")
+# M_ARENA_MAX in glibc's malloc.h.
+_M_ARENA_MAX = -8

@@ -1,8 +1,8 @@
 """
-The supervisor: owns the listening socket, keeps a web process on it, passes signals on.
+The supervisor: owns the listening socket, restarts the web process, and forwards signals.
 
-The socket is opened once, here, so connections that come while the web process is being started
-again wait in its queue and are not refused. Light on purpose: what does little does not die.
+The socket is opened once, here: while the web process restarts, new connections queue in the socket
+and are not refused. The supervisor does as little as possible, so that it does not crash itself.
 """
 
 import contextlib
@@ -28,23 +28,24 @@ from tinkex.server.store.folder_lock import HeldLock, lock_database, lock_folder
 
 log = logging.getLogger("tinkex.server.supervisor")
 
-# A web process that drains gets this much longer than it was told before it is killed.
-PATIENCE_S = 5.0
+# A stopping web process is killed this long after its drain time has passed.
+KILL_GRACE_S = 5.0
 BACKLOG = 2048
-# Whether the locks are still held is looked at this often.
-LOCKS_LOOKED_S = 5.0
+LOCK_CHECK_INTERVAL_S = 5.0
 
 
 class StartFailed(Exception):
-    """The server could not begin; the text says why."""
+    """The server could not start; the text says why."""
 
 
 def run(settings: Settings, *, announce: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status. `announce` gets the one line of "ready"."""
-    processes.begin()
-    processes.tell(settings.log_level)
+    """Serve until SIGTERM or SIGINT; return the exit status. `announce` gets the "ready" line."""
+    processes.setup_logging()
+    processes.set_log_level(settings.log_level)
     log.info(
-        "tinkex %s begins with %s; all else is as by default", version("tinkex"), settings.changed()
+        "tinkex %s starts with %s; other settings have their defaults",
+        version("tinkex"),
+        settings.changed(),
     )
     for line in settings.lines():
         log.debug("setting %s", line)
@@ -69,7 +70,7 @@ def run(settings: Settings, *, announce: Callable[[str], None]) -> int:
 
 
 class Supervisor:
-    """Keeps one web process alive."""
+    """Runs one web process, and restarts it with backoff when it crashes."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class Supervisor:
         self._stopping = False
         self._lost_lock = False
         self._child: subprocess.Popen[bytes] | None = None
-        #: The last web process died of what it did.
+        #: Whether the last web process crashed by its own fault.
         self._crashed = False
 
     def run(self, *, on_ready: Callable[[], None]) -> int:
@@ -96,43 +97,44 @@ class Supervisor:
         ready = False
         while not self._stopping:
             began_s = time.monotonic()
-            well = self._live_once(first=not ready, on_ready=on_ready)
-            ready = ready or well
+            was_ready = self._run_once(first=not ready, on_ready=on_ready)
+            ready = ready or was_ready
             if self._stopping:
                 break
             if not ready:
                 raise StartFailed("the web process ended before it was ready; its log is above")
             lived_s = time.monotonic() - began_s
-            steady = processes.web_was_well(ready=well, lived_s=lived_s)
-            wait_s = processes.WEB.wait_s(wait_s, well=steady)
-            log.error("the web process died; starting it again in %.1f s", wait_s)
+            stable = processes.web_was_stable(ready=was_ready, lived_s=lived_s)
+            wait_s = processes.WEB_BACKOFF.next_wait_s(wait_s, stable=stable)
+            log.error("the web process died; restarting it in %.1f s", wait_s)
             self._pause(wait_s)
-        log.info("stopped; what was accepted and not finished goes on at the next start")
+        log.info("stopped; requests that were accepted and not finished run after the next start")
         return 1 if self._lost_lock else 0
 
-    def _live_once(self, *, first: bool, on_ready: Callable[[], None]) -> bool:
-        """From start to death of one web process; whether it got ready."""
+    def _run_once(self, *, first: bool, on_ready: Callable[[], None]) -> bool:
+        """Run one web process until it exits; return whether it got ready."""
         kills = oom_kills()
-        heard, told = os.pipe()
-        # Nothing is ever written to this one: when the supervisor is gone, it ends.
-        lifeline, held = os.pipe()
+        report_reader, report_writer = os.pipe()
+        # Nothing is written to this pipe. It closes when the supervisor exits, for any reason.
+        lifeline_reader, lifeline_writer = os.pipe()
         try:
             child = subprocess.Popen(
-                self._command(told, lifeline),
-                pass_fds=(self._listening.fileno(), told, lifeline),
-                # Not as an argument: a database URL may hold a password, and anybody sees those.
+                self._command(report_writer, lifeline_reader),
+                pass_fds=(self._listening.fileno(), report_writer, lifeline_reader),
+                # Settings go through standard input: a database URL may contain a password, and
+                # command lines are visible to all users.
                 stdin=subprocess.PIPE,
-                # Standard output belongs to the line that says "ready".
+                # Standard output is reserved for the "ready" line.
                 stdout=sys.stderr.fileno(),
-                # Signals are passed on from here; a Ctrl-C must not reach it a second time.
+                # The supervisor forwards signals; Ctrl-C must not reach the child a second time.
                 process_group=0,
             )
             self._child = child
-            _tell(child, self._settings.to_json())
+            _send_settings(child, self._settings)
             if self._stopping:
                 child.send_signal(signal.SIGTERM)
-            os.close(told)
-            with os.fdopen(heard) as pipe:
+            os.close(report_writer)
+            with os.fdopen(report_reader) as pipe:
                 word, _, reason = pipe.read().partition("\n")
             if word == "ready" and first and not self._stopping:
                 on_ready()
@@ -140,8 +142,8 @@ class Supervisor:
             self._crashed = crash_isolation.crashed(status, oom_kills=oom_kills() - kills)
         finally:
             self._child = None
-            os.close(lifeline)
-            os.close(held)
+            os.close(lifeline_reader)
+            os.close(lifeline_writer)
         if word == "failed" and first and not self._stopping:
             raise StartFailed(reason.strip())
         return word == "ready"
@@ -160,9 +162,9 @@ class Supervisor:
         return command
 
     def _watch_locks(self) -> None:
-        """A server that does not hold its folder any more may not be the only one: it stops."""
+        """Stop the server when it loses a lock: another server may use the same data then."""
         while not self._stopping:
-            time.sleep(LOCKS_LOOKED_S)
+            time.sleep(LOCK_CHECK_INTERVAL_S)
             for lock in self._locks:
                 if (problem := lock.problem()) is not None and not self._stopping:
                     log.error(
@@ -172,7 +174,7 @@ class Supervisor:
                     self._stop(signal.SIGTERM, None)
 
     def _pause(self, seconds: float) -> None:
-        """Sleep, but not through a signal."""
+        """Sleep, but return early when the server is stopped."""
         until_s = time.monotonic() + seconds
         while not self._stopping and time.monotonic() < until_s:
             time.sleep(0.05)
@@ -180,8 +182,8 @@ class Supervisor:
     def _stop(self, _number: int, _frame: FrameType | None) -> None:
         child = self._child
         if not self._stopping and child is not None:
-            # Draining has a limit, whatever hangs.
-            timer = threading.Timer(self._settings.drain_s + PATIENCE_S, child.kill)
+            # Kill the child if it hangs while it drains.
+            timer = threading.Timer(self._settings.drain_s + KILL_GRACE_S, child.kill)
             timer.daemon = True
             timer.start()
         self._stopping = True
@@ -190,21 +192,21 @@ class Supervisor:
 
 
 def oom_kills() -> int:
-    """How many processes this machine has killed for memory since it started."""
+    """How many processes the kernel has killed for lack of memory since boot."""
     with contextlib.suppress(OSError), Path("/proc/vmstat").open() as figures:
         return sum(int(line.split()[1]) for line in figures if line.startswith("oom_kill "))
     return 0
 
 
-def _tell(child: "subprocess.Popen[bytes]", text: str) -> None:
+def _send_settings(child: "subprocess.Popen[bytes]", settings: Settings) -> None:
     if child.stdin is not None:
-        # A child that is dead already is noticed by its report.
+        # The report pipe shows when the child has already exited.
         with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
-            pipe.write(text.encode())
+            pipe.write(settings.to_json().encode())
 
 
 def open_socket(settings: Settings) -> socket.socket:
-    """The listening socket; connections wait in it from now on."""
+    """Open the listening socket; connections queue in it from now on."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
@@ -216,7 +218,7 @@ def open_socket(settings: Settings) -> socket.socket:
 
 
 def _has_keys(settings: Settings) -> bool:
-    """Asked before anything is opened to the world; only then does this process speak SQL."""
+    """Whether the database has API keys. The only database access of this process."""
     from tinkex.server.store import DatabaseRefused
     from tinkex.server.store.database import has_keys
 
@@ -231,6 +233,6 @@ def _check_names(sources: Sequence[ModelSource]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise SettingsError(
-                f"two models are to be served as {name}.",
+                f"two models have the name {name}.",
                 hint="Give one of them another name: NAME=FOLDER.",
             )

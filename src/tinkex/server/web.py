@@ -1,10 +1,11 @@
 """
-The web process: uvicorn on a socket the supervisor opened. Started by `run`, never by hand.
+The web process: runs uvicorn on the supervisor's socket. Only the supervisor starts it.
 
     python -m tinkex.server.web --fd N --report-fd N --lifeline-fd N --model NAME FOLDER < SETTINGS
 
-`--after-crash` says that the web process before this one died of what it did.
-It says one word on the report pipe: `ready`, or `failed` with the reason.
+`--after-crash` means that the previous web process crashed by its own fault. This process writes
+one report to the report pipe: `ready`, or `failed` and the reason. It stops when the lifeline pipe
+closes, because then the supervisor is gone.
 """
 
 import argparse
@@ -26,29 +27,31 @@ from fastapi import FastAPI
 from tinkex.models.resolve import ModelSource, describe
 from tinkex.server import processes
 from tinkex.server.api.deps import Context
-from tinkex.server.api.http_limits import patient, protocol
+from tinkex.server.api.http_limits import limited_protocol, with_timeouts
 from tinkex.server.app import create_app
-from tinkex.server.executor import EngineOptions, EngineRefused, LocalExecutor, ServedModel
-from tinkex.server.processes import collect_by_the_clock, collect_rarely, share_one_heap
+from tinkex.server.engine_process import LocalExecutor
+from tinkex.server.executor import EngineOptions, EngineRefused, ServedModel
+from tinkex.server.processes import collect_periodically, tune_gc, use_single_arena
 from tinkex.server.scheduler.crash_isolation import Roll
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
 
 log = logging.getLogger("tinkex.server.web")
 
-# Longer than any client keeps an idle connection, so that none is closed just as it is used.
+# Longer than any client keeps an idle connection; otherwise the server could close a connection
+# just as the client uses it.
 KEEP_ALIVE_S = 120
 
 GIGABYTE = 10**9
 
 
 class Reporter:
-    """The pipe to the supervisor; one report, then closed."""
+    """Sends one report to the supervisor, then closes the pipe."""
 
     def __init__(self, descriptor: int) -> None:
         self._pipe = os.fdopen(descriptor, "w")
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         if not self._pipe.closed:
             with contextlib.suppress(OSError):
                 self._pipe.write(text)
@@ -56,7 +59,7 @@ class Reporter:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn that lets waiting polls go as soon as it is told to stop."""
+    """A uvicorn server that ends long polls as soon as it is stopped."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
         super().__init__(config)
@@ -66,7 +69,7 @@ class Server(uvicorn.Server):
         self._release()
         super().handle_exit(sig, frame)
 
-    def leave(self, loop: asyncio.AbstractEventLoop, lifeline: int) -> None:
+    def stop_without_supervisor(self, loop: asyncio.AbstractEventLoop, lifeline: int) -> None:
         loop.remove_reader(lifeline)
         self._release()
         self.should_exit = True
@@ -86,7 +89,7 @@ async def serve(
     reporter: Reporter,
     after_crash: bool,
 ) -> bool:
-    """Serve until told to stop; False when it could not begin."""
+    """Serve until stopped; return False when the server could not start."""
     try:
         store = open_store(
             db_url=settings.db_url,
@@ -96,26 +99,26 @@ async def serve(
         )
     except DatabaseRefused as refused:
         log.error("%s", refused)
-        reporter.say(f"failed\n{refused}")
+        reporter.report(f"failed\n{refused}")
         return False
     rolls = _open_rolls(settings.folder / "rolls", served)
     executor = LocalExecutor(served, _engine_options(settings, served), rolls=rolls)
     app = create_app(settings, executor, store, rolls=rolls, web_crashed=after_crash)
     server = Server(uvicorn_config(app, settings), app)
-    _allow_descriptors()
-    collect_rarely()
-    collecting = asyncio.create_task(collect_by_the_clock())
-    # When the supervisor is gone nobody would start this process again: leave in order.
+    _raise_file_limit()
+    tune_gc()
+    collecting = asyncio.create_task(collect_periodically())
+    # Without a supervisor, nothing would restart this process: shut down cleanly.
     loop = asyncio.get_running_loop()
-    loop.add_reader(lifeline, lambda: server.leave(loop, lifeline))
-    # Uvicorn raises the signal again once it has stopped. By itself that would end this process
-    # before the store is closed.
+    loop.add_reader(lifeline, lambda: server.stop_without_supervisor(loop, lifeline))
+    # Uvicorn raises the signal again after it has stopped. The default handler would end this
+    # process before the store is closed.
     signal.signal(signal.SIGTERM, server.handle_exit)
     try:
         serving = asyncio.create_task(server.serve(sockets=[listening]))
-        begun = await _begin(executor, reporter, serving, server)
+        started = await _start_engines(executor, reporter, serving, server)
         await serving
-        return begun and server.started
+        return started and server.started
     finally:
         collecting.cancel()
         for roll in rolls.values():
@@ -123,32 +126,32 @@ async def serve(
         store.close()
 
 
-async def _begin(
+async def _start_engines(
     executor: LocalExecutor, reporter: Reporter, serving: asyncio.Task[None], server: Server
 ) -> bool:
-    """Wait for the engine while requests are already taken in, then report."""
+    """Wait for the engine, while the server already accepts requests; then report."""
     starting = asyncio.create_task(executor.start())
     await asyncio.wait({starting, serving}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         starting.cancel()
-        reporter.say("failed\nthe web process could not start; its log is above")
+        reporter.report("failed\nthe web process could not start; its log is above")
         return False
     try:
         await starting
     except EngineRefused as refused:
-        reporter.say(f"failed\n{refused}")
+        reporter.report(f"failed\n{refused}")
         server.should_exit = True
         return False
-    reporter.say("ready\n")
+    reporter.report("ready\n")
     return True
 
 
 def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
-    """How connections are treated."""
+    """Uvicorn's configuration, with the limits of `http_limits`."""
     return uvicorn.Config(
         app,
-        http=patient(protocol(), head_s=settings.head_s, stall_s=settings.stall_s),
-        # Nothing here speaks WebSocket: what nobody uses is not reachable either.
+        http=with_timeouts(limited_protocol(), head_s=settings.head_s, stall_s=settings.stall_s),
+        # No route uses WebSocket.
         ws="none",
         lifespan="on",
         log_config=None,
@@ -160,20 +163,20 @@ def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     )
 
 
-def _allow_descriptors() -> None:
-    """Each connection needs one, and many systems give a process 1,024 unless it asks."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+def _raise_file_limit() -> None:
+    """Raise the limit of open files: each connection needs one, and the default is often 1,024."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def _open_rolls(folder: Path, served: Sequence[ServedModel]) -> dict[str, Roll]:
-    """Who is with which engine; a disk that takes none stops nobody."""
+    """Open the in-flight file of each engine; without a writable disk, serve without them."""
     rolls = {}
     for model in served:
         try:
             rolls[model.name] = Roll.of(folder, model.name)
         except OSError as error:
-            log.warning("deaths of this process will not be counted: %s", error)
+            log.warning("crashes of this process will not be counted: %s", error)
     return rolls
 
 
@@ -193,7 +196,7 @@ def _engine_options(settings: Settings, served: Sequence[ServedModel]) -> Engine
         idle_adapters=settings.idle_adapters,
         spill_folder=settings.folder / "spill",
         idle_s=settings.engine_idle_s,
-        # Engines on one processor would only slow each other down.
+        # Engines that compute at the same time on one device only slow each other down.
         turn_file=settings.folder / "turn.lock" if len(served) > 1 else None,
     )
 
@@ -210,15 +213,15 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
-    share_one_heap()
-    # What this process and its engines write is training data, and nobody else's on this machine.
+    use_single_arena()
+    # This process and its engines write training data: no other user may read it.
     os.umask(0o077)
-    processes.begin()
-    # Its starting and stopping is the supervisor's to tell.
+    processes.setup_logging()
+    # The supervisor logs start and stop.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     reporter = Reporter(options.report_fd)
     settings = Settings.from_json(sys.stdin.read())
-    processes.tell(settings.log_level)
+    processes.set_log_level(settings.log_level)
     served = []
     for name, folder in options.model:
         facts = describe(ModelSource(name=name, folder=Path(folder)))

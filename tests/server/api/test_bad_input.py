@@ -1,4 +1,4 @@
-"""What is wrong gets a clear answer with the path of the field, and the server keeps serving."""
+"""Malformed requests get a clear error with the path of the field, and the server keeps serving."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -69,7 +69,7 @@ CASES: list[tuple[str, Case, int, str]] = [
     ("unknown base model", create(base_model="nobody/none"), 400, f"Served: {BASE}"),
     ("no base model", create(base_model=...), 422, "base_model"),
     ("a rank that is text", create(lora_config={"rank": "8"}), 422, "rank"),
-    ("a LoRA setting nobody knows", create(lora_config={"rank": 8, "alpha": 1}), 400, "alpha"),
+    ("an unknown LoRA setting", create(lora_config={"rank": 8, "alpha": 1}), 400, "alpha"),
     ("all weights", create(lora_config=...), 400, "lora_config"),
     ("a session there is not", create(session_id="none"), 404, "create_session"),
     ("a negative number", create(model_seq_id=-1), 422, "model_seq_id"),
@@ -162,7 +162,7 @@ CASES: list[tuple[str, Case, int, str]] = [
         "detail",
     ),
     (
-        "an encoding nobody knows",
+        "an unknown encoding",
         protobuf(lambda body: body, {**PROTOBUF, "Content-Encoding": "br"}),
         422,
         "Content-Encoding",
@@ -252,6 +252,6 @@ async def test_bad_input_gets_a_clear_answer_and_the_server_keeps_serving(
     assert answer.status == status, answer
     assert "detail" in answer.json
     assert says in answer.body.decode()
-    # Nothing of it was taken in, and the model's next number is still 1.
+    # Nothing was accepted: the model's next number is still 1.
     await strict.forward_backward(model, 1, tokens=3)
     assert await strict.value(await strict.optim_step(model, 2)) == 3

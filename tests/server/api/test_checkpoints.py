@@ -1,4 +1,4 @@
-"""Checkpoints: names, versions, loading, and models made from them."""
+"""Checkpoints: names, versions, loading, and models created from them."""
 
 import shutil
 from pathlib import Path
@@ -43,7 +43,7 @@ async def test_a_saved_state_is_loaded_into_another_model(api: Api) -> None:
     assert run["last_checkpoint"]["user_metadata"] == {"a": "b"}
 
 
-async def test_a_taken_name_is_a_user_failure_and_overwriting_moves_it(
+async def test_an_existing_name_is_a_user_failure_unless_overwritten(
     api: Api, tmp_path: Path
 ) -> None:
     session = await api.session()
@@ -56,7 +56,7 @@ async def test_a_taken_name_is_a_user_failure_and_overwriting_moves_it(
     again = await api.result(
         await api.step("save_weights", model_id=model, seq_id=5, path="a", overwrite=True)
     )
-    # Two versions on disk, and the name means the newer one.
+    # Two versions are stored, and the name refers to the newer one.
     assert len([*(tmp_path / "checkpoints" / model / "weights" / "a").iterdir()]) == 2
     other = await api.model(session, number=1)
     await api.step("load_weights", model_id=other, seq_id=1, path=again["path"], optimizer=True)
@@ -64,7 +64,7 @@ async def test_a_taken_name_is_a_user_failure_and_overwriting_moves_it(
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", ".hidden", "", "x" * 201, "tab\there"])
-async def test_names_that_cannot_be_folders_are_user_failures(api: Api, name: str) -> None:
+async def test_invalid_checkpoint_names_are_user_failures(api: Api, name: str) -> None:
     model = await api.model()
     failed = await api.result(await api.step("save_weights", model_id=model, seq_id=1, path=name))
     assert failed["category"] == "user"
@@ -82,7 +82,7 @@ async def test_a_time_to_live_has_limits(api: Api) -> None:
     assert run["last_checkpoint"]["expires_at"] is not None
 
 
-async def test_loading_what_is_not_there_is_a_user_failure(api: Api) -> None:
+async def test_loading_a_missing_checkpoint_is_a_user_failure(api: Api) -> None:
     model = await api.model()
     failed = await api.result(
         await api.step("load_weights", model_id=model, seq_id=1, path="tinker://a/weights/b")
@@ -102,7 +102,7 @@ async def test_optimizer_state_cannot_come_from_a_sampler_save(api: Api) -> None
     assert "no optimizer state" in failed["error"]
 
 
-async def test_a_model_can_be_made_by_loading(api: Api, echo: EchoExecutor) -> None:
+async def test_load_weights_can_create_a_model(api: Api, echo: EchoExecutor) -> None:
     session = await api.session()
     model = await api.model(session)
     await trained(api, model, first=1, tokens=6)
@@ -118,7 +118,7 @@ async def test_a_model_can_be_made_by_loading(api: Api, echo: EchoExecutor) -> N
     assert await api.value(await api.optim_step(made, 2)) == 24
 
 
-async def test_a_model_that_loaded_a_name_is_rebuilt_with_what_the_name_meant_then(
+async def test_a_rebuilt_model_loads_the_version_that_it_loaded_first(
     api: Api, echo: EchoExecutor
 ) -> None:
     session = await api.session()
@@ -135,7 +135,7 @@ async def test_a_model_that_loaded_a_name_is_rebuilt_with_what_the_name_meant_th
 
 
 async def test_checkpoints_can_live_in_another_store(tmp_path: Path) -> None:
-    """Any fsspec URL: the engine works on a local copy, the store keeps the truth."""
+    """Any fsspec URL: the engine uses a local copy of the stored files."""
     store = f"memory://{tmp_path.name}"
     async with hosted(EchoExecutor(), tmp_path / "one", storage=store) as api:
         model = await api.model()

@@ -1,4 +1,4 @@
-"""Losses that users wrote: accepted once, kept, given to every engine that needs them."""
+"""Custom losses: accepted once, stored, sent to every engine that needs them."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ async def test_a_repeated_creation_finds_the_first(api: Api, echo: EchoExecutor)
     assert echo.tasks(Task.REGISTER_LOSS) == [Task.REGISTER_LOSS]
 
 
-async def test_an_engine_that_starts_again_gets_the_losses_before_the_steps(
+async def test_a_restarted_engine_gets_the_losses_before_the_steps(
     api: Api, echo: EchoExecutor
 ) -> None:
     session = await api.session()

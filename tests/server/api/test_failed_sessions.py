@@ -1,4 +1,4 @@
-"""A session that cannot go on says so, with what failed; once its work succeeds again it is active."""
+"""The `failed` status of sessions: its reasons, and the return to `active`."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Ailing(EchoExecutor):
-    """An engine that fails at some tasks."""
+    """An engine that fails some tasks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ async def api(echo: Ailing, tmp_path: Path) -> AsyncIterator[Api]:
 async def status(api: Api, session_id: str) -> dict[str, Any]:
     found = await api.post("sessions/search", {"session_id": session_id})
     (session,) = found.json["sessions"]
-    told: dict[str, Any] = session["status"]
+    reported: dict[str, Any] = session["status"]
     failed = await api.post(
         "sessions/search", {"session_id": session_id, "statuses": [{"type": "failed"}]}
     )
-    assert len(failed.json["sessions"]) == (told["type"] == "failed")
-    return told
+    assert len(failed.json["sessions"]) == (reported["type"] == "failed")
+    return reported
 
 
 async def test_a_failure_of_the_server_fails_the_session_until_work_succeeds(
@@ -78,7 +78,7 @@ async def test_a_failure_of_the_server_fails_the_session_until_work_succeeds(
     assert await status(api, session) == {"type": "active"}
 
 
-async def test_what_the_user_can_mend_fails_the_request_only(api: Api) -> None:
+async def test_a_user_error_fails_the_request_only(api: Api) -> None:
     session = await api.session()
     model = await api.model(session)
     failed = await api.result(await api.forward_backward(model, 1, loss="dro"))
@@ -96,10 +96,10 @@ async def test_a_model_that_was_not_created_fails_its_session(api: Api) -> None:
     }
     made = (await api.post("create_model", body)).json
     await api.result(made["request_id"])
-    told = await status(api, session)
-    assert told["category"] == "user"
-    assert told["reason"] == {"type": "training_run", "training_run_id": made["model_id"]}
-    assert "rank is too large" in told["message"]
+    reported = await status(api, session)
+    assert reported["category"] == "user"
+    assert reported["reason"] == {"type": "training_run", "training_run_id": made["model_id"]}
+    assert "rank is too large" in reported["message"]
 
 
 async def test_a_model_whose_engine_does_not_start_fails_its_session(
@@ -109,9 +109,9 @@ async def test_a_model_whose_engine_does_not_start_fails_its_session(
     model = await api.model(session)
     echo.refuses = True
     await api.result(await api.optim_step(model, 1))
-    told = await status(api, session)
-    assert told["category"] == "internal"
-    assert told["reason"] == {"type": "training_run", "training_run_id": model}
+    reported = await status(api, session)
+    assert reported["category"] == "internal"
+    assert reported["reason"] == {"type": "training_run", "training_run_id": model}
 
 
 async def test_a_sampler_whose_engine_does_not_start_fails_its_session(
@@ -121,19 +121,19 @@ async def test_a_sampler_whose_engine_does_not_start_fails_its_session(
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
     sampler = (await api.post("create_sampling_session", body)).json["sampling_session_id"]
     echo.failing[Task.SAMPLE] = EngineRefused("the engine does not start")
-    asked = {
+    requested = {
         "sampling_session_id": sampler,
         "seq_id": 0,
         "prompt": {"chunks": [{"tokens": [1]}]},
         "sampling_params": {"max_tokens": 1},
     }
-    await api.result((await api.post("asample", asked)).json["request_id"])
-    told = await status(api, session)
-    assert told["category"] == "internal"
-    assert told["reason"] == {"type": "sampling_session", "sampling_session_id": sampler}
+    await api.result((await api.post("asample", requested)).json["request_id"])
+    reported = await status(api, session)
+    assert reported["category"] == "internal"
+    assert reported["reason"] == {"type": "sampling_session", "sampling_session_id": sampler}
 
 
-async def test_what_its_client_said_at_the_end_counts_more(api: Api, echo: Ailing) -> None:
+async def test_the_status_that_the_client_reported_wins(api: Api, echo: Ailing) -> None:
     session = await api.session()
     model = await api.model(session)
     echo.failing[Task.PASS] = WorkFailed("server", "out of memory")

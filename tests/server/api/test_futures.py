@@ -1,4 +1,4 @@
-"""Promised results: held polls, woken by the event, in the form the client reads."""
+"""Results: long polls, formats, cancellation."""
 
 import asyncio
 import time
@@ -31,12 +31,12 @@ async def test_a_waiting_poll_is_woken_by_the_result(api: Api, echo: EchoExecuto
         answer = await poll
         waits_s.append(time.perf_counter() - began_s)
         assert answer.json == {"metrics": {"value:sum": 0.0}}
-    # Commit and one answer; a server that polls a table needs its interval. The best of several,
-    # because others may be using this machine.
+    # A commit and an answer; a server that polls a table would need its interval. The best of
+    # several, because the machine may be busy.
     assert min(waits_s) < 0.03
 
 
-async def test_a_poll_that_was_held_long_enough_says_try_again(tmp_path: Path) -> None:
+async def test_a_poll_times_out_with_try_again(tmp_path: Path) -> None:
     echo = EchoExecutor()
     async with hosted(echo, tmp_path, long_poll_s=0.05) as api:
         model = await api.model()
@@ -63,7 +63,7 @@ async def test_a_result_can_be_read_many_times_and_after_a_restart(tmp_path: Pat
         assert await api.result(request) == first
 
 
-async def test_a_pass_goes_out_as_protobuf_only_to_those_who_ask_for_it(api: Api) -> None:
+async def test_a_pass_is_sent_as_protobuf_only_on_request(api: Api) -> None:
     model = await api.model()
     request = await api.forward_backward(model, 1, tokens=2)
     await api.passed(request)
@@ -80,7 +80,7 @@ async def test_a_pass_goes_out_as_protobuf_only_to_those_who_ask_for_it(api: Api
     }
 
 
-async def test_json_results_stay_json_whatever_is_accepted(api: Api) -> None:
+async def test_json_results_stay_json_whatever_the_accept_header(api: Api) -> None:
     model = await api.model()
     request = await api.optim_step(model, 1)
     await api.result(request)
@@ -88,7 +88,7 @@ async def test_json_results_stay_json_whatever_is_accepted(api: Api) -> None:
     assert answer.content_type == "application/json"
 
 
-async def test_a_large_result_is_announced_to_those_who_allow_it(tmp_path: Path) -> None:
+async def test_a_large_result_is_announced_if_the_client_allows_it(tmp_path: Path) -> None:
     async with hosted(EchoExecutor(), tmp_path, metadata_only_bytes=1000) as api:
         model = await api.model()
         request = await api.forward_backward(model, 1, tokens=30_000)
@@ -100,7 +100,7 @@ async def test_a_large_result_is_announced_to_those_who_allow_it(tmp_path: Path)
             "response_payload_size": len(whole.body),
         }
         assert len(output.loss_fn_outputs[0]["logprobs"].data) == 30_000
-        # Payload and result are files of their own.
+        # Payload and result are stored as separate files.
         assert files_in(tmp_path / "payloads") == 1
         assert files_in(tmp_path / "results") == 1
         small = await api.optim_step(model, 2)
@@ -116,7 +116,7 @@ async def test_hundreds_of_polls_cost_nothing_while_they_wait(tmp_path: Path) ->
         request = await api.optim_step(model, 1)
         await echo.entered.acquire()
         polls = [asyncio.create_task(api.poll(request)) for _ in range(500)]
-        # Their arriving costs something; once all are here, nothing does.
+        # Arriving polls cost CPU time; held polls do not.
         spent_s = 1.0
         for _ in range(20):
             began_s = time.process_time()
@@ -130,7 +130,7 @@ async def test_hundreds_of_polls_cost_nothing_while_they_wait(tmp_path: Path) ->
     assert {answer.status for answer in answers} == {200}
 
 
-async def test_a_cancelled_sample_is_given_up_and_says_so(tmp_path: Path) -> None:
+async def test_a_cancelled_sample_fails_as_cancelled(tmp_path: Path) -> None:
     echo = EchoExecutor()
     async with hosted(echo, tmp_path, long_poll_s=30.0) as api:
         body = {
@@ -152,7 +152,7 @@ async def test_a_cancelled_sample_is_given_up_and_says_so(tmp_path: Path) -> Non
         echo.open.set()
         assert "sequences" in (await api.poll(wanted)).json
         assert echo.tasks() == [Task.SAMPLE]
-        # What is finished stays so.
+        # A finished sample is not affected.
         await api.post("cancel_future", {"request_id": wanted})
         assert "sequences" in (await api.poll(wanted)).json
     async with hosted(echo, tmp_path) as api:
@@ -173,6 +173,6 @@ def files_in(folder: Path) -> int:
 
 
 async def _emptied(echo: EchoExecutor) -> None:
-    """Forget what has entered so far."""
+    """Forget the requests that have arrived so far."""
     while not echo.entered.locked():
         await echo.entered.acquire()

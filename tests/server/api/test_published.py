@@ -1,4 +1,4 @@
-"""`accessible` lists what others have published, and nothing else of theirs; `owned` one's own only."""
+"""`accessible` also lists what others have published, and nothing else of theirs; `owned` does not."""
 
 import json
 import sqlite3
@@ -56,7 +56,7 @@ async def shared(echo: EchoExecutor, tmp_path: Path) -> AsyncIterator[Shared]:
         yield Shared(alice, bob, session, model, other)
 
 
-async def asked(api: Api, path: str) -> Any:
+async def get_json(api: Api, path: str) -> Any:
     answer = await api.get(f"{V1}/{path}")
     assert answer.status == 200, answer
     assert api.http.headers["X-API-Key"]
@@ -65,25 +65,25 @@ async def asked(api: Api, path: str) -> Any:
 
 async def test_others_find_the_run_and_the_checkpoint_that_were_published(shared: Shared) -> None:
     bob, model = shared.bob, shared.model
-    runs = await asked(bob, "training_runs?access_scope=accessible")
+    runs = await get_json(bob, "training_runs?access_scope=accessible")
     assert [run["training_run_id"] for run in runs["training_runs"]] == [model]
     assert runs["cursor"]["total_count"] == 1
     (run,) = runs["training_runs"]
     assert run["model_owner"] == "alice"
     assert run["last_checkpoint"]["checkpoint_id"] == "weights/shown"
-    one = await asked(bob, f"training_runs/{model}?access_scope=accessible")
+    one = await get_json(bob, f"training_runs/{model}?access_scope=accessible")
     assert one == run
     for path in ("checkpoints", f"training_runs/{model}/checkpoints"):
-        listed = await asked(bob, f"{path}?access_scope=accessible")
+        listed = await get_json(bob, f"{path}?access_scope=accessible")
         assert [each["checkpoint_id"] for each in listed["checkpoints"]] == ["weights/shown"]
-    for told in (runs, one):
-        assert SECRET not in str(told)
+    for reported in (runs, one):
+        assert SECRET not in str(reported)
 
 
-async def test_others_find_the_session_of_it_without_what_its_owner_wrote(shared: Shared) -> None:
+async def test_others_find_its_session_without_the_owners_metadata(shared: Shared) -> None:
     bob, session = shared.bob, shared.session
-    assert await asked(bob, "sessions?access_scope=accessible") == {"sessions": [session]}
-    assert await asked(bob, f"sessions/{session}?access_scope=accessible") == {
+    assert await get_json(bob, "sessions?access_scope=accessible") == {"sessions": [session]}
+    assert await get_json(bob, f"sessions/{session}?access_scope=accessible") == {
         "training_run_ids": [shared.model],
         "sampler_ids": [],
         "user_metadata": {},
@@ -94,7 +94,7 @@ async def test_others_find_the_session_of_it_without_what_its_owner_wrote(shared
         assert (summary["session_id"], summary["owner"]) == (session, "alice")
         assert summary["checkpoints_count"] == 1
         assert SECRET not in str(found)
-    # Nor can it be guessed by searching for it.
+    # Nor can it be found out by searching for it.
     for guess in ({"user_metadata": {"k": SECRET}}, {"project_ids": [SECRET]}):
         body = {"owner": {"type": "accessible"}, **guess}
         assert (await bob.post("sessions/search", body)).json["sessions"] == []
@@ -102,11 +102,11 @@ async def test_others_find_the_session_of_it_without_what_its_owner_wrote(shared
     assert (await bob.post("sessions/search", nobody)).json["sessions"] == []
 
 
-async def test_by_default_everybody_finds_only_their_own(shared: Shared) -> None:
+async def test_by_default_each_owner_finds_only_their_own(shared: Shared) -> None:
     bob = shared.bob
-    assert (await asked(bob, "training_runs"))["training_runs"] == []
-    assert (await asked(bob, "checkpoints"))["checkpoints"] == []
-    assert await asked(bob, "sessions") == {"sessions": []}
+    assert (await get_json(bob, "training_runs"))["training_runs"] == []
+    assert (await get_json(bob, "checkpoints"))["checkpoints"] == []
+    assert await get_json(bob, "sessions") == {"sessions": []}
     assert (await bob.post("sessions/search", {})).json["sessions"] == []
     for path in (f"training_runs/{shared.model}", f"sessions/{shared.session}"):
         assert (await bob.get(f"{V1}/{path}")).status == 404
@@ -114,25 +114,27 @@ async def test_by_default_everybody_finds_only_their_own(shared: Shared) -> None
     assert (await bob.get(unpublished)).status == 404
 
 
-async def test_the_owner_sees_all_of_it_either_way(shared: Shared) -> None:
+async def test_the_owner_sees_everything_in_both_scopes(shared: Shared) -> None:
     for scope in ("owned", "accessible"):
-        runs = await asked(shared.alice, f"training_runs?access_scope={scope}")
+        runs = await get_json(shared.alice, f"training_runs?access_scope={scope}")
         assert len(runs["training_runs"]) == 2
         assert runs["training_runs"][1]["last_checkpoint"]["checkpoint_id"] == f"weights/{SECRET}"
-        session = await asked(shared.alice, f"sessions/{shared.session}?access_scope={scope}")
+        session = await get_json(shared.alice, f"sessions/{shared.session}?access_scope={scope}")
         assert session["display_name"] == SECRET
 
 
-async def test_what_is_withdrawn_is_in_no_list_of_others_any_more(shared: Shared) -> None:
+async def test_an_unpublished_checkpoint_disappears_from_the_lists_of_others(
+    shared: Shared,
+) -> None:
     path = f"training_runs/{shared.model}/checkpoints/weights/shown/publish"
     assert await shared.alice.call("DELETE", path) == 204
-    assert await asked(shared.bob, "sessions?access_scope=accessible") == {"sessions": []}
-    runs = await asked(shared.bob, "training_runs?access_scope=accessible")
+    assert await get_json(shared.bob, "sessions?access_scope=accessible") == {"sessions": []}
+    runs = await get_json(shared.bob, "training_runs?access_scope=accessible")
     assert runs["training_runs"] == []
 
 
 @pytest.mark.parametrize("lent", [False, True])
-async def test_a_copy_of_anothers_checkpoint_has_none_of_their_notes(
+async def test_a_copy_of_anothers_checkpoint_has_none_of_their_metadata(
     echo: EchoExecutor, tmp_path: Path, lent: bool
 ) -> None:
     alices, bobs = await new_key(tmp_path, "alice"), await new_key(tmp_path, "bob")
@@ -159,25 +161,25 @@ async def test_a_copy_of_anothers_checkpoint_has_none_of_their_notes(
         else:
             assert await alice.call("POST", f"training_runs/{model}/checkpoints/weights/a/publish")
         copy = (await bob.post("copy_weights", wish)).json["tinker_path"]
-        own = await asked(bob, f"training_runs/{copy.split('/')[2]}")
+        own = await get_json(bob, f"training_runs/{copy.split('/')[2]}")
         assert own.get("user_metadata") is None
-        # What its owner wrote on a checkpoint is published with it, and only then.
+        # The metadata of a checkpoint is published with it.
         noted = own["last_checkpoint"].get("user_metadata")
         assert noted == (None if lent else {"note": SECRET})
-        # One's own copy has it all.
+        # The owner's own copy has all metadata.
         mine = (await alice.post("copy_weights", {**wish, "weights_access_token": None})).json
-        run = await asked(alice, f"training_runs/{mine['tinker_path'].split('/')[2]}")
+        run = await get_json(alice, f"training_runs/{mine['tinker_path'].split('/')[2]}")
         assert run["user_metadata"] == {"run": SECRET}
         assert run["last_checkpoint"]["user_metadata"] == {"note": SECRET}
 
 
-async def test_others_see_nothing_of_how_the_session_stands(shared: Shared, tmp_path: Path) -> None:
-    """Whether it runs, fell silent, failed or was ended is its owner's to know."""
+async def test_others_do_not_see_the_status_of_the_session(shared: Shared, tmp_path: Path) -> None:
+    """Only the owner may know whether it is active, silent, failed or finished."""
     search = {"owner": {"type": "accessible"}}
 
     async def seen_by_bob() -> Any:
         found = (await shared.bob.post("sessions/search", search)).json["sessions"]
-        run = await asked(shared.bob, f"training_runs/{shared.model}?access_scope=accessible")
+        run = await get_json(shared.bob, f"training_runs/{shared.model}?access_scope=accessible")
         return found, run
 
     before = await seen_by_bob()
@@ -189,14 +191,14 @@ async def test_others_see_nothing_of_how_the_session_stands(shared: Shared, tmp_
     with sqlite3.connect(tmp_path / "tinkex.db") as connection:
         connection.execute("UPDATE sessions SET failure = ?", (json.dumps(failure),))
     connection.close()
-    assert (await asked(shared.alice, f"training_runs/{shared.model}"))["corrupted"] is True
+    assert (await get_json(shared.alice, f"training_runs/{shared.model}"))["corrupted"] is True
     assert await seen_by_bob() == before
     done = {"reason": {"type": "errored"}, "detail": SECRET}
     assert (await shared.alice.post(f"sessions/{shared.session}/finish", done)).status == 200
     (mine,) = (await shared.alice.post("sessions/search", {})).json["sessions"]
     assert mine["status"]["type"] == "client_finished"
     assert await seen_by_bob() == before
-    # Nor can it be guessed by searching for it.
+    # Nor can it be found out by searching for it.
     for status in ("client_finished", "failed", "cancelled"):
         body = {**search, "statuses": [{"type": status}]}
         assert (await shared.bob.post("sessions/search", body)).json["sessions"] == []

@@ -1,4 +1,4 @@
-"""What an owner may keep: over it a request fails as the user's, at once, and nothing else is touched."""
+"""Storage quotas: a request over a quota fails as a user error, at once, and changes nothing."""
 
 import asyncio
 import json
@@ -17,12 +17,12 @@ from tinkex.server.store.checkpoints import Quota, owner_quota
 
 pytestmark = pytest.mark.anyio
 
-#: What the echo executor says of each save.
+#: The size of a save by the echo executor.
 SAVE_BYTES = 1
 
 
 async def save(api: Api, model: str, seq_id: int, name: str | None, **fields: Any) -> Any:
-    """What a save comes to; without a name one for a sampler."""
+    """The result of a save; without a name, one for a sampler."""
     body: dict[str, Any] = {"model_id": model, "seq_id": seq_id, **fields}
     if name is not None:
         return await api.result(await api.step("save_weights", path=name, **body))
@@ -42,7 +42,7 @@ def new_model(session: str, number: int) -> dict[str, Any]:
 
 
 def folders(data: Path) -> set[Path]:
-    """Folders that have files of checkpoints."""
+    """Folders with checkpoint files."""
     return {file.parent for file in (data / "checkpoints").rglob("*") if file.is_file()}
 
 
@@ -63,7 +63,7 @@ async def test_checkpoints_over_the_quota_fail_and_training_goes_on(
         # Nothing was written for it.
         assert len(echo.tasks(Task.SAVE)) == saves
         assert await api.value(await api.optim_step(model, 4)) == 0
-        # Neither one in the place of another, nor one without a name is one more.
+        # Overwriting, and saving without a name, do not increase the count.
         assert "path" in await save(api, model, 5, "b", overwrite=True)
         assert "path" in await save(api, model, 6, None)
         deleted = f"training_runs/{model}/checkpoints/weights/a"
@@ -71,7 +71,7 @@ async def test_checkpoints_over_the_quota_fail_and_training_goes_on(
         assert "path" in await save(api, model, 7, "c")
 
 
-async def test_bytes_count_with_and_without_a_name_until_the_files_are_gone(
+async def test_named_and_unnamed_bytes_count_until_the_files_are_deleted(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with hosted(echo, tmp_path, max_checkpoint_bytes=2, janitor_s=0.0) as api:
@@ -81,10 +81,10 @@ async def test_bytes_count_with_and_without_a_name_until_the_files_are_gone(
         for name in ("b", None):
             answer = await save(api, model, 3 if name else 4, name)
             refused(answer, "you have 2 bytes of checkpoints", "2 are allowed")
-        # What was deleted stops counting at once, without the janitor.
+        # A deleted checkpoint stops counting at once, before the cleanup.
         assert await api.call("DELETE", f"training_runs/{model}/checkpoints/weights/a") == 204
         assert "path" in await save(api, model, 5, "b")
-        # One in the place of another needs room for both until it is there.
+        # Overwriting needs space for both versions until it is done.
         assert "path" not in await save(api, model, 6, "b", overwrite=True)
         assert len(folders(tmp_path)) == 2
 
@@ -99,7 +99,7 @@ class Heavy(EchoExecutor):
         return outcome
 
 
-async def test_a_save_that_fits_at_the_second_try_is_hashed_once(
+async def test_a_save_that_fits_on_retry_is_hashed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[str] = []
@@ -117,7 +117,7 @@ async def test_a_save_that_fits_at_the_second_try_is_hashed_once(
         assert len(hashed) == 3
 
 
-async def test_a_save_that_turns_out_too_large_leaves_no_files(tmp_path: Path) -> None:
+async def test_a_save_over_the_quota_leaves_no_files(tmp_path: Path) -> None:
     async with hosted(Heavy(), tmp_path, max_checkpoint_bytes=5, janitor_s=0.0) as api:
         model = await api.model()
         assert "path" in await save(api, model, 1, "a")
@@ -127,7 +127,7 @@ async def test_a_save_that_turns_out_too_large_leaves_no_files(tmp_path: Path) -
             answer = await save(api, model, seq_id, name)
             refused(answer, "you have 4 bytes of checkpoints, this needs 2 more, and 5 are allowed")
         assert folders(tmp_path) == before
-        # One that was overwritten gives its room to the next.
+        # An overwritten version frees its space for the next.
         assert "path" not in await save(api, model, 5, "a", overwrite=True)
         assert await api.call("DELETE", f"training_runs/{model}/checkpoints/weights/b") == 204
         for seq_id in (6, 7, 8):
@@ -145,7 +145,7 @@ async def test_runs_over_the_quota_fail_and_end_with_their_session(
         answer = await api.result(made.json["request_id"])
         refused(answer, "you have 1 training runs, this needs 1 more, and 1 are allowed")
         assert await api.post("create_model", new_model(session, 1)) == made
-        # It is no run, and its steps say why.
+        # It is not a run, and its steps fail with the reason.
         assert (await api.get("/api/v1/training_runs")).json["cursor"]["total_count"] == 1
         step = await api.optim_step(made.json["model_id"], 1)
         refused(await api.result(step), "over quota")
@@ -191,7 +191,7 @@ async def test_copies_count_too(
         before = folders(tmp_path)
         copy = {"source_path": f"tinker://{model}/weights/a", "session_id": session}
         answer = await api.post("copy_weights", {**copy, "model_seq_id": 7})
-        # Sound, and refused: clients do not send a 400 again.
+        # A 400: clients do not retry it.
         assert answer.status == 400
         assert text in answer.json["detail"]
         assert "over quota" in answer.json["detail"]
@@ -200,7 +200,7 @@ async def test_copies_count_too(
         assert (await api.get("/api/v1/training_runs")).json["cursor"]["total_count"] == 1
 
 
-async def test_a_copy_that_comes_second_leaves_no_files(
+async def test_a_concurrent_copy_leaves_no_files(
     echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with hosted(echo, tmp_path) as api:
@@ -220,7 +220,7 @@ async def test_a_copy_that_comes_second_leaves_no_files(
         assert len(hashed) == 1
         before = folders(tmp_path)
 
-        # Two tries at once: neither sees the other when it begins.
+        # Two concurrent requests; neither sees the other at its start.
         async def not_yet(*_: object) -> None:
             return None
 
@@ -228,13 +228,15 @@ async def test_a_copy_that_comes_second_leaves_no_files(
         again = await api.post("copy_weights", {**copy, "model_seq_id": 7})
         assert again.json == first.json
         assert folders(tmp_path) == before
-        # The number is another run's.
+        # The number belongs to another run.
         taken = await api.post("copy_weights", {**copy, "model_seq_id": 0})
         assert taken.status == 422
         assert folders(tmp_path) == before
 
 
-async def test_many_at_once_do_not_pass_together(echo: EchoExecutor, tmp_path: Path) -> None:
+async def test_concurrent_saves_do_not_exceed_the_quota_together(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
     async with hosted(echo, tmp_path, max_checkpoints=1, max_runs=6, janitor_s=0.0) as api:
         session = await api.session()
         bodies = [new_model(session, number) for number in range(12)]
@@ -242,7 +244,7 @@ async def test_many_at_once_do_not_pass_together(echo: EchoExecutor, tmp_path: P
         results = [await api.result(one.json["request_id"]) for one in made]
         models = [one["model_id"] for one in results if "model_id" in one]
         assert len(models) == 6
-        # All have been written before the first of them is committed.
+        # All files are written before the first commit.
         echo.open.clear()
         echo.entered = asyncio.Semaphore(0)
         saves = [
@@ -269,7 +271,7 @@ async def test_a_key_may_have_a_quota_of_its_own(echo: EchoExecutor, tmp_path: P
                 refused(await save(mine, model, most + 1, "more"), f"{most} are allowed")
         async with with_key(api, small) as mine:
             model = await mine.model()
-            # Another key of the same owner, which allows more.
+            # Another key of the same owner with a larger quota.
             await new_key(tmp_path, "ann", limits={"max_checkpoints": 0})
             assert "path" in await save(mine, model, 1, "more")
             await revoke(tmp_path, 3)
@@ -288,7 +290,7 @@ async def test_a_key_may_have_a_quota_of_its_own(echo: EchoExecutor, tmp_path: P
         (5, [{"max_runs": 0}, {"max_runs": 2}], 0),
     ],
 )
-def test_the_most_generous_key_of_an_owner_counts(
+def test_the_largest_quota_of_an_owners_keys_counts(
     server: int, keys: list[dict[str, int]], most: int
 ) -> None:
     assert owner_quota(Quota(max_runs=server), keys) == Quota(max_runs=most)

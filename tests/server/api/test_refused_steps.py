@@ -1,4 +1,4 @@
-"""A refused step keeps nobody waiting: who goes on after it is told what was wrong with it."""
+"""A refused step does not block later steps; they fail with the reason of the refusal."""
 
 import json
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ LIMIT = 100_000
 
 @pytest.fixture
 async def api(echo: EchoExecutor, tmp_path: Path) -> AsyncIterator[Api]:
-    """Gaps stay open for ever here: what does not wait for them shows."""
+    """Gaps never time out here, so that a step that waits for one is noticed."""
     async with hosted(echo, tmp_path, gap_s=3600.0, long_poll_s=5.0, max_body_bytes=LIMIT) as api:
         yield api
 
@@ -51,7 +51,7 @@ def too_large_json(model: str) -> tuple[str, bytes, dict[str, str], int]:
 
 
 @pytest.mark.parametrize("case", [malformed, cut_off, too_large, too_large_json])
-async def test_the_next_optim_step_fails_with_what_was_wrong_with_the_pass(
+async def test_the_next_optim_step_fails_with_the_reason_of_the_refused_pass(
     api: Api, echo: EchoExecutor, case: Any
 ) -> None:
     model = await api.model()
@@ -61,21 +61,21 @@ async def test_the_next_optim_step_fails_with_what_was_wrong_with_the_pass(
     stepped = await api.result(await api.optim_step(model, 2))
     assert stepped["category"] == "user"
     assert "forward_backward step 1" in stepped["error"]
-    assert "refused when it came" in stepped["error"]
+    assert "refused when it arrived" in stepped["error"]
     assert echo.tasks(Task.OPTIM_STEP) == []
-    # And the model goes on at once.
+    # The model continues at once.
     await api.forward_backward(model, 3, tokens=4)
     assert await api.value(await api.optim_step(model, 4)) == 4
 
 
-async def test_steps_that_came_first_do_not_wait_for_one_that_is_refused(api: Api) -> None:
+async def test_steps_that_arrived_earlier_do_not_wait_for_a_refused_one(api: Api) -> None:
     model = await api.model()
     behind = await api.optim_step(model, 2)
     assert (await api.post("forward_backward", as_json(model, 1, data="x"))).status == 422
-    assert "refused when it came" in (await api.result(behind))["error"]
+    assert "refused when it arrived" in (await api.result(behind))["error"]
 
 
-async def test_a_refused_optim_step_takes_its_gradients_with_it(api: Api) -> None:
+async def test_a_refused_optim_step_discards_its_gradients(api: Api) -> None:
     model = await api.model()
     await api.forward_backward(model, 1, tokens=9)
     refused = await api.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": 5})
@@ -84,7 +84,7 @@ async def test_a_refused_optim_step_takes_its_gradients_with_it(api: Api) -> Non
     assert await api.value(await api.optim_step(model, 4)) == 2
 
 
-async def test_a_refused_save_is_passed_over(api: Api) -> None:
+async def test_a_refused_save_is_skipped(api: Api) -> None:
     model = await api.model()
     await api.forward_backward(model, 1, tokens=9)
     body = {"model_id": model, "seq_id": 2, "path": "a", "ttl_seconds": "long"}
@@ -92,23 +92,21 @@ async def test_a_refused_save_is_passed_over(api: Api) -> None:
     assert await api.value(await api.optim_step(model, 3)) == 9
 
 
-async def test_a_number_that_was_refused_may_be_used_again(api: Api) -> None:
-    """Until its sender goes on: our client numbers its next step so."""
+async def test_a_refused_number_may_be_used_again(api: Api) -> None:
+    """Until the client sends a later number: our client reuses the number."""
     model = await api.model()
     assert (await api.post("forward_backward", as_json(model, 1, data="x"))).status == 422
     await api.forward_backward(model, 1, tokens=5)
     assert await api.value(await api.optim_step(model, 2)) == 5
 
 
-async def test_after_its_sender_went_on_a_refused_number_is_spent(
-    api: Api, echo: EchoExecutor
-) -> None:
+async def test_a_refused_number_is_used_up_after_a_later_step(api: Api, echo: EchoExecutor) -> None:
     model = await api.model()
     assert (await api.post("forward_backward", as_json(model, 1, data="x"))).status == 422
     await api.result(await api.optim_step(model, 2))
     again = await api.result(await api.forward_backward(model, 1))
     assert again["category"] == "user"
-    assert "refused when it came" in again["error"]
+    assert "refused when it arrived" in again["error"]
     assert echo.tasks(Task.PASS) == []
 
 
@@ -121,7 +119,7 @@ async def test_an_accepted_step_is_not_undone_by_a_malformed_repeat(api: Api) ->
     assert await api.value(behind) == 7
 
 
-async def test_a_refusal_survives_the_death_of_the_engine(api: Api, echo: EchoExecutor) -> None:
+async def test_a_refusal_survives_an_engine_crash(api: Api, echo: EchoExecutor) -> None:
     model = await api.model()
     await api.forward_backward(model, 1, tokens=9)
     assert (
@@ -133,7 +131,7 @@ async def test_a_refusal_survives_the_death_of_the_engine(api: Api, echo: EchoEx
 
 
 class Absent(EchoExecutor):
-    """An engine that can be kept from starting."""
+    """An engine whose start can be blocked."""
 
     starts = True
 
@@ -153,10 +151,10 @@ async def test_a_refused_step_has_failed_whatever_the_engine_does(tmp_path: Path
         behind = await api.result(await api.optim_step(model, 2))
         assert behind["category"] == "server"
         again = await api.result(await api.optim_step(model, 1))
-        assert "refused when it came" in again["error"]
+        assert "refused when it arrived" in again["error"]
 
 
-def test_an_address_is_read_only_where_it_is_beyond_doubt() -> None:
+def test_an_address_is_read_only_if_it_is_unambiguous() -> None:
     assert step_id_in_json(b'{"model_id": "m", "seq_id": 3, "x"') == StepId("m", 3)
     assert step_id_in_json(b'{"model_id": "m", "seq_id": 3, "seq_id": 4, "x"') is None
     assert step_id_in_json(b'{"model_id": "m", "seq_id": true}') is None
@@ -168,13 +166,13 @@ def test_an_address_is_read_only_where_it_is_beyond_doubt() -> None:
     assert step_id_in_protobuf(b"") is None
 
 
-async def test_whose_step_it_was_is_seen_though_its_first_part_was_too_large(
+async def test_the_step_is_found_though_its_first_part_was_too_large(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
-    """All of it comes at once, and is over the limit at once."""
+    """The whole body arrives in one part, which is over the limit."""
     async with hosted(echo, tmp_path, gap_s=3600.0, long_poll_s=5.0, max_body_bytes=2_000) as api:
         model = await api.model()
         refused = await api.post("forward_backward", pass_body(model, 1, 700), headers=PROTOBUF)
         assert refused.status == 413
         stepped = await api.result(await api.optim_step(model, 2))
-        assert "refused when it came" in stepped["error"]
+        assert "refused when it arrived" in stepped["error"]

@@ -41,7 +41,7 @@ async def test_each_sequence_has_an_id_before_it_exists(api: Api) -> None:
     assert await sample(api, sampling_session_id=sampler, seq_id=0, num_samples=3) == [7, 7, 7]
 
 
-async def test_the_engine_knows_whose_sample_it_is(api: Api, echo: EchoExecutor) -> None:
+async def test_the_engine_gets_the_owner_of_a_sample(api: Api, echo: EchoExecutor) -> None:
     await sample(api, base_model=BASE)
     assert [work.owner for work in echo.ran if work.task is Task.SAMPLE] == ["local"]
 
@@ -76,7 +76,7 @@ async def test_a_sample_without_a_seed_gets_one_that_stays(api: Api, echo: EchoE
     assert b'"seed":' in echo.ran[-1].payload
 
 
-async def test_a_setting_nobody_knows_is_a_failed_sample(api: Api) -> None:
+async def test_an_unknown_setting_is_a_failed_sample(api: Api) -> None:
     sampler = await base_sampler(api)
     body = {
         "prompt": PROMPT,
@@ -92,7 +92,7 @@ async def test_a_setting_nobody_knows_is_a_failed_sample(api: Api) -> None:
     assert "did you mean `max_tokens`" in failed["error"]
 
 
-async def test_a_setting_nobody_knows_is_a_failed_sample_however_the_model_is_named(
+async def test_an_unknown_setting_is_a_failed_sample_however_the_model_is_named(
     api: Api,
 ) -> None:
     model = await api.model()
@@ -110,7 +110,7 @@ async def test_a_setting_nobody_knows_is_a_failed_sample_however_the_model_is_na
     assert nobody.status == 404
 
 
-async def test_making_a_sampler_twice_makes_one(api: Api) -> None:
+async def test_a_repeated_sampler_creation_makes_one_sampler(api: Api) -> None:
     session = await api.session()
     body = {"session_id": session, "sampling_session_seq_id": 3, "base_model": BASE}
     answers = [await api.post("create_sampling_session", body) for _ in range(2)]
@@ -122,7 +122,7 @@ async def test_making_a_sampler_twice_makes_one(api: Api) -> None:
     assert "model_path" not in about.json
 
 
-async def test_a_sampler_s_number_never_stands_for_another_model(api: Api) -> None:
+async def test_a_sampler_number_cannot_be_reused_for_another_model(api: Api) -> None:
     model = await api.model()
     session = model.partition(":")[0]
     saved = await api.result(
@@ -143,7 +143,7 @@ async def test_a_sampler_s_number_never_stands_for_another_model(api: Api) -> No
     assert negative["category"] == "user"
 
 
-async def test_an_old_sampler_never_follows_training(api: Api) -> None:
+async def test_a_sampler_keeps_its_version_while_training_continues(api: Api) -> None:
     session = await api.session()
     model = await api.model(session)
     await api.forward_backward(model, 1, tokens=5)
@@ -193,7 +193,7 @@ async def test_two_names_that_disagree_are_refused(api: Api) -> None:
     assert "two models" in answer.json["detail"]
 
 
-async def test_a_sample_survives_its_engine(api: Api, echo: EchoExecutor) -> None:
+async def test_a_sample_survives_an_engine_crash(api: Api, echo: EchoExecutor) -> None:
     sampler = await base_sampler(api)
     echo.open.clear()
     body = {
@@ -209,7 +209,7 @@ async def test_a_sample_survives_its_engine(api: Api, echo: EchoExecutor) -> Non
     assert (await api.result(request))["sequences"][0]["tokens"] == [7]
 
 
-async def test_an_unfinished_sample_is_taken_up_by_the_next_process(tmp_path: Path) -> None:
+async def test_an_unfinished_sample_runs_after_a_restart(tmp_path: Path) -> None:
     first = EchoExecutor()
     async with hosted(first, tmp_path) as api:
         sampler = await base_sampler(api)
@@ -226,10 +226,8 @@ async def test_an_unfinished_sample_is_taken_up_by_the_next_process(tmp_path: Pa
 
 
 @pytest.mark.parametrize("params", [{}, {"typical_p": 0.5}])
-async def test_nothing_is_sampled_in_a_session_that_is_over(
-    api: Api, params: dict[str, Any]
-) -> None:
-    """Whatever it asks for: a setting nobody knows is no way in."""
+async def test_a_finished_session_refuses_samples(api: Api, params: dict[str, Any]) -> None:
+    """Also a sample with an unknown setting."""
     sampler = await base_sampler(api)
     session = sampler.partition(":")[0]
     assert (

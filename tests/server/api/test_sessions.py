@@ -1,4 +1,4 @@
-"""Sessions, and what clients ask before and beside them."""
+"""Session routes, and the client's configuration calls."""
 
 import pytest
 
@@ -23,7 +23,7 @@ async def test_a_repeated_call_to_create_a_session_finds_the_first(api: Api) -> 
     assert other.json != first.json
 
 
-async def test_an_old_client_may_leave_out_what_has_defaults(api: Api) -> None:
+async def test_an_old_client_may_omit_fields_with_defaults(api: Api) -> None:
     answer = await api.post("create_session", {"sdk_version": "0.4.1", "tags": []})
     assert answer.status == 200
 
@@ -42,14 +42,14 @@ async def test_a_finished_session_takes_no_more_work(api: Api) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.18.0", "0.36.0", "9.0.0", "nightly"])
-async def test_every_version_is_told_something_it_can_read(api: Api, version: str) -> None:
+async def test_every_sdk_version_gets_a_config_it_can_read(api: Api, version: str) -> None:
     for path in ("client/config", "client/dynamic_config"):
         answer = await api.post(path, {"sdk_version": version})
         assert answer.status == 200
         assert isinstance(answer.json, dict)
 
 
-async def test_the_server_says_what_it_serves(api: Api) -> None:
+async def test_capabilities_list_the_served_models(api: Api) -> None:
     answer = await api.get("/api/v1/get_server_capabilities")
     assert answer.json["supported_models"][0]["model_name"] == BASE
     assert (await api.get("/api/v1/healthz")).json == {"status": "ok"}

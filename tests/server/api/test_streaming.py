@@ -1,4 +1,4 @@
-"""Samples as they are drawn (H11): every token once, the whole answer at the end, nothing lost."""
+"""Streamed samples (H11): every token once, the complete answer at the end, nothing lost."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ BODY = {
 
 
 class Drip(EchoExecutor):
-    """Draws a token of every sequence for each drop that the test lets fall."""
+    """Samples one token per sequence each time the test allows it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,10 +60,10 @@ class Drip(EchoExecutor):
                     raise EngineLost("died")
                 if work.on_tokens is not None:
                     for sequence in range(request.num_samples):
-                        told = Tokens(sequence=sequence, start=drawn)
-                        told.tokens.append(100 * sequence + drawn)
-                        told.logprobs.append(-0.5)
-                        work.on_tokens(told)
+                        reported = Tokens(sequence=sequence, start=drawn)
+                        reported.tokens.append(100 * sequence + drawn)
+                        reported.logprobs.append(-0.5)
+                        work.on_tokens(reported)
         except asyncio.CancelledError:
             self.given_up.set()
             raise
@@ -96,7 +96,7 @@ async def api(drip: Drip, tmp_path: Path) -> AsyncIterator[Api]:
 
 
 class Events:
-    """A stream, read as slowly as the test likes."""
+    """A stream that the test reads at its own pace."""
 
     def __init__(self, answer: aiohttp.ClientResponse) -> None:
         self._answer = answer
@@ -122,7 +122,7 @@ class Events:
             return events
 
     async def tokens(self, count: int) -> dict[int, list[int]]:
-        """The tokens of each sequence, once there are so many in all."""
+        """The tokens of each sequence, once this many have arrived in total."""
         found: dict[int, list[int]] = {}
         while sum(map(len, found.values())) < count:
             event = await self.next()
@@ -142,16 +142,14 @@ async def streamed(api: Api, **fields: Any) -> AsyncIterator[Events]:
 
 
 async def named_sampler(api: Api) -> dict[str, Any]:
-    """Fields that number a sample: the same ones again are the same request."""
+    """Fields that identify a sample: a request with the same ones is a repeat."""
     session = await api.session()
     opened = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
     sampler = (await api.post("create_sampling_session", opened)).json["sampling_session_id"]
     return {"sampling_session_id": sampler, "seq_id": 1, "base_model": None}
 
 
-async def test_tokens_come_as_they_are_drawn_and_then_the_whole_answer(
-    api: Api, drip: Drip
-) -> None:
+async def test_tokens_are_streamed_and_then_the_complete_answer(api: Api, drip: Drip) -> None:
     async with streamed(api) as events:
         accepted = (await events.next()).json()
         ids = accepted["sample_sequence_ids"]
@@ -166,7 +164,7 @@ async def test_tokens_come_as_they_are_drawn_and_then_the_whole_answer(
     assert done.event == "done"
     answer = done.json()
     assert answer.pop("sample_sequence_ids") == ids
-    # A poll for the same request answers the same, also afterwards.
+    # A poll for the same request gets the same answer.
     assert answer == await api.result(accepted["request_id"])
     assert [sequence["tokens"] for sequence in answer["sequences"]] == [
         [0, 1, 2, 3, 4, 5],
@@ -174,22 +172,20 @@ async def test_tokens_come_as_they_are_drawn_and_then_the_whole_answer(
     ]
 
 
-async def test_an_engine_that_starts_again_tells_no_token_twice(api: Api, drip: Drip) -> None:
+async def test_no_token_is_sent_twice_after_an_engine_restart(api: Api, drip: Drip) -> None:
     async with streamed(api, num_samples=1) as events:
         await events.next()
         drip.fall(3)
         assert await events.tokens(3) == {0: [0, 1, 2]}
         drip.die()
-        drip.fall(1 + 4)  # one that finds the engine dead, and four again
+        drip.fall(1 + 4)  # one during the crash, and four again
         assert await events.tokens(1) == {0: [3]}
         drip.fall(2)
         assert await events.tokens(2) == {0: [4, 5]}
         assert [event.event for event in await events.rest()] == ["done"]
 
 
-async def test_a_client_that_is_gone_does_not_have_its_sample_drawn_to_the_end(
-    api: Api, drip: Drip
-) -> None:
+async def test_the_sample_of_a_disconnected_client_is_cancelled(api: Api, drip: Drip) -> None:
     async with streamed(api) as events:
         request_id = (await events.next()).json()["request_id"]
         drip.fall(1)
@@ -201,20 +197,20 @@ async def test_a_client_that_is_gone_does_not_have_its_sample_drawn_to_the_end(
     }
 
 
-async def test_a_client_that_comes_back_by_its_request_id_loses_nothing(
+async def test_a_client_that_reconnects_by_request_id_loses_nothing(
     drip: Drip, tmp_path: Path
 ) -> None:
     async with hosted(drip, tmp_path, stream_grace_s=0.2, long_poll_s=5.0) as api:
         async with streamed(api) as events:
             request_id = (await events.next()).json()["request_id"]
         polled = asyncio.create_task(api.result(request_id))
-        await asyncio.sleep(0.5)  # the grace is over
+        await asyncio.sleep(0.5)  # the grace time has passed
         assert not drip.given_up.is_set()
         drip.fall(6)
         assert [s["tokens"][-1] for s in (await polled)["sequences"]] == [5, 105]
 
 
-async def test_a_repeated_request_reads_the_same_sample_from_its_beginning(
+async def test_a_repeated_request_streams_the_same_sample_from_the_beginning(
     api: Api, drip: Drip
 ) -> None:
     named = await named_sampler(api)
@@ -230,7 +226,7 @@ async def test_a_repeated_request_reads_the_same_sample_from_its_beginning(
     assert drip.tasks() == [Task.SAMPLE]
 
 
-async def test_a_sample_begun_without_a_stream_is_told_at_its_end(api: Api, drip: Drip) -> None:
+async def test_a_sample_of_asample_is_streamed_at_its_end(api: Api, drip: Drip) -> None:
     named = await named_sampler(api)
     promised = (await api.post("asample", {**BODY, **named})).json
     async with streamed(api, **named) as events:
@@ -240,19 +236,17 @@ async def test_a_sample_begun_without_a_stream_is_told_at_its_end(api: Api, drip
     assert names == ["token", "token", "done"]
 
 
-async def test_who_leaves_a_sample_that_others_began_does_not_end_it(api: Api, drip: Drip) -> None:
+async def test_disconnecting_does_not_cancel_a_sample_of_asample(api: Api, drip: Drip) -> None:
     named = await named_sampler(api)
     promised = (await api.post("asample", {**BODY, **named})).json
     async with streamed(api, **named) as events:
         await events.next()
-    await asyncio.sleep(0.2)  # longer than the grace
+    await asyncio.sleep(0.2)  # longer than the grace time
     drip.fall(6)
     assert "sequences" in await api.result(promised["request_id"])
 
 
-async def test_work_that_fails_is_told_with_its_reason_and_whose_it_is(
-    api: Api, drip: Drip
-) -> None:
+async def test_a_failure_is_streamed_with_its_reason_and_category(api: Api, drip: Drip) -> None:
     drip.fall(6)
     async with streamed(api, prompt={"chunks": [{"tokens": [13]}]}) as events:
         last = (await events.rest())[-1]
@@ -260,7 +254,7 @@ async def test_work_that_fails_is_told_with_its_reason_and_whose_it_is(
     assert last.json() == {"error": "13 brings bad luck", "category": "user"}
 
 
-async def test_a_setting_nobody_knows_is_told_by_the_stream_and_bad_bodies_by_the_status(
+async def test_unknown_settings_fail_in_the_stream_and_bad_bodies_by_status(
     api: Api,
 ) -> None:
     for body, status in (({"prompt": 5}, 422), ({**BODY, "base_model": "no/such"}, 400)):
@@ -282,7 +276,7 @@ async def test_a_stream_counts_against_its_owners_limit(drip: Drip, tmp_path: Pa
         drip.fall(6)
 
 
-async def test_a_silent_stream_shows_signs_of_life(drip: Drip, tmp_path: Path) -> None:
+async def test_a_silent_stream_sends_keep_alives(drip: Drip, tmp_path: Path) -> None:
     async with hosted(drip, tmp_path, long_poll_s=0.05) as api, streamed(api) as events:
         await events.next()
         await asyncio.sleep(0.3)
@@ -291,7 +285,7 @@ async def test_a_silent_stream_shows_signs_of_life(drip: Drip, tmp_path: Path) -
     assert events.raw.count(b": keep-alive\n\n") >= 2
 
 
-async def test_a_stopping_server_ends_its_streams_and_goes_on_with_them_later(
+async def test_a_stopping_server_ends_its_streams_and_the_samples_continue_later(
     tmp_path: Path,
 ) -> None:
     drip = Drip()
@@ -300,7 +294,7 @@ async def test_a_stopping_server_ends_its_streams_and_goes_on_with_them_later(
         drip.fall(2)
         await events.tokens(4)
         assert api.app is not None
-        api.app.state.context.futures.release()  # as the server does when it is told to stop
+        api.app.state.context.futures.release()  # as the server does when it stops
         assert await events.rest() == []
         assert b"the server is stopping" in events.raw
     assert not any(work.task is Task.SAMPLE for work in drip.ran)
@@ -311,16 +305,16 @@ async def test_a_stopping_server_ends_its_streams_and_goes_on_with_them_later(
     assert [len(sequence["tokens"]) for sequence in answer["sequences"]] == [6, 6]
 
 
-async def test_a_reader_that_does_not_read_does_not_hold_up_the_sample_nor_pile_up_events(
+async def test_a_client_that_does_not_read_neither_delays_the_sample_nor_fills_memory(
     api: Api, drip: Drip
 ) -> None:
     long = {"sampling_params": {"max_tokens": 20_000}, "num_samples": 1}
     async with streamed(api, **long) as events:
         request_id = (await events.next()).json()["request_id"]
         drip.fall(20_000)
-        answer = await api.result(request_id)  # finished, though nobody has read a token
-        told = [event for event in await events.rest() if event.event == "token"]
-    tokens = [token for event in told for token in json.loads(event.data)["tokens"]]
+        answer = await api.result(request_id)  # finished, although no token was read
+        reported = [event for event in await events.rest() if event.event == "token"]
+    tokens = [token for event in reported for token in json.loads(event.data)["tokens"]]
     assert tokens == answer["sequences"][0]["tokens"] == list(range(20_000))
-    # What was not read in time came together.
-    assert len(told) < 2_000
+    # Unread tokens arrive as one event.
+    assert len(reported) < 2_000

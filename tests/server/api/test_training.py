@@ -1,4 +1,4 @@
-"""Passes in every form clients send: protobuf, compressed protobuf, JSON of old clients."""
+"""Passes in all encodings: protobuf, compressed protobuf, JSON of old clients."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ def old_pass(model: str, seq_id: int, *, key: str, tokens: int) -> dict[str, Any
     ("encoding", "pack"),
     [("zstd", zstandard.compress), ("gzip", gzip.compress), ("identity", bytes)],
 )
-async def test_a_compressed_pass_is_unpacked(api: Api, encoding: str, pack: Any) -> None:
+async def test_a_compressed_pass_is_decompressed(api: Api, encoding: str, pack: Any) -> None:
     model = await api.model()
     headers = {**PROTOBUF, "Content-Encoding": encoding}
     answer = await api.post("forward_backward", pack(pass_body(model, 1, 4)), headers=headers)
@@ -49,7 +49,7 @@ async def test_an_old_client_trains_with_json(api: Api, echo: EchoExecutor) -> N
     assert (await api.result(backward))["metrics"]["gradient:sum"] == 4
     step = await api.step("optim_step", model_id=model, seq_id=3, adam_params={})
     assert await api.value(step) == 4
-    # Whatever came in, the engine sees one form.
+    # The engine always gets the normalized encoding.
     passes = [work for work in echo.ran if work.task is Task.PASS]
     assert [work.backward for work in passes] == [False, True]
     assert b"{" not in passes[0].payload

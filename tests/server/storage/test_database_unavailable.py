@@ -123,7 +123,7 @@ async def test_clients_with_a_valid_key_keep_polling_during_an_outage(
     own: Postgres, echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_commit, "RESPONSE_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(auth, "BELIEVED_S", 0.0)
+    monkeypatch.setattr(auth, "KEY_CACHE_TTL_S", 0.0)
     async with hosted(echo, tmp_path, db=own.database(), long_poll_s=0.2) as api:
         assert api.app is not None
         keys = api.app.state.context.store.keys
@@ -155,7 +155,7 @@ async def test_clients_with_a_valid_key_keep_polling_during_an_outage(
                 assert (await api.post("retrieve_futures", poll)).status == 401
                 refused = await unseen.post("retrieve_futures", poll)
                 assert refused.status == 503, refused
-                monkeypatch.setattr(auth, "BELIEVED_AWAY_S", 0.0)
+                monkeypatch.setattr(auth, "KEY_CACHE_OUTAGE_TTL_S", 0.0)
                 assert (await mine.post("retrieve_futures", poll)).status == 503
             async with asyncio.timeout(SOON_S):
                 while (answer := await unseen.post("retrieve_futures", poll)).status != 200:

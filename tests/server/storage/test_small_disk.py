@@ -14,7 +14,8 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.waiting import until
 from serving import TINY
-from tinkex.server.executor import EngineOptions, LocalExecutor, Outcome, ServedModel, Task, Work
+from tinkex.server.engine_process import LocalExecutor
+from tinkex.server.executor import EngineOptions, Outcome, ServedModel, Task, Work
 from tinkex.server.maintenance import disk_monitor
 from tinkex.server.scheduler import checkpoints
 

@@ -1,4 +1,4 @@
-"""What was used, and what it would cost: tokens really counted, prices from settings."""
+"""The routes of an account: usage and cost, audit log, and the caller's own key."""
 
 import time
 from collections import defaultdict
@@ -11,12 +11,12 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.api.auth import caller_of, gate_of, owner_of
-from tinkex.server.api.deps import answer, context_of
+from tinkex.server.api.auth import authenticator_of, caller_of, owner_of
+from tinkex.server.api.deps import context_of, json_response
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.report_limits import bounded, report
-from tinkex.server.api.sessions import texts
-from tinkex.server.settings import HOURS_A_MONTH, Prices
+from tinkex.server.api.sessions import metadata_as_text
+from tinkex.server.settings import HOURS_PER_MONTH, Prices
 from tinkex.server.store.events import MAX_ENTRIES, AuditEntry
 from tinkex.server.store.request_writes import CACHED, HOUR_S, SAMPLED, TRAINING
 from tinkex.server.store.usage import StoredCheckpoint, UsageRow
@@ -38,55 +38,66 @@ from tinkex.wire.billing import (
 from tinkex.wire.errors import UserFailure
 
 router = APIRouter(prefix="/api/v1", tags=["billing"])
+audit_router = APIRouter(prefix="/api/v1", tags=["audit"])
+key_router = APIRouter(prefix="/api/v1/auth", tags=["keys"])
+unauthenticated_router = APIRouter(prefix="/api/unauthed", tags=["keys"])
 
-LONGEST = timedelta(days=14)
 GIGABYTE = 10**9
 MILLION = 10**6
 
-# Ends of one answer. A checkpoint that is kept is an event for each hour.
-MOST_EVENTS = 25_000
-MOST_STORED = 100_000
-MOST_PROJECTS = 10_000
-SHORTER = "Ask about a shorter time."
+MAX_PERIOD = timedelta(days=14)
+# Limits of one answer. A stored checkpoint is one event per hour.
+MAX_EVENTS = 25_000
+MAX_CHECKPOINTS = 100_000
+MAX_PROJECTS = 10_000
+SHORTER_PERIOD = "Request a shorter time."
+
+# Official clients accept tokens whose issuer begins with `passport-`.
+ISSUER = "passport-tinkex"
+NO_LOGIN = (
+    "this server has no browser login. Its administrator creates keys with `tinkex key create`; "
+    "set TINKER_API_KEY to yours."
+)
 
 #: Session, project and base model.
 _Group = tuple[str, str | None, str]
-#: The hour, and the same.
-_Place = tuple[int, str, str | None, str]
+#: Hour, session, project and base model.
+_HourGroup = tuple[int, str, str | None, str]
+Topic = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
 
 @router.get("/billing/usage/events")
-@bounded(entries=MOST_EVENTS)
+@bounded(entries=MAX_EVENTS)
 async def usage_events(
     request: Request,
     starting_on: Annotated[str, Query(description="RFC 3339, a whole UTC hour")],
     ending_before: Annotated[str, Query(description="RFC 3339, a whole UTC hour")],
 ) -> Response:
-    """Hour by hour: tokens by session and base model, checkpoints, and their storage."""
+    """Per hour: tokens by session and base model, saved checkpoints, and their storage."""
     first = _hour("starting_on", starting_on)
     end = _hour("ending_before", ending_before)
-    if not timedelta(0) < end - first <= LONGEST:
-        raise _wrong(
+    if not timedelta(0) < end - first <= MAX_PERIOD:
+        raise _invalid_query(
             "ending_before",
-            f"it is {end - first} after starting_on; one hour to {LONGEST.days} days are allowed.",
+            f"it is {end - first} after starting_on; 1 hour to {MAX_PERIOD.days} days are allowed.",
         )
     context = context_of(request)
     owner = owner_of(request)
     first_hour, end_hour = int(first.timestamp()) // HOUR_S, int(end.timestamp()) // HOUR_S
     usage = context.store.usage
     used = await usage.between(
-        owner=owner, first_hour=first_hour, end_hour=end_hour, limit=MOST_EVENTS + 1
+        owner=owner, first_hour=first_hour, end_hour=end_hour, limit=MAX_EVENTS + 1
     )
     stored = await usage.stored(
         owner=owner,
         since_s=first_hour * HOUR_S,
         until_s=end_hour * HOUR_S,
-        limit=MOST_STORED + 1,
+        limit=MAX_CHECKPOINTS + 1,
     )
-    if len(stored) > MOST_STORED:
+    if len(stored) > MAX_CHECKPOINTS:
         raise UserFailure(
-            f"more than {MOST_STORED} checkpoints were there in this time, which is the most of "
-            f"one answer. {SHORTER}"
+            f"more than {MAX_CHECKPOINTS} checkpoints existed in this time, the maximum of one "
+            f"answer. {SHORTER_PERIOD}"
         )
     prices = Prices.parse(context.settings.prices)
     storage_rate = context.settings.price_gb_month or None
@@ -98,10 +109,10 @@ async def usage_events(
             (_token_event(one, prices, owner) for one in used),
             _storage_events(stored, first_hour, end_hour, now_s, storage_rate, owner),
         ):
-            if len(events) == MOST_EVENTS:
+            if len(events) == MAX_EVENTS:
                 raise UserFailure(
-                    f"there are more than {MOST_EVENTS} events in this time, which is the most of "
-                    f"one answer. {SHORTER}"
+                    f"there are more than {MAX_EVENTS} events in this time, the maximum of one "
+                    f"answer. {SHORTER_PERIOD}"
                 )
             events.append(event)
         events.sort(key=lambda event: event.bucket_start)
@@ -109,33 +120,34 @@ async def usage_events(
 
     events = await context.store.build_report(build)
     sessions = sorted({event.session_id for event in events if event.session_id})
-    said = await usage.metadata(sessions)
+    metadata = await usage.metadata(sessions)
     return await report(
         request,
         lambda: BillingUsageResponse(
             data=events,
             sessions={
-                one: BillingUsageSession(user_metadata=texts(said.get(one))) for one in sessions
+                one: BillingUsageSession(user_metadata=metadata_as_text(metadata.get(one)))
+                for one in sessions
             },
             cost_data_through=datetime.fromtimestamp(int(now_s), UTC),
         ),
-        advice=SHORTER,
+        advice=SHORTER_PERIOD,
     )
 
 
 @router.get("/billing/usage/checkpoints/current")
-@bounded(entries=MOST_PROJECTS)
+@bounded(entries=MAX_PROJECTS)
 async def current_storage(request: Request, project_id: str | None = None) -> Response:
-    """What the owner's checkpoints take now, by project: those that are in the lists."""
+    """Current storage of the owner's listed checkpoints, by project."""
     context = context_of(request)
     owner = owner_of(request)
     kept = await context.store.usage.current(
-        owner=owner, project_id=project_id, now_s=time.time(), limit=MOST_PROJECTS + 1
+        owner=owner, project_id=project_id, now_s=time.time(), limit=MAX_PROJECTS + 1
     )
-    if len(kept) > MOST_PROJECTS:
+    if len(kept) > MAX_PROJECTS:
         raise UserFailure(
-            f"there are checkpoints in more than {MOST_PROJECTS} projects, which is the most of "
-            "one answer. Ask about one `project_id`."
+            f"there are checkpoints in more than {MAX_PROJECTS} projects, the maximum of one "
+            "answer. Request one `project_id`."
         )
     rate = context.settings.price_gb_month or None
     return await report(
@@ -156,38 +168,40 @@ async def current_storage(request: Request, project_id: str | None = None) -> Re
                 for one in kept
             ],
         ),
-        advice="Ask about one `project_id`.",
+        advice="Request one `project_id`.",
     )
 
 
 def _hour(name: str, text: str) -> datetime:
-    """A whole UTC hour; a `+` that a client left as it is arrives as a space."""
+    """Parse a whole UTC hour. A `+` that a client did not escape arrives as a space."""
     try:
         moment = datetime.fromisoformat(text.strip().replace(" ", "+"))
     except ValueError:
-        raise _wrong(
+        raise _invalid_query(
             name, f"{text[:60]!r} is not an RFC 3339 time such as 2026-11-15T10:00:00Z."
         ) from None
     if moment.tzinfo is None:
-        raise _wrong(name, f"{text[:60]!r} names no time zone; end it with Z or +00:00.")
+        raise _invalid_query(name, f"{text[:60]!r} has no time zone; end it with Z or +00:00.")
     try:
         moment = moment.astimezone(UTC)
     except OverflowError:
-        raise _wrong(name, f"{text[:60]!r} is out of reach.") from None
+        raise _invalid_query(name, f"{text[:60]!r} is out of range.") from None
     if moment.minute or moment.second or moment.microsecond:
-        raise _wrong(name, f"{text[:60]!r} is not a whole UTC hour, and usage is kept by the hour.")
+        raise _invalid_query(
+            name, f"{text[:60]!r} is not a whole UTC hour, and usage is kept by the hour."
+        )
     return moment
 
 
-def _wrong(name: str, message: str) -> Refusal:
+def _invalid_query(name: str, message: str) -> Refusal:
     return Refusal(422, [{"loc": ["query", name], "msg": message, "type": "value_error"}])
 
 
 def _token_event(used: UsageRow, prices: Prices, owner: str) -> BillingUsageEvent:
     rate = prices.rate(used.base_model, used.what)
     return BillingUsageEvent(
-        bucket_start=_moment(used.hour),
-        bucket_end=_moment(used.hour + 1),
+        bucket_start=_hour_start(used.hour),
+        bucket_end=_hour_start(used.hour + 1),
         base_model=used.base_model,
         user_id=owner,
         session_id=used.session_id or None,
@@ -214,76 +228,76 @@ def _storage_events(
     rate: float | None,
     owner: str,
 ) -> Iterator[BillingUsageEvent]:
-    """Saves by the hour they were made in, and gigabyte-hours by the hours they lasted."""
-    saves: defaultdict[_Place, int] = defaultdict(int)
-    kept: defaultdict[_Group, _Kept] = defaultdict(_Kept)
+    """Saved checkpoints per hour, and gigabyte-hours of stored ones per hour."""
+    saves: defaultdict[_HourGroup, int] = defaultdict(int)
+    kept: defaultdict[_Group, _StorageByHour] = defaultdict(_StorageByHour)
     for one in stored:
         until_s = min(now_s, one.until_s or now_s, end_hour * HOUR_S)
-        made_in = int(one.since_s) // HOUR_S
-        if made_in >= first_hour:
-            saves[made_in, one.session_id, one.project_id, one.base_model] += 1
+        saved_in = int(one.since_s) // HOUR_S
+        if saved_in >= first_hour:
+            saves[saved_in, one.session_id, one.project_id, one.base_model] += 1
         since_s = max(one.since_s, first_hour * HOUR_S)
         kept[one.session_id, one.project_id, one.base_model].add(since_s, until_s, one.size_bytes)
-    for place, count in saves.items():
-        yield _event(place, owner, CheckpointBillingEvent(count=count))
-    for group, lasted in kept.items():
-        for hour, byte_hours in lasted.byte_hours():
+    for group, count in saves.items():
+        yield _event(group, owner, CheckpointBillingEvent(count=count))
+    for group, storage in kept.items():
+        for hour, byte_hours in storage.byte_hours():
             gigabyte_hours = byte_hours / GIGABYTE
             yield _event(
                 (hour, *group),
                 owner,
                 StorageBillingEvent(gigabyte_hours=gigabyte_hours),
-                cost=None if rate is None else gigabyte_hours / HOURS_A_MONTH * rate,
+                cost=None if rate is None else gigabyte_hours / HOURS_PER_MONTH * rate,
                 rate=rate,
             )
 
 
-class _Kept:
-    """Bytes of checkpoints over time, hour by hour. Adding one takes the same for any time."""
+class _StorageByHour:
+    """Byte-hours of checkpoints per hour. Adding one costs the same, however long it was stored."""
 
     def __init__(self) -> None:
-        #: Byte-hours of the hours in which a checkpoint came or went.
-        self._edges: defaultdict[int, float] = defaultdict(float)
-        #: How many more, and how many more bytes, are there for all of an hour and those after it.
-        self._more: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
+        #: Byte-hours of the partial hours, in which a checkpoint was added or deleted.
+        self._partial: defaultdict[int, float] = defaultdict(float)
+        #: Change of the number and bytes of checkpoints from this full hour on.
+        self._changes: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
 
     def add(self, since_s: float, until_s: float, size_bytes: int) -> None:
         if until_s <= since_s:
             return
         first, last = int(since_s // HOUR_S), int(until_s // HOUR_S)
         if first == last:
-            self._edges[first] += size_bytes * (until_s - since_s) / HOUR_S
+            self._partial[first] += size_bytes * (until_s - since_s) / HOUR_S
             return
-        self._edges[first] += size_bytes * ((first + 1) * HOUR_S - since_s) / HOUR_S
+        self._partial[first] += size_bytes * ((first + 1) * HOUR_S - since_s) / HOUR_S
         if until_s > last * HOUR_S:
-            self._edges[last] += size_bytes * (until_s - last * HOUR_S) / HOUR_S
+            self._partial[last] += size_bytes * (until_s - last * HOUR_S) / HOUR_S
         for hour, sign in ((first + 1, 1), (last, -1)):
-            count, size = self._more[hour]
-            self._more[hour] = (count + sign, size + sign * size_bytes)
+            count, size = self._changes[hour]
+            self._changes[hour] = (count + sign, size + sign * size_bytes)
 
     def byte_hours(self) -> Iterator[tuple[int, float]]:
-        """The hours in which something was there."""
+        """The hours with stored checkpoints, each with its byte-hours."""
         count = size = 0
-        hours = self._edges.keys() | self._more.keys()
+        hours = self._partial.keys() | self._changes.keys()
         for hour in range(min(hours), max(hours) + 1) if hours else ():
-            more, bytes_more = self._more.get(hour, (0, 0))
-            count, size = count + more, size + bytes_more
-            if count or hour in self._edges:
-                yield hour, size + self._edges.get(hour, 0.0)
+            count_change, size_change = self._changes.get(hour, (0, 0))
+            count, size = count + count_change, size + size_change
+            if count or hour in self._partial:
+                yield hour, size + self._partial.get(hour, 0.0)
 
 
 def _event(
-    place: _Place,
+    group: _HourGroup,
     owner: str,
     info: BillingEventInfo,
     *,
     cost: float | None = None,
     rate: float | None = None,
 ) -> BillingUsageEvent:
-    hour, session_id, project_id, base_model = place
+    hour, session_id, project_id, base_model = group
     return BillingUsageEvent(
-        bucket_start=_moment(hour),
-        bucket_end=_moment(hour + 1),
+        bucket_start=_hour_start(hour),
+        bucket_end=_hour_start(hour + 1),
         base_model=base_model,
         user_id=owner,
         session_id=session_id,
@@ -294,24 +308,16 @@ def _event(
     )
 
 
-def _moment(hour: int) -> datetime:
+def _hour_start(hour: int) -> datetime:
     return datetime.fromtimestamp(hour * HOUR_S, UTC)
 
 
-# MERGED: The audit log: what was changed on this server by its owner's keys.
-
-
-audit_router = APIRouter(prefix="/api/v1", tags=["audit"])
-
-Topic = Literal["all", "checkpoints", "projects", "teams", "organizations"]
-
-
 @audit_router.get("/audit")
-@bounded(entries=MAX_ENTRIES)
+@bounded(entries=MOST_ENTRIES)
 async def audit(
     request: Request,
     event_type: Annotated[Topic, Query()] = "all",
-    day: Annotated[date | None, Query(description="of UTC; left out: all that is kept")] = None,
+    day: Annotated[date | None, Query(description="UTC; omitted: all kept entries")] = None,
 ) -> Response:
     """Oldest first."""
     since_s, until_s = 0.0, time.time() + 1
@@ -328,7 +334,7 @@ async def audit(
     return await report(
         request,
         lambda: AuditLogResponse(entries=[_entry(entry) for entry in found]),
-        advice="Ask about one `day`, or one `event_type`.",
+        advice="Request one `day`, or one `event_type`.",
     )
 
 
@@ -342,27 +348,13 @@ def _entry(entry: AuditEntry) -> AuditLogEntry:
     )
 
 
-# MERGED: What a client may ask about its own key, and the exchange of a key for a token.
-
-
-key_router = APIRouter(prefix="/api/v1/auth", tags=["keys"])
-unauthed = APIRouter(prefix="/api/unauthed", tags=["keys"])
-
-# Official clients read tokens whose issuer begins with `passport-`.
-ISSUER = "passport-tinkex"
-NO_LOGIN = (
-    "this server has no login in a browser. Whoever runs it makes keys with `tinkex key create`; "
-    "set TINKER_API_KEY to yours."
-)
-
-
 @key_router.post("/token")
 async def exchange(request: Request) -> Response:
-    """A token that stands for the key of this request until it expires."""
+    """Exchange the key of this request for a token that expires."""
     caller = caller_of(request)
     if caller.by_token:
         raise Refusal(
-            400, "a token cannot be exchanged for another one. Send the API key itself (tml-…)."
+            400, "a token cannot be exchanged for another token. Send the API key itself (tml-…)."
         )
     now_s = time.time()
     claims = {
@@ -374,17 +366,19 @@ async def exchange(request: Request) -> Response:
         "iat": int(now_s),
         "exp": int(now_s + context_of(request).settings.jwt_s),
     }
-    return answer({"jwt": gate_of(request).tokens.make(claims)})
+    return json_response({"jwt": authenticator_of(request).tokens.make(claims)})
 
 
 @key_router.get("/apikey/me")
 async def key_info(request: Request) -> Response:
     caller = caller_of(request)
-    return answer(
+    return json_response(
         {
             "key_id": caller.key_id or 0,
             "name": caller.name,
-            "note": "" if caller.key_id else "this server has no keys: everybody is `local`",
+            "note": ""
+            if caller.key_id
+            else "this server has no keys: all requests belong to `local`",
             "details": {
                 "org_details": {"name": caller.project_id or "tinkex"},
                 "user_details": {"email": caller.owner},
@@ -395,19 +389,19 @@ async def key_info(request: Request) -> Response:
 
 @key_router.delete("/apikey/me")
 async def revoke_key(request: Request) -> Response:
-    """The key of this request opens nothing any more, from the next request on."""
+    """Revoke the key of this request; it is refused from the next request on."""
     caller = caller_of(request)
     if caller.by_token:
-        # It lasts an hour, and would end the key for good.
+        # A token is valid for an hour; revoking the key is permanent.
         raise Refusal(
             403,
-            "a token cannot revoke the key that it stands for. Send the API key itself (tml-…), or "
-            "ask whoever runs this server: `tinkex key revoke`.",
+            "a token cannot revoke its key. Send the API key itself (tml-…), or ask the "
+            "administrator of this server: `tinkex key revoke`.",
         )
     if caller.key_id is not None:
         await context_of(request).store.keys.revoke(caller.key_id)
-        gate_of(request).forget()
-    return answer({})
+        authenticator_of(request).forget()
+    return json_response({})
 
 
 @key_router.post("/apikey")
@@ -415,6 +409,6 @@ async def create_key(_request: Request) -> Response:
     raise Refusal(403, NO_LOGIN)
 
 
-@unauthed.get("/auth-config")
+@unauthenticated_router.get("/auth-config")
 async def login_config(_request: Request) -> Response:
     raise Refusal(404, NO_LOGIN)

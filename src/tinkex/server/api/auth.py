@@ -1,9 +1,15 @@
 """
-Links that open one thing until a time, for whoever holds them: no key travels with them.
+Authentication: API keys, tokens that stand for a key, and signed links.
+
+`Authentication` is the middleware in front of all routes; it finds the owner of each request, and
+every look-up uses that owner. A server without API keys listens on loopback only, and every request
+belongs to the owner `local`. Once a key exists, each request needs a key or a token.
+
+Links to files carry no key. They are signed for one path until a time:
 
     signer = Signer.of_folder(settings.folder)
     query = signer.sign("/api/v1/signed/trace/ID", lasts_s=900)    # "expires=...&signature=..."
-    signer.opens(path, expires, signature)                         # in the route that answers it
+    signer.verifies(path, expires, signature)                      # in the route behind the link
 """
 
 import base64
@@ -25,86 +31,331 @@ from urllib.parse import urlsplit
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tinkex.server.api.errors import Refusal, storage_trouble, told
+from tinkex.server.api.errors import Refusal, error_response, storage_trouble
 from tinkex.server.settings import is_loopback
 from tinkex.server.store import ApiKey, Keys, StorageError
 
 log = logging.getLogger("tinkex.server.api.auth")
 
+LOCAL_OWNER = "local"
+WEIGHTS_TOKEN = "X-Tinker-Weights-Access-Token"
+
+#: Paths that need no key: they reveal nothing about any owner.
+OPEN_PATHS = frozenset({"/api/v1/healthz", "/api/unauthed/auth-config", "/docs", "/openapi.json"})
+#: Links that this server signed; the signature replaces the key.
+SIGNED_PREFIXES: tuple[str, ...] = ("/api/v1/signed/", "/api/v1/downloads/")
+#: Paths that need no key on a server that only this machine can reach.
+LOCAL_PATHS = frozenset({"/metrics"})
+
+# How long a looked-up key is cached: a revoked key is refused after at most this time.
+KEY_CACHE_TTL_S = 2.0
+# While the database is down, a cached key stays valid for this much longer: some clients do not
+# repeat a poll that was refused once. Nothing new is accepted meanwhile.
+KEY_CACHE_OUTAGE_TTL_S = 300.0
+# How often the last use of a key is written to the database.
+LAST_USED_INTERVAL_S = 30.0
+# Unknown keys have a cache of their own; otherwise they could fill the cache of valid keys.
+MAX_CACHED_KEYS = 10_000
+MAX_CACHED_UNKNOWN_KEYS = 1_000
+# The body of a refused request is read up to this size; otherwise its sender would see a broken
+# connection instead of the answer.
+MAX_DRAINED_BYTES = 64 * 2**20
+# Tokens are parsed before the caller is known; longer ones are not looked at.
+MAX_JWT_BYTES = 4096
+
 LINK_KEY_FILE = "signing.key"
+TOKEN_KEY_FILE = "tokens.key"
 KEY_BYTES = 32
 
+GET_KEY = "Ask the administrator of this server for one: `tinkex key create` creates it."
 
-class Signer:
-    """Signs paths with a key of this server. Query parts other than the two are not covered."""
 
-    def __init__(self, key: bytes) -> None:
-        self._key = key
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caller:
+    """The owner and key of a request."""
 
-    @classmethod
-    def of_folder(cls, folder: Path) -> Self:
-        """With the key of a data folder, made there the first time; links outlive a restart."""
-        return cls(folder_key(folder))
+    owner: str
+    #: None on a server without keys.
+    key_id: int | None = None
+    name: str = ""
+    project_id: str | None = None
+    #: Limits of this key that override the server's.
+    limits: Mapping[str, int] = field(default_factory=dict)
+    #: Whether the request came with a token instead of the key.
+    by_token: bool = False
 
-    def sign(self, path: str, *, lasts_s: float) -> str:
-        """The query that makes this path a link for so many seconds."""
-        expires_s = int(time.time() + lasts_s)
-        return f"expires={expires_s}&signature={self._signature(path, expires_s)}"
 
-    def opens(self, path: str, expires: str, signature: str) -> bool:
-        """Whether a link was made here and has not run out; takes as long for a near miss."""
-        if not (expires.isascii() and expires.isdigit() and len(expires) < 16):
-            return False
-        expected = self._signature(path, int(expires))
-        return hmac.compare_digest(expected.encode(), signature.encode()) and (
-            int(expires) > time.time()
+LOCAL = Caller(owner=LOCAL_OWNER)
+
+
+class Authentication:
+    """Middleware in front of all routes: finds the caller, or answers with an error."""
+
+    def __init__(self, app: ASGIApp, *, host: str) -> None:
+        self._app = app
+        self._local_paths = LOCAL_PATHS if is_loopback(host) else frozenset()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not _is_open(scope["path"]):
+            request = HTTPConnection(scope)
+            try:
+                if scope["path"] in self._local_paths:
+                    refuse_cross_site(request.headers)
+                else:
+                    scope.setdefault("state", {})["caller"] = await _find_caller(request)
+            except Refusal as refusal:
+                await _drain(receive)
+                response = error_response({"detail": refusal.detail}, refusal.status)
+                await response(scope, receive, send)
+                return
+            except StorageTrouble as trouble:
+                await _drain(receive)
+                await storage_trouble(request, trouble)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(SIGNED_PREFIXES)
+
+
+async def _find_caller(request: HTTPConnection) -> Caller:
+    caller = await authenticator_of(request).caller(request.headers.get("x-api-key"))
+    if caller.key_id is None:
+        refuse_cross_site(request.headers)
+    return caller
+
+
+def refuse_cross_site(headers: Mapping[str, str]) -> None:
+    """
+    Refuse web pages of other sites on a server without keys.
+
+    There, being on this machine is the permission; a page in its browser must not have it. Such a
+    page is recognized by `Origin`, and by `Host` if its site resolves its own name to this
+    machine. A page without a site, such as a file or a sandboxed frame, sends `null`.
+    """
+    for name, url in (("Host", f"//{headers.get('host', '')}"), ("Origin", headers.get("origin"))):
+        try:
+            site = (urlsplit(url).hostname or url.strip("/")) if url else None
+        except ValueError:
+            site = url
+        if site and not is_loopback(site):
+            raise Refusal(
+                403,
+                "a server without keys answers this machine only, and the header "
+                f"{name} is {site[:200]!r}. Use http://127.0.0.1 or localhost, or create a key "
+                "with `tinkex key create`.",
+            )
+
+
+async def _drain(receive: Receive) -> None:
+    """Read the rest of a body that is refused."""
+    left = MAX_DRAINED_BYTES
+    while left > 0:
+        message = await receive()
+        left -= len(message.get("body", b""))
+        if message["type"] != "http.request" or not message.get("more_body"):
+            return
+
+
+def authenticator_of(request: HTTPConnection) -> "Authenticator":
+    authenticator: Authenticator = request.app.state.authenticator
+    return authenticator
+
+
+def caller_of(request: HTTPConnection) -> Caller:
+    """The caller that the middleware found."""
+    caller: Caller = request.state.caller
+    return caller
+
+
+def owner_of(request: HTTPConnection) -> str:
+    return caller_of(request).owner
+
+
+async def reader_owners(request: HTTPConnection, token: str | None = None) -> tuple[str, ...]:
+    """
+    The owners whose checkpoints this request may read: its own, and one who shared a key with it.
+
+    The shared key is in the body or in the header `X-Tinker-Weights-Access-Token`. It gives this
+    one request read access, and nothing more.
+    """
+    own = owner_of(request)
+    token = token or request.headers.get(WEIGHTS_TOKEN)
+    if not token:
+        return (own,)
+    lender = await authenticator_of(request).lender(token)
+    return (own,) if lender.owner == own else (own, lender.owner)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CachedLookup:
+    """The result of looking up a credential."""
+
+    #: By the monotonic clock: setting the system clock back must not extend it.
+    until_s: float
+    #: None when the credential is not valid; then `problem` says why.
+    caller: Caller | None
+    problem: str
+    #: When the key or token itself expires, by the system clock.
+    expires_s: float = float("inf")
+
+    def is_valid(self, now_s: float, moment_s: float, *, longer_s: float = 0.0) -> bool:
+        """Whether neither this entry nor the key itself has expired."""
+        return now_s < self.until_s + longer_s and moment_s < self.expires_s
+
+
+class Authenticator:
+    """Finds the caller of a credential, with a short cache."""
+
+    def __init__(
+        self,
+        keys: Keys,
+        tokens: "Tokens",
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        moment: Callable[[], float] = time.time,
+    ) -> None:
+        self._keys = keys
+        self.tokens = tokens
+        #: The monotonic clock, for the age of cache entries.
+        self._clock = clock
+        #: The system clock, for the expiry of keys and tokens.
+        self._moment = moment
+        self._callers: dict[bytes, _CachedLookup] = {}
+        self._refused: dict[bytes, _CachedLookup] = {}
+        #: When the last use of each key was written.
+        self._last_used: dict[int, float] = {}
+        self._needs_keys = False
+        self._checked_s = float("-inf")
+        #: Whether the database has answered once if there are keys. Before, no request is allowed.
+        self._checked = False
+
+    async def needs_keys(self) -> bool:
+        """Whether a key was ever created; keys created while the server runs count soon."""
+        now_s = self._clock()
+        due = now_s - self._checked_s >= KEY_CACHE_TTL_S or not self._checked
+        if due and not self._needs_keys:
+            self._checked_s = now_s
+            try:
+                self._needs_keys = await self._keys.any() or self._needs_keys
+                self._checked = True
+            except StorageError:
+                if not self._checked:
+                    raise
+        return self._needs_keys
+
+    async def caller(self, credential: str | None) -> Caller:
+        """The caller of a request; raises a 401 with advice for an invalid credential."""
+        if not (self._needs_keys or await self.needs_keys()):
+            return LOCAL
+        if not credential:
+            raise Refusal(
+                401,
+                "this server needs an API key, and the request came without one. Set "
+                f"TINKER_API_KEY, or pass api_key. {GET_KEY}",
+            )
+        return await self._cached_caller(credential, "the API key")
+
+    async def lender(self, token: str) -> Caller:
+        """The owner of a key that was shared for reading; raises a 403 for an invalid one."""
+        if not await self.needs_keys():
+            return LOCAL
+        try:
+            return await self._cached_caller(token, "the weights access token")
+        except Refusal as refusal:
+            raise Refusal(403, refusal.detail) from None
+
+    def forget(self) -> None:
+        """Clear the cache after a change of keys."""
+        self._callers.clear()
+        self._refused.clear()
+
+    async def _cached_caller(self, credential: str, what: str) -> Caller:
+        # The cache contains no secrets.
+        digest = hashlib.sha256(credential.encode(errors="surrogateescape")).digest()
+        now_s, moment_s = self._clock(), self._moment()
+        found = self._callers.get(digest) or self._refused.get(digest)
+        if found is None or not found.is_valid(now_s, moment_s):
+            try:
+                found = await self._look_up(credential, now_s, moment_s)
+            except StorageError:
+                if found is None or found.caller is None:
+                    raise
+                if not found.is_valid(now_s, moment_s, longer_s=KEY_CACHE_OUTAGE_TTL_S):
+                    raise
+            else:
+                self._remember(digest, found)
+        if found.caller is None:
+            raise Refusal(401, f"{what} {found.problem}. {GET_KEY}")
+        return found.caller
+
+    def _remember(self, digest: bytes, found: _CachedLookup) -> None:
+        """Add an entry; evict the oldest one of a full cache."""
+        for cache in (self._callers, self._refused):
+            cache.pop(digest, None)
+        cache, max_size = (
+            (self._callers, MAX_CACHED_KEYS)
+            if found.caller is not None
+            else (self._refused, MAX_CACHED_UNKNOWN_KEYS)
         )
+        cache[digest] = found
+        if len(cache) > max_size:
+            del cache[next(iter(cache))]
 
-    def _signature(self, path: str, expires_s: int) -> str:
-        signed = f"{expires_s}\n{path}".encode()
-        return hmac.new(self._key, signed, hashlib.sha256).hexdigest()
+    async def _look_up(self, credential: str, now_s: float, moment_s: float) -> _CachedLookup:
+        until_s, expires_s = now_s + KEY_CACHE_TTL_S, float("inf")
+        by_token = credential.startswith("eyJ")
+        if by_token:
+            try:
+                claims = self.tokens.read(credential, now_s=moment_s)
+            except BadToken as bad:
+                return _CachedLookup(until_s=until_s, caller=None, problem=f"is a token, and {bad}")
+            expires_s = claims["exp"]
+            key = await self._keys.by_id(int(claims.get("key_id") or 0))
+        else:
+            key = await self._keys.by_secret(credential)
+        if key is None:
+            problem = "is not known on this server. It may belong to another one"
+            return _CachedLookup(until_s=until_s, caller=None, problem=problem)
+        if (state := key.state(moment_s)) != "active":
+            problem = f"{key.hint}… ({key.name or key.owner}) is {state}"
+            return _CachedLookup(until_s=until_s, caller=None, problem=problem)
+        self._write_last_used(key, now_s)
+        expires_s = min(expires_s, key.expires_s or expires_s)
+        caller = _caller_for(key, by_token=by_token)
+        return _CachedLookup(until_s=until_s, caller=caller, problem="", expires_s=expires_s)
+
+    def _write_last_used(self, key: ApiKey, now_s: float) -> None:
+        if now_s - self._last_used.get(key.key_id, float("-inf")) >= LAST_USED_INTERVAL_S:
+            if len(self._last_used) >= MAX_CACHED_KEYS:
+                self._last_used.clear()  # costs one extra write per key
+            self._last_used[key.key_id] = now_s
+            self._keys.mark_used(key.key_id)
 
 
-def folder_key(folder: Path, name: str = LINK_KEY_FILE) -> bytes:
-    """The secret of a data folder, readable by its owner alone; made when it is not there."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file = folder / name
-    with contextlib.suppress(FileNotFoundError):
-        if len(found := file.read_bytes()) >= KEY_BYTES:
-            return found
-        # With an empty key anybody could sign. Links and tokens of the old one are over.
-        log.error("%s was cut short and is made anew; who has a token fetches another", file)
-        file.unlink()
-    part = folder / f".{name}.{secrets.token_hex(4)}"
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as written:
-        written.write(secrets.token_bytes(KEY_BYTES))
-        written.flush()
-        os.fsync(written.fileno())
-    try:
-        # Whole or not at all, and the first of two wins.
-        os.link(part, file)
-    except FileExistsError:
-        pass
-    finally:
-        part.unlink()
-    return file.read_bytes()
-
-
-# MERGED: Tokens that stand for a key for a while: JSON web tokens, signed and known again by this server. The secret is a file of the data folder, readable by its owner alone. Deleting it, and starting again, makes every token worthless; clients fetch new ones for their keys.
-
-
-TOKEN_KEY_FILE = "tokens.key"
-# Tokens are read before anybody is known: no more than this is looked at.
-LONGEST_TOKEN = 4096
+def _caller_for(key: ApiKey, *, by_token: bool) -> Caller:
+    return Caller(
+        owner=key.owner,
+        key_id=key.key_id,
+        name=key.name,
+        project_id=key.project_id,
+        limits=key.limits,
+        by_token=by_token,
+    )
 
 
 class BadToken(Exception):
-    """Not signed here, changed, or over."""
+    """A token that this server did not sign, or that was changed or has expired."""
 
 
 class Tokens:
-    """HS256, and nothing else: what a token says about its own algorithm is not asked."""
+    """
+    JSON web tokens that stand for a key until they expire. HS256 only: a token's own `alg` is ignored.
+
+    The secret is a file in the data folder. Deleting it and restarting the server invalidates all
+    tokens; clients then exchange their keys for new ones.
+    """
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -119,9 +370,9 @@ class Tokens:
         return f"{head}.{body}.{self._signature(head, body)}"
 
     def read(self, token: str, *, now_s: float) -> dict[str, Any]:
-        """What one of our own tokens says, while it lasts."""
+        """The claims of a valid token; raises BadToken."""
         parts = token.split(".")
-        if len(token) > LONGEST_TOKEN or len(parts) != 3 or not token.isascii():
+        if len(token) > MAX_JWT_BYTES or len(parts) != 3 or not token.isascii():
             raise BadToken("it is not a token")
         head, body, signature = parts
         if not hmac.compare_digest(self._signature(head, body), signature):
@@ -146,300 +397,57 @@ def _decode(text: str) -> bytes:
     return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
 
 
-# MERGED: Who asks. Every request passes here before any route, and every look-up uses the owner found here. A server that never had a key is bound to loopback, and everybody on the machine is the owner `local`. Once there is a key, each request needs one, or a token that was given for one.
+class Signer:
+    """Signs paths with an HMAC key. Other query parameters are not covered by the signature."""
 
+    def __init__(self, key: bytes) -> None:
+        self._key = key
 
-LOCAL_OWNER = "local"
-WEIGHTS_TOKEN = "X-Tinker-Weights-Access-Token"
+    @classmethod
+    def of_folder(cls, folder: Path) -> Self:
+        """Use the key of a data folder, so that links survive a restart."""
+        return cls(folder_key(folder))
 
-#: What needs no key: it says nothing of anybody, or carries a signature of its own.
-OPEN_PATHS = frozenset({"/api/v1/healthz", "/api/unauthed/auth-config", "/docs", "/openapi.json"})
-#: Below these, a path is its own permission: links that the server signed.
-SIGNED_PREFIXES: tuple[str, ...] = ("/api/v1/signed/", "/api/v1/downloads/")
-#: Needs no key where only this machine can ask.
-LOCAL_PATHS = frozenset({"/metrics"})
+    def sign(self, path: str, *, lasts_s: float) -> str:
+        """The query string that makes this path a valid link for `lasts_s` seconds."""
+        expires_s = int(time.time() + lasts_s)
+        return f"expires={expires_s}&signature={self._signature(path, expires_s)}"
 
-# How long an answer of the database is believed: a revoked key opens nothing after this.
-BELIEVED_S = 2.0
-# While the database cannot be asked, a key that was good is good for this much longer: polls that
-# are refused once are not sent again by some clients. Nothing new is taken in meanwhile.
-BELIEVED_AWAY_S = 300.0
-# When a key was last used is noted this often.
-NOTED_S = 30.0
-# Credentials that were found good. Those of strangers have a memory of their own, or anybody could
-# fill this one.
-MOST_CACHED = 10_000
-MOST_REFUSED_CACHED = 1_000
-# A refused body is read to its end up to here, or its sender would see a broken connection.
-MOST_SWALLOWED = 64 * 2**20
-
-ASK = "Ask whoever runs this server for one: `tinkex key create` makes it."
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Caller:
-    """Who is behind a request."""
-
-    owner: str
-    #: None on a server without keys.
-    key_id: int | None = None
-    name: str = ""
-    project_id: str | None = None
-    #: Limits of this key that differ from the server's.
-    limits: Mapping[str, int] = field(default_factory=dict)
-    #: The request came with a token instead of the key.
-    by_token: bool = False
-
-
-LOCAL = Caller(owner=LOCAL_OWNER)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Known:
-    """What was found for a credential, and until when that is believed."""
-
-    #: By the monotonic clock: a system clock that is set back must not make it last longer.
-    until_s: float
-    caller: Caller | None
-    problem: str
-    #: When the key, or the token for it, ends by itself; a moment of the system clock.
-    ends_s: float = float("inf")
-
-    def lasts(self, now_s: float, moment_s: float, *, longer_s: float = 0.0) -> bool:
-        """Whether it is still believed: by its age, and because it has not ended by itself."""
-        return now_s < self.until_s + longer_s and moment_s < self.ends_s
-
-
-class Gate:
-    """From credentials to callers, with a short memory."""
-
-    def __init__(
-        self,
-        keys: Keys,
-        tokens: Tokens,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        moment: Callable[[], float] = time.time,
-    ) -> None:
-        self._keys = keys
-        self.tokens = tokens
-        #: How old something is.
-        self._clock = clock
-        #: Whether a key or a token has expired.
-        self._moment = moment
-        self._callers: dict[bytes, _Known] = {}
-        self._refused: dict[bytes, _Known] = {}
-        self._noted: dict[int, float] = {}
-        self._needs_keys = False
-        self._asked_s = float("-inf")
-        #: The database has said once whether there is a key: only then nobody may be believed.
-        self._told = False
-
-    async def needs_keys(self) -> bool:
-        """Whether there ever was a key. One that is made while the server runs counts soon."""
-        now_s = self._clock()
-        due = now_s - self._asked_s >= BELIEVED_S or not self._told
-        if due and not self._needs_keys:
-            self._asked_s = now_s
-            try:
-                self._needs_keys = await self._keys.any() or self._needs_keys
-                self._told = True
-            except StorageError:
-                if not self._told:
-                    raise
-        return self._needs_keys
-
-    async def caller(self, credential: str | None) -> Caller:
-        """Who this is; a 401 that says what to do when that is nobody."""
-        if not (self._needs_keys or await self.needs_keys()):
-            return LOCAL
-        if not credential:
-            raise Refusal(
-                401,
-                "this server needs an API key, and the request came without one. Set "
-                f"TINKER_API_KEY, or pass api_key. {ASK}",
-            )
-        return await self._known_caller(credential, "the API key")
-
-    async def foreign(self, token: str) -> Caller:
-        """Who lends a right to read; a 403 when nobody does."""
-        if not await self.needs_keys():
-            return LOCAL
-        try:
-            return await self._known_caller(token, "the weights access token")
-        except Refusal as refusal:
-            raise Refusal(403, refusal.detail) from None
-
-    def forget(self) -> None:
-        """Something about keys has changed here."""
-        self._callers.clear()
-        self._refused.clear()
-
-    async def _known_caller(self, credential: str, what: str) -> Caller:
-        # The memory holds no secrets.
-        digest = hashlib.sha256(credential.encode(errors="surrogateescape")).digest()
-        now_s, moment_s = self._clock(), self._moment()
-        known = self._callers.get(digest) or self._refused.get(digest)
-        if known is None or not known.lasts(now_s, moment_s):
-            try:
-                known = await self._look_up(credential, now_s, moment_s)
-            except StorageError:
-                if known is None or known.caller is None:
-                    raise
-                if not known.lasts(now_s, moment_s, longer_s=BELIEVED_AWAY_S):
-                    raise
-            else:
-                self._remember(digest, known)
-        if known.caller is None:
-            raise Refusal(401, f"{what} {known.problem}. {ASK}")
-        return known.caller
-
-    def _remember(self, digest: bytes, known: _Known) -> None:
-        """The oldest make room."""
-        for memory in (self._callers, self._refused):
-            memory.pop(digest, None)
-        is_good = known.caller is not None
-        memory, most = (
-            (self._callers, MOST_CACHED) if is_good else (self._refused, MOST_REFUSED_CACHED)
+    def verifies(self, path: str, expires: str, signature: str) -> bool:
+        """Whether this server signed the link and it has not expired; compares in constant time."""
+        if not (expires.isascii() and expires.isdigit() and len(expires) < 16):
+            return False
+        expected = self._signature(path, int(expires))
+        return hmac.compare_digest(expected.encode(), signature.encode()) and (
+            int(expires) > time.time()
         )
-        memory[digest] = known
-        if len(memory) > most:
-            del memory[next(iter(memory))]
 
-    async def _look_up(self, credential: str, now_s: float, moment_s: float) -> _Known:
-        until_s, ends_s = now_s + BELIEVED_S, float("inf")
-        by_token = credential.startswith("eyJ")
-        if by_token:
-            try:
-                claims = self.tokens.read(credential, now_s=moment_s)
-            except BadToken as bad:
-                return _Known(until_s=until_s, caller=None, problem=f"is a token, and {bad}")
-            ends_s = claims["exp"]
-            key = await self._keys.by_id(int(claims.get("key_id") or 0))
-        else:
-            key = await self._keys.by_secret(credential)
-        if key is None:
-            problem = "is not known on this server. It may belong to another one"
-            return _Known(until_s=until_s, caller=None, problem=problem)
-        if (state := key.state(moment_s)) != "active":
-            problem = f"{key.hint}… ({key.name or key.owner}) is {state}"
-            return _Known(until_s=until_s, caller=None, problem=problem)
-        self._note(key, now_s)
-        ends_s = min(ends_s, key.expires_s or ends_s)
-        caller = _caller(key, by_token=by_token)
-        return _Known(until_s=until_s, caller=caller, problem="", ends_s=ends_s)
-
-    def _note(self, key: ApiKey, now_s: float) -> None:
-        if now_s - self._noted.get(key.key_id, float("-inf")) >= NOTED_S:
-            if len(self._noted) >= MOST_CACHED:
-                self._noted.clear()  # each is noted once more than needed
-            self._noted[key.key_id] = now_s
-            self._keys.mark_used(key.key_id)
+    def _signature(self, path: str, expires_s: int) -> str:
+        signed = f"{expires_s}\n{path}".encode()
+        return hmac.new(self._key, signed, hashlib.sha256).hexdigest()
 
 
-def _caller(key: ApiKey, *, by_token: bool) -> Caller:
-    return Caller(
-        owner=key.owner,
-        key_id=key.key_id,
-        name=key.name,
-        project_id=key.project_id,
-        limits=key.limits,
-        by_token=by_token,
-    )
-
-
-class Authentication:
-    """In front of every route: a request that gets past it has a caller."""
-
-    def __init__(self, app: ASGIApp, *, host: str) -> None:
-        self._app = app
-        self._local_paths = LOCAL_PATHS if is_loopback(host) else frozenset()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not _is_open(scope["path"]):
-            request = HTTPConnection(scope)
-            try:
-                if scope["path"] in self._local_paths:
-                    refuse_other_sites(request.headers)
-                else:
-                    scope.setdefault("state", {})["caller"] = await _caller_of(request)
-            except Refusal as refusal:
-                await _swallow(receive)
-                await told({"detail": refusal.detail}, refusal.status)(scope, receive, send)
-                return
-            except StorageError as trouble:
-                await _swallow(receive)
-                await storage_trouble(request, trouble)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-def _is_open(path: str) -> bool:
-    return path in OPEN_PATHS or path.startswith(SIGNED_PREFIXES)
-
-
-async def _caller_of(request: HTTPConnection) -> Caller:
-    caller = await gate_of(request).caller(request.headers.get("x-api-key"))
-    if caller.key_id is None:
-        refuse_other_sites(request.headers)
-    return caller
-
-
-def refuse_other_sites(headers: Mapping[str, str]) -> None:
-    """
-    Without keys, being on this machine is the permission; a web page in its browser is not.
-
-    A page of another site says so in `Origin`, and one that had its own name pointed here says
-    so in `Host`. A page without a site, such as a file or a frame in a sandbox, says `null`.
-    """
-    for name, url in (("Host", f"//{headers.get('host', '')}"), ("Origin", headers.get("origin"))):
-        try:
-            site = (urlsplit(url).hostname or url.strip("/")) if url else None
-        except ValueError:
-            site = url
-        if site and not is_loopback(site):
-            raise Refusal(
-                403,
-                f"without a key only this machine is answered, and {name} is {site[:200]!r}. Use "
-                "http://127.0.0.1 or localhost, or make a key with `tinkex key create`.",
-            )
-
-
-async def _swallow(receive: Receive) -> None:
-    left = MOST_SWALLOWED
-    while left > 0:
-        message = await receive()
-        left -= len(message.get("body", b""))
-        if message["type"] != "http.request" or not message.get("more_body"):
-            return
-
-
-def gate_of(request: HTTPConnection) -> Gate:
-    gate: Gate = request.app.state.gate
-    return gate
-
-
-def caller_of(request: HTTPConnection) -> Caller:
-    """Who is behind a request; only the gate decides that."""
-    caller: Caller = request.state.caller
-    return caller
-
-
-def owner_of(request: HTTPConnection) -> str:
-    """The owner behind a request."""
-    return caller_of(request).owner
-
-
-async def reader_owners(request: HTTPConnection, token: str | None = None) -> tuple[str, ...]:
-    """
-    Whose checkpoints this request may read: its owner's, then those of whoever lent it a key.
-
-    The key travels in the body or in the header `X-Tinker-Weights-Access-Token`. It lets this one
-    request read, and nothing more.
-    """
-    own = owner_of(request)
-    token = token or request.headers.get(WEIGHTS_TOKEN)
-    if not token:
-        return (own,)
-    lender = await gate_of(request).foreign(token)
-    return (own,) if lender.owner == own else (own, lender.owner)
+def folder_key(folder: Path, name: str = LINK_KEY_FILE) -> bytes:
+    """A secret of the data folder, readable only by its user; created if it does not exist."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = folder / name
+    with contextlib.suppress(FileNotFoundError):
+        if len(found := file.read_bytes()) >= KEY_BYTES:
+            return found
+        # With an empty key anyone could sign. Links and tokens of the old key become invalid.
+        log.error("%s was truncated and is created again; existing tokens are now invalid", file)
+        file.unlink()
+    part = folder / f".{name}.{secrets.token_hex(4)}"
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as written:
+        written.write(secrets.token_bytes(KEY_BYTES))
+        written.flush()
+        os.fsync(written.fileno())
+    try:
+        # Atomic: if two processes do this, the first one wins.
+        os.link(part, file)
+    except FileExistsError:
+        pass
+    finally:
+        part.unlink()
+    return file.read_bytes()

@@ -1,238 +1,327 @@
-"""So many at once of each owner; the next ones wait. An owner without any takes no memory."""
+"""
+Reading request bodies within memory budgets.
+
+Limits on a single request say nothing about many at once: eight kilobytes may decompress to
+`max_decoded_bytes`, and a hundred connections may each send `max_body_bytes`. So there are two
+budgets:
+
+- Per owner: bytes that are arriving, and large bodies that are decoded at the same time.
+- Global (`MemoryBudget`): bytes of all large bodies. A large body reserves its bytes before it is
+  read and keeps them until its request is answered, because until then it is in memory in one form
+  or another. When the budget is exhausted, new large bodies wait up to `arriving_wait_s`, then get
+  a 429. While others wait, a sender slower than 64 KiB/s loses the unused part of its reservation.
+
+Small bodies need no reservation, so they are accepted however full the budget is.
+"""
 
 import asyncio
+import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tinkex.server.api.auth import owner_of
+from tinkex.server.api.deps import OwnerSlots, context_of
 from tinkex.server.api.errors import Refusal
-from tinkex.server.store.database import REPORTERS
+from tinkex.server.settings import Settings
+from tinkex.wire.codec import decode_json, decompress
+from tinkex.wire.errors import TooLarge
 
-#: Lists, searches and reports of one owner.
-REPORTS_AT_ONCE = 1
+T = TypeVar("T")
 
-
-@dataclass(slots=True)
-class _Held:
-    places: asyncio.Semaphore
-    #: Those who have a place, and those who wait for one.
-    users: int = 0
-
-
-class Turns:
-    """Belongs to one event loop."""
-
-    def __init__(self, at_once: int) -> None:
-        self._at_once = at_once
-        self._held: dict[str, _Held] = {}
-
-    def __len__(self) -> int:
-        """Owners who have or want a place."""
-        return len(self._held)
-
-    @asynccontextmanager
-    async def turn(self, owner: str) -> AsyncIterator[None]:
-        held = self._held.setdefault(owner, _Held(asyncio.Semaphore(self._at_once)))
-        held.users += 1
-        try:
-            async with held.places:
-                yield
-        finally:
-            held.users -= 1
-            if not held.users:
-                del self._held[owner]
-
-
-class Reports:
-    """Turns for lists and reports; over all owners, as many at once as there are threads for them."""
-
-    def __init__(self) -> None:
-        self._of_owner = Turns(REPORTS_AT_ONCE)
-        self._all = asyncio.Semaphore(REPORTERS)
-
-    @asynccontextmanager
-    async def turn(self, owner: str) -> AsyncIterator[None]:
-        async with self._of_owner.turn(owner), self._all:
-            yield
-
-
-# MERGED: Bodies on their way in: how much of them one owner has in memory, whatever the number of connections. Each request has limits of its own, and they say nothing about many at once: eight kilobytes may unpack to `max_decoded_bytes`, and a hundred connections may each hold `max_body_bytes`.
-
-
-#: Bodies of the largest size whose bytes one owner may have arriving at once.
-BODIES = 8
-#: Large bodies of one owner that are unpacked and decoded at once; the next wait for them.
+#: An owner may have this many times `max_body_bytes` arriving at the same time.
+MAX_BODIES_PER_OWNER = 8
+#: Large bodies that are decompressed and decoded at the same time; further ones wait.
 MAX_DECODES_PER_OWNER = 2
+MAX_DECODES = 4
+#: Bodies up to this size need no reservation: uvicorn buffers this much of each anyway.
+SMALL_BYTES = 64 * 1024
+#: While others wait, a body must arrive at this rate, after a grace time.
+MIN_BYTES_PER_S = 64 * 1024
+SLOW_GRACE_S = 5.0
+# How often waiting requests check for slow senders.
+SLOW_CHECK_S = 1.0
 RETRY_AFTER_S = 1
+# A client that is still sending would take a refusal for a broken connection and retry for minutes.
+# So a body that is too large is read and dropped first, up to this many times the limit.
+DRAIN_FACTOR = 8
+# Smaller bodies are decoded on the event loop: a thread would cost more.
+INLINE_BYTES = 128 * 1024
+# Both ends of a body that is too large are kept: they may tell which step it was.
+KEPT_END_BYTES = 4096
+
+#: Key in the request scope: the (budget, reservation) of its body.
+RESERVATION = "tinkex.reservation"
+#: Key in the request scope: the body, to find the step that a refused request was for.
+RECEIVED_BODY = "tinkex.body"
 
 
-class Intake:
-    """What is arriving, owner by owner."""
+class BudgetExhausted(Refusal):
+    """A 429: a body does not fit into a budget now."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(429, text, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+class OwnerBudget:
+    """Bytes that are arriving, and decodes that are running, per owner."""
 
     def __init__(self, *, max_body_bytes: int) -> None:
-        self._most_bytes = BODIES * max_body_bytes
+        self._max_bytes = MAX_BODIES_PER_OWNER * max_body_bytes
         self._bytes: dict[str, int] = {}
-        self._turns = Turns(MAX_DECODES_PER_OWNER)
+        self._decode_slots = OwnerSlots(MAX_DECODES_PER_OWNER)
 
     @contextmanager
-    def holding(self, owner: str) -> Iterator[Callable[[int], None]]:
-        """Inside, tell how many more bytes have come; a 429 when they are too many."""
-        mine = 0
+    def track(self, owner: str) -> Iterator[Callable[[int], None]]:
+        """Yields a function that counts received bytes; it raises BudgetExhausted."""
+        counted = 0
 
-        def more(size: int) -> None:
-            nonlocal mine
+        def count(size: int) -> None:
+            nonlocal counted
             total = self._bytes.get(owner, 0) + size
-            if total > self._most_bytes:
-                raise Refusal(
-                    429,
-                    f"requests that you are sending now have more than {self._most_bytes} bytes "
-                    "together. Send this again when some have arrived.",
-                    headers={"Retry-After": str(RETRY_AFTER_S)},
+            if total > self._max_bytes:
+                raise BudgetExhausted(
+                    f"the requests that you are sending now have more than {self._max_bytes} "
+                    "bytes together. Send this one again when some of them have arrived."
                 )
             self._bytes[owner] = total
-            mine += size
+            counted += size
 
         try:
-            yield more
+            yield count
         finally:
-            self._bytes[owner] = self._bytes.get(owner, 0) - mine
+            self._bytes[owner] = self._bytes.get(owner, 0) - counted
             if not self._bytes[owner]:
                 del self._bytes[owner]
 
-    def turn(self, owner: str) -> AbstractAsyncContextManager[None]:
-        """To unpack and decode a large body."""
-        return self._turns.turn(owner)
-
-
-# MERGED: Room for large bodies on their way in: so many bytes of everybody together, the next wait a little. A body takes its room before it is read, and keeps it until its request is answered: until then it is in memory in one form or another. Small bodies need none, so they pass however full it is. Whoever has room and does not use it, sending slower than anybody's line, keeps only what has arrived as soon as others wait.
-
-
-#: Bodies up to this size need no room: so much of each is in uvicorn's memory anyway.
-SMALL_BYTES = 64 * 1024
-#: While others wait, a body has to come at this pace, after a moment.
-PACE_BYTES_S = 64 * 1024
-MOMENT_S = 5.0
-#: Large bodies of everybody that are unpacked and decoded at once.
-MAX_DECODES = 4
-# How often those who wait look for somebody slow.
-LOOK_S = 1.0
-#: Where in the scope of a request the room is that it has.
-TAKEN = "tinkex.room"
-
-
-class NoRoom(Exception):
-    """There is none, and there was none for as long as anybody waits."""
+    def decode_slot(self, owner: str) -> AbstractAsyncContextManager[None]:
+        """Permission to decompress and decode a large body."""
+        return self._decode_slots.slot(owner)
 
 
 @dataclass(slots=True, eq=False)
-class Place:
-    """Room of one body."""
+class Reservation:
+    """Bytes of the memory budget that one body holds."""
 
     size: int
     since_s: float
-    arrived: int = 0
-    #: It was too slow, and others got its room.
-    lost: bool = False
+    received: int = 0
+    #: The sender was too slow, and its unused bytes went to others.
+    revoked: bool = False
 
 
-class Room:
-    """Belongs to one event loop. Who comes first gets room first."""
+class MemoryBudget:
+    """Bytes of all large bodies; first come, first served. Belongs to one event loop."""
 
     def __init__(
-        self, most_bytes: int, *, wait_s: float, clock: Callable[[], float] = time.monotonic
+        self, max_bytes: int, *, wait_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        #: 0 is any number.
-        self._most_bytes = most_bytes
+        #: 0 is no limit.
+        self._max_bytes = max_bytes
         self._wait_s = wait_s
         self._clock = clock
-        self._taken_bytes = 0
-        self._places: set[Place] = set()
-        self._waiting: deque[tuple[int, asyncio.Future[Place]]] = deque()
-        #: The most that was ever taken at once.
+        self._reserved_bytes = 0
+        self._reservations: set[Reservation] = set()
+        self._waiting: deque[tuple[int, asyncio.Future[Reservation]]] = deque()
+        #: The maximum of reserved bytes so far.
         self.peak_bytes = 0
-        #: For whoever unpacks and decodes a large body: one may become many times larger.
-        self.work = asyncio.Semaphore(MAX_DECODES)
+        #: Held while a large body is decoded, which may make it many times larger.
+        self.decodes = asyncio.Semaphore(MAX_DECODES)
 
-    async def take(self, size: int) -> Place | None:
-        """Room for so many bytes, once there is some; none is needed for a small body."""
-        if size <= SMALL_BYTES or not self._most_bytes:
+    async def reserve(self, size: int) -> Reservation | None:
+        """Reserve bytes for a body, waiting if needed; None for a small body."""
+        if size <= SMALL_BYTES or not self._max_bytes:
             return None
-        # One that is larger than everything gets everything.
-        size = min(size, self._most_bytes)
-        waiting: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        # A body larger than the whole budget gets the whole budget.
+        size = min(size, self._max_bytes)
+        waiting: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
         self._waiting.append((size, waiting))
-        self._give()
+        self._grant()
         until_s = self._clock() + self._wait_s
         try:
             while not waiting.done():
                 if (left_s := until_s - self._clock()) <= 0:
-                    raise NoRoom(
-                        f"bodies that arrive now have {self._taken_bytes} of the "
-                        f"{self._most_bytes} bytes that there is room for, and {size} more did not "
-                        f"fit within {self._wait_s:g} s. Send this again in a moment."
+                    raise BudgetExhausted(
+                        f"bodies that are arriving now use {self._reserved_bytes} of the "
+                        f"{self._max_bytes} bytes of the server's budget, and {size} more did not "
+                        f"fit within {self._wait_s:g} s. Send this request again in a moment."
                     )
-                self._take_from_the_slow()
-                await asyncio.wait({waiting}, timeout=min(left_s, LOOK_S))
+                self._shrink_slow()
+                await asyncio.wait({waiting}, timeout=min(left_s, SLOW_CHECK_S))
         except BaseException:
             if waiting.done() and not waiting.cancelled():
-                self.leave(waiting.result())
+                self.release(waiting.result())
             else:
                 self._waiting.remove((size, waiting))
-                self._give()
+                self._grant()
             raise
         return waiting.result()
 
-    def arrived(self, place: Place, size: int) -> None:
-        """More of a body has come; NoRoom if it was so slow that others have its room."""
-        place.arrived += size
-        if place.lost:
-            raise NoRoom(
-                f"this body came slower than {PACE_BYTES_S} bytes in a second while others waited "
-                "for its room. Send it again."
+    def count(self, reservation: Reservation, size: int) -> None:
+        """Count received bytes; raises BudgetExhausted if the reservation was revoked."""
+        reservation.received += size
+        if reservation.revoked:
+            raise BudgetExhausted(
+                f"this body arrived slower than {MIN_BYTES_PER_S} bytes per second while other "
+                "requests waited for memory. Send it again."
             )
 
-    def leave(self, place: Place) -> None:
-        if place in self._places:
-            self._places.discard(place)
-            self._taken_bytes -= place.size
-            self._give()
+    def release(self, reservation: Reservation) -> None:
+        if reservation in self._reservations:
+            self._reservations.discard(reservation)
+            self._reserved_bytes -= reservation.size
+            self._grant()
 
-    def _give(self) -> None:
+    def _grant(self) -> None:
+        """Give free bytes to waiting requests, in order."""
         while self._waiting:
             size, waiting = self._waiting[0]
-            if self._taken_bytes + size > self._most_bytes and self._places:
+            if self._reserved_bytes + size > self._max_bytes and self._reservations:
                 return
             self._waiting.popleft()
-            place = Place(size, self._clock())
-            self._places.add(place)
-            self._taken_bytes += size
-            self.peak_bytes = max(self.peak_bytes, self._taken_bytes)
-            waiting.set_result(place)
+            reservation = Reservation(size, self._clock())
+            self._reservations.add(reservation)
+            self._reserved_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self._reserved_bytes)
+            waiting.set_result(reservation)
 
-    def _take_from_the_slow(self) -> None:
+    def _shrink_slow(self) -> None:
+        """Revoke the unused bytes of slow senders."""
         now_s = self._clock()
-        for place in self._places:
-            due = (now_s - place.since_s - MOMENT_S) * PACE_BYTES_S
-            if place.arrived < min(due, place.size) and not place.lost:
-                place.lost = True
-                self._taken_bytes -= place.size - place.arrived
-                place.size = place.arrived
-        self._give()
+        for reservation in self._reservations:
+            due = (now_s - reservation.since_s - SLOW_GRACE_S) * MIN_BYTES_PER_S
+            if reservation.received < min(due, reservation.size) and not reservation.revoked:
+                reservation.revoked = True
+                self._reserved_bytes -= reservation.size - reservation.received
+                reservation.size = reservation.received
+        self._grant()
 
 
-def stored(scope: Scope) -> None:
-    """The body of a request is not in memory any more, or will not be in a moment."""
-    if (taken := scope.pop(TAKEN, None)) is not None:
-        room, place = taken
-        room.leave(place)
+class BodyBudgets:
+    """The budgets of one server."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.owners = OwnerBudget(max_body_bytes=settings.max_body_bytes)
+        self.memory = MemoryBudget(settings.max_arriving_bytes, wait_s=settings.arriving_wait_s)
 
 
-class Leaving:
-    """Around every request: whatever becomes of it, its room is free afterwards."""
+def budgets_of(request: Request) -> BodyBudgets:
+    budgets: BodyBudgets = request.app.state.body_budgets
+    return budgets
+
+
+async def read_json(request: Request, message_type: type[T]) -> T:
+    """Read a small body and decode it as a wire type."""
+    return decode_json(message_type, await read_body(request))
+
+
+async def read_body(request: Request) -> bytes:
+    """Read and decompress a body that carries no training data: at most `max_message_bytes`."""
+    settings = context_of(request).settings
+    with budgets_of(request).owners.track(owner_of(request)) as count:
+        limit = min(settings.max_body_bytes, settings.max_message_bytes)
+        packed = await _receive(
+            request, limit, count, "The server's setting is TINKEX_MAX_MESSAGE_BYTES."
+        )
+        limit = min(settings.max_decoded_bytes, settings.max_message_bytes)
+        body = decompress(packed, request.headers.get("content-encoding"), max_bytes=limit)
+    request.scope[RECEIVED_BODY] = body
+    return body
+
+
+async def read_data(request: Request, decode: Callable[[bytes], T]) -> T:
+    """Read, decompress and decode a pass or a sample, which may be large."""
+    settings = context_of(request).settings
+    budgets = budgets_of(request)
+    owner = owner_of(request)
+    with budgets.owners.track(owner) as count:
+        packed = await _receive(
+            request,
+            settings.max_body_bytes,
+            count,
+            "Send fewer or shorter examples in one request, or start the server with a larger "
+            "TINKEX_MAX_BODY_BYTES.",
+        )
+        encoding = request.headers.get("content-encoding")
+
+        def unpack(max_bytes: int = settings.max_decoded_bytes) -> bytes:
+            body = decompress(packed, encoding, max_bytes=max_bytes)
+            request.scope[RECEIVED_BODY] = body
+            return body
+
+        if len(packed) <= INLINE_BYTES:
+            # A small body may decompress to a large one; then it is decoded in a thread.
+            with contextlib.suppress(TooLarge):
+                return decode(unpack(min(INLINE_BYTES, settings.max_decoded_bytes)))
+        async with budgets.owners.decode_slot(owner), budgets.memory.decodes:
+            return await asyncio.to_thread(lambda: decode(unpack()))
+
+
+async def _receive(
+    request: Request, limit: int, count: Callable[[int], None], advice: str
+) -> bytes:
+    """The body as it was sent, at most `limit` bytes, within both budgets."""
+    body = bytearray()
+    total = 0
+    tail = b""
+    refusal: Refusal | None = None
+    # With a Content-Length, reserve before reading. Without one, reserve the maximum as soon as the
+    # body turns out not to be small.
+    declared = request.headers.get("content-length", "")
+    reservation = (
+        await _reserve(request, min(int(declared), limit)) if declared.isdecimal() else None
+    )
+    async for part in request.stream():
+        total += len(part)
+        if total <= limit and refusal is None:
+            try:
+                if reservation is None and not declared and total > SMALL_BYTES:
+                    reservation = await _reserve(request, limit)
+                if reservation is not None:
+                    budgets_of(request).memory.count(reservation, len(part))
+                count(len(part))
+                body += part
+            except Refusal as error:
+                refusal = error
+                body.clear()
+            continue
+        # The first part may exceed the limit on its own.
+        body += part[: max(0, KEPT_END_BYTES - len(body))]
+        tail = (tail + part)[-KEPT_END_BYTES:]
+        if total > limit * DRAIN_FACTOR:
+            break
+    if total > limit:
+        request.scope[RECEIVED_BODY] = bytes(body[:KEPT_END_BYTES]) + b" " + tail
+        raise TooLarge(f"the body has {total} bytes or more, and {limit} are allowed. {advice}")
+    if refusal is not None:
+        raise refusal
+    return bytes(body)
+
+
+async def _reserve(request: Request, size: int) -> Reservation | None:
+    """Reserve memory for a body until its request is answered."""
+    memory = budgets_of(request).memory
+    reservation = await memory.reserve(size)
+    if reservation is not None:
+        request.scope[RESERVATION] = (memory, reservation)
+    return reservation
+
+
+def release_memory(scope: Scope) -> None:
+    """Release the reservation of a request whose body is no longer in memory."""
+    if (reserved := scope.pop(RESERVATION, None)) is not None:
+        memory, reservation = reserved
+        memory.release(reservation)
+
+
+class ReleaseBodyMemory:
+    """Middleware that releases the reservation of each request when it is over."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -241,4 +330,4 @@ class Leaving:
         try:
             await self._app(scope, receive, send)
         finally:
-            stored(scope)
+            release_memory(scope)

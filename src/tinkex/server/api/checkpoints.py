@@ -1,4 +1,4 @@
-"""Saving and loading, as steps of a model; and what a checkpoint is made of."""
+"""The routes that save, load, describe and copy checkpoints."""
 
 import functools
 import hashlib
@@ -10,19 +10,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of, reader_owners
+from tinkex.server.api.bodies import read_json
 from tinkex.server.api.deps import (
     Context,
-    answer,
     context_of,
-    describe,
-    read_body,
-    read_json,
-    readable,
+    json_response,
+    openapi_body,
+    readable_checkpoint,
 )
 from tinkex.server.api.errors import Refusal
-from tinkex.server.api.models import made
-from tinkex.server.api.submit import admit, numbered
-from tinkex.server.api.training import NumberedStep, accept_step, read_step
+from tinkex.server.api.models import create_with_first_step
+from tinkex.server.api.submit import accept_step, admit, numbered_step, submit_step
 from tinkex.server.scheduler.checkpoints import check_ttl, refuse_external, tinker_path
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import (
@@ -45,137 +43,137 @@ from tinkex.wire.checkpoints import (
     SaveWeightsRequest,
     WeightsInfoResponse,
 )
-from tinkex.wire.codec import decode_json, encode_json
+from tinkex.wire.codec import encode_json
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.training import optimizer_config_from
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
 
 
+# The name of a copy of an unnamed checkpoint.
+UNNAMED_COPY = "copy"
+
+
 class WeightsInfoRequest(StrictModel):
     tinker_path: str
 
 
-@router.post("/save_weights", openapi_extra=dict(describe(SaveWeightsRequest)))
-@numbered(Kind.SAVE_WEIGHTS)
+@router.post("/save_weights", openapi_extra=dict(openapi_body(SaveWeightsRequest)))
+@numbered_step(Kind.SAVE_WEIGHTS)
 async def save_weights(request: Request) -> Response:
-    return await _step(request, SaveWeightsRequest, Kind.SAVE_WEIGHTS)
+    return await submit_step(request, SaveWeightsRequest, Kind.SAVE_WEIGHTS)
 
 
 @router.post(
-    "/save_weights_for_sampler", openapi_extra=dict(describe(SaveWeightsForSamplerRequest))
+    "/save_weights_for_sampler", openapi_extra=dict(openapi_body(SaveWeightsForSamplerRequest))
 )
-@numbered(Kind.SAVE_FOR_SAMPLER)
+@numbered_step(Kind.SAVE_FOR_SAMPLER)
 async def save_weights_for_sampler(request: Request) -> Response:
-    return await _step(request, SaveWeightsForSamplerRequest, Kind.SAVE_FOR_SAMPLER)
+    return await submit_step(request, SaveWeightsForSamplerRequest, Kind.SAVE_FOR_SAMPLER)
 
 
-@router.post("/save_weights_external", openapi_extra=dict(describe(SaveWeightsExternalRequest)))
-@numbered(Kind.SAVE_EXTERNAL)
+@router.post("/save_weights_external", openapi_extra=dict(openapi_body(SaveWeightsExternalRequest)))
+@numbered_step(Kind.SAVE_EXTERNAL)
 async def save_weights_external(request: Request) -> Response:
-    return await _step(request, SaveWeightsExternalRequest, Kind.SAVE_EXTERNAL)
+    return await submit_step(request, SaveWeightsExternalRequest, Kind.SAVE_EXTERNAL)
 
 
-@router.post("/load_weights", openapi_extra=dict(describe(LoadWeightsRequest)))
-@numbered(Kind.LOAD_WEIGHTS)
+@router.post("/load_weights", openapi_extra=dict(openapi_body(LoadWeightsRequest)))
+@numbered_step(Kind.LOAD_WEIGHTS)
 async def load_weights(request: Request) -> Response:
-    """Into a model there is (`model_id`, `seq_id`), or a new one (`session_id`, `model_seq_id`)."""
-    body = await read_body(request)
-    asked = decode_json(LoadWeightsRequest, body)
+    """Into an existing model (`model_id`, `seq_id`) or a new one (`session_id`, `model_seq_id`)."""
+    message = await read_json(request, LoadWeightsRequest)
     context = context_of(request)
-    if asked.model_id is None and asked.session_id is not None:
-        return await _create_from(request, context, asked)
-    if asked.model_id is None:
+    if message.model_id is None and message.session_id is not None:
+        return await _create_model_from(request, context, message)
+    if message.model_id is None:
         raise WireError.at(
             ("model_id",), "give `model_id` and `seq_id`, or `session_id` and `model_seq_id`."
         )
-    model = await context.model(request, asked.model_id)
+    model = await context.model(request, message.model_id)
     return await accept_step(
         request,
         context,
         model,
         Kind.LOAD_WEIGHTS,
-        asked.seq_id,
-        _without_token(asked),
-        version_id=await _foreign(request, context, model, asked),
+        message.seq_id,
+        _without_token(message),
+        version_id=await _foreign_version(request, context, model, message),
     )
 
 
-async def _foreign(
-    request: Request, context: Context, model: Model, asked: LoadWeightsRequest
+async def _foreign_version(
+    request: Request, context: Context, model: Model, message: LoadWeightsRequest
 ) -> str | None:
     """
     The version of another owner's checkpoint, if this request may read it.
 
-    One's own is looked up when its turn comes: the step that saves it may be in line before it.
+    A checkpoint of the same owner is looked up when the step runs: an earlier step that saves it may
+    still be queued.
     """
-    by = await reader_owners(request, asked.weights_access_token)
+    readers = await reader_owners(request, message.weights_access_token)
     try:
-        version = await context.store.checkpoints.find(asked.path, readers=by)
+        version = await context.store.checkpoints.find(message.path, readers=readers)
     except UserFailure:
-        return None  # the step fails with the reason
+        return None  # the step itself fails with the reason
     if version is None or version.owner == model.owner:
         return None
     return version.version_id
 
 
-def _without_token(asked: LoadWeightsRequest) -> bytes:
-    """What is stored: never somebody's key."""
-    return encode_json(asked.model_copy(update={"weights_access_token": None}))
+def _without_token(message: LoadWeightsRequest) -> bytes:
+    """The payload to store, without the key of the other owner."""
+    return encode_json(message.model_copy(update={"weights_access_token": None}))
 
 
-async def _step(request: Request, message: type[NumberedStep], kind: Kind) -> Response:
-    body = await read_body(request)
-    model_id, seq_id, payload = read_step(message, body)
-    context = context_of(request)
-    model = await context.model(request, model_id)
-    return await accept_step(request, context, model, kind, seq_id, payload)
-
-
-async def _create_from(request: Request, context: Context, asked: LoadWeightsRequest) -> Response:
-    """A new model whose step 0 is this load."""
-    session = await context.open_session(request, asked.session_id or "")
-    if asked.model_seq_id is None or asked.model_seq_id < 0:
-        raise WireError.at(("model_seq_id",), "a number from 0 is needed.", "missing")
-    version, source = await readable(request, context, asked.path, token=asked.weights_access_token)
+async def _create_model_from(
+    request: Request, context: Context, message: LoadWeightsRequest
+) -> Response:
+    """Create a model whose first step is this load."""
+    session = await context.open_session(request, message.session_id or "")
+    if message.model_seq_id is None or message.model_seq_id < 0:
+        raise WireError.at(("model_seq_id",), "a number of 0 or more is required.", "missing")
+    version, source = await readable_checkpoint(
+        request, context, message.path, token=message.weights_access_token
+    )
     refuse_external(version)
-    if asked.base_model is not None:
-        named = context.base_model(asked.base_model)
+    if message.base_model is not None:
+        named = context.base_model(message.base_model)
         if named.name != source.base_model:
             raise Refusal(
-                400, f"{asked.path} is an adapter of {source.base_model}, not of {named.name}."
+                400, f"{message.path} is an adapter of {source.base_model}, not of {named.name}."
             )
-    optimizer = asked.optimizer_config
+    optimizer = message.optimizer_config
     model = Model(
-        model_id=f"{session.session_id}:train:{asked.model_seq_id}",
+        model_id=f"{session.session_id}:train:{message.model_seq_id}",
         owner=session.owner,
         session_id=session.session_id,
         base_model=context.base_model(source.base_model).name,
         lora_config={**source.lora_config, "seed": secrets.randbits(31)},
         optimizer_config=optimizer.model_dump() if optimizer else source.optimizer_config,
-        user_metadata=asked.user_metadata,
+        user_metadata=message.user_metadata,
         created_s=time.time(),
     )
     new = NewRequest(
         owner=model.owner,
         kind=Kind.LOAD_WEIGHTS,
         base_model=model.base_model,
-        payload=encode_json(asked.model_copy(update={"weights_access_token": None})),
+        payload=_without_token(message),
         session_id=session.session_id,
         model_id=model.model_id,
         seq_id=0,
         version_id=version.version_id,
     )
     await admit(request, context, new)
-    return await made(context, model, asked.model_seq_id, new)
+    return await create_with_first_step(context, model, message.model_seq_id, new)
 
 
-@router.post("/weights_info", openapi_extra=dict(describe(WeightsInfoRequest)))
+@router.post("/weights_info", openapi_extra=dict(openapi_body(WeightsInfoRequest)))
 async def weights_info(request: Request) -> Response:
-    asked = await read_json(request, WeightsInfoRequest)
-    _, source = await readable(request, context_of(request), asked.tinker_path)
+    message = await read_json(request, WeightsInfoRequest)
+    _, source = await readable_checkpoint(request, context_of(request), message.tinker_path)
     lora = source.lora_config
-    return answer(
+    return json_response(
         WeightsInfoResponse(
             base_model=source.base_model,
             optimizer_config=optimizer_config_from(source.optimizer_config),
@@ -188,25 +186,18 @@ async def weights_info(request: Request) -> Response:
     )
 
 
-# MERGED: Copies of checkpoints, one's own or another owner's, as runs of their own.
-
-
-# What a copy of a save without a name is called.
-UNNAMED = "copy"
-
-
-@router.post("/copy_weights", openapi_extra=dict(describe(CopyWeightsRequest)))
+@router.post("/copy_weights", openapi_extra=dict(openapi_body(CopyWeightsRequest)))
 async def copy_weights(request: Request) -> Response:
-    """Into a project, or (before 0.34) into a session. A repeat finds the first copy."""
-    asked = await read_json(request, CopyWeightsRequest)
+    """Into a project, or (SDK before 0.34) into a session. A repeat finds the first copy."""
+    message = await read_json(request, CopyWeightsRequest)
     context = context_of(request)
-    check_ttl(asked.ttl_seconds)
-    source, run = await readable(
-        request, context, asked.source_path, token=asked.weights_access_token
+    check_ttl(message.ttl_seconds)
+    source, run = await readable_checkpoint(
+        request, context, message.source_path, token=message.weights_access_token
     )
-    session, number = await _place(request, context, asked)
+    session, number = await _copy_destination(request, context, message)
     now_s = time.time()
-    # Whoever may read a checkpoint may not read what its owner noted about the run.
+    # Access to a checkpoint does not include the metadata of its run.
     is_own = run.owner == session.owner
     model = Model(
         model_id=f"{session.session_id}:train:{number}",
@@ -223,7 +214,7 @@ async def copy_weights(request: Request) -> Response:
         owner=model.owner,
         model_id=model.model_id,
         kind=source.kind,
-        name=source.name or UNNAMED,
+        name=source.name or UNNAMED_COPY,
     ).with_size(source.size_bytes)
     written = await checkpoints.fingerprint(source)
     version = await lists.earlier_copy(copy, written)
@@ -235,24 +226,24 @@ async def copy_weights(request: Request) -> Response:
             model=model,
             model_seq_id=number,
             source=source,
-            like=await _notes(context, source, is_own=is_own),
-            expires_s=None if asked.ttl_seconds is None else now_s + asked.ttl_seconds,
+            like=await _metadata_source(context, source, is_own=is_own),
+            expires_s=None if message.ttl_seconds is None else now_s + message.ttl_seconds,
         )
         await checkpoints.copy_files(source, copy)
         try:
             version = await context.store.quotas.within(model.owner, add)
         except (OverQuota, RunTaken, NewDataRefused):
-            # After any other error the row may be there: the sweep, which looks, deletes them.
+            # After any other error the row may exist. Then the cleanup decides about the files.
             await checkpoints.discard(copy)
             raise
-        if version is not copy:  # another try of this copy was first
+        if version is not copy:  # a concurrent request made the same copy first
             await checkpoints.discard(copy)
-    path = tinker_path(version.model_id, version.kind, version.name or UNNAMED)
-    return answer(CopyWeightsResponse(tinker_path=path))
+    path = tinker_path(version.model_id, version.kind, version.name or UNNAMED_COPY)
+    return json_response(CopyWeightsResponse(tinker_path=path))
 
 
-async def _notes(context: Context, source: Version, *, is_own: bool) -> NamedCheckpoint | None:
-    """The checkpoint whose own metadata the copy may have: the reader's, or a published one."""
+async def _metadata_source(context: Context, source: Version, *, is_own: bool) -> NamedCheckpoint | None:
+    """The checkpoint whose metadata the copy gets: the caller's own, or a published one."""
     if source.name is None:
         return None
     saved = await context.store.checkpoint_lists.checkpoint(
@@ -262,32 +253,32 @@ async def _notes(context: Context, source: Version, *, is_own: bool) -> NamedChe
 
 
 def _copy_key(key: str) -> str:
-    """Hashed, as those of sessions: a header may hold anything."""
+    """Hashed, because the header may contain anything."""
     return f"copy:{hashlib.sha256(key.encode()).hexdigest()}"
 
 
-async def _place(
-    request: Request, context: Context, asked: CopyWeightsRequest
+async def _copy_destination(
+    request: Request, context: Context, message: CopyWeightsRequest
 ) -> tuple[Session, int]:
-    """The session that the copy belongs to, and its number in it."""
-    if asked.session_id is not None:
-        if asked.model_seq_id is None or asked.model_seq_id < 0:
-            raise WireError.at(("model_seq_id",), "a number from 0 is needed.", "missing")
-        return await context.open_session(request, asked.session_id), asked.model_seq_id
-    if asked.destination_project_id is None:
+    """The session of the copy, and its number there."""
+    if message.session_id is not None:
+        if message.model_seq_id is None or message.model_seq_id < 0:
+            raise WireError.at(("model_seq_id",), "a number of 0 or more is required.", "missing")
+        return await context.open_session(request, message.session_id), message.model_seq_id
+    if message.destination_project_id is None:
         raise WireError.at(
             ("destination_project_id",),
             "give `destination_project_id`, or `session_id` and `model_seq_id`.",
             "missing",
         )
-    # The client repeats a copy under one key, so the key finds the session of the first try.
+    # A repeated request has the same key, which finds the session of the first one.
     key = request.headers.get("x-idempotency-key")
     session = await context.store.sessions.create_session(
         owner=owner_of(request),
         sdk_version=None,
         tags=["copy"],
         user_metadata={},
-        project_id=asked.destination_project_id,
+        project_id=message.destination_project_id,
         display_name=None,
         idempotency_key=None if key is None else _copy_key(key),
     )

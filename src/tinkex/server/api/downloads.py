@@ -1,4 +1,4 @@
-"""Checkpoints as files: links that work without a key for a while, and what is behind them."""
+"""Checkpoint downloads: signed links that work without a key, and the files behind them."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tinkex.server.api.deps import answer, context_of, readable
+from tinkex.server.api.deps import context_of, json_response, readable_checkpoint
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.training_runs import CHECKPOINT
 from tinkex.server.scheduler.checkpoints import EXTERNAL, tinker_path
@@ -27,35 +27,37 @@ from tinkex.wire.checkpoints import ExternalWeightsUrlsResponse
 router = APIRouter(prefix="/api/v1", tags=["downloads"])
 
 ARCHIVE = "archive.tar"
-# Only training goes on from it, and it is twice the size of the weights.
-LEFT_OUT = frozenset({"optimizer.safetensors"})
+# Needed only to continue training, and twice the size of the weights.
+EXCLUDED = frozenset({"optimizer.safetensors"})
 PIECE_BYTES = 1024 * 1024
 
 
 @router.get(f"{CHECKPOINT}/archive", status_code=302)
 async def get_archive(request: Request, run: str, kind: str, name: str) -> Response:
-    """Sends on to a tar of the adapter's files."""
-    version, _ = await readable(request, context_of(request), tinker_path(run, kind, name))
+    """Redirects to a tar archive of the adapter files."""
+    version, _ = await readable_checkpoint(
+        request, context_of(request), tinker_path(run, kind, name)
+    )
     location, expires = _link(request, version, ARCHIVE)
-    # The oldest clients read no other form of date.
+    # The oldest clients read only this date format.
     headers = {"Location": location, "Expires": format_datetime(expires, usegmt=True)}
     return Response(status_code=302, headers=headers)
 
 
 @router.get(f"{CHECKPOINT}/external_weights_urls")
 async def external_weights_urls(request: Request, run: str, kind: str, name: str) -> Response:
-    """A link for each file."""
+    """A signed link for each file."""
     context = context_of(request)
     path = tinker_path(run, kind, name)
-    version, _ = await readable(request, context, path)
+    version, _ = await readable_checkpoint(request, context, path)
     if version.kind != EXTERNAL:
         raise Refusal(
-            400, f"{path} was not made for other programs. Use save_weights_external for that."
+            400, f"{path} is not an external checkpoint. Save it with save_weights_external."
         )
     folder = await context.store.checkpoints.open(version.version_id)
     names = sorted(await asyncio.to_thread(os.listdir, folder))
     links = {name: _link(request, version, name) for name in names}
-    return answer(
+    return json_response(
         ExternalWeightsUrlsResponse(
             urls={name: link for name, (link, _) in links.items()},
             expires=min(expires for _, expires in links.values()),
@@ -67,15 +69,15 @@ async def external_weights_urls(request: Request, run: str, kind: str, name: str
 async def download(
     request: Request, version_id: str, file: str, expires: str, signature: str
 ) -> Response:
-    """What a link leads to. Needs no key: the link is one."""
+    """The file or archive behind a signed link; needs no key."""
     context = context_of(request)
-    if not context.signer.opens(_path(version_id, file), expires, signature):
+    if not context.signer.verifies(_path(version_id, file), expires, signature):
         raise Refusal(
-            403, "this link has expired, or is not one of this server. Ask for a new one."
+            403, "this link has expired, or was not made by this server. Request a new one."
         )
     version = await context.store.checkpoints.version(version_id)
     if version is None:
-        raise Refusal(404, "the checkpoint behind this link was deleted.")
+        raise Refusal(404, "the checkpoint of this link was deleted.")
     folder = await context.store.checkpoints.open(version_id)
     if file != ARCHIVE:
         return FileResponse(
@@ -91,7 +93,7 @@ async def download(
         "ETag": tag,
         "Content-Disposition": f'attachment; filename="{version_id}.tar"',
     }
-    # A version never changes, so any cut-off download of it can go on where it stopped.
+    # A version never changes, so an interrupted download can always be resumed.
     wanted = None
     if request.headers.get("if-range", tag) == tag:
         wanted = _range(request.headers.get("range", ""), size)
@@ -113,7 +115,7 @@ async def download(
 
 
 class _Archive(StreamingResponse):
-    """Closes its files when it is over, however that comes: nobody else would until much later."""
+    """Closes its files when the response ends, however it ends."""
 
     def __init__(
         self,
@@ -139,9 +141,9 @@ END_BYTES = 2 * tarfile.BLOCKSIZE
 RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 
 
-def _range(asked: str, size: int) -> tuple[int, int] | None:
-    """First byte and the one after the last; None for the whole, as for what is not one range."""
-    found = RANGE.fullmatch(asked.strip())
+def _range(header: str, size: int) -> tuple[int, int] | None:
+    """Start and end of a single byte range; None (the whole archive) for anything else."""
+    found = RANGE.fullmatch(header.strip())
     if found is None:
         return None
     start, last = int(found[1]), int(found[2] or size - 1)
@@ -149,17 +151,17 @@ def _range(asked: str, size: int) -> tuple[int, int] | None:
 
 
 def _adapter_files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if file.name not in LEFT_OUT)
+    return sorted(file for file in folder.iterdir() if file.name not in EXCLUDED)
 
 
 def _opened(files: Sequence[Path], saved_s: int) -> list[tuple[tarfile.TarInfo, BinaryIO]]:
-    """Held open from the start: a checkpoint that is deleted meanwhile still arrives whole."""
+    """Open all files at the start: a checkpoint deleted during the download still arrives whole."""
     members: list[tuple[tarfile.TarInfo, BinaryIO]] = []
     with ExitStack() as stack:
         for file in files:
             opened = stack.enter_context(file.open("rb"))
             info = tarfile.TarInfo(file.name)
-            # The time of the save, not the file's: the same bytes wherever it was fetched to.
+            # The time of the save, not of the file, so that the archive is always identical.
             info.size, info.mtime, info.mode = file.stat().st_size, saved_s, 0o644
             members.append((info, opened))
         stack.pop_all()
@@ -170,7 +172,7 @@ Part = tuple[bytes | BinaryIO, int]
 
 
 def _tar_parts(members: Sequence[tuple[tarfile.TarInfo, BinaryIO]]) -> list[Part]:
-    """What the archive is made of, and how long each part is."""
+    """The parts of the archive, each with its length."""
     parts: list[Part] = []
     for info, file in members:
         head = info.tobuf(tarfile.USTAR_FORMAT)
@@ -180,11 +182,11 @@ def _tar_parts(members: Sequence[tuple[tarfile.TarInfo, BinaryIO]]) -> list[Part
 
 
 def _pieces(parts: Sequence[Part], start: int, stop: int) -> Iterator[bytes]:
-    """Bytes `start` to `stop` of the archive; never more than one piece in memory."""
-    place = 0
+    """Bytes `start` to `stop` of the archive, with at most one piece in memory."""
+    offset = 0
     for part, size in parts:
-        first, last = max(start - place, 0), min(stop - place, size)
-        place += size
+        first, last = max(start - offset, 0), min(stop - offset, size)
+        offset += size
         if first >= last:
             continue
         if isinstance(part, bytes):
@@ -205,7 +207,7 @@ def _path(version_id: str, file: str) -> str:
 
 
 def _link(request: Request, version: Version, file: str) -> tuple[str, datetime]:
-    """An address as this client reaches the server, and until when it works."""
+    """A signed URL, with the address that this client uses, and its expiry."""
     context = context_of(request)
     path = _path(version.version_id, file)
     query = context.signer.sign(path, lasts_s=context.settings.link_s)

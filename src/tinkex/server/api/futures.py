@@ -1,4 +1,4 @@
-"""Asking for a promised result: a poll is held until the result is there, or about 30 s."""
+"""The routes that return results: long polls, held until the result is ready or for about 30 s."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,8 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.deps import Context, answer, context_of, describe, dialect_of, read_json
-from tinkex.server.api.http_limits import GONE
+from tinkex.server.api.bodies import read_json
+from tinkex.server.api.deps import Context, context_of, dialect_of, json_response, openapi_body
+from tinkex.server.api.http_limits import ON_DISCONNECT
 from tinkex.server.scheduler.fairness import Waiting
 from tinkex.server.scheduler.results import Settled
 from tinkex.server.scheduler.step_queue import PASSES, Kind
@@ -36,71 +37,74 @@ from tinkex.wire.sdk_versions import SdkVersion, wants_protobuf
 router = APIRouter(prefix="/api/v1", tags=["futures"])
 
 PROTOBUF_RESULTS = PASSES | {Kind.SAMPLE}
-# Smaller results are put into JSON where they are: moving to a thread would cost more.
+# Smaller results are converted to JSON on the event loop: a thread would cost more.
 INLINE_ENCODE_BYTES = 64 * 1024
-LARGEST_NUMBER = 2**63 - 1
+MAX_INT64 = 2**63 - 1
 
 T = TypeVar("T")
 
 
 async def retrieve_future(request: Request) -> Response:
-    asked = await read_json(request, FutureRetrieveRequest)
+    message = await read_json(request, FutureRetrieveRequest)
     context = context_of(request)
     settled = await context.futures.wait(
-        asked.request_id,
+        message.request_id,
         owner=owner_of(request),
         within_s=context.settings.long_poll_s,
-        leaving=_leaving(request),
+        leaving=_on_disconnect(request),
     )
     if settled is None:
-        return _try_again(context, asked.request_id)
+        return _try_again(context, message.request_id)
     if settled.error is not None:
         category = RequestErrorCategory.parse(settled.category)
-        context.store.requests.mark_fetched(asked.request_id)
-        return answer(RequestFailedResponse(error=settled.error, category=category))
+        context.store.requests.mark_fetched(message.request_id)
+        return json_response(RequestFailedResponse(error=settled.error, category=category))
     size = len(settled.result)
-    if asked.allow_metadata_only and size > context.settings.metadata_only_bytes:
-        return answer(CompleteMetadata(response_payload_size=size))
+    if message.allow_metadata_only and size > context.settings.metadata_only_bytes:
+        return json_response(CompleteMetadata(response_payload_size=size))
     response = await _result(request, context, settled)
-    context.store.requests.mark_fetched(asked.request_id)
+    context.store.requests.mark_fetched(message.request_id)
     return response
 
 
 async def retrieve_futures(request: Request) -> Response:
-    """Which samples of one client have finished since its last poll; held until one has."""
-    asked = await read_json(request, FuturesRetrieveRequest)
+    """The samples of a sampling client that finished since its last poll; held until one has."""
+    message = await read_json(request, FuturesRetrieveRequest)
     context = context_of(request)
-    target = asked.target
-    # Anything but a 200 here ends the client's polling for good: only a wrong target gets it.
+    target = message.target
+    # Any other status than 200 ends the client's polling for good, so only a wrong target gets one.
     await context.sampler(request, target.sampling_session_id)
-    context.store.requests.mark_all_fetched(asked.retrieved_request_ids, owner=owner_of(request))
-    for name, number in (("prev_cursor", asked.prev_cursor), ("target", target.cloned_sampler_id)):
-        if not 0 <= number <= LARGEST_NUMBER:
-            raise WireError.at((name,), f"{number} is not a number of 64 bits from 0.")
+    context.store.requests.mark_all_fetched(message.retrieved_request_ids, owner=owner_of(request))
+    for name, number in (
+        ("prev_cursor", message.prev_cursor),
+        ("target", target.cloned_sampler_id),
+    ):
+        if not 0 <= number <= MAX_INT64:
+            raise WireError.at((name,), f"{number} is not between 0 and {MAX_INT64}.")
     within_s = context.settings.long_poll_s
-    if asked.timeout is not None:
-        within_s = min(within_s, asked.timeout) if asked.timeout > 0 else 0.0
+    if message.timeout is not None:
+        within_s = min(within_s, message.timeout) if message.timeout > 0 else 0.0
     events = await context.futures.completions.after(
         target.sampling_session_id,
         target.cloned_sampler_id,
-        cursor=asked.prev_cursor,
+        cursor=message.prev_cursor,
         within_s=within_s,
-        leaving=_leaving(request),
+        leaving=_on_disconnect(request),
     )
-    cursor = events[-1].position if events else asked.prev_cursor
-    return answer(
+    cursor = events[-1].position if events else message.prev_cursor
+    return json_response(
         FuturesRetrieveResponse(completions=[_event(event) for event in events], cursor=cursor)
     )
 
 
-def _leaving(request: Request) -> Callable[[Callable[[], None]], None]:
-    """A poll whose client has gone is not held: its connection ends it (`patience`)."""
+def _on_disconnect(request: Request) -> Callable[[Callable[[], None]], None]:
+    """Registers a function that ends a poll when its client disconnects (see `http_limits`)."""
     scope = request.scope
 
-    def leaving(leave: Callable[[], None]) -> None:
-        scope[GONE] = leave
+    def register(end_poll: Callable[[], None]) -> None:
+        scope[ON_DISCONNECT] = end_poll
 
-    return leaving
+    return register
 
 
 def _event(event: Completion) -> FutureCompletion:
@@ -113,17 +117,17 @@ def _event(event: Completion) -> FutureCompletion:
 
 def _try_again(context: Context, request_id: str) -> Response:
     base_model = context.futures.base_model(request_id)
-    standing = context.dispatcher.standing(request_id, base_model or "")
+    waiting = context.dispatcher.standing(request_id, base_model or "")
     if (problem := context.store.health.problem) is not None:
-        # Its result may be there already, and wait for the disk.
-        standing = Waiting(state="paused_capacity", reason=problem.text)
-    return answer(
+        # The request may be done, with a result that cannot be stored now.
+        waiting = Waiting(state="paused_capacity", reason=problem.text)
+    return json_response(
         TryAgainResponse(
             request_id=request_id,
-            queue_state=standing.state,
-            queue_state_reason=standing.reason,
+            queue_state=waiting.state,
+            queue_state_reason=waiting.reason,
         ),
-        # A 408 is what every version polls again after without a word to its user.
+        # All SDK versions silently poll again after a 408.
         status=408,
     )
 
@@ -139,31 +143,33 @@ async def _result(request: Request, context: Context, settled: Settled) -> Respo
         digest = {"Content-Digest": content_digest(settled.result)}
         return Response(settled.result, media_type=PROTOBUF_TYPE, headers=digest)
     try:
-        body = await _off_the_loop(settled, lambda: _as_json(settled, dialect))
+        body = await _in_thread_if_large(settled, lambda: _as_json(settled, dialect))
     except UserFailure as failure:
-        return answer(RequestFailedResponse(error=str(failure), category=RequestErrorCategory.User))
+        return json_response(
+            RequestFailedResponse(error=str(failure), category=RequestErrorCategory.User)
+        )
     return Response(body, media_type=JSON_TYPE)
 
 
-async def _off_the_loop(settled: Settled, act: Callable[[], T]) -> T:
-    """Work on a result: in a thread, if the result is large."""
+async def _in_thread_if_large(settled: Settled, act: Callable[[], T]) -> T:
+    """Run `act` on a result; in a thread if the result is large."""
     if len(settled.result) <= INLINE_ENCODE_BYTES:
         return act()
     return await asyncio.to_thread(act)
 
 
 async def _reads_protobuf(settled: Settled, dialect: SdkVersion) -> bool:
-    """Some versions ask for protobuf and misread some of it; those read JSON as well."""
+    """Whether this SDK version reads this result as protobuf; some versions misread some results."""
     if settled.kind is Kind.SAMPLE or dialect.reads_protobuf_only:
         return True
-    return await _off_the_loop(
+    return await _in_thread_if_large(
         settled,
         lambda: dialect.reads_as_protobuf(decode_forward_backward_output(settled.result)),
     )
 
 
 def _as_json(settled: Settled, dialect: SdkVersion) -> bytes:
-    """For clients that read no protobuf."""
+    """The result as JSON, for clients that do not read protobuf."""
     if settled.kind is Kind.SAMPLE:
         return encode_json(dialect.sample_json(decode_sample_response(settled.result)))
     return encode_json(
@@ -171,9 +177,9 @@ def _as_json(settled: Settled, dialect: SdkVersion) -> bytes:
     )
 
 
-@router.post("/cancel_future", openapi_extra=dict(describe(CancelFutureRequest)))
+@router.post("/cancel_future", openapi_extra=dict(openapi_body(CancelFutureRequest)))
 async def cancel_future(request: Request) -> Response:
-    """Gives up a sample. Anything else, finished, unknown or somebody else's, stays as it is."""
-    asked = await read_json(request, CancelFutureRequest)
-    context_of(request).dispatcher.cancel(asked.request_id, owner=owner_of(request))
-    return answer({})
+    """Cancels a sample of the caller. Other requests, and finished ones, are not affected."""
+    message = await read_json(request, CancelFutureRequest)
+    context_of(request).dispatcher.cancel(message.request_id, owner=owner_of(request))
+    return json_response({})

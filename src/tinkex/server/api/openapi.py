@@ -1,13 +1,31 @@
-"""What the page at /docs says about bodies that routes read themselves, and about the hot routes."""
+"""
+The OpenAPI description, and the page at /docs.
+
+Routes read their bodies themselves and the most frequent ones bypass FastAPI, so their schemas are
+added here. The page is plain HTML without scripts: it works without a network, and no third-party
+script can tamper with it.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
 
+from tinkex.server.api.checkpoints import WeightsInfoRequest
+from tinkex.server.api.sessions import SetSessionProjectRequest
+from tinkex.wire import checkpoints as wire_checkpoints
+from tinkex.wire import custom_loss as wire_custom_loss
+from tinkex.wire import futures as wire_futures
+from tinkex.wire import runs as wire_runs
+from tinkex.wire import sampling as wire_sampling
+from tinkex.wire import telemetry as wire_telemetry
+from tinkex.wire import training as wire_training
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE
 from tinkex.wire.futures import (
     CompleteMetadata,
@@ -43,7 +61,7 @@ TEXT: Schema = {"type": "string"}
 WHOLE: Schema = {"type": "integer"}
 NUMBER: Schema = {"type": "number"}
 
-#: Types that carry tokens and tensors are not pydantic's, so they are described by hand.
+#: Types with tokens and tensors are not pydantic models, so their schemas are written by hand.
 PAYLOADS: Mapping[str, Schema] = {
     "TensorData": _object(
         ["data", "dtype"],
@@ -148,8 +166,8 @@ def _route(tag: str, summary: str, asks: str, answers: Schema, **more: Any) -> S
             "responses": {
                 "200": {"description": "Successful Response", "content": answers},
                 **{
-                    status: {"description": told, "content": _body("ErrorDetail")}
-                    for status, told in REFUSALS.items()
+                    status: {"description": text, "content": _body("ErrorDetail")}
+                    for status, text in REFUSALS.items()
                 },
                 **more,
             },
@@ -160,11 +178,11 @@ def _route(tag: str, summary: str, asks: str, answers: Schema, **more: Any) -> S
 REFUSALS: Mapping[str, str] = {
     "400": "Refused",
     "401": "Unknown key",
-    "404": "No such thing, or not yours",
-    "410": "The session is over, or the result is gone",
+    "404": "Not found, or another owner's",
+    "410": "The session is finished, or the result has expired",
     "413": "Too large",
     "422": "Malformed",
-    "429": "Too much at once",
+    "429": "Over a limit; retry later",
 }
 
 _RESULT = {
@@ -186,26 +204,24 @@ _EVENTS = {
         "schema": {
             "type": "string",
             "description": "Events `accepted` (`request_id`, `sample_sequence_ids`), `token` "
-            "(`sequence`, `tokens`, `logprobs`) as they come, and `done` (the answer as JSON) or "
+            "(`sequence`, `tokens`, `logprobs`) as they are sampled, and `done` (the answer as JSON) or "
             "`error` (`error`, `category`).",
         }
     }
 }
 
-_STREAM = _route(
-    "sampling", "Draw sequences, and read them while they are drawn", "SampleRequest", _EVENTS
-)
-_STREAM["post"]["operationId"] = "streamSample"  # `asample` has the name of the body
+_STREAM = _route("sampling", "Sample sequences, as a stream", "SampleRequest", _EVENTS)
+_STREAM["post"]["operationId"] = "streamSample"  # `asample` has the default id
 
-#: Path -> what it does.
+#: The OpenAPI entries of the most frequent routes.
 HOT_PATHS: Mapping[str, Schema] = {
     "/api/v1/asample": _route(
-        "sampling", "Draw sequences", "SampleRequest", _body("UntypedAPIFuture")
+        "sampling", "Sample sequences", "SampleRequest", _body("UntypedAPIFuture")
     ),
     "/api/v1/stream_sample": _STREAM,
     "/api/v1/forward": _route(
         "training",
-        "A forward pass, as clients before 0.25 send it",
+        "A forward pass, as SDKs before 0.25 send it",
         "ForwardRequest",
         _body("UntypedAPIFuture"),
     ),
@@ -217,10 +233,10 @@ HOT_PATHS: Mapping[str, Schema] = {
     ),
     "/api/v1/retrieve_future": _route(
         "futures",
-        "Wait for a result, about 30 s",
+        "Wait for a result, up to about 30 s",
         "FutureRetrieveRequest",
         _RESULT,
-        **{"408": {"description": "Not yet: ask again", "content": _body("TryAgainResponse")}},
+        **{"408": {"description": "Not ready: poll again", "content": _body("TryAgainResponse")}},
     ),
     "/api/v1/retrieve_futures": _route(
         "futures",
@@ -231,8 +247,47 @@ HOT_PATHS: Mapping[str, Schema] = {
 }
 
 
+#: Bodies that routes read themselves.
+BODIES: tuple[type[BaseModel], ...] = (
+    WeightsInfoRequest,
+    SetSessionProjectRequest,
+    wire_checkpoints.CopyWeightsRequest,
+    wire_checkpoints.LoadWeightsRequest,
+    wire_checkpoints.SaveWeightsExternalRequest,
+    wire_checkpoints.SaveWeightsForSamplerRequest,
+    wire_checkpoints.SaveWeightsRequest,
+    wire_checkpoints.SetCheckpointTtlRequest,
+    wire_custom_loss.CreateCustomLossRequest,
+    wire_futures.CancelFutureRequest,
+    wire_runs.ClientConfigRequest,
+    wire_runs.CreateSessionRequest,
+    wire_runs.FinishSessionRequest,
+    wire_runs.GetInfoRequest,
+    wire_runs.SessionHeartbeatRequest,
+    wire_runs.SessionSearchRequest,
+    wire_sampling.CreateSamplingSessionRequest,
+    wire_sampling.JoinSamplingSessionRequest,
+    wire_telemetry.TelemetrySendRequest,
+    wire_training.CreateModelRequest,
+    wire_training.OptimStepRequest,
+    wire_training.UnloadModelRequest,
+)
+
+
+def describe_bodies(app: FastAPI) -> None:
+    """Make `app.openapi()` include what FastAPI does not see."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            complete(generate(), BODIES)
+        return app.openapi_schema or {}
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
 def complete(schema: Schema, bodies: Sequence[type[BaseModel]]) -> None:
-    """Add what FastAPI cannot see: bodies that routes read themselves, and the hot routes."""
+    """Add the bodies that routes read themselves, and the most frequent routes."""
     _, found = models_json_schema(
         [(body, "validation") for body in (*bodies, *HOT_MODELS)],
         ref_template="#/components/schemas/{model}",
@@ -247,13 +302,13 @@ def complete(schema: Schema, bodies: Sequence[type[BaseModel]]) -> None:
     paths.update(HOT_PATHS)
     for path in paths.values():
         for operation in path.values():
-            for status, told in REFUSALS.items():
-                refusal = {"description": told, "content": _body("ErrorDetail")}
+            for status, text in REFUSALS.items():
+                refusal = {"description": text, "content": _body("ErrorDetail")}
                 operation["responses"].setdefault(status, refusal)
 
 
 def _with_payloads(schema: Any) -> Any:
-    """The schema with each nameless object that stands for a payload replaced by the payload."""
+    """The schema with references in place of the untyped objects that stand for payloads."""
     if isinstance(schema, list):
         return [_with_payloads(part) for part in schema]
     if not isinstance(schema, dict):
@@ -263,10 +318,7 @@ def _with_payloads(schema: Any) -> Any:
     return {key: _with_payloads(value) for key, value in schema.items()}
 
 
-# MERGED: The page at /docs: all routes and what they take and give, as one page of plain HTML. Made here from the OpenAPI description, without scripts and without anything from elsewhere: it is the same on a machine that reaches no network, and there is nothing in it to be tampered with.
-
-
-#: Nothing is loaded, run or framed; the style below is all there is.
+#: The page loads and runs nothing, and cannot be framed.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -297,8 +349,13 @@ tr + tr { border-top: 1px solid #eee; }
 SchemaLike = Mapping[str, Any]
 
 
+async def docs(request: Request) -> Response:
+    """The page at /docs: all routes and schemas."""
+    return HTMLResponse(page(request.app.openapi()), headers=HEADERS)
+
+
 def page(described: SchemaLike) -> str:
-    """The whole page, for an OpenAPI description."""
+    """The HTML page of an OpenAPI description."""
     about = described["info"]
     schemas = described.get("components", {}).get("schemas", {})
     return "".join(
@@ -337,8 +394,8 @@ def _operation(method: str, path: str, operation: SchemaLike) -> str:
             f"<span class='about'>{escape(operation.get('summary', ''))}</span></summary>"
         )
     ]
-    if told := operation.get("description"):
-        parts.append(f"<p>{escape(told)}</p>")
+    if text := operation.get("description"):
+        parts.append(f"<p>{escape(text)}</p>")
     if parameters := operation.get("parameters"):
         rows = (
             (one["name"], _type(one.get("schema", {})), _about(one, required=one.get("required")))
@@ -346,7 +403,7 @@ def _operation(method: str, path: str, operation: SchemaLike) -> str:
         )
         parts.append(_table(("Parameter", "Type", ""), rows))
     if body := operation.get("requestBody"):
-        parts.append(f"<p>Takes {_content(body.get('content', {}))}</p>")
+        parts.append(f"<p>Body: {_content(body.get('content', {}))}</p>")
     rows = (
         (status, _content(answer.get("content", {})), escape(answer.get("description", "")))
         for status, answer in sorted(operation.get("responses", {}).items())
@@ -362,21 +419,21 @@ def _schema(name: str, schema: SchemaLike) -> str:
         for field, one in schema.get("properties", {}).items()
     ]
     body = _table(("Field", "Type", ""), fields) if fields else f"<p>{_type(schema)}</p>"
-    told = escape(schema.get("description", ""))
+    about = escape(schema.get("description", ""))
     return (
         f"<details id='{escape(name)}' open><summary><code>{escape(name)}</code> "
-        f"<span class='about'>{told}</span></summary>{body}</details>"
+        f"<span class='about'>{about}</span></summary>{body}</details>"
     )
 
 
 def _about(one: SchemaLike, *, required: bool | None) -> str:
-    told = [escape(one.get("description", ""))]
+    parts = [escape(one.get("description", ""))]
     if required:
-        told.append("required")
+        parts.append("required")
     default = one.get("default", one.get("schema", {}).get("default"))
     if default is not None:
-        told.append(f"default <code>{escape(repr(default))}</code>")
-    return ", ".join(part for part in told if part)
+        parts.append(f"default <code>{escape(repr(default))}</code>")
+    return ", ".join(part for part in parts if part)
 
 
 def _content(content: SchemaLike) -> str:
@@ -387,9 +444,9 @@ def _content(content: SchemaLike) -> str:
 
 
 def _type(schema: Any) -> str:
-    """In a few words, with links to the schemas it is made of."""
+    """A short description of a type, with links to its schemas."""
     if not isinstance(schema, Mapping) or not schema:
-        return "anything"
+        return "any"
     if target := schema.get("$ref"):
         name = target.rpartition("/")[2]
         return f"<a href='#{escape(name)}'><code>{escape(name)}</code></a>"
@@ -400,16 +457,16 @@ def _type(schema: Any) -> str:
         return f"<code>{escape(repr(schema['const']))}</code>"
     if "enum" in schema:
         return " or ".join(f"<code>{escape(repr(one))}</code>" for one in schema["enum"])
-    kind = schema.get("type", "anything")
+    kind = schema.get("type", "any")
     if kind == "array":
         return f"list of {_type(schema.get('items'))}"
     if kind == "object" and isinstance(schema.get("additionalProperties"), Mapping):
-        return f"map of text to {_type(schema['additionalProperties'])}"
+        return f"map of string to {_type(schema['additionalProperties'])}"
     return escape(" or ".join(kind) if isinstance(kind, list) else kind)
 
 
 def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """The first cell is a name as it came; the others are HTML."""
+    """A table; the first cell of each row is plain text, the others are HTML."""
     lines = "".join(
         f"<tr><td><code>{escape(name)}</code></td>{''.join(f'<td>{cell}</td>' for cell in cells)}"
         "</tr>"

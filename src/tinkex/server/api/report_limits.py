@@ -1,13 +1,15 @@
 """
-Lists, searches, traces and reports: answers that grow with what an owner has.
+Limits for lists, searches, traces and reports: answers that grow with the data of an owner.
 
-Each route that makes one is `bounded`. It has an end in entries and in bytes, its answer is read
-and built off the event loop, and an owner gets one at a time, so that nobody waits for another
-owner's lists. A test walks the routes and fails for a list without a bound.
+Each such route is `bounded`: its answer has a maximum of entries and bytes and is built in a thread,
+off the event loop, and each owner has one at a time, so that owners do not wait for each other. A
+test walks the route table and fails for a list without a bound.
 """
 
+import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec
 
@@ -15,15 +17,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.deps import context_of
+from tinkex.server.api.deps import OwnerSlots, context_of
+from tinkex.server.store.database import REPORTERS
 from tinkex.wire.base import LenientModel
 from tinkex.wire.codec import JSON_TYPE, encode_json
 from tinkex.wire.errors import UserFailure
 
-#: Bytes of one answer. It is in memory several times before it is sent.
-MOST_BYTES = 32 * 2**20
-#: Entries of one answer, where a route has no pages.
-MOST_LISTED = 20_000
+#: Bytes of one answer. Several copies of it are in memory before it is sent.
+MAX_REPORT_BYTES = 32 * 2**20
+#: Lists, searches and reports of one owner that are built at the same time.
+MAX_REPORTS_PER_OWNER = 1
+#: Entries of one answer of a route without pages.
+MAX_REPORT_ENTRIES = 20_000
 
 Params = ParamSpec("Params")
 Route = Callable[Params, Awaitable[Response]]
@@ -31,39 +36,59 @@ Route = Callable[Params, Awaitable[Response]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
+    """The maximum size of a route's answer."""
+
     entries: int
-    bytes: int = MOST_BYTES
+    bytes: int = MAX_REPORT_BYTES
 
 
-async def _asking(request: Request) -> str:
+class ReportSlots:
+    """Limits concurrent reports: per owner, and over all owners to the number of report threads."""
+
+    def __init__(self) -> None:
+        self._owners = OwnerSlots(MAX_REPORTS_PER_OWNER)
+        self._all = asyncio.Semaphore(REPORTERS)
+
+    @asynccontextmanager
+    async def slot(self, owner: str) -> AsyncIterator[None]:
+        async with self._owners.slot(owner), self._all:
+            yield
+
+
+def report_slots_of(request: Request) -> ReportSlots:
+    slots: ReportSlots = request.app.state.report_slots
+    return slots
+
+
+async def _caller_owner(request: Request) -> str:
     return owner_of(request)
 
 
 def bounded(
-    *, entries: int, owner: Callable[[Request], Awaitable[str]] = _asking
+    *, entries: int, owner: Callable[[Request], Awaitable[str]] = _caller_owner
 ) -> Callable[[Route[Params]], Route[Params]]:
     """
-    Declare that a route lists at most so many entries, and let an owner have one at a time.
+    Declare the maximum of entries of a route, and run it one at a time per owner.
 
-    `owner` finds whose turn it takes, where the request does not say who asks.
+    `owner` finds the owner for routes whose requests carry no key.
     """
 
-    def declared(route: Route[Params]) -> Route[Params]:
+    def decorate(route: Route[Params]) -> Route[Params]:
         @functools.wraps(route)
-        async def in_turn(*args: Params.args, **kwargs: Params.kwargs) -> Response:
+        async def with_slot(*args: Params.args, **kwargs: Params.kwargs) -> Response:
             request = kwargs["request"]
             assert isinstance(request, Request)
-            async with context_of(request).reports.turn(await owner(request)):
+            async with report_slots_of(request).slot(await owner(request)):
                 return await route(*args, **kwargs)
 
-        in_turn.__dict__["bound"] = Bound(entries=entries)
-        return in_turn
+        with_slot.__dict__["bound"] = Bound(entries=entries)
+        return with_slot
 
-    return declared
+    return decorate
 
 
 def bound_of(route: Callable[..., Any]) -> Bound | None:
-    """What a route was declared with."""
+    """The declared bound of a route."""
     bound: Bound | None = getattr(route, "bound", None)
     return bound
 
@@ -75,26 +100,26 @@ async def report(
     advice: str,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """The answer of a bounded route: built off the event loop. `advice` says how to ask for less."""
+    """Build the answer of a bounded route in a thread. `advice` says how to request less."""
     body = await context_of(request).store.build_report(lambda: encoded(build(), advice))
     return Response(body, media_type=JSON_TYPE, headers=dict(headers or {}))
 
 
 def encoded(message: LenientModel | Mapping[str, Any], advice: str) -> bytes:
     """
-    The same as `encode_json`, entry by entry; raises when it is too long.
+    The same as `encode_json`, but entry by entry; raises UserFailure when it is too long.
 
-    One call for all entries would not let go of the interpreter, and the event loop would stand
-    still although this is another thread.
+    A single call for all entries would hold the interpreter lock and block the event loop, although
+    this runs in another thread.
     """
     parts: list[bytes] = []
     size = 0
     for part in _parts(message):
         parts.append(part)
         size += len(part)
-        if size > MOST_BYTES:
+        if size > MAX_REPORT_BYTES:
             raise UserFailure(
-                f"the answer has more than {MOST_BYTES} bytes, which is the most. {advice}"
+                f"the answer has more than the allowed {MAX_REPORT_BYTES} bytes. {advice}"
             )
     return b"".join(parts)
 
@@ -110,13 +135,13 @@ def _parts(message: LenientModel | Mapping[str, Any]) -> Iterator[bytes]:
         yield (b"," if number else b"") + encode_json(name) + b":"
         if isinstance(value, list):
             yield b"["
-            for place, entry in enumerate(value):
-                yield (b"," if place else b"") + encode_json(entry)
+            for index, entry in enumerate(value):
+                yield (b"," if index else b"") + encode_json(entry)
             yield b"]"
         elif isinstance(value, Mapping):
             yield b"{"
-            for place, (key, entry) in enumerate(value.items()):
-                yield (b"," if place else b"") + encode_json(key) + b":" + encode_json(entry)
+            for index, (key, entry) in enumerate(value.items()):
+                yield (b"," if index else b"") + encode_json(key) + b":" + encode_json(entry)
             yield b"}"
         else:
             yield encode_json(value)

@@ -1,4 +1,17 @@
-"""Sampling sessions, and samples. Each sample runs at once; a repeat finds its first self."""
+"""
+The routes of sampling: sampling sessions, samples, and samples as a stream.
+
+`asample` answers with a request id. `stream_sample` answers with server-sent events:
+
+    accepted   {"request_id", "sample_sequence_ids"}: the sample is stored from here on
+    token      {"sequence", "tokens", "logprobs"}: new tokens
+    done       the complete answer as JSON, with "sample_sequence_ids"
+    error      {"error", "category"}: instead of `done`
+
+A broken stream loses nothing: the result can be fetched by its request id, and a repeated request
+reads the same sample. A stream without `done` or `error` at its end means that the server stopped;
+the sample continues after the next start.
+"""
 
 import asyncio
 import contextlib
@@ -14,21 +27,24 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.bodies import stored
+from tinkex.server.api.bodies import RECEIVED_BODY, read_data, read_json, release_memory
 from tinkex.server.api.deps import (
-    SENT,
     Context,
-    answer,
     context_of,
-    describe,
     dialect_of,
-    read_data,
-    read_json,
-    readable,
+    json_response,
+    openapi_body,
+    readable_checkpoint,
 )
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.futures import INLINE_ENCODE_BYTES
-from tinkex.server.api.submit import accepted, admit, sequence_ids, take, tokens_known
+from tinkex.server.api.submit import (
+    accept_request,
+    admit,
+    sequence_ids,
+    submit_request,
+    tokens_known,
+)
 from tinkex.server.scheduler.checkpoints import refuse_external
 from tinkex.server.scheduler.jobs import bug
 from tinkex.server.scheduler.results import Settled, UnknownRequest
@@ -54,15 +70,25 @@ from tinkex.wire.sdk_versions import SdkVersion
 
 router = APIRouter(prefix="/api/v1", tags=["sampling"])
 
-# Ids are promised for each sequence before it exists; a typing error must not promise a billion.
-MOST_SEQUENCES = 1024
-# Sample numbers of clones run to 10^9 times 10^9.
-LARGEST_SEQ_ID = 2**63 - 1
+# Sequence ids are answered before the sequences exist; a typo must not create a billion of them.
+MAX_SEQUENCES = 1024
+# Numbers of cloned sampling clients go up to 10^9 times 10^9.
+MAX_SAMPLE_SEQ_ID = 2**63 - 1
+
+EVENT_STREAM = "text/event-stream"
+# Proxies must neither cache nor buffer the events.
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+# Sent while there are no tokens, so that proxies and clients do not take the connection for dead.
+KEEP_ALIVE_S = 10.0
+KEEP_ALIVE = b": keep-alive\n\n"
+STOPPING = b": the server is stopping; the result can be fetched by its request id\n\n"
+# The event of a long sample has megabytes. Sent in slices, a slow reader holds one slice in memory.
+SLICE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Source:
-    """What is sampled from."""
+    """The model that a sample is drawn from."""
 
     base_model: str
     version_id: str | None
@@ -70,17 +96,19 @@ class _Source:
     session_id: str | None = None
 
 
-@router.post("/create_sampling_session", openapi_extra=dict(describe(CreateSamplingSessionRequest)))
+@router.post(
+    "/create_sampling_session", openapi_extra=dict(openapi_body(CreateSamplingSessionRequest))
+)
 async def create_sampling_session(request: Request) -> Response:
-    """Unknown base models and paths are refused here, with what there is."""
-    asked = await read_json(request, CreateSamplingSessionRequest)
+    """Refuses unknown base models and paths with a list of the known ones."""
+    message = await read_json(request, CreateSamplingSessionRequest)
     context = context_of(request)
-    session = await context.open_session(request, asked.session_id)
-    number = asked.sampling_session_seq_id
+    session = await context.open_session(request, message.session_id)
+    number = message.sampling_session_seq_id
     if number < 0:
         raise WireError.at(("sampling_session_seq_id",), f"{number} is negative.")
-    source = await _source(request, context, asked.base_model, asked.model_path)
-    sampler = await context.store.models.create_sampler(
+    source = await _named_source(request, context, message.base_model, message.model_path)
+    sampler = await context.store.runs.create_sampler(
         Sampler(
             sampling_session_id=f"{session.session_id}:sample:{number}",
             owner=session.owner,
@@ -94,22 +122,24 @@ async def create_sampling_session(request: Request) -> Response:
     if (sampler.base_model, sampler.model_path) != (source.base_model, source.model_path):
         raise WireError.at(
             ("sampling_session_seq_id",),
-            f"{number} of this session is a sampler of {sampler.model_path or sampler.base_model}, "
-            "so it cannot be another one. Use the next free number.",
+            f"number {number} of this session is already a sampler of "
+            f"{sampler.model_path or sampler.base_model}. Use the next free number.",
             "sampling_session_seq_id_reused",
         )
-    return answer(CreateSamplingSessionResponse(sampling_session_id=sampler.sampling_session_id))
+    return json_response(
+        CreateSamplingSessionResponse(sampling_session_id=sampler.sampling_session_id)
+    )
 
 
-@router.post("/join_sampling_session", openapi_extra=dict(describe(JoinSamplingSessionRequest)))
+@router.post("/join_sampling_session", openapi_extra=dict(openapi_body(JoinSamplingSessionRequest)))
 async def join_sampling_session(request: Request) -> Response:
-    """A number for a copy of a sampling client, that no other copy has or will have."""
-    asked = await read_json(request, JoinSamplingSessionRequest)
+    """A unique number for a clone of a sampling client."""
+    message = await read_json(request, JoinSamplingSessionRequest)
     context = context_of(request)
-    sampler = await context.sampler(request, asked.sampling_session_id)
+    sampler = await context.sampler(request, message.sampling_session_id)
     await context.open_session(request, sampler.session_id)
-    counter = await context.store.models.add_sampler_client(sampler.sampling_session_id)
-    return answer(JoinSamplingSessionResponse(client_counter=counter))
+    counter = await context.store.runs.join_sampler(sampler.sampling_session_id)
+    return json_response(JoinSamplingSessionResponse(client_counter=counter))
 
 
 @router.get("/samplers/{sampling_session_id}")
@@ -121,51 +151,51 @@ async def get_sampler(request: Request, sampling_session_id: str) -> Response:
         base_model=sampler.base_model,
         model_path=sampler.model_path,
     )
-    # Ours beside the protocol's fields: an alias alone does not lead to a tokenizer.
+    # An extension of the protocol: an alias alone does not identify a tokenizer.
     found = context.tokenizer_id(sampler.base_model)
-    return answer({**described.model_dump(exclude_none=True), "tokenizer_id": found})
+    return json_response({**described.model_dump(exclude_none=True), "tokenizer_id": found})
 
 
 async def asample(request: Request) -> Response:
-    return await accepted(context_of(request), await asked_sample(request))
+    return await submit_request(context_of(request), await read_sample(request))
 
 
-async def asked_sample(request: Request) -> NewRequest:
-    """The sample that a body asks for, checked and within its owner's limits."""
+async def read_sample(request: Request) -> NewRequest:
+    """Read, check and admit the sample of a request."""
     context = context_of(request)
     try:
-        asked, payload = await read_data(request, _decoded)
+        message, payload = await read_data(request, _decode)
     except UserFailure as failure:
-        return await _unsound(request, context, failure, request.scope[SENT])
-    # Of no use from here on, and a stream may last.
-    del request.scope[SENT]
-    source = await _sampled_from(request, context, asked)
+        return await _invalid_sample(request, context, failure, request.scope[RECEIVED_BODY])
+    # No longer needed; a stream would keep it in memory for minutes.
+    del request.scope[RECEIVED_BODY]
+    source = await _resolve_source(request, context, message)
     return await _new_sample(
         context,
         request,
         source,
         payload=payload,
-        sampling_session_id=asked.sampling_session_id,
-        seq_id=asked.seq_id,
-        sequences=asked.num_samples,
-        tokens=tokens_known(asked.prompt),
+        sampling_session_id=message.sampling_session_id,
+        seq_id=message.seq_id,
+        sequences=message.num_samples,
+        tokens=tokens_known(message.prompt),
     )
 
 
-def _decoded(body: bytes) -> tuple[SampleRequest, bytes]:
-    """What is asked for, and its normal form. Of a large body this runs off the event loop."""
-    asked = decode_json(SampleRequest, body)
-    if asked.sampling_params.seed is None:
-        # Fixed here, so that a sample that runs again after a crash draws the same tokens.
-        params = asked.sampling_params.model_copy(update={"seed": secrets.randbits(31)})
-        asked = asked.model_copy(update={"sampling_params": params})
-    return asked, encode_json(asked)
+def _decode(body: bytes) -> tuple[SampleRequest, bytes]:
+    """The request and its normalized encoding. For a large body this runs in a thread."""
+    message = decode_json(SampleRequest, body)
+    if message.sampling_params.seed is None:
+        # Fixed here, so that a sample that is repeated after a crash has the same tokens.
+        params = message.sampling_params.model_copy(update={"seed": secrets.randbits(31)})
+        message = message.model_copy(update={"sampling_params": params})
+    return message, encode_json(message)
 
 
-async def _unsound(
+async def _invalid_sample(
     request: Request, context: Context, failure: UserFailure, body: bytes
 ) -> NewRequest:
-    """A sound body that asks for something unknown: accepted, and fails as the user's."""
+    """A well-formed sample with unknown fields or values: it is accepted, and fails as a user error."""
     sampling_session_id, base_model, model_path = (
         name if isinstance(name := failure.request.get(field), str) else None
         for field in ("sampling_session_id", "base_model", "model_path")
@@ -173,17 +203,17 @@ async def _unsound(
     if sampling_session_id is not None:
         sampler = await context.sampler(request, sampling_session_id)
         await context.open_session(request, sampler.session_id)
-        source = _of_sampler(sampler)
+        source = _sampler_source(sampler)
     elif base_model is not None or model_path is not None:
-        source = await _source(request, context, base_model, model_path)
+        source = await _named_source(request, context, base_model, model_path)
     else:
-        raise failure  # it names no model whose work it could be
+        raise failure  # without a model, the sample cannot be accepted
     seq_id, sequences = failure.request.get("seq_id"), failure.request.get("num_samples", 1)
     return await _new_sample(
         context,
         request,
         source,
-        payload=redact(body.decode(errors="replace")).encode(),
+        payload=scrubbed(body.decode(errors="replace")).encode(),
         sampling_session_id=sampling_session_id,
         seq_id=seq_id if isinstance(seq_id, int) else None,
         sequences=sequences if isinstance(sequences, int) else 1,
@@ -201,13 +231,13 @@ async def _new_sample(
     sequences: int,
     tokens: int = 0,
 ) -> NewRequest:
-    if not 1 <= sequences <= MOST_SEQUENCES:
+    if not 1 <= sequences <= MAX_SEQUENCES:
         raise WireError.at(
             ("num_samples",),
-            f"{sequences} samples were asked for; 1 to {MOST_SEQUENCES} are allowed.",
+            f"{sequences} samples were requested; 1 to {MAX_SEQUENCES} are allowed.",
         )
-    if seq_id is not None and not 0 <= seq_id <= LARGEST_SEQ_ID:
-        raise WireError.at(("seq_id",), f"{seq_id} is not a number of 64 bits from 0.")
+    if seq_id is not None and not 0 <= seq_id <= MAX_SAMPLE_SEQ_ID:
+        raise WireError.at(("seq_id",), f"{seq_id} is not between 0 and {MAX_SAMPLE_SEQ_ID}.")
     new = NewRequest(
         owner=owner_of(request),
         kind=Kind.SAMPLE,
@@ -224,25 +254,25 @@ async def _new_sample(
     return new
 
 
-async def _sampled_from(request: Request, context: Context, asked: SampleRequest) -> _Source:
-    """What one of the three ways to name a model means; two that disagree are refused."""
-    if asked.mode != "session":
-        return await _source(request, context, asked.base_model, asked.model_path)
-    source = _of_sampler(await context.sampler(request, asked.sampling_session_id or ""))
+async def _resolve_source(request: Request, context: Context, message: SampleRequest) -> _Source:
+    """Resolve one of the three ways to name a model; refuse two that disagree."""
+    if message.mode != "session":
+        return await _named_source(request, context, message.base_model, message.model_path)
+    source = _sampler_source(await context.sampler(request, message.sampling_session_id or ""))
     if source.session_id is not None:
         await context.open_session(request, source.session_id)
     same_base = (
-        asked.base_model is not None
-        and context.base_model(asked.base_model).name == source.base_model
+        message.base_model is not None
+        and context.base_model(message.base_model).name == source.base_model
     )
-    asked.check_agrees(
-        base_model=asked.base_model if same_base else source.base_model,
+    message.check_agrees(
+        base_model=message.base_model if same_base else source.base_model,
         model_path=source.model_path,
     )
     return source
 
 
-def _of_sampler(sampler: Sampler) -> _Source:
+def _sampler_source(sampler: Sampler) -> _Source:
     return _Source(
         base_model=sampler.base_model,
         version_id=sampler.version_id,
@@ -251,10 +281,10 @@ def _of_sampler(sampler: Sampler) -> _Source:
     )
 
 
-async def _source(
+async def _named_source(
     request: Request, context: Context, base_model: str | None, model_path: str | None
 ) -> _Source:
-    """A checkpoint, or a base model as it is."""
+    """A checkpoint, or a base model without an adapter."""
     if model_path is None:
         if base_model is None:
             raise WireError.at(
@@ -262,53 +292,39 @@ async def _source(
             )
         base = context.base_model(base_model)
         return _Source(base_model=base.name, version_id=None, model_path=None)
-    version, run = await readable(request, context, model_path)
+    version, run = await readable_checkpoint(request, context, model_path)
     refuse_external(version)
     if base_model is not None and context.base_model(base_model).name != run.base_model:
         raise Refusal(
             400,
             f"{model_path} is an adapter of {run.base_model}, not of {base_model}. "
-            "Leave `base_model` out.",
+            "Omit `base_model`.",
         )
     base = context.base_model(run.base_model)
     return _Source(base_model=base.name, version_id=version.version_id, model_path=model_path)
 
 
-# MERGED: Samples as they are drawn: server-sent events. accepted {"request_id", "sample_sequence_ids"}: from here on the sample is on disk token {"sequence", "tokens", "logprobs"}, as they come done the answer as JSON, with "sample_sequence_ids"; or error {"error", "category"} A stream that breaks loses nothing: the result can be fetched by its request id, and a repeated request reads the same sample. A stream that ends without `done` or `error` belongs to a server that stops; the sample goes on at its next start.
-
-
-EVENT_STREAM = "text/event-stream"
-# A sign of life for proxies, and for clients that would take a silent connection for a dead one.
-BEAT_S = 10.0
-BEAT = b": keep-alive\n\n"
-STOPPING = b": the server is stopping; the result can be fetched by its request id\n\n"
-
-# An event of a long sample is megabytes: sent in slices, no more than one waits for a slow reader.
-SLICE_BYTES = 64 * 1024
-
-# Proxies must neither keep the events nor collect them.
-HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-
-
 async def stream_sample(request: Request) -> Response:
     context = context_of(request)
-    new = await asked_sample(request)
-    first = await take(context, new, tap=Tap())
-    # A stream may last for minutes, and its body is on disk.
-    stored(request.scope)
+    new = await read_sample(request)
+    first = await accept_request(context, new, tap=Tap())
+    # The body is stored, and a stream may last for minutes.
+    release_memory(request.scope)
     session = None
     if new.session_id is not None:
         session = await context.session(request, new.session_id)
-    told = _Told(context, first, owner=owner_of(request), dialect=dialect_of(request, session))
-    return _Stream(told.events())
+    sample = _SampleEvents(
+        context, first, owner=owner_of(request), dialect=dialect_of(request, session)
+    )
+    return _EventStream(sample.events())
 
 
-class _Stream(StreamingResponse):
-    """Closes its events when the client is gone: they tell whoever made them, at once."""
+class _EventStream(StreamingResponse):
+    """Closes its event generator when the client disconnects, so that the sample is abandoned."""
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
         self._events, self._slices = events, slices(events)
-        super().__init__(self._slices, media_type=EVENT_STREAM, headers=HEADERS)
+        super().__init__(self._slices, media_type=EVENT_STREAM, headers=STREAM_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with contextlib.aclosing(self._events), contextlib.aclosing(self._slices):
@@ -316,14 +332,14 @@ class _Stream(StreamingResponse):
 
 
 async def slices(pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """The same bytes, none of them large."""
+    """The same bytes in pieces of at most `SLICE_BYTES`."""
     async for piece in pieces:
         for start in range(0, len(piece), SLICE_BYTES):
             yield piece[start : start + SLICE_BYTES]
 
 
-class _Told:
-    """One sample for one reader."""
+class _SampleEvents:
+    """The events of one sample for one client."""
 
     def __init__(
         self, context: Context, first: Accepted, *, owner: str, dialect: SdkVersion
@@ -333,104 +349,106 @@ class _Told:
         self._ids = sequence_ids(first)
         self._owner = owner
         self._dialect = dialect
-        # None where the sample is over, or was begun by `asample`: then it comes all at once.
+        # None if the sample is finished or was started by `asample`: then all tokens come at the end.
         self._tap = context.dispatcher.tap(first.request_id)
         self._growing = PartialSample() if self._tap is None else self._tap.growing
         self._reader = PartialSampleReader(self._growing)
         self._settled: Settled | None = None
 
     async def events(self) -> AsyncGenerator[bytes]:
-        over = False
+        ended = False
         try:
             accepted = {"request_id": self._request_id, "sample_sequence_ids": self._ids}
             yield event("accepted", accepted)
-            async with contextlib.aclosing(self._until_settled()) as pieces:
+            async with contextlib.aclosing(self._tokens_until_settled()) as pieces:
                 async for piece in pieces:
                     yield piece
             if self._settled is None:
-                over = True
+                ended = True
                 yield STOPPING
                 return
             for piece in await self._ending(self._settled):
                 yield piece
-            over = True
+            ended = True
             self._context.store.requests.mark_fetched(self._request_id)
         except (UnknownRequest, ResultGone):
-            over = True
-            yield error("the result is not kept any more: ask for a new sample.", "user")
-        except Exception as failure:  # noqa: BLE001  too late for a status: it must be told here
-            over = True
+            ended = True
+            yield error_event("the result has expired: request a new sample.", "user")
+        except Exception as failure:  # noqa: BLE001  too late for an HTTP status
+            ended = True
             ending = bug(failure)
-            yield error(ending.error or "", ending.category)
+            yield error_event(ending.error or "", ending.category)
         finally:
-            # One that `asample` began has others who wait for it.
-            if not over and self._tap is not None:
+            # A sample that `asample` started may have other clients that wait for it.
+            if not ended and self._tap is not None:
                 self._context.dispatcher.abandon(
                     self._request_id,
                     owner=self._owner,
                     after_s=self._context.settings.stream_grace_s,
                 )
 
-    async def _until_settled(self) -> AsyncGenerator[bytes]:
-        """Tokens as they come, until the sample is over or the server stops."""
+    async def _tokens_until_settled(self) -> AsyncGenerator[bytes]:
+        """Token events until the sample is finished or the server stops."""
         futures = self._context.futures
-        beat_s = min(BEAT_S, self._context.settings.long_poll_s or BEAT_S)
+        keep_alive_s = min(KEEP_ALIVE_S, self._context.settings.long_poll_s or KEEP_ALIVE_S)
         while True:
             waiting = asyncio.ensure_future(
-                futures.wait(self._request_id, owner=self._owner, within_s=beat_s)
+                futures.wait(self._request_id, owner=self._owner, within_s=keep_alive_s)
             )
             try:
-                async for piece in self._tokens_until(waiting):
+                async for piece in self._new_tokens_until(waiting):
                     yield piece
                 self._settled = await waiting
                 if self._settled is not None or futures.closing:
                     return
             finally:
                 waiting.cancel()
-            yield BEAT
+            yield KEEP_ALIVE
 
-    async def _tokens_until(self, waiting: asyncio.Future[Any]) -> AsyncGenerator[bytes]:
+    async def _new_tokens_until(self, waiting: asyncio.Future[Any]) -> AsyncGenerator[bytes]:
         while not waiting.done():
-            # Asked for first and waited for last: what comes while a piece is sent is not missed.
+            # Get the future before sending, so that no token that arrives meanwhile is missed.
             changed = set() if self._tap is None else {self._tap.changed}
             for news in self._reader.read_new():
-                yield token(news)
+                yield token_event(news)
             await asyncio.wait({waiting} | changed, return_when=asyncio.FIRST_COMPLETED)
 
     async def _ending(self, settled: Settled) -> list[bytes]:
-        """What was not told yet, and the whole answer."""
+        """Events for the remaining tokens and the complete answer."""
         if settled.error is not None:
-            return [error(settled.error, settled.category)]
+            return [error_event(settled.error, settled.category)]
         try:
             if len(settled.result) <= INLINE_ENCODE_BYTES:
                 return self._answer(settled.result)
             return await asyncio.to_thread(self._answer, settled.result)
-        except UserFailure as failure:  # numbers that JSON cannot hold
-            return [error(str(failure), "user")]
+        except UserFailure as failure:  # numbers that JSON cannot represent
+            return [error_event(str(failure), "user")]
 
     def _answer(self, result: bytes) -> list[bytes]:
         response = decode_sample_response(result, self._ids)
         for index, sequence in enumerate(response.sequences):
             self._growing.add(index, sequence.tokens, sequence.logprobs, start=0)
-        done = event("done", {**whole(response, self._dialect), "sample_sequence_ids": self._ids})
-        return [*(token(news) for news in self._reader.read_new()), done]
+        done = event(
+            "done", {**complete_json(response, self._dialect), "sample_sequence_ids": self._ids}
+        )
+        return [*(token_event(news) for news in self._reader.read_new()), done]
 
 
-def whole(response: SampleResponse, dialect: SdkVersion) -> dict[str, Any]:
-    """The JSON that a poll answers, with the likeliest tokens beside the drawn ones."""
+def complete_json(response: SampleResponse, dialect: SdkVersion) -> dict[str, Any]:
+    """The JSON answer of a poll, with the top-k logprobs added."""
     answer = dialect.sample_json(response)
-    for shown, sequence in zip(answer["sequences"], response.sequences, strict=True):
+    for encoded, sequence in zip(answer["sequences"], response.sequences, strict=True):
         if sequence.topk_logprobs is not None:
-            shown["topk_logprobs"] = sequence.topk_logprobs
+            encoded["topk_logprobs"] = sequence.topk_logprobs
     return answer
 
 
-def token(news: SampledTokens) -> bytes:
+def token_event(news: SampledTokens) -> bytes:
     logprobs = [number if math.isfinite(number) else None for number in news.logprobs]
     return event("token", {"sequence": news.sequence, "tokens": news.tokens, "logprobs": logprobs})
 
 
-def error(text: str, category: str | None) -> bytes:
+def error_event(text: str, category: str | None) -> bytes:
     return event("error", {"error": text, "category": category or "unknown"})
 
 

@@ -1,4 +1,4 @@
-"""Sessions: begin, beat, finish; and what a client is told before it begins."""
+"""The routes of sessions: configuration, create, heartbeat, finish, lists, search and traces."""
 
 import hashlib
 import json
@@ -12,9 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import caller_of, owner_of
-from tinkex.server.api.deps import answer, context_of, describe, read_json
-from tinkex.server.api.errors import Refusal, missing
-from tinkex.server.api.report_limits import MOST_LISTED, bounded, report
+from tinkex.server.api.bodies import read_json
+from tinkex.server.api.deps import context_of, json_response, openapi_body
+from tinkex.server.api.errors import Refusal, not_found
+from tinkex.server.api.report_limits import MAX_REPORT_ENTRIES, bounded, report
 from tinkex.server.scheduler.session_timeout import session_status
 from tinkex.server.store.sessions import MAX_SPANS, CheckpointTotals, SessionDetails, Span
 from tinkex.wire.base import StrictModel
@@ -46,28 +47,42 @@ from tinkex.wire.sessions import (
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"])
 
-# As wide as the columns that hold them.
-LONGEST_VERSION = 64
-LONGEST_PROJECT = 200
-LONGEST_DISPLAY_NAME = 500
-# Clients send the end of a traceback, and must get rid of it whatever its length.
-LONGEST_FINISH = 4_000
+# The sizes of the database columns.
+MAX_VERSION_LENGTH = 64
+MAX_PROJECT_LENGTH = 200
+MAX_DISPLAY_NAME_LENGTH = 500
+# Clients send a traceback of any length here; the rest is cut off.
+MAX_FINISH_DETAIL_LENGTH = 4_000
+
+#: The project of sessions without one.
+NO_PROJECT = "default"
+
+MAX_PAGE_SIZE = 10_000
+MAX_SEARCH_PAGE_SIZE = 200
+Limit = Annotated[int, Query(ge=0, le=MAX_PAGE_SIZE)]
+Offset = Annotated[int, Query(ge=0, le=2**53)]
+# `accessible`: also other owners' sessions with a published checkpoint, showing only that.
+Scope = Annotated[Literal["owned", "accessible"], Query()]
 
 
-@router.post("/client/config", openapi_extra=dict(describe(ClientConfigRequest)))
+class SetSessionProjectRequest(StrictModel):
+    project_id: str
+
+
+@router.post("/client/config", openapi_extra=dict(openapi_body(ClientConfigRequest)))
 async def client_config(request: Request) -> Response:
-    asked = await read_json(request, ClientConfigRequest)
-    dialect = SdkVersion.of(asked.sdk_version)
+    message = await read_json(request, ClientConfigRequest)
+    dialect = SdkVersion.of(message.sdk_version)
     flags = dialect.client_config()
     if context_of(request).settings.jwt and dialect.exchanges_tokens:
         flags["pjwt_auth_enabled"] = True
-    return answer(flags)
+    return json_response(flags)
 
 
-@router.post("/client/dynamic_config", openapi_extra=dict(describe(ClientConfigRequest)))
+@router.post("/client/dynamic_config", openapi_extra=dict(openapi_body(ClientConfigRequest)))
 async def client_dynamic_config(request: Request) -> Response:
-    asked = await read_json(request, ClientConfigRequest)
-    return answer(SdkVersion.of(asked.sdk_version).dynamic_config())
+    message = await read_json(request, ClientConfigRequest)
+    return json_response(SdkVersion.of(message.sdk_version).dynamic_config())
 
 
 @router.get("/get_server_capabilities")
@@ -82,74 +97,60 @@ async def get_server_capabilities(request: Request) -> Response:
         )
         for model in served
     ]
-    return answer(GetServerCapabilitiesResponse(supported_models=models))
+    return json_response(GetServerCapabilitiesResponse(supported_models=models))
 
 
-@router.post("/create_session", openapi_extra=dict(describe(CreateSessionRequest)))
+@router.post("/create_session", openapi_extra=dict(openapi_body(CreateSessionRequest)))
 async def create_session(request: Request) -> Response:
-    asked = await read_json(request, CreateSessionRequest)
-    _check_length("project_id", asked.project_id, LONGEST_PROJECT)
-    _check_length("display_name", asked.display_name, LONGEST_DISPLAY_NAME)
+    message = await read_json(request, CreateSessionRequest)
+    _check_length("project_id", message.project_id, MAX_PROJECT_LENGTH)
+    _check_length("display_name", message.display_name, MAX_DISPLAY_NAME_LENGTH)
     key = request.headers.get("x-idempotency-key")
     caller = caller_of(request)
     session = await context_of(request).store.sessions.create_session(
         owner=caller.owner,
-        sdk_version=asked.sdk_version[:LONGEST_VERSION],
-        tags=list(asked.tags),
-        user_metadata=asked.user_metadata or {},
-        project_id=asked.project_id or caller.project_id,
-        display_name=asked.display_name,
+        sdk_version=message.sdk_version[:MAX_VERSION_LENGTH],
+        tags=list(message.tags),
+        user_metadata=message.user_metadata or {},
+        project_id=message.project_id or caller.project_id,
+        display_name=message.display_name,
         idempotency_key=None if key is None else hashlib.sha256(key.encode()).hexdigest(),
     )
-    return answer(CreateSessionResponse(session_id=session.session_id, type="create_session"))
+    return json_response(
+        CreateSessionResponse(session_id=session.session_id, type="create_session")
+    )
 
 
-def _check_length(name: str, text: str | None, longest: int) -> None:
-    if text is not None and len(text) > longest:
-        raise WireError.at((name,), f"{len(text)} characters; at most {longest} are allowed.")
+def _check_length(name: str, text: str | None, max_length: int) -> None:
+    if text is not None and len(text) > max_length:
+        raise WireError.at((name,), f"{len(text)} characters; at most {max_length} are allowed.")
 
 
-@router.post("/session_heartbeat", openapi_extra=dict(describe(SessionHeartbeatRequest)))
+@router.post("/session_heartbeat", openapi_extra=dict(openapi_body(SessionHeartbeatRequest)))
 async def session_heartbeat(request: Request) -> Response:
-    asked = await read_json(request, SessionHeartbeatRequest)
+    message = await read_json(request, SessionHeartbeatRequest)
     context = context_of(request)
-    await context.open_session(request, asked.session_id)
-    context.store.sessions.mark_seen(asked.session_id)
-    return answer({"type": "session_heartbeat"})
+    await context.open_session(request, message.session_id)
+    context.store.sessions.mark_seen(message.session_id)
+    return json_response({"type": "session_heartbeat"})
 
 
-@router.post("/sessions/{session_id}/finish", openapi_extra=dict(describe(FinishSessionRequest)))
+@router.post(
+    "/sessions/{session_id}/finish", openapi_extra=dict(openapi_body(FinishSessionRequest))
+)
 async def finish_session(request: Request, session_id: str) -> Response:
-    asked = await read_json(request, FinishSessionRequest)
+    message = await read_json(request, FinishSessionRequest)
     context = context_of(request)
     await context.session(request, session_id)
-    detail = None if asked.detail is None else redact(asked.detail)[:LONGEST_FINISH]
-    await context.store.sessions.finish_session(session_id, asked.reason.type, detail)
+    detail = None if message.detail is None else redact(message.detail)[:MAX_FINISH_DETAIL_LENGTH]
+    await context.store.runs.finish_session(session_id, message.reason.type, detail)
     context.forget_session(session_id)
     context.presence.left(session_id)
-    return answer({})
-
-
-# MERGED: Sessions of the past and present: lists, details, search, projects, and traces.
-
-
-#: Where sessions are that named no project.
-NO_PROJECT = "default"
-
-MOST_ON_A_PAGE = 10_000
-MOST_FOUND = 200
-Limit = Annotated[int, Query(ge=0, le=MOST_ON_A_PAGE)]
-Offset = Annotated[int, Query(ge=0, le=2**53)]
-# `accessible`: also sessions in which others published a checkpoint, and of them only that.
-Scope = Annotated[Literal["owned", "accessible"], Query()]
-
-
-class SetSessionProjectRequest(StrictModel):
-    project_id: str
+    return json_response({})
 
 
 @router.get("/sessions")
-@bounded(entries=MOST_ON_A_PAGE)
+@bounded(entries=MAX_PAGE_SIZE)
 async def list_sessions(
     request: Request, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "owned"
 ) -> Response:
@@ -161,29 +162,29 @@ async def list_sessions(
         offset=offset,
     )
     return await report(
-        request, lambda: ListSessionsResponse(sessions=found), advice="Ask for fewer with `limit`."
+        request, lambda: ListSessionsResponse(sessions=found), advice="Request fewer with `limit`."
     )
 
 
-@router.post("/sessions/search", openapi_extra=dict(describe(SessionSearchRequest)))
-@bounded(entries=MOST_FOUND)
+@router.post("/sessions/search", openapi_extra=dict(openapi_body(SessionSearchRequest)))
+@bounded(entries=MAX_SEARCH_PAGE_SIZE)
 async def search_sessions(request: Request) -> Response:
     """
-    Newest first, page by page.
+    Newest first, in pages.
 
-    One request looks at so many sessions and no more: a page may have few entries, or none, and a
-    `next_cursor` to go on with. Only without a cursor it was the last.
+    One request examines a limited number of sessions: a page may have few entries, or none, and
+    still a `next_cursor`. A page without a cursor is the last.
     """
-    asked = await read_json(request, SessionSearchRequest)
+    message = await read_json(request, SessionSearchRequest)
     owner = owner_of(request)
     sessions = context_of(request).store.sessions
     found = await sessions.search(
         owner=owner,
-        published=not isinstance(asked.owner, OwnSearchOwner),
-        session_id=asked.session_id,
-        after=None if asked.cursor is None else _place(asked.cursor),
-        wanted=lambda session: _is_wanted(session, asked),
-        limit=asked.limit,
+        published=not isinstance(message.owner, OwnSearchOwner),
+        session_id=message.session_id,
+        after=None if message.cursor is None else _position(message.cursor),
+        wanted=lambda session: _matches(session, message),
+        limit=message.limit,
     )
     holdings = await sessions.checkpoint_totals(
         [one.session_id for one in found.sessions], reader=owner, now_s=time.time()
@@ -194,28 +195,28 @@ async def search_sessions(request: Request) -> Response:
             sessions=[_summary(one, holdings[one.session_id]) for one in found.sessions],
             next_cursor=None if found.next is None else _cursor(found.next),
         ),
-        advice="Ask for fewer with `limit`.",
+        advice="Request fewer with `limit`.",
     )
 
 
 @router.get("/sessions/{session_id}")
-@bounded(entries=2 * MOST_LISTED)
+@bounded(entries=2 * MAX_REPORT_ENTRIES)
 async def get_session(request: Request, session_id: str, access_scope: Scope = "owned") -> Response:
     session = await _session(request, session_id, published=access_scope == "accessible")
     runs, samplers = await context_of(request).store.sessions.contents(
-        session_id, reader=owner_of(request), limit=MOST_LISTED + 1
+        session_id, reader=owner_of(request), limit=MAX_REPORT_ENTRIES + 1
     )
-    if max(len(runs), len(samplers)) > MOST_LISTED:
+    if max(len(runs), len(samplers)) > MAX_REPORT_ENTRIES:
         raise UserFailure(
-            f"session {session_id} has more than {MOST_LISTED} training runs or samplers, which "
-            "is the most of one answer. List runs with GET training_runs, page by page."
+            f"session {session_id} has more than {MAX_REPORT_ENTRIES} training runs or samplers, "
+            "the maximum of one answer. List runs with GET training_runs, page by page."
         )
     return await report(
         request,
         lambda: GetSessionResponse(
             training_run_ids=runs,
             sampler_ids=samplers,
-            user_metadata=texts(session.user_metadata),
+            user_metadata=metadata_as_text(session.user_metadata),
             display_name=session.display_name,
         ),
         advice="List runs with GET training_runs, page by page.",
@@ -225,66 +226,66 @@ async def get_session(request: Request, session_id: str, access_scope: Scope = "
 @router.put(
     "/sessions/{session_id}/project",
     status_code=204,
-    openapi_extra=dict(describe(SetSessionProjectRequest)),
+    openapi_extra=dict(openapi_body(SetSessionProjectRequest)),
 )
 async def set_project(request: Request, session_id: str) -> Response:
-    asked = await read_json(request, SetSessionProjectRequest)
-    if not 1 <= len(asked.project_id) <= LONGEST_PROJECT:
+    message = await read_json(request, SetSessionProjectRequest)
+    if not 1 <= len(message.project_id) <= MAX_PROJECT_LENGTH:
         raise WireError.at(
             ("project_id",),
-            f"{len(asked.project_id)} characters; 1 to {LONGEST_PROJECT} are allowed.",
+            f"{len(message.project_id)} characters; 1 to {MAX_PROJECT_LENGTH} are allowed.",
         )
     session = await _session(request, session_id)
     context = context_of(request)
-    await context.store.sessions.set_project(session_id, asked.project_id, owner=session.owner)
+    await context.store.sessions.set_project(session_id, message.project_id, owner=session.owner)
     context.forget_session(session_id)
     return Response(status_code=204)
 
 
 @router.get("/sessions/{session_id}/trace_export")
 async def trace_export(request: Request, session_id: str) -> Response:
-    """A link to the trace; it is made when the link is opened, so it is ready at once."""
+    """A signed link to the trace, which is built when the link is opened."""
     await _session(request, session_id)
     context = context_of(request)
     path = _trace_path(session_id)
     query = context.signer.sign(path, lasts_s=context.settings.link_s)
     base = context.settings.public_url.rstrip("/") or str(request.base_url).rstrip("/")
-    return answer(TraceExportResponse(status="ready", url=f"{base}{path}?{query}"))
+    return json_response(TraceExportResponse(status="ready", url=f"{base}{path}?{query}"))
 
 
-async def _traced(request: Request) -> str:
+async def _trace_owner(request: Request) -> str:
     """
-    Whose session a link is about: the link says nothing of who opens it.
+    The owner of the session of a link; the link itself carries no key.
 
-    A link that is not good is refused here, before it costs a read or its owner's turn.
+    An invalid link is refused here, before it costs a read or the owner's report slot.
     """
     context, session_id = context_of(request), request.path_params["session_id"]
     query = request.query_params
-    if not context.signer.opens(_trace_path(session_id), query["expires"], query["signature"]):
+    if not context.signer.verifies(_trace_path(session_id), query["expires"], query["signature"]):
         raise Refusal(
-            403, "this link has expired, or is not one of this server. Ask for a new one."
+            403, "this link has expired, or was not made by this server. Request a new one."
         )
     session = await context.store.sessions.session(session_id)
     return "" if session is None else session.owner
 
 
 @router.get("/signed/traces/{session_id}")
-# Each span begins and ends; each track has a name.
-@bounded(entries=3 * MAX_SPANS, owner=_traced)
+# Two events per span, and a name per track.
+@bounded(entries=3 * MAX_SPANS, owner=_trace_owner)
 async def trace(request: Request, session_id: str, expires: str, signature: str) -> Response:
-    """What such a link leads to: one line of time for each model and sampler of a session."""
+    """The trace of a session: one track per model and sampler."""
     spans = await context_of(request).store.sessions.spans(session_id)
     now_s = time.time()
     return await report(
         request,
         lambda: {"traceEvents": [*_trace_events(spans, now_s=now_s)], "displayTimeUnit": "ms"},
-        advice="The trace of a shorter session fits.",
+        advice="Only shorter sessions have a trace.",
         headers={"Content-Disposition": f'attachment; filename="{session_id}.json"'},
     )
 
 
-def texts(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
-    """Any JSON was taken in; what goes out is text."""
+def metadata_as_text(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """Metadata may be any JSON; the protocol returns strings."""
     if metadata is None:
         return None
     return {
@@ -298,28 +299,28 @@ async def _session(request: Request, session_id: str, *, published: bool = False
         session_id, reader=owner_of(request), published=published
     )
     if session is None:
-        raise missing("session", session_id, "Create one with create_session.")
+        raise not_found("session", session_id, "Create one with create_session.")
     return session
 
 
-def _is_wanted(session: SessionDetails, asked: SessionSearchRequest) -> bool:
-    if isinstance(asked.owner, UserSearchOwner) and session.owner not in asked.owner.owner_urns:
+def _matches(session: SessionDetails, message: SessionSearchRequest) -> bool:
+    if isinstance(message.owner, UserSearchOwner) and session.owner not in message.owner.owner_urns:
         return False
-    if asked.project_ids is not None and (session.project_id or NO_PROJECT) not in (
-        asked.project_ids
+    if message.project_ids is not None and (session.project_id or NO_PROJECT) not in (
+        message.project_ids
     ):
         return False
-    if asked.display_name is not None and (
-        asked.display_name.lower() not in (session.display_name or "").lower()
+    if message.display_name is not None and (
+        message.display_name.lower() not in (session.display_name or "").lower()
     ):
         return False
-    known = texts(session.user_metadata) or {}
-    if any(known.get(key) != value for key, value in asked.user_metadata.items()):
+    known = metadata_as_text(session.user_metadata) or {}
+    if any(known.get(key) != value for key, value in message.user_metadata.items()):
         return False
-    if asked.statuses is None:
+    if message.statuses is None:
         return True
     status = session_status(session)
-    return any(_has_status(status, query) for query in asked.statuses)
+    return any(_has_status(status, query) for query in message.statuses)
 
 
 def _has_status(status: SessionStatus, query: SessionStatusQuery) -> bool:
@@ -333,32 +334,32 @@ def _has_status(status: SessionStatus, query: SessionStatusQuery) -> bool:
 def _summary(session: SessionDetails, holdings: CheckpointTotals) -> SessionSummary:
     return SessionSummary(
         session_id=session.session_id,
-        created_at=_moment(session.position),
+        created_at=_created_at(session.position),
         owner=session.owner,
         project_id=session.project_id or NO_PROJECT,
         status=session_status(session),
         checkpoints_count=holdings.checkpoints,
         display_name=session.display_name,
-        user_metadata=texts(session.user_metadata),
+        user_metadata=metadata_as_text(session.user_metadata),
         checkpoint_storage_bytes=holdings.size_bytes,
     )
 
 
-def _cursor(place: tuple[int, str]) -> SessionSearchCursor:
-    return SessionSearchCursor(last_created_at=_moment(place), last_session_id=place[1])
+def _cursor(position: tuple[int, str]) -> SessionSearchCursor:
+    return SessionSearchCursor(last_created_at=_created_at(position), last_session_id=position[1])
 
 
-def _moment(place: tuple[int, str]) -> datetime:
-    microseconds, _ = place
+def _created_at(position: tuple[int, str]) -> datetime:
+    microseconds, _ = position
     return datetime.fromtimestamp(microseconds // 1_000_000, UTC).replace(
         microsecond=microseconds % 1_000_000
     )
 
 
-def _place(cursor: SessionSearchCursor) -> tuple[int, str]:
+def _position(cursor: SessionSearchCursor) -> tuple[int, str]:
     moment = cursor.last_created_at.astimezone(UTC)
-    whole = int(moment.replace(microsecond=0).timestamp())
-    return whole * 1_000_000 + moment.microsecond, cursor.last_session_id
+    seconds = int(moment.replace(microsecond=0).timestamp())
+    return seconds * 1_000_000 + moment.microsecond, cursor.last_session_id
 
 
 def _trace_path(session_id: str) -> str:
@@ -366,7 +367,7 @@ def _trace_path(session_id: str) -> str:
 
 
 def _trace_events(spans: Iterable[Span], *, now_s: float) -> Iterable[dict[str, Any]]:
-    """Chrome's trace format, which Perfetto reads: each model or sampler as a process."""
+    """Chrome's trace format, which Perfetto reads, with a process per model or sampler."""
     tracks: dict[str, int] = {}
     for span in spans:
         if span.track not in tracks:
@@ -384,7 +385,7 @@ def _trace_events(spans: Iterable[Span], *, now_s: float) -> Iterable[dict[str, 
             "pid": tracks[span.track],
             "tid": 1,
         }
-        told = {"request_id": span.request_id, "seq_id": span.seq_id, "status": span.status}
-        # Pairs, not whole slices: requests of one model overlap while they wait.
-        yield {**common, "ph": "b", "ts": span.created_s * 1e6, "args": told}
+        arguments = {"request_id": span.request_id, "seq_id": span.seq_id, "status": span.status}
+        # Begin and end events, not slices: waiting requests of one model overlap.
+        yield {**common, "ph": "b", "ts": span.created_s * 1e6, "args": arguments}
         yield {**common, "ph": "e", "ts": (span.finished_s or now_s) * 1e6}

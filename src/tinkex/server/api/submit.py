@@ -1,4 +1,14 @@
-"""Accept before acknowledging: the row is on disk, then the client hears the request's id."""
+"""
+Submitting requests: admit, store, schedule, answer with the request id.
+
+A request is durable before its id is answered. A repeated request finds the first one and gets the
+same id.
+
+A step that is refused must not block the steps behind it. So the reason of a refusal is also
+recorded under the step's number, if model and number can be read from the body (`numbered_step`). The
+client may use the number again; if it continues with the next number, the refused step counts as
+failed with the same reason. Unknown models and limits (404, 410, 429) are not failures of a step.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -8,32 +18,52 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import caller_of
-from tinkex.server.api.deps import SENT, Context, answer, context_of
+from tinkex.server.api.bodies import RECEIVED_BODY, read_body
+from tinkex.server.api.deps import Context, context_of, json_response
 from tinkex.server.api.errors import Refusal
 from tinkex.server.scheduler.fairness import Limits, all_full, over_limit
 from tinkex.server.scheduler.results import load_of
 from tinkex.server.scheduler.sample_worker import Tap
 from tinkex.server.scheduler.step_queue import Kind
-from tinkex.server.store import Accepted, NewRequest, RequestRow, Status
-from tinkex.wire.codec import PROTOBUF_TYPE
+from tinkex.server.store import Accepted, Model, NewRequest, RequestRow, Status
+from tinkex.wire.checkpoints import (
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+from tinkex.wire.codec import PROTOBUF_TYPE, decode_json, encode_json
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.inputs import EncodedTextChunk, ModelInput
 from tinkex.wire.malformed_requests import StepId, step_id_in_json, step_id_in_protobuf
 from tinkex.wire.redaction import redact
+from tinkex.wire.training import OptimStepRequest
 
-# The official clients take this, or a second of their own, and send the request again.
+# Official clients wait this long, or a second of their own, and retry.
 RETRY_AFTER_S = 1
+# The protobuf field has 32 bits, so JSON must not allow more.
+MAX_SEQ_ID = 2**31 - 1
+#: Statuses of a refused step for which a retry would not help.
+FINAL_STATUSES = frozenset({400, 413, 422})
+
+Route = Callable[[Request], Awaitable[Response]]
+NumberedStep = (
+    OptimStepRequest
+    | SaveWeightsRequest
+    | SaveWeightsForSamplerRequest
+    | SaveWeightsExternalRequest
+)
 
 
 async def admit(
     request: Request, context: Context, new: NewRequest, *, loss_number: int | None = None
 ) -> None:
     """
-    Refuse what is over the limits of its owner, or of the server, for now: a 429.
+    Raise a 429 for a request that is over a limit of its owner or of the server.
 
-    A step that others of its model wait for is always let in: they would hold its place for ever.
-    So is the repeat of what was accepted: it may itself be what fills the server.
+    Two kinds of requests are always admitted: a step that later steps of its model wait for, because
+    otherwise they would wait forever; and a repeat of an accepted request, because the first one may
+    be what fills the server.
     """
     caller = caller_of(request)
     limits = Limits.of(context.settings, caller.limits)
@@ -59,10 +89,10 @@ async def admit(
     raise Refusal(429, refusal, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
-async def accepted(context: Context, new: NewRequest) -> Response:
-    """Store the request, or find its earlier self; hand it on if it is new; answer its id."""
-    first = await take(context, new)
-    return answer(
+async def submit_request(context: Context, new: NewRequest) -> Response:
+    """Accept a request and answer with its id."""
+    first = await accept_request(context, new)
+    return json_response(
         UntypedAPIFuture(
             request_id=first.request_id,
             model_id=new.model_id,
@@ -72,15 +102,19 @@ async def accepted(context: Context, new: NewRequest) -> Response:
 
 
 def sequence_ids(first: Accepted) -> list[str]:
-    """The names of a sample's sequences, before they exist."""
+    """The ids of a sample's sequences, which are known before the sequences exist."""
     return [f"{first.request_id}-{index}" for index in range(first.sequences)]
 
 
-async def take(context: Context, new: NewRequest, *, tap: Tap | None = None) -> Accepted:
-    """The same without the answer; a new sample tells its tokens to the tap."""
+async def accept_request(context: Context, new: NewRequest, *, tap: Tap | None = None) -> Accepted:
+    """
+    Store and schedule a request, or find the first one that it repeats.
+
+    The tokens of a new sample go to `tap` as they are sampled.
+    """
     first = None
     if context.store.health.problem is not None:
-        # What was promised stands, whatever the disk takes now.
+        # A repeat of an accepted request is answered even while nothing can be stored.
         first = await context.store.requests.find_repeat(new)
         if first is None:
             context.store.health.refuse_new_work()
@@ -93,38 +127,23 @@ async def take(context: Context, new: NewRequest, *, tap: Tap | None = None) -> 
             f"{new.kind}. Two clients may be numbering the steps of one model.",
             "seq_id_reused",
         )
-    await hand_on(context, new, first, tap=tap)
+    await schedule(context, new, first, tap=tap)
     return first
 
 
-async def made_before(context: Context, new: NewRequest, first: Accepted) -> None:
-    """
-    A model that is made a second time must be the same one: nothing would show the difference.
-
-    A 422 and no 409, which clients send again for minutes.
-    """
-    payload = await context.store.requests.payload(first.request_id)
-    before = payload if isinstance(payload, bytes) else await asyncio.to_thread(payload.read_bytes)
-    if first.kind == new.kind and before == new.payload:
-        return
-    raise WireError.at(
-        ("model_seq_id",),
-        f"model {new.model_id} was already made, with other settings ({first.kind}). A repeat "
-        "must say the same; use the next free number for another model.",
-        "model_seq_id_reused",
-    )
+async def schedule(
+    context: Context, new: NewRequest, first: Accepted, *, tap: Tap | None = None
+) -> None:
+    """Hand a committed request to the scheduler; nothing between commit and this may fail."""
+    if first.is_new:
+        context.dispatcher.take(new_row(new, first), payload=new.payload, tap=tap)
+    else:
+        # The first request may be waiting without being known to the scheduler.
+        await context.dispatcher.take_again(first.request_id)
 
 
-def tokens_known(prompt: ModelInput) -> int:
-    """Tokens, as far as they are known here: what an image comes to is the engine's to say."""
-    try:
-        return prompt.length
-    except ValueError:
-        return sum(c.length for c in prompt.chunks if isinstance(c, EncodedTextChunk))
-
-
-def row_of(new: NewRequest, first: Accepted) -> RequestRow:
-    """The row that was just written."""
+def new_row(new: NewRequest, first: Accepted) -> RequestRow:
+    """The row that was just written, without reading it back."""
     return RequestRow(
         request_id=first.request_id,
         owner=new.owner,
@@ -145,76 +164,137 @@ def row_of(new: NewRequest, first: Accepted) -> RequestRow:
     )
 
 
-async def hand_on(
-    context: Context, new: NewRequest, first: Accepted, *, tap: Tap | None = None
-) -> None:
+async def check_same_model(context: Context, new: NewRequest, first: Accepted) -> None:
     """
-    What was just committed is the dispatcher's; nothing in between may fail.
+    Refuse a repeated model creation with other settings: the client would not notice the difference.
 
-    So is a repeat of something that waits and never got there.
+    A 422, not a 409: clients retry a 409 for minutes.
     """
-    if first.is_new:
-        row = row_of(new, first)
-        context.dispatcher.take(row, payload=new.payload, tap=tap)
-    else:
-        await context.dispatcher.take_again(first.request_id)
+    payload = await context.store.requests.payload(first.request_id)
+    before = payload if isinstance(payload, bytes) else await asyncio.to_thread(payload.read_bytes)
+    if first.kind == new.kind and before == new.payload:
+        return
+    raise WireError.at(
+        ("model_seq_id",),
+        f"model {new.model_id} already exists with other settings ({first.kind}). A repeated "
+        "request must be identical; use the next free number for another model.",
+        "model_seq_id_reused",
+    )
 
 
-# MERGED: A step that is refused does not hold up those behind it. The refusal is answered as ever. It is also noted under the step's number, where model and number can be read: the sender may use the number again, and if it goes on instead, the step counts as failed with the same reason. Unknown models and limits (404, 410, 429) are no failures of a step.
+def tokens_known(prompt: ModelInput) -> int:
+    """Tokens of a prompt, without images: only the engine knows how many tokens those have."""
+    try:
+        return prompt.length
+    except ValueError:
+        return sum(c.length for c in prompt.chunks if isinstance(c, EncodedTextChunk))
 
 
-Route = Callable[[Request], Awaitable[Response]]
+async def submit_step(request: Request, message_type: type[NumberedStep], kind: Kind) -> Response:
+    """Read and accept a step without training data."""
+    model_id, seq_id, payload = _decode_step(message_type, await read_body(request))
+    context = context_of(request)
+    model = await context.model(request, model_id)
+    return await accept_step(request, context, model, kind, seq_id, payload)
 
-# Protobuf has 32 bits for it; JSON must not bring more.
-LARGEST_SEQ_ID = 2**31 - 1
 
-#: What a step can be answered at once that will not become better by sending it again.
-FINAL = frozenset({400, 413, 422})
+def _decode_step(message_type: type[NumberedStep], body: bytes) -> tuple[str, int | None, bytes]:
+    """
+    The model, the number, and the payload to store.
+
+    A well-formed step with unknown fields or values is accepted and fails as a user error in its
+    order, so that later steps do not wait for it. Its payload is stored without secrets.
+    """
+    try:
+        message = decode_json(message_type, body)
+    except UserFailure as failure:
+        model_id, seq_id = failure.request.get("model_id"), failure.request.get("seq_id")
+        if not isinstance(model_id, str) or not isinstance(seq_id, int):
+            raise
+        return model_id, seq_id, scrubbed(body.decode(errors="replace")).encode()
+    return message.model_id, message.seq_id, encode_json(message)
 
 
-def numbered(kind: Kind) -> Callable[[Route], Route]:
-    """For routes that take steps of this kind."""
+async def accept_step(
+    request: Request,
+    context: Context,
+    model: Model,
+    kind: Kind,
+    seq_id: int | None,
+    payload: bytes,
+    *,
+    version_id: str | None = None,
+    tokens: int = 0,
+) -> Response:
+    """Accept a numbered step of a model."""
+    # A stray number far ahead would make all later steps late once its gap has timed out.
+    if seq_id is None or not 1 <= seq_id <= MAX_SEQ_ID:
+        found = "is missing" if seq_id is None else f"is {seq_id}"
+        raise WireError.at(
+            ("seq_id",),
+            f"seq_id {found}; steps of a model are numbered from 1, without gaps, in 32 bits.",
+            "missing" if seq_id is None else "value_error",
+        )
+    await context.open_session(request, model.session_id)
+    new = NewRequest(
+        owner=model.owner,
+        kind=kind,
+        base_model=model.base_model,
+        payload=payload,
+        session_id=model.session_id,
+        model_id=model.model_id,
+        seq_id=seq_id,
+        version_id=version_id,
+        tokens=tokens,
+    )
+    await admit(request, context, new)
+    return await submit_request(context, new)
 
-    def around(route: Route) -> Route:
+
+def numbered_step(kind: Kind) -> Callable[[Route], Route]:
+    """Decorator for routes of numbered steps: records the reason when a step is refused."""
+
+    def decorate(route: Route) -> Route:
         @wraps(route)
-        async def send(request: Request) -> Response:
+        async def handle(request: Request) -> Response:
             try:
                 return await route(request)
             except (WireError, UserFailure) as refusal:
-                await _note(request, kind, str(refusal))
+                await _record_refusal(request, kind, str(refusal))
                 raise
             except Refusal as refusal:
-                if refusal.status in FINAL:
-                    await _note(request, kind, str(refusal))
+                if refusal.status in FINAL_STATUSES:
+                    await _record_refusal(request, kind, str(refusal))
                 raise
 
-        return send
+        return handle
 
-    return around
+    return decorate
 
 
-async def _note(request: Request, kind: Kind, reason: str) -> None:
+async def _record_refusal(request: Request, kind: Kind, reason: str) -> None:
     address = _address(request)
-    if address is None or not 1 <= address.seq_id <= LARGEST_SEQ_ID:
+    if address is None or not 1 <= address.seq_id <= MAX_SEQ_ID:
         return
     context = context_of(request)
     try:
         model = await context.model(request, address.model_id)
         await context.open_session(request, model.session_id)
     except Refusal:
-        return  # not this owner's, or over: there is nobody behind it
+        return  # not this owner's model, or its session is finished: no step waits behind it
     if address.forward_only and kind is Kind.FORWARD_BACKWARD:
         kind = Kind.FORWARD
     await context.dispatcher.refuse(
         model.model_id,
         address.seq_id,
         kind,
-        f"it was refused when it came: {redact(reason[:2000])}",
+        f"it was refused when it arrived: {redact(reason[:2000])}",
     )
 
 
 def _address(request: Request) -> StepId | None:
-    body: bytes | None = request.scope.get(SENT)
+    """Model and number of a step, as far as they can be read from its body."""
+    body: bytes | None = request.scope.get(RECEIVED_BODY)
     if body is None:
         return None
     if PROTOBUF_TYPE in request.headers.get("content-type", ""):

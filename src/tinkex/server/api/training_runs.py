@@ -1,4 +1,4 @@
-"""Training runs and checkpoints: lists, details, and what their owner may change."""
+"""The routes that list training runs and checkpoints, and publish, expire and delete them."""
 
 import time
 from collections.abc import Mapping
@@ -10,9 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.deps import answer, context_of, describe, dialect_of, read_body
-from tinkex.server.api.errors import Refusal, missing
-from tinkex.server.api.report_limits import MOST_LISTED, bounded, report
+from tinkex.server.api.bodies import read_body
+from tinkex.server.api.deps import context_of, dialect_of, json_response, openapi_body
+from tinkex.server.api.errors import Refusal, not_found
+from tinkex.server.api.report_limits import MAX_REPORT_ENTRIES, bounded, report
 from tinkex.server.scheduler.checkpoints import (
     EXTERNAL,
     SAMPLER,
@@ -35,17 +36,17 @@ from tinkex.wire.sessions import TrainingRun, TrainingRunsResponse
 
 router = APIRouter(prefix="/api/v1", tags=["runs"])
 
-MOST_ON_A_PAGE = 10_000
-Limit = Annotated[int, Query(ge=0, le=MOST_ON_A_PAGE)]
+MAX_PAGE_SIZE = 10_000
+Limit = Annotated[int, Query(ge=0, le=MAX_PAGE_SIZE)]
 Offset = Annotated[int, Query(ge=0, le=2**53)]
-# `accessible`: also what others have published, and of it only that.
+# `accessible`: also what other owners have published, and only that.
 Scope = Annotated[Literal["owned", "accessible"], Query()]
 
 CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
 @router.get("/training_runs")
-@bounded(entries=MOST_ON_A_PAGE)
+@bounded(entries=MAX_PAGE_SIZE)
 async def list_training_runs(
     request: Request,
     limit: Limit = 20,
@@ -68,33 +69,33 @@ async def list_training_runs(
             training_runs=[_run(run) for run in runs],
             cursor=Cursor(offset=offset, limit=limit, total_count=total),
         ),
-        advice="Ask for fewer with `limit`.",
+        advice="Request fewer with `limit`.",
     )
 
 
 @router.get("/training_runs/{run}")
 async def get_training_run(request: Request, run: str, access_scope: Scope = "owned") -> Response:
-    return answer(_run(await _readable(request, run, access_scope)))
+    return json_response(_run(await _readable(request, run, access_scope)))
 
 
 @router.get("/training_runs/{run}/checkpoints")
-@bounded(entries=MOST_LISTED)
+@bounded(entries=MAX_REPORT_ENTRIES)
 async def list_run_checkpoints(
     request: Request, run: str, access_scope: Scope = "owned"
 ) -> Response:
-    """All of a run, newest first."""
+    """All checkpoints of a run, newest first."""
     await _readable(request, run, access_scope)
     found, total = await context_of(request).store.checkpoint_lists.checkpoints(
         owner=owner_of(request),
         kinds=_kinds(request),
         model_id=run,
         published=access_scope == "accessible",
-        limit=MOST_LISTED,
+        limit=MAX_REPORT_ENTRIES,
     )
     advice = "List them with GET checkpoints, page by page."
-    if total > MOST_LISTED:
+    if total > MAX_REPORT_ENTRIES:
         raise UserFailure(
-            f"{run} has {total} checkpoints, and {MOST_LISTED} are the most of one answer. {advice}"
+            f"{run} has {total} checkpoints; the maximum of one answer is {MAX_REPORT_ENTRIES}. {advice}"
         )
     return await report(
         request,
@@ -104,11 +105,11 @@ async def list_run_checkpoints(
 
 
 @router.get("/checkpoints")
-@bounded(entries=MOST_ON_A_PAGE)
+@bounded(entries=MAX_PAGE_SIZE)
 async def list_checkpoints(
     request: Request, limit: Limit = 100, offset: Offset = 0, access_scope: Scope = "owned"
 ) -> Response:
-    """All of an owner, newest first."""
+    """All checkpoints of an owner, newest first."""
     found, total = await context_of(request).store.checkpoint_lists.checkpoints(
         owner=owner_of(request),
         kinds=_kinds(request),
@@ -122,20 +123,20 @@ async def list_checkpoints(
             checkpoints=[_checkpoint(saved) for saved in found],
             cursor=Cursor(offset=offset, limit=limit, total_count=total),
         ),
-        advice="Ask for fewer with `limit`.",
+        advice="Request fewer with `limit`.",
     )
 
 
 @router.delete(CHECKPOINT, status_code=204)
 async def delete_checkpoint(request: Request, run: str, kind: str, name: str) -> Response:
-    """Gone for everybody who asks by its path; samplers that are open on it go on."""
+    """The path no longer works for anyone; open samplers of the checkpoint continue."""
     key = await _key(request, run, kind, name)
     return _changed(await context_of(request).store.checkpoint_lists.delete(**key), key)
 
 
 @router.post(f"{CHECKPOINT}/publish", status_code=204)
 async def publish(request: Request, run: str, kind: str, name: str) -> Response:
-    """Everybody on this server may read it. A second time changes nothing."""
+    """All owners of this server may read it. Publishing again has no effect."""
     key = await _key(request, run, kind, name)
     return _changed(await context_of(request).store.checkpoint_lists.set_public(True, **key), key)
 
@@ -147,10 +148,10 @@ async def unpublish(request: Request, run: str, kind: str, name: str) -> Respons
 
 
 @router.put(
-    f"{CHECKPOINT}/ttl", status_code=204, openapi_extra=dict(describe(SetCheckpointTtlRequest))
+    f"{CHECKPOINT}/ttl", status_code=204, openapi_extra=dict(openapi_body(SetCheckpointTtlRequest))
 )
 async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
-    """Seconds from now; null keeps it for good."""
+    """Seconds from now; null never expires."""
     ttl_s = _ttl(await read_body(request))
     key = await _key(request, run, kind, name)
     check_ttl(ttl_s)
@@ -161,23 +162,23 @@ async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
 
 
 async def _readable(request: Request, run: str, access_scope: Scope) -> RunSummary:
-    """A run of the caller's or, if asked for, one of which something is published."""
+    """A run of the caller or, with `accessible`, one with a published checkpoint."""
     context = context_of(request)
     if access_scope == "owned":
         await context.model(request, run)
     found = await context.store.checkpoint_lists.run(run, reader=owner_of(request))
     if found is None:
-        raise missing("model", run, "Create one with create_model.")
+        raise not_found("model", run, "Create one with create_model.")
     return found
 
 
 def _ttl(body: bytes) -> int | None:
-    """Here, and only here, null means something that a missing field does not."""
+    """The TTL; null is valid here, unlike a missing field."""
     try:
-        asked: object = parse_json(body)
+        parsed: object = parse_json(body)
     except ValueError:
-        asked = None
-    if isinstance(asked, dict) and asked.get("ttl_seconds", "") is None:
+        parsed = None
+    if isinstance(parsed, dict) and parsed.get("ttl_seconds", "") is None:
         return None
     return decode_json(SetCheckpointTtlRequest, body).ttl_seconds
 
@@ -187,7 +188,7 @@ def time_of(seconds: float) -> datetime:
 
 
 async def _key(request: Request, run: str, kind: str, name: str) -> Mapping[str, Any]:
-    """The name that is meant, if its run is the caller's."""
+    """The key of a checkpoint, whose run must belong to the caller."""
     model = await context_of(request).model(request, run)
     return {"model_id": model.model_id, "kind": kind, "name": name}
 
@@ -199,7 +200,7 @@ def _changed(found: bool, key: Mapping[str, Any]) -> Response:
 
 
 def _kinds(request: Request) -> set[str]:
-    """The kinds that this client can read about."""
+    """The checkpoint kinds that this SDK version knows."""
     known = dialect_of(request, None).knows_external_checkpoints
     return set(KINDS) if known else set(KINDS) - {EXTERNAL}
 
@@ -217,7 +218,7 @@ def _run(run: RunSummary) -> TrainingRun:
         last_request_time=time_of(run.last_request_s),
         last_checkpoint=None if training is None else _checkpoint(training),
         last_sampler_checkpoint=None if sampler is None else _checkpoint(sampler),
-        user_metadata=_texts(model.user_metadata),
+        user_metadata=_metadata_as_str(model.user_metadata),
     )
 
 
@@ -230,10 +231,10 @@ def _checkpoint(saved: NamedCheckpoint) -> Checkpoint:
         size_bytes=saved.version.size_bytes,
         public=saved.public,
         expires_at=None if saved.expires_s is None else time_of(saved.expires_s),
-        user_metadata=_texts(saved.user_metadata),
+        user_metadata=_metadata_as_str(saved.user_metadata),
     )
 
 
-def _texts(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
-    """Any JSON was taken in; what goes out is text."""
+def _metadata_as_str(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """Metadata may be any JSON; the protocol returns strings."""
     return None if metadata is None else {key: str(value) for key, value in metadata.items()}

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.server.executor import (
+    BatchFailed,
     EngineLost,
     EngineRefused,
-    ModelMissing,
+    ModelNotLoaded,
     Outcome,
     Work,
     WorkFailed,
-    WorkMuddled,
 )
 from tinkex.server.scheduler import jobs, step_queue
 from tinkex.server.scheduler.base_model_check import BaseChanged
@@ -285,8 +285,8 @@ class Turns:
 
     async def _lost(self, run: Run, turn: Turn, visit: Visit, lost: EngineLost) -> None:
         """What was with an engine that died is tried again, unless it is what killed it."""
-        muddled = isinstance(lost, WorkMuddled)
-        if muddled or isinstance(lost, ModelMissing):
+        muddled = isinstance(lost, BatchFailed)
+        if muddled or isinstance(lost, ModelNotLoaded):
             # That engine lives, and what it holds of this model is not what the log says.
             run.live_in = None
         unfinished = [step for step in turn.steps if step.seq_id in run.line.running]

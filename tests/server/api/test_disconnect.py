@@ -1,4 +1,4 @@
-"""A poll ends with its client, not when its time is up."""
+"""A poll ends when its client disconnects, not when it times out."""
 
 import asyncio
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.api.test_limits import sample, sampler
+from server.api.test_owner_limits import sample, sampler
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.waiting import until
@@ -20,23 +20,23 @@ CLIENTS = 20
 
 
 def held(api: Api) -> int:
-    """Requests that the server is about."""
+    """Requests that the server is handling."""
     assert api.server is not None
     return len(api.server.server_state.tasks)
 
 
 async def polls(api: Api, path: str, body: Any) -> list["asyncio.Task[Any]"]:
-    asked = [asyncio.create_task(api.post(path, body)) for _ in range(CLIENTS)]
+    requested = [asyncio.create_task(api.post(path, body)) for _ in range(CLIENTS)]
     await until(lambda: held(api) == CLIENTS)
-    return asked
+    return requested
 
 
 @pytest.mark.parametrize("parser", ["httptools", "h11"])
-async def test_polls_of_clients_that_vanish_are_not_held(
+async def test_polls_end_when_their_client_disconnects(
     parser: str, echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if parser == "h11":
-        monkeypatch.setattr(web, "protocol", lambda: "h11")
+        monkeypatch.setattr(web, "limited_protocol", lambda: "h11")
     async with hosted(echo, tmp_path, long_poll_s=HELD_S) as api:
         mine = await sampler(api)
         echo.open.clear()
@@ -50,12 +50,12 @@ async def test_polls_of_clients_that_vanish_are_not_held(
             ("retrieve_futures", {"target": target}),
         )
         for path, body in both:
-            asked = await polls(api, path, body)
+            requested = await polls(api, path, body)
             assert futures.awaited(request_id) is (path == "retrieve_future")
-            stays = asked.pop()
-            for task in asked:
+            stays = requested.pop()
+            for task in requested:
                 task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+            await asyncio.gather(*requested, return_exceptions=True)
             await until(lambda: held(api) == 1)
             assert futures.awaited(request_id) is (path == "retrieve_future")
             assert not stays.done()
@@ -63,7 +63,7 @@ async def test_polls_of_clients_that_vanish_are_not_held(
             await asyncio.gather(stays, return_exceptions=True)
             await until(lambda: held(api) == 0)
             assert not futures.awaited(request_id)
-        # Whoever is there is answered as ever.
+        # Connected clients are still answered.
         waiting = asyncio.create_task(api.result(request_id))
         await until(lambda: held(api) == 1)
         echo.open.set()

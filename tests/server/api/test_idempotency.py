@@ -1,4 +1,4 @@
-"""The repeat of what was accepted gets its first answer, however full the server is."""
+"""A repeat of an accepted request gets the first answer, however full the server is."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from server.api.test_custom_losses import loss
-from server.api.test_limits import sample, sampler
+from server.api.test_owner_limits import sample, sampler
 from server.echo import BASE, EchoExecutor
 from server.hosting import PROTOBUF, Answer, Api, hosted, pass_body
 from server.storage.failing import FULL, FailingFileSystem
@@ -43,7 +43,7 @@ async def test_a_full_server_answers_repeats(
         step = await passed(api, model, 1)
         drawn = await api.post("asample", sample(mine, 0, samples=2))
         optimized = await api.optim_step(model, 2)
-        # As full as it gets: what is new is refused.
+        # The server is full: new requests are refused.
         assert (await passed(api, model, 3)).status == 429
         assert (await api.post("asample", sample(mine, 1))).status == 429
         assert (await api.post("create_custom_loss", loss(session, 1))).status == 429
@@ -54,10 +54,10 @@ async def test_a_full_server_answers_repeats(
         assert (await api.post("asample", sample(mine, 0, samples=2))) == drawn
         assert await api.optim_step(model, 2) == optimized
         assert drawn.json["request_id"] in await streamed(api, sample(mine, 0, samples=2))
-        # Another kind of step on the same number is told so, and not to come back.
+        # Another kind of step with the same number gets a final error.
         reused = await api.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
         assert reused.status == 422
-        # What has no number cannot be a repeat.
+        # A request without a number cannot be a repeat.
         unnumbered = sample(mine, 0)
         del unnumbered["seq_id"]
         assert (await api.post("asample", unnumbered)).status == 429
@@ -66,9 +66,7 @@ async def test_a_full_server_answers_repeats(
         await api.passed(step.json["request_id"])
 
 
-async def test_a_disk_that_takes_nothing_answers_repeats(
-    echo: EchoExecutor, tmp_path: Path
-) -> None:
+async def test_a_full_disk_answers_repeats(echo: EchoExecutor, tmp_path: Path) -> None:
     async with hosted(echo, tmp_path, storage="failing://repeats") as api:
         model = await api.model()
         step = await passed(api, model, 1)

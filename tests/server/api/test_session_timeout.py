@@ -1,4 +1,4 @@
-"""Sessions that fall silent, come back, and are finished."""
+"""Sessions that time out, return, and are finished."""
 
 import asyncio
 import time
@@ -42,20 +42,20 @@ class Times:
         ),
     ],
 )
-def test_how_a_session_stands(row: Times, status: dict[str, object]) -> None:
+def test_session_status(row: Times, status: dict[str, object]) -> None:
     assert session_status(row).model_dump() == status
 
 
-def test_a_silent_session_says_since_when() -> None:
+def test_a_silent_session_reports_its_last_contact() -> None:
     status = session_status(Times(lapsed_s=9.0))
     assert status.type == "cancelled"
     assert "since 1970-01-01 00:00:00 UTC" in str(status)
 
 
 async def dropped(echo: EchoExecutor) -> None:
-    """Some model has left the engine."""
+    """Wait until a model was unloaded from the engine."""
     async with asyncio.timeout(20):
-        while Task.DROP not in echo.tasks():  # noqa: ASYNC110  the echo tells nobody
+        while Task.DROP not in echo.tasks():  # noqa: ASYNC110  the echo executor has no event for this
             await asyncio.sleep(0.02)
 
 
@@ -66,7 +66,7 @@ async def test_a_client_that_returns_after_an_hour_finds_its_model(
         model = await api.model()
         await api.forward_backward(model, 1, tokens=4)
         assert await api.value(await api.optim_step(model, 2)) == 4
-        # Gradients that no step has used yet are kept as well.
+        # Pending gradients are kept as well.
         await api.passed(await api.forward_backward(model, 3, tokens=5))
         await dropped(echo)
         assert model not in echo.models
@@ -85,7 +85,7 @@ async def test_a_finished_session_frees_its_models_at_once(api: Api, echo: EchoE
     assert list(echo.models) == [other]
 
 
-async def test_who_beats_asks_or_has_work_waiting_is_not_taken_for_gone(tmp_path: Path) -> None:
+async def test_heartbeats_requests_and_waiting_work_keep_a_session_alive(tmp_path: Path) -> None:
     store = open_store(
         db_url=f"sqlite:///{tmp_path / 'tinkex.db'}", storage_url=str(tmp_path), folder=tmp_path
     )
@@ -123,7 +123,7 @@ async def test_who_beats_asks_or_has_work_waiting_is_not_taken_for_gone(tmp_path
         await presence.look()
         assert freed == [silent]
         assert await store.sessions.lapsed_sessions() == [silent]
-        # Known again after a restart, and taken back when its client is heard.
+        # The state survives a restart, and ends when the client sends a request.
         again = Presence(store, Frees(), grace_s=1800.0)  # type: ignore[arg-type]
         await again.start()
         again.heard(silent)

@@ -1,8 +1,8 @@
 """
-Every route, and who asks: its owner, another owner, a revoked key, no key, and about what is published.
+Every route with five callers: the owner, another owner, a revoked key, no key; also for published data.
 
-Made from the application's own table of routes. What is expected of each route stands in `EXPECTED`;
-a route that is not there, or a word in its path that nobody explained, fails the suite.
+The routes come from the application's route table. `EXPECTED` has the expected answers; a route that
+is missing there, or an unknown path parameter, fails the suite.
 """
 
 import json
@@ -32,20 +32,19 @@ pytestmark = pytest.mark.anyio
 V1 = "/api/v1"
 CHECKPOINT = f"{V1}/training_runs/{{run}}/checkpoints/{{kind}}/{{name}}"
 
-#: What a route is about, and so who may ask what of it.
-#: `open` says nothing of anybody; `signed` has its permission in its address; `machine` is open to this
-#: machine only; `caller` answers about who asks; `silent` is harmless whatever it names, and the same
-#: for all; `owned` names things, for their owner only; `shared` names what may be published.
+#: The access rule of a route. `open`: reveals nothing about owners. `signed`: the URL is signed.
+#: `machine`: this machine only. `caller`: answers about the caller. `silent`: harmless, and the same
+#: answer for all. `owned`: objects of their owner only. `shared`: objects that may be published.
 Sort = Literal["open", "signed", "machine", "caller", "silent", "owned", "shared"]
 
 
 @dataclass(frozen=True)
 class Expected:
     sort: Sort
-    #: What its owner is answered; the body, if it takes one, is made of the owner's things.
+    #: The answer to the owner; the body, if any, refers to the owner's objects.
     status: int = 200
     body: Any = None
-    #: The part of the address after `?`, where one is needed.
+    #: The query string, if one is needed.
     query: str = ""
 
 
@@ -71,7 +70,7 @@ POLL = {
     "timeout": 0,
 }
 
-#: In the order in which the owner asks: steps have numbers, and what ends something comes last.
+#: In the order of the owner's calls: steps have numbers, and routes that delete come last.
 EXPECTED: Mapping[tuple[str, str], Expected] = {
     ("GET", f"{V1}/healthz"): Expected("open"),
     ("GET", "/api/unauthed/auth-config"): Expected("open", 404),
@@ -116,7 +115,7 @@ EXPECTED: Mapping[tuple[str, str], Expected] = {
     ("POST", f"{V1}/get_info"): Expected("owned", body={"model_id": "{model}"}),
     ("POST", f"{V1}/retrieve_future"): Expected("owned", body={"request_id": "{request}"}),
     ("POST", f"{V1}/retrieve_futures"): Expected("owned", body=POLL),
-    # Making something.
+    # Creating.
     ("POST", f"{V1}/session_heartbeat"): Expected("owned", body={"session_id": "{session}"}),
     ("POST", f"{V1}/asample"): Expected("owned", body={**SAMPLE, "seq_id": 9}),
     ("POST", f"{V1}/stream_sample"): Expected("owned", body={**SAMPLE, "seq_id": 10}),
@@ -141,7 +140,7 @@ EXPECTED: Mapping[tuple[str, str], Expected] = {
     ("POST", f"{V1}/join_sampling_session"): Expected(
         "owned", body={"sampling_session_id": "{sampler}"}
     ),
-    # Into one's own project: of another's checkpoint it asks only to read it.
+    # Into the caller's own project; another owner's checkpoint is only read.
     ("POST", f"{V1}/copy_weights"): Expected(
         "shared", body={"source_path": "{path}", "destination_project_id": "p"}
     ),
@@ -167,7 +166,7 @@ EXPECTED: Mapping[tuple[str, str], Expected] = {
         "owned", body={"model_id": "{model}", "seq_id": 9, "path": "{path}", "optimizer": False}
     ),
     ("POST", f"{V1}/unload_model"): Expected("owned", body={"model_id": "{model}"}),
-    # Changing, and ending.
+    # Changing and deleting.
     ("PUT", f"{V1}/sessions/{{session_id}}/project"): Expected(
         "owned", 204, body={"project_id": "p"}
     ),
@@ -181,7 +180,7 @@ EXPECTED: Mapping[tuple[str, str], Expected] = {
     ("DELETE", f"{V1}/auth/apikey/me"): Expected("caller"),
 }
 
-#: The words in the paths of routes.
+#: The path parameters of routes.
 IN_PATHS = {
     "session_id": "{session}",
     "model_id": "{model}",
@@ -199,7 +198,7 @@ def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
 
 
 def listed(table: Iterable[BaseRoute]) -> Iterator[tuple[str, str]]:
-    """Methods and paths, also of routers in routers; `*` is the method of what is no plain route."""
+    """Methods and paths, also of nested routers; the method is `*` for anything but a plain route."""
     for route in table:
         inner = getattr(route, "original_router", None)
         if inner is not None:
@@ -208,12 +207,12 @@ def listed(table: Iterable[BaseRoute]) -> Iterator[tuple[str, str]]:
             for method in sorted((route.methods or {"*"}) - {"HEAD"}):
                 yield method, route.path
         else:
-            # A folder of files, another application, a WebSocket: nobody has said who may ask.
+            # Static files, a mounted application, a WebSocket: unclassified.
             yield "*", getattr(route, "path", repr(route))
 
 
 def unclassified(app: FastAPI) -> set[tuple[str, str]]:
-    """Routes of which nobody has said who may ask what."""
+    """Unclassified routes."""
     return set(routes(app)) - EXPECTED.keys()
 
 
@@ -259,11 +258,11 @@ def test_a_new_route_fails_until_it_is_classified(app: FastAPI) -> None:
     assert any(path.endswith("/inner/deep") for _, path in unclassified(app))
 
 
-# -- asking --------------------------------------------------------------------------------------
+# -- calls ---------------------------------------------------------------------------------------
 
 
 def filled(value: Any, things: Mapping[str, str]) -> Any:
-    """The same with somebody's ids put in."""
+    """The same with the ids of an owner filled in."""
     if isinstance(value, str):
         return value.format(**things) if value.startswith("{") else value
     if isinstance(value, Mapping):
@@ -281,10 +280,10 @@ def address(route: str, things: Mapping[str, str]) -> str:
     return path
 
 
-async def asked(
+async def call(
     api: Api, key: tuple[str, str], things: Mapping[str, str], query: str = ""
 ) -> tuple[int, str]:
-    """A route of the table, about somebody's things."""
+    """A route of the table with the objects of an owner."""
     method, route = key
     expected = EXPECTED[key]
     body: Any = expected.body
@@ -325,7 +324,7 @@ async def things_of(api: Api) -> dict[str, str]:
     }
 
 
-async def test_every_route_answers_each_of_five_askers_as_expected(
+async def test_every_route_answers_each_of_five_callers_as_expected(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     keys = {name: await new_key(tmp_path, name) for name in ("alice", "bob", "carol")}
@@ -350,42 +349,40 @@ async def test_every_route_answers_each_of_five_askers_as_expected(
         for key, expected in EXPECTED.items():
             needs_key = expected.sort not in ("open", "signed", "machine")
             refusal = 401 if needs_key else expected.status
-            check("no key", key, await asked(nobody, key, things), refusal)
-            check("revoked key", key, await asked(revoked, key, things), refusal)
+            check("no key", key, await call(nobody, key, things), refusal)
+            check("revoked key", key, await call(revoked, key, things), refusal)
             if key == ("DELETE", f"{V1}/auth/apikey/me"):
-                continue  # would take bob's key; its owner's turn is the last
+                continue  # would revoke bob's key; the owner calls it last
             hidden = expected.sort in ("owned", "shared")
             for query in ("", "access_scope=accessible"):
                 if not query or key[0] == "GET":
-                    got = await asked(bob, key, things, query)
+                    got = await call(bob, key, things, query)
                     check("another owner", key, got, 404 if hidden else expected.status)
-                    told = [thing for thing in things.values() if thing in got[1]]
-                    if told and expected.sort == "caller":
-                        wrong.append(f"another owner: {key} tells of {told}")
+                    reported = [thing for thing in things.values() if thing in got[1]]
+                    if reported and expected.sort == "caller":
+                        wrong.append(f"another owner: {key} tells of {reported}")
         assert len(echo.ran) == before, "another owner's request was run"
 
-        # What is published may be read, and nothing more; the rest of its run stays hidden.
+        # Published checkpoints may be read; the rest of the run stays hidden.
         publish = ("POST", f"{CHECKPOINT}/publish")
-        assert (await asked(alice, publish, things))[0] == 204
+        assert (await call(alice, publish, things))[0] == 204
         for key, expected in EXPECTED.items():
             if expected.sort == "owned":
-                got = await asked(bob, key, things)
+                got = await call(bob, key, things)
                 check("another owner, published", key, got, 404)
             elif expected.sort == "shared":
-                got = await asked(bob, key, things, "access_scope=accessible")
+                got = await call(bob, key, things, "access_scope=accessible")
                 check("another owner, published", key, got, expected.status)
         assert len(echo.ran) == before, "another owner's request was run"
 
-        # All of it is still there for its owner, whose things these are.
+        # All objects still exist for their owner.
         for key, expected in EXPECTED.items():
-            check("owner", key, await asked(alice, key, things), expected.status)
+            check("owner", key, await call(alice, key, things), expected.status)
     assert not wrong, "\n".join(wrong)
     assert cells > 5 * len(EXPECTED) - 30
 
 
-async def test_metrics_need_a_key_once_other_machines_can_ask(
-    echo: EchoExecutor, tmp_path: Path
-) -> None:
+async def test_metrics_need_a_key_unless_on_loopback(echo: EchoExecutor, tmp_path: Path) -> None:
     alices, bobs = await new_key(tmp_path, "alice"), await new_key(tmp_path, "bob")
     async with (
         hosted(echo, tmp_path, host="0.0.0.0") as api,

@@ -1,4 +1,4 @@
-"""Keys: who gets in, what a refusal says, and what a token may stand for."""
+"""API keys, their error messages, and tokens."""
 
 import asyncio
 import base64
@@ -24,13 +24,13 @@ ME = "/api/v1/auth/apikey/me"
 
 @pytest.fixture
 def quick() -> Iterator[None]:
-    """The gate asks the database every time."""
-    believed, auth.BELIEVED_S = auth.BELIEVED_S, 0.0
+    """The authenticator reads the database every time."""
+    believed, auth.KEY_CACHE_TTL_S = auth.KEY_CACHE_TTL_S, 0.0
     yield
-    auth.BELIEVED_S = believed
+    auth.KEY_CACHE_TTL_S = believed
 
 
-async def test_a_server_without_keys_takes_everybody_as_local(api: Api) -> None:
+async def test_without_keys_all_requests_belong_to_local(api: Api) -> None:
     async with with_key(api, "tml-anything") as other:
         about = (await other.get(ME)).json
     assert about["details"]["user_details"] == {"email": "local"}
@@ -40,11 +40,11 @@ async def test_a_server_without_keys_takes_everybody_as_local(api: Api) -> None:
 @pytest.mark.parametrize(
     "headers",
     [
-        {"Host": "evil.example"},  # a name that was pointed at this machine
+        {"Host": "evil.example"},  # a foreign name that resolves to this machine
         {"Host": "evil.example:8000"},
         {"Host": "[::2]:8000"},
-        {"Origin": "https://evil.example"},  # a page of another site, in a browser here
-        {"Origin": "null"},  # a file, or a frame in a sandbox
+        {"Origin": "https://evil.example"},  # a page of another site in a local browser
+        {"Origin": "null"},  # a file or a sandboxed frame
         {"Origin": "http://127.0.0.1.evil.example"},
         {"Origin": "http://127.0.0.1@evil.example"},
         {"Origin": "file://"},
@@ -69,7 +69,7 @@ async def test_metrics_without_a_key_are_not_for_web_pages_of_other_sites(
 
 
 @pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "[::1]:9", "127.3.2.1:80"])
-async def test_every_name_of_this_machine_is_taken(api: Api, host: str) -> None:
+async def test_all_loopback_names_are_accepted(api: Api, host: str) -> None:
     body = {"tags": [], "user_metadata": {}, "sdk_version": "0.36.0"}
     headers = {"Host": host, "Origin": f"http://{host}"}
     assert (await api.post("create_session", body, headers=headers)).status == 200
@@ -83,12 +83,12 @@ async def test_the_first_key_closes_a_running_server(api: Api, tmp_path: Path, q
     assert "TINKER_API_KEY" in refused.json["detail"]
     assert "tinkex key create" in refused.json["detail"]
     async with with_key(api, key) as mine:
-        # What was made before there were keys is the owner `local`'s.
+        # Data from before the first key belongs to `local`.
         assert (await mine.post("session_heartbeat", {"session_id": session})).status == 200
         assert (await mine.get(ME)).json["name"] == "mine"
 
 
-async def test_nobody_gets_in_while_a_new_server_looks_whether_there_are_keys(
+async def test_no_request_is_allowed_before_the_first_key_check(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with hosted(echo, tmp_path):
@@ -98,7 +98,7 @@ async def test_nobody_gets_in_while_a_new_server_looks_whether_there_are_keys(
     assert {answer.status for answer in answers} == {401}
 
 
-async def test_refusals_tell_missing_unknown_revoked_and_expired_apart(
+async def test_refusals_distinguish_missing_unknown_revoked_and_expired_keys(
     api: Api, tmp_path: Path, quick: None
 ) -> None:
     revoked = await new_key(tmp_path, "alice", name="old laptop")
@@ -122,27 +122,25 @@ async def test_refusals_tell_missing_unknown_revoked_and_expired_apart(
 
 async def test_a_revoked_key_stops_within_seconds(api: Api, tmp_path: Path) -> None:
     await new_key(tmp_path, "operator")
-    await asyncio.sleep(auth.BELIEVED_S)
+    await asyncio.sleep(auth.KEY_CACHE_TTL_S)
     key = await new_key(tmp_path, "alice")
     async with with_key(api, key) as alice:
         assert (await alice.get(ME)).status == 200
         await revoke(tmp_path, 2)
-        await asyncio.sleep(auth.BELIEVED_S)
+        await asyncio.sleep(auth.KEY_CACHE_TTL_S)
         assert "is revoked" in (await alice.get(ME)).json["detail"]
 
 
-async def test_a_client_can_give_up_its_own_key(api: Api, tmp_path: Path, quick: None) -> None:
+async def test_a_client_can_revoke_its_own_key(api: Api, tmp_path: Path, quick: None) -> None:
     key = await new_key(tmp_path, "alice")
     async with with_key(api, key) as alice, alice.http.delete(ME) as deleted:
         assert deleted.status == 200
         assert (await alice.get(ME)).status == 401
-    # The last key is gone, and the server is not open again.
+    # The last key is revoked, and the server stays closed.
     assert (await api.get(ME)).status == 401
 
 
-async def test_no_key_is_stored_and_the_secrets_are_their_owners_alone(
-    api: Api, tmp_path: Path
-) -> None:
+async def test_no_key_is_stored_and_secret_files_are_private(api: Api, tmp_path: Path) -> None:
     key = await new_key(tmp_path, "alice")
     assert len(key) >= len("tml-") + 22
     kept = everything_kept(tmp_path)
@@ -151,8 +149,8 @@ async def test_no_key_is_stored_and_the_secrets_are_their_owners_alone(
     assert is_private(tmp_path / "tokens.key")
 
 
-def test_a_key_file_that_was_cut_short_signs_nothing(tmp_path: Path) -> None:
-    """With an empty key anybody could make tokens."""
+def test_a_truncated_key_file_is_replaced(tmp_path: Path) -> None:
+    """With an empty key anyone could make tokens."""
     claims = {"exp": 2e9, "key_id": 1}
     for cut in (b"", b"x" * 31):
         (tmp_path / "tokens.key").write_bytes(cut)
@@ -162,8 +160,8 @@ def test_a_key_file_that_was_cut_short_signs_nothing(tmp_path: Path) -> None:
         assert is_private(tmp_path / "tokens.key")
 
 
-def test_a_new_data_folder_is_its_users_alone(tmp_path: Path) -> None:
-    """Also its database in a folder that others can look into, made before there is a server."""
+def test_a_new_data_folder_is_private(tmp_path: Path) -> None:
+    """Also the database, in a readable folder, created before the first start."""
     new, old = tmp_path / "new", tmp_path / "old"
     before = os.umask(0o022)
     try:
@@ -180,7 +178,7 @@ def test_a_new_data_folder_is_its_users_alone(tmp_path: Path) -> None:
     assert is_private(old / "tinkex.db")
 
 
-async def test_a_session_is_in_its_keys_project_unless_it_says_another(
+async def test_a_session_has_the_project_of_its_key_by_default(
     api: Api, tmp_path: Path, quick: None
 ) -> None:
     key = await new_key(tmp_path, "alice", project_id="vision")
@@ -189,7 +187,7 @@ async def test_a_session_is_in_its_keys_project_unless_it_says_another(
         assert await alice.session()
 
 
-async def test_a_key_is_exchanged_for_a_token_that_works_until_the_key_does_not(
+async def test_a_token_is_valid_as_long_as_its_key(
     echo: EchoExecutor, tmp_path: Path, quick: None
 ) -> None:
     async with hosted(echo, tmp_path, jwt=True, jwt_s=600.0) as api:
@@ -197,7 +195,7 @@ async def test_a_key_is_exchanged_for_a_token_that_works_until_the_key_does_not(
         async with with_key(api, key) as alice:
             config = (await alice.post("client/config", {"sdk_version": "0.36.0"})).json
             assert config["pjwt_auth_enabled"] is True
-            # A version that does not know the flag, or is not known itself, is not sent it.
+            # The flag is not sent to versions that do not know it, or to unknown versions.
             for version in ("0.4.1", "9.0.0", "nightly"):
                 config = (await alice.post("client/config", {"sdk_version": version})).json
                 assert "pjwt_auth_enabled" not in config
@@ -217,10 +215,10 @@ async def test_a_key_is_exchanged_for_a_token_that_works_until_the_key_does_not(
             assert (await alice.get(ME)).status == 401
 
 
-async def test_a_token_does_not_revoke_the_key_it_stands_for(
+async def test_a_token_cannot_revoke_its_key(
     echo: EchoExecutor, tmp_path: Path, quick: None
 ) -> None:
-    """It lasts an hour and travels more; the key it would end is for good."""
+    """A token is valid for an hour; revoking its key would be permanent."""
     async with hosted(echo, tmp_path, jwt=True) as api:
         key = await new_key(tmp_path, "alice")
         async with with_key(api, key) as alice:
@@ -234,7 +232,7 @@ async def test_a_token_does_not_revoke_the_key_it_stands_for(
                 assert done.status == 200
 
 
-def test_a_token_that_was_changed_or_is_over_says_nothing() -> None:
+def test_a_changed_or_expired_token_is_refused() -> None:
     tokens = Tokens(b"secret")
     token = tokens.make({"sub": "a", "exp": 100})
     assert tokens.read(token, now_s=99.0) == {"sub": "a", "exp": 100}
@@ -281,14 +279,14 @@ async def test_another_accounts_key_lets_one_request_read_its_checkpoint(
         )
         assert loaded["path"] == path
         assert await bob.value(await bob.optim_step(mine, 3)) == 12
-        # The same in one step, and with the header.
+        # The same when creating from the checkpoint, and with the header.
         created = await bob.step(
             "load_weights", session_id=session, model_seq_id=1, path=path, optimizer=False, **lent
         )
         assert (await bob.result(created))["model_id"] == f"{session}:train:1"
         header = {"X-Tinker-Weights-Access-Token": alices}
-        told = await bob.post("weights_info", {"tinker_path": path}, headers=header)
-        assert told.json["lora_rank"] == 8
-        # Nothing more than that, and the lent key is nowhere on disk.
+        reported = await bob.post("weights_info", {"tinker_path": path}, headers=header)
+        assert reported.json["lora_rank"] == 8
+        # Nothing more is allowed, and the shared key is not stored.
         assert (await bob.get(f"/api/v1/training_runs/{model}")).status == 404
     assert alices.encode() not in everything_kept(tmp_path)

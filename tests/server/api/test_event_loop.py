@@ -1,4 +1,4 @@
-"""Large bodies and results, and disks that hang, do not stop the event loop."""
+"""Large bodies, large results and a hanging disk do not block the event loop."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[bool]:
-    """Of each call, whether the event loop made it."""
+    """For each call, whether it ran on the event loop."""
     real = getattr(module, name)
     loop_thread = threading.get_ident()
     calls: list[bool] = []
@@ -30,7 +30,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[boo
     return calls
 
 
-async def test_a_large_sample_is_put_into_its_normal_form_elsewhere(
+async def test_a_large_sample_is_decoded_off_the_event_loop(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encodings = watched(monkeypatch, sampling, "encode_json")
@@ -45,10 +45,10 @@ async def test_a_large_sample_is_put_into_its_normal_form_elsewhere(
         encodings.clear()
 
 
-async def test_a_large_result_is_looked_at_elsewhere(
+async def test_a_large_result_is_converted_off_the_event_loop(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Old clients cannot read every result as protobuf; which they can is seen in the result."""
+    """Old clients read only some results as protobuf, which requires decoding the result."""
     session_id = await api.session("0.24.0")
     model_id = await api.model(session_id)
     decodings = watched(monkeypatch, futures, "decode_forward_backward_output")
@@ -74,7 +74,7 @@ async def test_a_disk_that_hangs_does_not_stop_the_server(
         on_the_loop.append(threading.get_ident() == loop_thread)
         if hangs.is_set():
             hanging.set()
-            if not on_the_loop[-1]:  # or nothing would go on, this test neither
+            if not on_the_loop[-1]:  # otherwise this test would hang too
                 release.wait(30)
         return real(folder)
 

@@ -1,4 +1,4 @@
-"""Rows are kept for the next request, and never as they were before a change."""
+"""The row cache: hits, eviction, and changes while a row is read."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from tinkex.server.api.deps import Cache
 pytestmark = pytest.mark.anyio
 
 
-async def test_what_was_read_while_it_changed_is_not_kept() -> None:
+async def test_a_row_that_changes_while_it_is_read_is_not_cached() -> None:
     """A session that is finished while another request looks it up must not stay open."""
     rows = {"s": "open"}
     go_on = asyncio.Event()
@@ -29,25 +29,25 @@ async def test_what_was_read_while_it_changed_is_not_kept() -> None:
     assert await cache.get("s") == "finished"
 
 
-async def test_a_row_is_read_once_and_a_missing_one_again() -> None:
-    asked: list[str] = []
+async def test_rows_are_cached_and_missing_rows_are_not() -> None:
+    requested: list[str] = []
 
     async def read(key: str) -> str | None:
-        asked.append(key)
+        requested.append(key)
         return None if key == "missing" else key
 
     cache = Cache(read)
     for key in ("a", "a", "missing", "missing"):
         await cache.get(key)
-    assert asked == ["a", "missing", "missing"]
+    assert requested == ["a", "missing", "missing"]
 
 
-async def test_rows_that_nobody_asks_for_are_forgotten_and_the_others_stay() -> None:
-    asked: list[str] = []
+async def test_unused_rows_are_evicted() -> None:
+    requested: list[str] = []
     now_s = 0.0
 
     async def read(key: str) -> str | None:
-        asked.append(key)
+        requested.append(key)
         return key
 
     cache = Cache(read, clock=lambda: now_s)
@@ -56,5 +56,5 @@ async def test_rows_that_nobody_asks_for_are_forgotten_and_the_others_stay() -> 
         await cache.get(f"once at {now_s}")
     assert len(cache._new) + len(cache._old) <= 4
     await cache.get("once at 0.0")
-    assert asked.count("used") == 1
-    assert asked.count("once at 0.0") == 2
+    assert requested.count("used") == 1
+    assert requested.count("once at 0.0") == 2

@@ -1,4 +1,4 @@
-"""Many large bodies at once: memory has an end, small requests pass, and whoever waits gets in."""
+"""Memory budgets for request bodies: many large bodies, small ones beside them, slow senders."""
 
 import asyncio
 import io
@@ -10,11 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from server.api.test_limits import sample, sampler
+from server.api.test_owner_limits import sample, sampler
 from server.echo import EchoExecutor
 from server.hosting import Api, connected, hosted
 from server.test_blame import SCRIPT
-from tinkex.server.api.bodies import MOMENT_S, PACE_BYTES_S, SMALL_BYTES, NoRoom, Room
+from tinkex.server.api.bodies import (
+    MIN_BYTES_PER_S,
+    SLOW_GRACE_S,
+    SMALL_BYTES,
+    BudgetExhausted,
+    MemoryBudget,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -25,7 +31,7 @@ UPLOADS = 30
 
 
 def padded(body: dict[str, object], size: int) -> bytes:
-    """The same request with so many bytes."""
+    """The same request, padded to this size."""
     whole = json.dumps(body).encode()
     return whole[:-1] + b" " * (size - len(whole)) + b"}"
 
@@ -40,7 +46,7 @@ async def sent(api: Api, body: bytes) -> int:
         return got.status
 
 
-async def test_memory_stays_within_the_room_whoever_sends_and_small_requests_pass(
+async def test_memory_stays_within_the_budget_and_small_requests_pass(
     tmp_path: Path,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -52,19 +58,19 @@ async def test_memory_stays_within_the_room_whoever_sends_and_small_requests_pas
             async with connected(f"http://127.0.0.1:{port}") as api:
                 mine = await sampler(api)
                 before = peak_mib(server.pid)
-                asked = [
+                requested = [
                     asyncio.create_task(sent(api, padded(sample(mine, number), LARGE)))
                     for number in range(UPLOADS)
                 ]
                 small = 0
-                while not all(task.done() for task in asked):
+                while not all(task.done() for task in requested):
                     answer = await api.post("asample", sample(mine, UPLOADS + small))
                     assert answer.status == 200
                     small += 1
-                assert {task.result() for task in asked} == {200}
+                assert {task.result() for task in requested} == {200}
                 assert small > 1
-                # Each is here in parts, whole, and as text while it is decoded; all of them would
-                # be more than a gigabyte.
+                # Each body has several copies while it is decoded; all of them together would be
+                # more than a gigabyte.
                 assert peak_mib(server.pid) - before < 4 * MOST // MEBIBYTE
         finally:
             server.kill()
@@ -72,7 +78,7 @@ async def test_memory_stays_within_the_room_whoever_sends_and_small_requests_pas
 
 
 async def upload(api: Api, sent: bytes, declared: int) -> asyncio.StreamWriter:
-    """A connection that has sent some of a body, and is silent now."""
+    """A connection that has sent part of a body and then nothing."""
     url = api.http._base_url
     assert url is not None
     _, writer = await asyncio.open_connection(url.host, url.port)
@@ -81,7 +87,7 @@ async def upload(api: Api, sent: bytes, declared: int) -> asyncio.StreamWriter:
     return writer
 
 
-async def test_a_body_without_room_is_refused_after_a_while_and_let_in_later(
+async def test_a_body_over_the_budget_gets_a_429_and_is_accepted_later(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     large = 4 * SMALL_BYTES
@@ -89,9 +95,9 @@ async def test_a_body_without_room_is_refused_after_a_while_and_let_in_later(
     async with hosted(echo, tmp_path, **limits) as api:
         mine = await sampler(api)
         assert api.app is not None
-        room = api.app.state.context.room
+        memory = api.app.state.body_budgets.memory
         writers = [await upload(api, b" " * 100, large) for _ in range(2)]
-        while room.peak_bytes < 2 * large:
+        while memory.peak_bytes < 2 * large:
             await api.session()
         body = padded(sample(mine, 0), large)
         refused = await api.http.post("/api/v1/asample", data=body)
@@ -103,17 +109,17 @@ async def test_a_body_without_room_is_refused_after_a_while_and_let_in_later(
             yield body[: large // 2]
             yield body[large // 2 :]
 
-        # What does not say how long it is counts as the longest that is allowed.
+        # A body without Content-Length reserves the maximum.
         assert (await api.http.post("/api/v1/asample", data=pieces())).status == 429
         assert (await api.post("asample", sample(mine, 1))).status == 200
         writers[0].close()
         assert (await api.http.post("/api/v1/asample", data=body)).status == 200
         writers[1].close()
         assert (await api.http.post("/api/v1/asample", data=pieces())).status == 200
-        # Nothing that was given up, refused or answered has kept any.
-        last = await room.take(2 * large)
+        # Aborted, refused and answered requests have released their reservations.
+        last = await memory.reserve(2 * large)
         assert last is not None
-        room.leave(last)
+        memory.release(last)
 
 
 class Clock:
@@ -124,56 +130,56 @@ class Clock:
         return self.now_s
 
 
-async def test_whoever_sends_too_slowly_loses_its_room_only_to_others() -> None:
+async def test_a_slow_sender_loses_its_reservation_only_while_others_wait() -> None:
     clock = Clock()
-    size = 100 * PACE_BYTES_S
-    room = Room(2 * size, wait_s=3.0, clock=clock)
-    slow, quick = await room.take(size), await room.take(size)
+    size = 100 * MIN_BYTES_PER_S
+    memory = MemoryBudget(2 * size, wait_s=3.0, clock=clock)
+    slow, quick = await memory.reserve(size), await memory.reserve(size)
     assert slow
     assert quick
-    clock.now_s = MOMENT_S + 50
-    room.arrived(slow, 10 * PACE_BYTES_S)
-    room.arrived(quick, 60 * PACE_BYTES_S)
-    # Nobody waits, nobody minds.
-    room.arrived(slow, 1)
-    third = await room.take(80 * PACE_BYTES_S)
+    clock.now_s = SLOW_GRACE_S + 50
+    memory.count(slow, 10 * MIN_BYTES_PER_S)
+    memory.count(quick, 60 * MIN_BYTES_PER_S)
+    # No request waits, so nothing is revoked.
+    memory.count(slow, 1)
+    third = await memory.reserve(80 * MIN_BYTES_PER_S)
     assert third
-    room.arrived(quick, 1)
-    with pytest.raises(NoRoom, match="slower than"):
-        room.arrived(slow, 1)
-    # What has arrived of it is still in memory, and counts.
-    waiting = asyncio.create_task(room.take(20 * PACE_BYTES_S))
+    memory.count(quick, 1)
+    with pytest.raises(BudgetExhausted, match="slower than"):
+        memory.count(slow, 1)
+    # Its received bytes are still in memory and count.
+    waiting = asyncio.create_task(memory.reserve(20 * MIN_BYTES_PER_S))
     await asyncio.sleep(0)
     assert not waiting.done()
-    room.leave(slow)
+    memory.release(slow)
     assert await waiting
 
 
-async def test_room_is_given_in_order_and_nobody_waits_for_ever() -> None:
+async def test_reservations_are_granted_in_order_and_waits_time_out() -> None:
     clock = Clock()
-    room = Room(3 * LARGE, wait_s=5.0, clock=clock)
-    first = await room.take(2 * LARGE)
+    memory = MemoryBudget(3 * LARGE, wait_s=5.0, clock=clock)
+    first = await memory.reserve(2 * LARGE)
     assert first
-    large = asyncio.create_task(room.take(3 * LARGE))
+    large = asyncio.create_task(memory.reserve(3 * LARGE))
     await asyncio.sleep(0)
-    small = asyncio.create_task(room.take(LARGE))
+    small = asyncio.create_task(memory.reserve(LARGE))
     await asyncio.sleep(0.01)
-    # It would fit; but then the large one would never.
+    # It would fit, but then the large one would starve.
     assert not small.done()
-    assert await room.take(SMALL_BYTES) is None
+    assert await memory.reserve(SMALL_BYTES) is None
     large.cancel()
-    place = await small
-    assert place
-    room.leave(first)
-    # Larger than everything: it gets everything.
-    everything = asyncio.create_task(room.take(100 * LARGE))
+    reservation = await small
+    assert reservation
+    memory.release(first)
+    # Larger than the budget: it gets the whole budget.
+    everything = asyncio.create_task(memory.reserve(100 * LARGE))
     await asyncio.sleep(0.01)
     assert not everything.done()
-    room.leave(place)
+    memory.release(reservation)
     assert await everything
-    late = asyncio.create_task(room.take(LARGE))
+    late = asyncio.create_task(memory.reserve(LARGE))
     await asyncio.sleep(0)
     clock.now_s = 6.0
-    with pytest.raises(NoRoom, match="did not fit within 5 s"):
+    with pytest.raises(BudgetExhausted, match="did not fit within 5 s"):
         await late
-    assert room.peak_bytes == 3 * LARGE
+    assert memory.peak_bytes == 3 * LARGE

@@ -1,4 +1,4 @@
-"""Backpressure: what is over a limit is refused or held, says so truthfully, and goes on by itself."""
+"""Owner limits: requests over a limit are refused or wait, polls say why, and they continue later."""
 
 import asyncio
 from collections.abc import Iterator
@@ -19,10 +19,10 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(autouse=True)
 def quick() -> Iterator[None]:
-    """The gate asks the database every time."""
-    believed, auth.BELIEVED_S = auth.BELIEVED_S, 0.0
+    """The authenticator reads the database every time."""
+    believed, auth.KEY_CACHE_TTL_S = auth.KEY_CACHE_TTL_S, 0.0
     yield
-    auth.BELIEVED_S = believed
+    auth.KEY_CACHE_TTL_S = believed
 
 
 async def sampler(api: Api) -> str:
@@ -44,7 +44,7 @@ def sample(sampler_id: str, seq_id: int, *, samples: int = 1, tokens: int = 3) -
     }
 
 
-async def test_samples_over_the_limit_are_sent_again_later(
+async def test_samples_over_the_limit_are_accepted_later(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with hosted(echo, tmp_path, max_samples=4, long_poll_s=0.05) as api:
@@ -58,16 +58,16 @@ async def test_samples_over_the_limit_are_sent_again_later(
             assert refused.headers["Retry-After"] == "1"
             assert "3 sequences being sampled, and 4 are allowed" in await refused.text()
         assert (await api.post("asample", sample(mine, 2, samples=1))).status == 200
-        # Training is not held back by it.
+        # Training is not affected.
         echo.open.set()
         await api.result(first.json["request_id"])
         assert (await api.post("asample", body)).status == 200
 
 
-async def test_a_step_that_others_wait_for_is_always_let_in(
+async def test_a_step_that_others_wait_for_is_always_admitted(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
-    """Newer clients send the first chunk of a batch last: refusing it would stop everything."""
+    """Newer clients send the first chunk of a batch last; a refusal would block all others."""
     async with hosted(echo, tmp_path, max_requests=2) as api:
         model = await api.model()
         second = await api.forward_backward(model, 2)
@@ -80,7 +80,7 @@ async def test_a_step_that_others_wait_for_is_always_let_in(
         await api.passed(second)
 
 
-async def test_whatever_an_engine_is_asked_for_counts(echo: EchoExecutor, tmp_path: Path) -> None:
+async def test_all_engine_work_counts(echo: EchoExecutor, tmp_path: Path) -> None:
     async with hosted(echo, tmp_path, max_requests=2) as api:
         model, mine = await api.model(), await sampler(api)
         session = model.partition(":")[0]
@@ -103,7 +103,7 @@ async def test_whatever_an_engine_is_asked_for_counts(echo: EchoExecutor, tmp_pa
         echo.open.set()
 
 
-async def test_queued_tokens_are_limited_but_never_a_request_that_is_alone(
+async def test_queued_tokens_are_limited_but_a_single_request_is_admitted(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with hosted(echo, tmp_path, max_queued_tokens=10) as api:
@@ -114,7 +114,7 @@ async def test_queued_tokens_are_limited_but_never_a_request_that_is_alone(
         echo.open.set()
 
 
-async def test_a_key_has_limits_of_its_own_and_owners_do_not_share_theirs(
+async def test_a_key_may_have_limits_and_owners_have_separate_limits(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     alices = await new_key(tmp_path, "alice", limits={"max_samples": 1})
@@ -134,7 +134,7 @@ async def test_a_key_has_limits_of_its_own_and_owners_do_not_share_theirs(
         echo.open.set()
 
 
-async def test_models_over_the_limit_are_held_and_told_why(
+async def test_models_over_the_limit_wait_and_polls_say_why(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with hosted(echo, tmp_path, max_training=1, long_poll_s=0.05) as api:
@@ -143,10 +143,10 @@ async def test_models_over_the_limit_are_held_and_told_why(
         running = await api.forward_backward(first, 1, tokens=2)
         await echo.entered.acquire()
         held = await api.forward_backward(second, 1, tokens=3)
-        told = await api.poll(held)
-        assert told.status == 408
-        assert told.json["queue_state"] == "paused_rate_limit"
-        assert told.json["queue_state_reason"] == (
+        reported = await api.poll(held)
+        assert reported.status == 408
+        assert reported.json["queue_state"] == "paused_rate_limit"
+        assert reported.json["queue_state_reason"] == (
             "1 of your models are training, and 1 may at once"
         )
         assert (await api.poll(running)).json["queue_state"] == "active"
@@ -155,7 +155,7 @@ async def test_models_over_the_limit_are_held_and_told_why(
 
 
 @pytest.mark.parametrize("by_key", [False, True])
-async def test_work_that_a_restart_takes_up_is_held_by_the_limit_at_once(
+async def test_after_a_restart_the_limit_holds_from_the_start(
     echo: EchoExecutor, tmp_path: Path, by_key: bool
 ) -> None:
     settings: dict[str, Any] = {"long_poll_s": 0.05, "max_training": 0 if by_key else 1}
@@ -163,19 +163,19 @@ async def test_work_that_a_restart_takes_up_is_held_by_the_limit_at_once(
     async with hosted(echo, tmp_path, **settings) as nobody, with_key(nobody, key) as api:
         models = [await api.model(), await api.model()]
         echo.open.clear()
-        asked = [await api.forward_backward(model, 1) for model in models]
+        requested = [await api.forward_backward(model, 1) for model in models]
     again = EchoExecutor()
     again.open.clear()
     async with hosted(again, tmp_path, **settings) as nobody, with_key(nobody, key) as api:
         await again.entered.acquire()
-        told = [(await api.poll(request_id)).json["queue_state"] for request_id in asked]
-        assert sorted(told) == ["active", "paused_rate_limit"]
+        reported = [(await api.poll(request_id)).json["queue_state"] for request_id in requested]
+        assert sorted(reported) == ["active", "paused_rate_limit"]
         again.open.set()
-        await asyncio.gather(*(api.passed(request_id) for request_id in asked))
+        await asyncio.gather(*(api.passed(request_id) for request_id in requested))
 
 
 class FullExecutor(EchoExecutor):
-    """An engine that says it has no room for more samples."""
+    """An engine that reports that it is full."""
 
     def stats(self, base_model: str) -> Stats | None:
         return Stats(sequences_running=8, samples_waiting=5)
@@ -186,10 +186,10 @@ async def test_a_sample_that_waits_for_a_full_engine_says_so(tmp_path: Path) -> 
     async with hosted(full, tmp_path, long_poll_s=0.05) as api:
         mine = await sampler(api)
         full.open.clear()
-        asked = await api.post("asample", sample(mine, 0))
-        told = (await api.poll(asked.json["request_id"])).json
-        assert told["queue_state"] == "paused_capacity"
-        assert told["queue_state_reason"] == (
+        requested = await api.post("asample", sample(mine, 0))
+        reported = (await api.poll(requested.json["request_id"])).json
+        assert reported["queue_state"] == "paused_capacity"
+        assert reported["queue_state_reason"] == (
             "the engine is full: 8 sequences are being sampled, and 5 samples wait"
         )
         full.open.set()
@@ -216,5 +216,5 @@ async def test_many_models_of_one_owner_do_not_keep_another_waiting(
         for request in waits:
             await alice.passed(request)
         order = [work.model_id for work in echo.ran[done:]]
-        # All places were taken when he came; the next that was free was his.
+        # All slots were taken when his request arrived; he got the next free one.
         assert order.index(his) <= 32

@@ -1,4 +1,4 @@
-"""An executor that draws as many tokens as are asked for, and tells them as it goes."""
+"""A fake executor that samples as many tokens as requested and streams them."""
 
 import asyncio
 from typing import Any
@@ -12,17 +12,17 @@ from tinkex.wire.proto.frames_pb2 import Tokens
 from tinkex.wire.protobuf import encode_sample_response
 from tinkex.wire.sampling import SampledSequence, SampleRequest, SampleResponse
 
-#: So many tokens are told at a time, and that often.
-TOGETHER, EVERY_S = 200, 0.005
+#: Tokens per streamed update, and the time between updates.
+TOKENS_PER_UPDATE, UPDATE_INTERVAL_S = 200, 0.005
 
 
-class Fountain(EchoExecutor):
-    """Draws as many tokens as are asked for, quickly, whoever reads them."""
+class StreamingExecutor(EchoExecutor):
+    """Samples quickly, whether or not the client reads."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.drawn: dict[bytes, int] = {}
-        self.given_up = 0
+        self.sampled: dict[bytes, int] = {}
+        self.cancelled = 0
 
     async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
         if work.task is not Task.SAMPLE:
@@ -30,16 +30,16 @@ class Fountain(EchoExecutor):
         request = decode_json(SampleRequest, work.payload)
         most = request.sampling_params.max_tokens or 1
         try:
-            for start in range(0, most, TOGETHER):
+            for start in range(0, most, TOKENS_PER_UPDATE):
                 if work.on_tokens is not None:
-                    told = Tokens(sequence=0, start=start)
-                    told.tokens.extend(range(start, start + TOGETHER))
-                    told.logprobs.extend([-0.5] * TOGETHER)
-                    work.on_tokens(told)
-                self.drawn[work.payload] = start + TOGETHER
-                await asyncio.sleep(EVERY_S)
+                    reported = Tokens(sequence=0, start=start)
+                    reported.tokens.extend(range(start, start + TOKENS_PER_UPDATE))
+                    reported.logprobs.extend([-0.5] * TOKENS_PER_UPDATE)
+                    work.on_tokens(reported)
+                self.sampled[work.payload] = start + TOKENS_PER_UPDATE
+                await asyncio.sleep(UPDATE_INTERVAL_S)
         except asyncio.CancelledError:
-            self.given_up += 1
+            self.cancelled += 1
             raise
         sequence = SampledSequence(
             "length",
@@ -52,7 +52,7 @@ class Fountain(EchoExecutor):
         )
 
 
-def asked(most: int, **fields: Any) -> dict[str, Any]:
+def sample_body(most: int, **fields: Any) -> dict[str, Any]:
     return {
         "prompt": {"chunks": [{"tokens": [1, 2, 3]}]},
         "sampling_params": {"max_tokens": most},

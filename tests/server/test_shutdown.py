@@ -1,4 +1,4 @@
-"""A server that is told to stop leaves its work on disk, and the next start takes it up."""
+"""A stopping server leaves accepted work on disk, and the next start continues it."""
 
 import asyncio
 from pathlib import Path
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Seen(EchoExecutor):
-    """Remembers what it was asked, whether or not it came to it."""
+    """Records all work it receives, finished or not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Seen(EchoExecutor):
         ]
 
 
-async def test_what_was_running_runs_again_after_the_next_start_with_the_same_seed(
+async def test_running_work_runs_again_after_a_restart_with_the_same_seed(
     tmp_path: Path,
 ) -> None:
     first = Seen()
@@ -52,7 +52,7 @@ async def test_what_was_running_runs_again_after_the_next_start_with_the_same_se
             "num_samples": 1,
         }
         sample = (await api.post("asample", body)).json["request_id"]
-        # The creation, the pass and the sample are with the engine; the step waits behind the pass.
+        # The engine has the creation, the pass and the sample; the step waits for the pass.
         async with asyncio.timeout(20):
             for _ in range(3):
                 await first.entered.acquire()

@@ -1,4 +1,4 @@
-"""Links that open one file for a while, and names of files: nothing else can be made of either."""
+"""Signed links and checkpoint names: neither can be turned into access to anything else."""
 
 import asyncio
 import io
@@ -24,7 +24,7 @@ RUNS = "/api/v1/training_runs"
 
 @dataclass
 class Links:
-    """Alice's links: an archive, a file of an export, a trace; and who holds no key."""
+    """Alice's links (an archive, a file of an export, a trace) and a client without a key."""
 
     nobody: Api
     alice: Api
@@ -64,14 +64,14 @@ async def links(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Links
 
 
 async def opened(api: Api, link: str, method: str = "GET") -> int:
-    """Sent as it stands: nothing is decoded, and no dots are resolved, on the way."""
+    """The URL is sent as it is, without decoding or resolving dots."""
     async with api.http.request(method, URL(link, encoded=True), allow_redirects=False) as got:
         await got.read()
         return got.status
 
 
 @pytest.mark.parametrize("kind", ["archive", "file", "trace"])
-async def test_a_link_opens_for_whoever_holds_it_and_no_change_of_it_does(
+async def test_a_link_works_without_a_key_and_a_changed_link_does_not(
     links: Links, kind: str
 ) -> None:
     link = links.all[kind]
@@ -84,8 +84,8 @@ async def test_a_link_opens_for_whoever_holds_it_and_no_change_of_it_does(
         status = await opened(links.nobody, changed)
         assert status in (401, 403, 404, 422), f"{changed} answered {status}"
     parts = urlsplit(link)
-    asked = parse_qs(parts.query)
-    expires, signature = asked["expires"][0], asked["signature"][0]
+    requested = parse_qs(parts.query)
+    expires, signature = requested["expires"][0], requested["signature"][0]
     place = f"{base}{parts.path}"
     for query in (
         "",
@@ -113,19 +113,19 @@ async def test_a_link_is_for_reading_only(links: Links) -> None:
             assert await opened(links.nobody, link, method) == 405
 
 
-async def test_the_signature_of_one_thing_opens_no_other(links: Links) -> None:
+async def test_a_signature_is_valid_for_one_path_only(links: Links) -> None:
     queries = {kind: link.partition("?")[2] for kind, link in links.all.items()}
     places = {kind: link.partition("?")[0] for kind, link in links.all.items()}
     for kind, place in places.items():
         for other, query in queries.items():
             expected = 200 if kind == other else 403
             assert await opened(links.nobody, f"{place}?{query}") == expected
-    # Nor does it open a route that needs a key.
+    # Nor is it valid for a route that needs a key.
     run = f"{places['trace'].partition('/api/')[0]}{RUNS}/{links.model}"
     assert await opened(links.nobody, f"{run}?{queries['archive']}") == 401
 
 
-async def test_a_link_that_has_run_out_opens_nothing(links: Links) -> None:
+async def test_an_expired_link_is_refused(links: Links) -> None:
     base = links.all["archive"].partition("/api/")[0]
     path = urlsplit(links.all["archive"]).path
     assert await opened(links.nobody, f"{base}{path}?{over(links.folder, path)}") == 403
@@ -134,7 +134,7 @@ async def test_a_link_that_has_run_out_opens_nothing(links: Links) -> None:
 
 
 def over(folder: Path, path: str) -> str:
-    """A signature of this very server, for a time that is over."""
+    """A signature of this server that has expired."""
     query = Signer.of_folder(folder).sign(path, lasts_s=-1)
     assert int(parse_qs(query)["expires"][0]) <= time.time()
     return query
@@ -149,7 +149,7 @@ async def test_another_owner_gets_no_link(links: Links) -> None:
         assert (await links.bob.get(path)).status == 404
 
 
-#: Parts of paths that would lead out of a folder, were they ever used as such.
+#: Path components that would lead out of a folder.
 WAYS_OUT = [
     "..",
     "../..",
@@ -170,14 +170,14 @@ WAYS_OUT = [
 ]
 
 
-async def test_a_link_that_is_not_good_costs_its_owner_nothing(
+async def test_an_invalid_link_costs_its_owner_nothing(
     links: Links, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert links.nobody.app
     context = links.nobody.app.state.context
     read = []
     monkeypatch.setattr(context.store.sessions, "session", read.append)
-    async with context.reports.turn("alice"), asyncio.timeout(10):
+    async with links.nobody.app.state.report_slots.slot("alice"), asyncio.timeout(10):
         assert await opened(links.nobody, f"{links.all['trace']}0") == 403
     assert read == []
 
@@ -201,7 +201,7 @@ async def test_no_path_leads_out_of_the_data_folder(links: Links, way: str) -> N
         assert status in (307, 400, 403, 404, 405, 422), f"{path} answered {status}"
 
 
-#: Names that are refused, whatever they would be on this or another system.
+#: Names that are refused on any operating system.
 BAD_NAMES = [
     *("..", ".", ".hidden", "a/b", "../x", "a\\b", "a\0b", "a\nb", "", "x" * 201, "é" * 101),
     *("a\u202eb", "a\u200bb", "\u2028", "\ufeffa", "/etc/passwd", "..\\x", "\ud800"),
@@ -212,7 +212,7 @@ def written(folder: Path) -> set[Path]:
     return {file for file in folder.rglob("*") if "checkpoints" in file.parts}
 
 
-async def test_a_name_that_could_be_a_path_is_no_name(links: Links) -> None:
+async def test_a_checkpoint_name_that_could_be_a_path_is_refused(links: Links) -> None:
     api, before = links.alice, written(links.folder)
     for name in BAD_NAMES:
         model = await api.model()
@@ -226,7 +226,7 @@ async def test_a_name_that_could_be_a_path_is_no_name(links: Links) -> None:
     assert written(links.folder) == before
 
 
-async def test_a_name_that_is_only_unusual_is_one_folder_and_can_be_fetched(links: Links) -> None:
+async def test_an_unusual_but_valid_name_can_be_downloaded(links: Links) -> None:
     api = links.alice
     for name in ("a b", "ü", "模型", "a..b", "a.b", "-x", "~", "%2e%2e", "CON"):
         model = await api.model()

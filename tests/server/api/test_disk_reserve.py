@@ -1,8 +1,8 @@
 """
-The reserve of room is kept by every route that adds something, and promises are kept meanwhile.
+Every route that stores something respects the disk reserve; accepted requests are still answered.
 
-A route that is new must be in one of the two tables below: either it is refused while the reserve is
-in use, or there is a reason why it is not.
+A new route must be in one of the two tables below: it is refused while the reserve is in use, or it
+has a reason why not.
 """
 
 import sqlite3
@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI
 
 from server.api.test_custom_losses import loss
-from server.api.test_isolation import routes
+from server.api.test_owner_isolation import routes
 from server.echo import BASE, EchoExecutor
 from server.hosting import PROTOBUF, Answer, Api, hosted, pass_body
 from tinkex.server.app import create_app
@@ -31,7 +31,7 @@ MORE_THAN_ANY_DISK = 2.0**40
 
 CHECKPOINT = "/api/v1/training_runs/{run}/checkpoints/{kind}/{name}"
 
-#: Routes that add something: each is asked for something new with this path and body.
+#: Routes that store something, each with a path and a body for something new.
 GATED: dict[str, tuple[str, Any]] = {
     "POST /api/v1/asample": ("asample", {"sampling_session_id": "SAMPLER", "seq_id": 9}),
     "POST /api/v1/stream_sample": (
@@ -77,9 +77,9 @@ EXEMPT = {
     "POST /api/v1/retrieve_futures": "reads which results there are",
     "POST /api/v1/cancel_future": "ends work; adds nothing",
     "POST /api/v1/session_heartbeat": "changes one number in place; silence would end the session",
-    "POST /api/v1/sessions/{session_id}/finish": "lets go of what the session kept; once for each",
+    "POST /api/v1/sessions/{session_id}/finish": "frees what the session kept; once per session",
     "POST /api/v1/join_sampling_session": "changes one number in place",
-    "POST /api/v1/telemetry": "anything but a 200 is repeated for ever; nothing is kept of it",
+    "POST /api/v1/telemetry": "clients retry any other status than 200 forever; nothing is kept of it",
     "POST /api/v1/client/config": "reads",
     "POST /api/v1/client/dynamic_config": "reads",
     "POST /api/v1/get_info": "reads",
@@ -88,22 +88,22 @@ EXEMPT = {
     "POST /api/v1/auth/token": "signs a token; stores nothing",
     "POST /api/v1/auth/apikey": "always refused",
     "DELETE /api/v1/auth/apikey/me": "a key that leaked is revoked at once",
-    f"DELETE {CHECKPOINT}": "frees room",
-    f"DELETE {CHECKPOINT}/publish": "hides what is its owner's; once until it is published again",
+    f"DELETE {CHECKPOINT}": "frees disk space",
+    f"DELETE {CHECKPOINT}/publish": "unpublishes; once until it is published again",
 }
 
-#: What exempt routes may add a row to: who deleted, hid or revoked what, once for each thing.
-NOTED = {"audit"}
+#: Tables that exempt routes may add to: audit rows of deletions and revocations, one per object.
+AUDITED = {"audit"}
 
 
 def writing_routes(app: FastAPI) -> set[str]:
-    """Method and path of all that is not a plain read."""
+    """Method and path of all routes that are not plain reads."""
     return {f"{method} {path}" for method, path in routes(app) if method != "GET"}
 
 
 @dataclass
 class Full:
-    """A server whose reserve is in use, and what was made on it before."""
+    """A server whose reserve is in use, with objects from before."""
 
     api: Api
     session: str
@@ -141,7 +141,7 @@ class Full:
         return await self.api.post(path, body, headers=PROTOBUF if type(body) is bytes else None)
 
     def rows(self) -> dict[str, int]:
-        """How many there are in each table."""
+        """The number of rows of each table."""
         with sqlite3.connect(self.folder / "tinkex.db") as database:
             names = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
             return {
@@ -175,7 +175,7 @@ def unlisted(app: FastAPI) -> set[str]:
     return writing_routes(app) - GATED.keys() - EXEMPT.keys()
 
 
-async def test_every_route_that_is_no_read_is_in_one_of_the_tables(full: Full) -> None:
+async def test_every_write_route_is_in_one_of_the_tables(full: Full) -> None:
     assert full.api.app is not None
     assert unlisted(full.api.app) == set(), "does it ask the gate, and if not, why?"
     assert writing_routes(full.api.app) == GATED.keys() | EXEMPT.keys(), "listed, and not there"
@@ -194,7 +194,7 @@ async def test_a_new_route_is_noticed(echo: EchoExecutor, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("route", GATED)
-async def test_nothing_new_is_taken_in_while_the_reserve_is_in_use(full: Full, route: str) -> None:
+async def test_new_requests_are_refused_while_the_reserve_is_in_use(full: Full, route: str) -> None:
     rows, files = full.rows(), full.files()
     answer = await full.ask(route)
     assert answer.status == 503, answer
@@ -203,7 +203,7 @@ async def test_nothing_new_is_taken_in_while_the_reserve_is_in_use(full: Full, r
     assert full.files() == files
 
 
-async def test_what_is_exempt_is_answered_and_adds_next_to_nothing(full: Full) -> None:
+async def test_exempt_routes_answer_and_store_little(full: Full) -> None:
     api, rows = full.api, full.rows()
     kept = f"training_runs/{full.model}/checkpoints/weights/kept"
     said = {"sdk_version": "0.36.0"}
@@ -238,10 +238,10 @@ async def test_what_is_exempt_is_answered_and_adds_next_to_nothing(full: Full) -
     finish = {"reason": {"type": "success"}}
     assert (await api.post(f"sessions/{full.session}/finish", finish)).status == 200
     grown = {name for name, count in full.rows().items() if count > rows[name]}
-    assert grown == NOTED
+    assert grown == AUDITED
 
 
-async def test_a_repeat_of_what_was_accepted_is_answered(
+async def test_a_repeat_of_an_accepted_request_is_answered(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     key = {"X-Idempotency-Key": "once"}
@@ -284,8 +284,8 @@ async def test_a_repeat_of_what_was_accepted_is_answered(
             assert (again.status, again.json) == (200, first[path].json), path
 
 
-async def test_a_write_without_a_gate_of_its_own_is_refused_alone(tmp_path: Path) -> None:
-    """The gate is where rows are added: whoever writes in the same transaction is not affected."""
+async def test_a_write_without_a_check_of_its_own_is_refused_alone(tmp_path: Path) -> None:
+    """The check is where rows are added: other writes of the same transaction are not affected."""
     database = Database(f"sqlite:///{tmp_path / 'tinkex.db'}")
     row = {"owner": "o", "session_id": "s", "at_s": 0.0, "event": {}}
     insert = telemetry.insert().values(**row)

@@ -1,4 +1,4 @@
-"""Sessions found again: lists, details, search with every filter, projects, traces."""
+"""Lists, details, search, projects and traces of sessions."""
 
 import json
 from typing import Any
@@ -32,7 +32,7 @@ async def test_sessions_are_listed_newest_first_by_pages(api: Api) -> None:
     assert (await api.get("/api/v1/sessions?limit=-1")).status == 422
 
 
-async def test_a_session_tells_what_was_made_in_it(api: Api) -> None:
+async def test_a_session_lists_its_models_and_samplers(api: Api) -> None:
     session_id = await a_session(api, user_metadata={"k": "v", "n": 3}, display_name="mine")
     model_id = await api.model(session_id)
     body = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE}
@@ -46,7 +46,7 @@ async def test_a_session_tells_what_was_made_in_it(api: Api) -> None:
     assert (await api.get("/api/v1/sessions/unknown")).status == 404
 
 
-async def test_search_looks_at_every_filter(api: Api) -> None:
+async def test_search_applies_every_filter(api: Api) -> None:
     first = await a_session(api, user_metadata={"team": "a"}, display_name="Sweep one")
     second = await a_session(api, user_metadata={"team": "b"}, project_id="p2")
     third = await a_session(api, user_metadata={"team": "b", "run": "7"}, display_name="Sweep two")
@@ -75,7 +75,7 @@ async def test_search_looks_at_every_filter(api: Api) -> None:
     }
 
 
-async def test_search_goes_page_by_page_without_a_hole(api: Api) -> None:
+async def test_search_pages_are_complete(api: Api) -> None:
     made = [await a_session(api) for _ in range(7)]
     found: list[str] = []
     cursor = None
@@ -90,7 +90,7 @@ async def test_search_goes_page_by_page_without_a_hole(api: Api) -> None:
     assert found == made[::-1]
 
 
-async def test_search_refuses_what_it_does_not_know(api: Api) -> None:
+async def test_search_refuses_unknown_filters(api: Api) -> None:
     for wrong in (
         {"limit": 0},
         {"limit": 201},
@@ -133,7 +133,7 @@ async def test_a_trace_has_every_request_with_its_times(api: Api) -> None:
     await api.passed(request_id)
     exported = (await api.get(f"/api/v1/sessions/{session_id}/trace_export")).json
     assert exported["status"] == "ready"
-    # The link alone opens it: no key is sent along.
+    # The link works without a key.
     async with api.http.get(exported["url"]) as answer:
         events = json.loads(await answer.read())["traceEvents"]
     assert events[0]["args"] == {"name": model_id}

@@ -1,4 +1,4 @@
-"""`retrieve_futures` and `join_sampling_session`: every finished sample is told once, in order."""
+"""`retrieve_futures` and `join_sampling_session`: every finished sample is reported once, in order."""
 
 import asyncio
 import time
@@ -50,7 +50,7 @@ async def poll(
 
 
 async def poll_for(api: Api, sampler: str, count: int, *, clone: int = 0) -> tuple[list[Any], int]:
-    """Poll on from the beginning until so many events came."""
+    """Poll from the beginning until this many events have arrived."""
     found: list[Any] = []
     cursor = 0
     while len(found) < count:
@@ -59,7 +59,7 @@ async def poll_for(api: Api, sampler: str, count: int, *, clone: int = 0) -> tup
     return found, cursor
 
 
-async def test_every_sample_is_told_once_with_the_size_of_its_result(api: Api) -> None:
+async def test_every_sample_is_reported_once_with_the_size_of_its_result(api: Api) -> None:
     sampler = await a_sampler(api)
     ids = [await sample(api, sampler, number) for number in range(20)]
     events, cursor = await poll_for(api, sampler, 20)
@@ -68,11 +68,11 @@ async def test_every_sample_is_told_once_with_the_size_of_its_result(api: Api) -
     result = await api.poll(ids[0], accept="application/x-protobuf")
     sizes = {event["request_id"]: event["response_payload_uncompressed_size"] for event in events}
     assert sizes[ids[0]] == len(result.body) > 0
-    # Nothing more, and at once when told not to wait.
+    # No more events; with a timeout of 0 the answer comes at once.
     assert await poll(api, sampler, cursor, timeout=0) == ([], cursor)
 
 
-async def test_events_before_the_first_poll_and_seen_ones_can_be_asked_for_again(api: Api) -> None:
+async def test_earlier_events_can_be_polled_again(api: Api) -> None:
     sampler = await a_sampler(api)
     first = await sample(api, sampler, 0)
     await api.result(first)
@@ -82,15 +82,13 @@ async def test_events_before_the_first_poll_and_seen_ones_can_be_asked_for_again
     later, after = await poll(api, sampler, cursor)
     assert [event["request_id"] for event in later] == [second]
     assert after > cursor
-    # An answer that was lost on its way.
+    # The answer was lost.
     assert await poll(api, sampler, after, timeout=0) == ([], after)
     assert (await poll(api, sampler, cursor))[0] == later
     assert (await poll(api, sampler, 0))[0] == events + later
 
 
-async def test_a_poll_waits_for_the_next_sample_and_is_woken_by_it(
-    api: Api, echo: EchoExecutor
-) -> None:
+async def test_a_poll_waits_for_the_next_sample(api: Api, echo: EchoExecutor) -> None:
     sampler = await a_sampler(api)
     echo.open.clear()
     request_id = await sample(api, sampler, 0)
@@ -102,14 +100,14 @@ async def test_a_poll_waits_for_the_next_sample_and_is_woken_by_it(
     assert [event["request_id"] for event in events] == [request_id]
 
 
-async def test_time_is_up_with_an_empty_answer_and_the_same_cursor(api: Api) -> None:
+async def test_a_timeout_has_an_empty_answer_and_the_same_cursor(api: Api) -> None:
     sampler = await a_sampler(api)
     began_s = time.monotonic()
     assert await poll(api, sampler, 17, timeout=0.2) == ([], 17)
     assert 0.2 <= time.monotonic() - began_s < 5.0
 
 
-async def test_copies_of_a_client_hear_of_their_own_samples_only(api: Api) -> None:
+async def test_clones_of_a_client_get_their_own_samples_only(api: Api) -> None:
     sampler = await a_sampler(api)
     mine = await sample(api, sampler, 5)
     theirs = await sample(api, sampler, 3 * CLONE + 5)
@@ -119,7 +117,7 @@ async def test_copies_of_a_client_hear_of_their_own_samples_only(api: Api) -> No
     assert [event["request_id"] for event in events] == [theirs]
 
 
-async def test_a_long_log_is_told_in_pieces_from_memory_and_from_disk(
+async def test_a_long_log_is_sent_in_pages_from_memory_and_disk(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(results, "MOST_TOLD", 3)
@@ -127,7 +125,7 @@ async def test_a_long_log_is_told_in_pieces_from_memory_and_from_disk(
     ids = [await sample(api, sampler, number) for number in range(8)]
     for request_id in ids:
         await api.result(request_id)
-    # Nobody had asked before, so these are on disk only; what comes now is in memory as well.
+    # Without an earlier poll, these are on disk only; new events are in memory as well.
     found, cursor = await poll(api, sampler, 0)
     assert len(found) == 3
     ids += [await sample(api, sampler, 8 + number) for number in range(8)]
@@ -143,7 +141,7 @@ async def test_a_long_log_is_told_in_pieces_from_memory_and_from_disk(
     assert await poll(api, sampler, cursor, timeout=0) == ([], cursor)
 
 
-async def test_logs_of_clients_that_are_gone_leave_memory_and_are_read_again(
+async def test_unused_logs_leave_memory_and_are_read_again(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert api.app is not None
@@ -152,24 +150,24 @@ async def test_logs_of_clients_that_are_gone_leave_memory_and_are_read_again(
     request_id = await sample(api, samplers[0], 0)
     (event,), cursor = await poll(api, samplers[0], 0)
     assert event["request_id"] == request_id
-    # Too many: those read longest ago go.
+    # Too many logs: the least recently read are evicted.
     monkeypatch.setattr(results, "MOST_LOGS", 2)
     for sampler in samplers[1:3]:
         await poll(api, sampler, 0, timeout=0)
     assert [client[0] for client in kept] == samplers[1:3]
-    # Not read for long: they go when another one comes.
+    # Logs that were not read for long are evicted when another one is added.
     monkeypatch.setattr(results, "UNREAD_S", 0.0)
     await poll(api, samplers[3], 0, timeout=0)
     assert [client[0] for client in kept] == samplers[3:4]
     assert await poll(api, samplers[0], 0) == ([event], cursor)
 
 
-async def test_a_failed_sample_is_told_as_failed(api: Api, echo: EchoExecutor) -> None:
+async def test_a_failed_sample_is_reported_as_failed(api: Api, echo: EchoExecutor) -> None:
     sampler = await a_sampler(api)
     bad = await sample(api, sampler, 0, unheard_of=3)
     events, _ = await poll_for(api, sampler, 1)
     assert events == [{"state": "failed", "request_id": bad}]
-    # One that its client gave up is told as well.
+    # A cancelled sample is reported as well.
     echo.open.clear()
     given_up = await sample(api, sampler, 1)
     await echo.entered.acquire()
@@ -183,7 +181,7 @@ async def test_ids_of_fetched_results_may_be_repeated_and_unknown(api: Api) -> N
     request_id = await sample(api, sampler, 0)
     _, cursor = await poll_for(api, sampler, 1)
     for _ in range(2):
-        ids = [request_id, "nobody knows this one"]
+        ids = [request_id, "an unknown id"]
         assert await poll(api, sampler, cursor, timeout=0, retrieved_request_ids=ids) == (
             [],
             cursor,
@@ -200,7 +198,7 @@ async def test_only_a_wrong_target_is_refused(api: Api) -> None:
         assert (await api.post("retrieve_futures", {"target": target, **wrong})).status == 422
 
 
-async def test_the_log_outlives_the_process(tmp_path: Path) -> None:
+async def test_the_log_survives_a_restart(tmp_path: Path) -> None:
     async with hosted(EchoExecutor(), tmp_path) as api:
         sampler = await a_sampler(api)
         ids = [await sample(api, sampler, number) for number in range(3)]
@@ -224,14 +222,14 @@ async def join(api: Api, sampler: str) -> int:
     return int(answer.json["client_counter"])
 
 
-async def test_copies_that_join_together_get_different_numbers(api: Api) -> None:
+async def test_clones_that_join_concurrently_get_different_numbers(api: Api) -> None:
     sampler = await a_sampler(api)
     numbers = await asyncio.gather(*(join(api, sampler) for _ in range(20)))
     assert sorted(numbers) == list(range(1, 21))
 
 
-async def test_polls_of_one_client_at_once_lose_nothing(api: Api) -> None:
-    """A client that was told too late that its first poll was lost."""
+async def test_concurrent_polls_of_one_client_lose_nothing(api: Api) -> None:
+    """A client that polls again before its first poll has ended."""
     sampler = await a_sampler(api)
     polls = [asyncio.create_task(poll_for(api, sampler, 50)) for _ in range(4)]
     ids = await asyncio.gather(*(sample(api, sampler, number) for number in range(50)))

@@ -1,4 +1,4 @@
-"""The page at /docs: every route is on it, the hot ones too, and every reference leads somewhere."""
+"""OpenAPI and the page at /docs: all routes are described, and all references resolve."""
 
 from html.parser import HTMLParser
 from pathlib import Path
@@ -40,11 +40,13 @@ async def test_every_route_is_described(page: Any) -> None:
         for method in route.methods or ()
         if method != "HEAD"
     }
-    told = {(path, method) for path, methods in described["paths"].items() for method in methods}
-    assert not routes - told
+    reported = {
+        (path, method) for path, methods in described["paths"].items() for method in methods
+    }
+    assert not routes - reported
 
 
-async def test_the_hot_routes_are_described_with_what_they_take_and_give(page: Any) -> None:
+async def test_the_hot_routes_are_described_with_their_bodies_and_answers(page: Any) -> None:
     _, described = page
     assert set(HOT_ROUTES) == set(HOT_PATHS)
     for path in HOT_ROUTES:
@@ -55,7 +57,7 @@ async def test_the_hot_routes_are_described_with_what_they_take_and_give(page: A
     assert "application/x-protobuf" in passes
 
 
-async def test_every_reference_leads_somewhere(page: Any) -> None:
+async def test_every_reference_resolves(page: Any) -> None:
     _, described = page
     known = {f"#/components/schemas/{name}" for name in described["components"]["schemas"]}
 
@@ -71,7 +73,7 @@ async def test_every_reference_leads_somewhere(page: Any) -> None:
 
 
 class Reader(HTMLParser):
-    """What a browser would make of a page: what it loads, and where its links lead."""
+    """The external resources and the links of a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +99,7 @@ class Reader(HTMLParser):
         self.text += data
 
 
-async def test_the_page_needs_nothing_from_elsewhere_and_names_every_route(api: Api) -> None:
+async def test_the_page_loads_nothing_external_and_names_every_route(api: Api) -> None:
     async with api.http.get("/docs") as got:
         assert got.status == 200
         assert got.content_type == "text/html"
@@ -117,7 +119,7 @@ async def test_the_page_needs_nothing_from_elsewhere_and_names_every_route(api: 
         assert name in reader.anchors
 
 
-def test_what_a_description_says_is_text_on_the_page() -> None:
+def test_descriptions_are_escaped_on_the_page() -> None:
     hostile = "<script>alert(1)</script>"
     described = {
         "info": {"title": hostile, "description": hostile},

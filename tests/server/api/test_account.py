@@ -1,4 +1,4 @@
-"""Usage, storage, audit and telemetry: what is told is exactly what was sent and done."""
+"""Usage, storage, audit and telemetry: reports match exactly what was sent and done."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 
 
 class CachingExecutor(EchoExecutor):
-    """Answers samples of a known length, part of whose prompt was in the cache."""
+    """Returns samples of a known length with part of the prompt cached."""
 
     async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
         outcome = await super().run(base_model, work, incarnation=incarnation)
@@ -49,10 +49,10 @@ async def events(api: Api, **query: str) -> Any:
     return answer.json
 
 
-def totals(told: Any) -> Counter[str]:
-    """Tokens by what they were for."""
+def totals(reported: Any) -> Counter[str]:
+    """Tokens by kind."""
     found: Counter[str] = Counter()
-    for event in told["data"]:
+    for event in reported["data"]:
         info = event["event_info"]
         cached = {True: "_cached", False: ""}[info.get("cached", False)]
         found[info["type"] + cached] += info.get("token_count", info.get("count", 0))
@@ -75,13 +75,13 @@ async def sampled(api: Api, sampler: str, seq_id: int, *, tokens: int, sequences
     )
 
 
-async def test_totals_are_what_was_sent(tmp_path: Path) -> None:
+async def test_token_totals_match_the_requests(tmp_path: Path) -> None:
     async with hosted(CachingExecutor(), tmp_path) as api:
         session_id = await api.session()
         model_id = await api.model(session_id)
         passes = [await api.forward_backward(model_id, 1 + n, tokens=10 + n) for n in range(20)]
         await asyncio.gather(*(api.passed(one) for one in passes))
-        # Asked for again: neither run nor counted again.
+        # A repeat: neither run nor counted again.
         assert await api.forward_backward(model_id, 1, tokens=10) == passes[0]
         # Refused by the engine: nothing was trained.
         await api.result(await api.forward_backward(model_id, 21, tokens=50, loss="unknown"))
@@ -91,8 +91,8 @@ async def test_totals_are_what_was_sent(tmp_path: Path) -> None:
         )
         await asyncio.gather(*(api.result(one) for one in samples))
         await api.result(await api.step("save_weights", model_id=model_id, seq_id=22, path="a"))
-        told = await events(api)
-        assert totals(told) == {
+        reported = await events(api)
+        assert totals(reported) == {
             "training": sum(10 + n for n in range(20)),
             "sampling_prefill": 30 * 6,
             "sampling_prefill_cached": 30 * 2,
@@ -100,15 +100,15 @@ async def test_totals_are_what_was_sent(tmp_path: Path) -> None:
             "checkpoint": 1,
             "storage": 0,
         }
-        assert {event["session_id"] for event in told["data"]} == {session_id}
-        assert {event["base_model"] for event in told["data"]} == {BASE}
-        assert {event["user_id"] for event in told["data"]} == {"local"}
-        assert told["sessions"] == {session_id: {"user_metadata": {}}}
-        # Nobody set a price.
-        assert not any("estimated_cost_usd" in event for event in told["data"])
-    # It is on disk with the results themselves.
+        assert {event["session_id"] for event in reported["data"]} == {session_id}
+        assert {event["base_model"] for event in reported["data"]} == {BASE}
+        assert {event["user_id"] for event in reported["data"]} == {"local"}
+        assert reported["sessions"] == {session_id: {"user_metadata": {}}}
+        # No price is set.
+        assert not any("estimated_cost_usd" in event for event in reported["data"])
+    # Usage is stored in the same commit as the results.
     async with hosted(CachingExecutor(), tmp_path) as api:
-        assert totals(await events(api)) == totals(told)
+        assert totals(await events(api)) == totals(reported)
 
 
 async def test_prices_come_from_the_settings(tmp_path: Path) -> None:
@@ -118,11 +118,11 @@ async def test_prices_come_from_the_settings(tmp_path: Path) -> None:
         model_id = await api.model(session_id)
         await api.passed(await api.forward_backward(model_id, 1, tokens=500))
         await api.result(await api.step("save_weights", model_id=model_id, seq_id=2, path="a"))
-        told = await events(api)
-        (trained,) = [e for e in told["data"] if e["event_info"]["type"] == "training"]
+        reported = await events(api)
+        (trained,) = [e for e in reported["data"] if e["event_info"]["type"] == "training"]
         assert trained["effective_rate_usd_per_million_tokens"] == 2
         assert trained["estimated_cost_usd"] == pytest.approx(500 * 2 / 1e6)
-        (kept,) = [e for e in told["data"] if e["event_info"]["type"] == "storage"]
+        (kept,) = [e for e in reported["data"] if e["event_info"]["type"] == "storage"]
         assert kept["effective_rate_usd_per_gigabyte_month"] == 0.1
         assert kept["estimated_cost_usd"] == pytest.approx(
             kept["event_info"]["gigabyte_hours"] / 730 * 0.1
@@ -152,10 +152,10 @@ def test_prices_are_read_or_refused() -> None:
         ("2026-11-15T10:00:00+05:30", "2026-11-15T12:00:00Z", "whole UTC hour"),
         ("2026-11-15T10:00:00Z", "2026-11-15T10:00:00Z", "14 days"),
         ("2026-11-01T10:00:00Z", "2026-11-15T11:00:00Z", "14 days"),
-        ("0001-01-01T00:00:00+14:00", "2026-11-15T11:00:00Z", "out of reach"),
+        ("0001-01-01T00:00:00+14:00", "2026-11-15T11:00:00Z", "out of range"),
     ],
 )
-async def test_times_that_cannot_be_meant_are_refused(
+async def test_invalid_times_are_refused(
     api: Api, starting_on: str, ending_before: str, says: str
 ) -> None:
     query = urlencode({"starting_on": starting_on, "ending_before": ending_before})
@@ -164,7 +164,7 @@ async def test_times_that_cannot_be_meant_are_refused(
     assert says in answer.json["detail"][0]["msg"]
 
 
-async def test_storage_is_what_is_there_now_by_project(api: Api) -> None:
+async def test_current_storage_is_reported_by_project(api: Api) -> None:
     session_id = await api.session()
     model_id = await api.model(session_id)
     for number, name in enumerate("abc", start=1):
@@ -181,11 +181,11 @@ async def test_storage_is_what_is_there_now_by_project(api: Api) -> None:
     assert (await api.get(f"{path}?project_id=other")).json == {"data": []}
 
 
-async def test_storage_is_what_is_listed_and_nothing_besides(tmp_path: Path) -> None:
+async def test_current_storage_counts_listed_checkpoints_only(tmp_path: Path) -> None:
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api:
         session_id = await api.session()
         model_id = await api.model(session_id)
-        # Two of one name, of which the first is still there, and one without a name.
+        # Two versions of one name, both still stored, and one unnamed checkpoint.
         for number in (1, 2):
             await api.result(
                 await api.step(
@@ -206,7 +206,7 @@ async def test_storage_is_what_is_listed_and_nothing_besides(tmp_path: Path) -> 
         assert item["size_bytes"] == sum(one["size_bytes"] for one in listed)
         found = (await api.post("sessions/search", {})).json["sessions"][0]
         assert (found["checkpoints_count"], found["checkpoint_storage_bytes"]) == (1, 1)
-        # Each save under a name was one, and is counted; that of a sampler is not.
+        # Each named save is counted; the unnamed one for a sampler is not.
         assert totals(await events(api))["checkpoint"] == 2
 
 
@@ -253,7 +253,9 @@ async def test_checkpoints_and_keys_are_in_the_audit_log(api: Api, tmp_path: Pat
         "checkpoint.published",
         "checkpoint.deleted",
     ]
-    assert {told["tinker_path"] for _, told in entries} == {f"tinker://{model_id}/weights/a"}
+    assert {reported["tinker_path"] for _, reported in entries} == {
+        f"tinker://{model_id}/weights/a"
+    }
 
     store = open_store(
         db_url=f"sqlite:///{tmp_path / 'other.db'}", storage_url=str(tmp_path), folder=tmp_path

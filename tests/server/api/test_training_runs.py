@@ -20,9 +20,9 @@ RUNS = "/api/v1/training_runs"
 
 
 async def saved(api: Api, model: str, seq_id: int, name: str, **more: Any) -> str:
-    """A training checkpoint; its path."""
-    asked = await api.step("save_weights", model_id=model, seq_id=seq_id, path=name, **more)
-    result = await api.result(asked)
+    """Save a training checkpoint; return its path."""
+    requested = await api.step("save_weights", model_id=model, seq_id=seq_id, path=name, **more)
+    result = await api.result(requested)
     return str(result["path"])
 
 
@@ -70,7 +70,7 @@ async def test_checkpoints_are_listed_by_run_and_in_pages(api: Api) -> None:
     page = (await api.get("/api/v1/checkpoints?limit=2&offset=1")).json
     assert [each["checkpoint_id"] for each in page["checkpoints"]] == ids[1:3]
     assert page["cursor"]["total_count"] == 4
-    # Older clients fail on a kind they do not know.
+    # Older clients fail on an unknown kind.
     old = {"User-Agent": "AsyncTinker/Python 0.27.2"}
     async with api.http.get("/api/v1/checkpoints", headers=old) as got:
         known = await got.json()
@@ -93,7 +93,9 @@ async def test_a_time_to_live_can_be_set_and_taken_away(api: Api) -> None:
     assert await api.call("PUT", place.replace("/a/", "/b/"), {"ttl_seconds": None}) == 404
 
 
-async def test_what_is_deleted_is_a_404_and_open_samplers_go_on(api: Api, tmp_path: Path) -> None:
+async def test_a_deleted_checkpoint_is_a_404_and_open_samplers_continue(
+    api: Api, tmp_path: Path
+) -> None:
     session = await api.session()
     model = await api.model(session)
     path = await saved(api, model, 1, "a")
@@ -120,7 +122,7 @@ async def test_what_is_deleted_is_a_404_and_open_samplers_go_on(api: Api, tmp_pa
     assert not [*(tmp_path / "checkpoints").glob("*/*/*/*")]
 
 
-async def test_others_may_read_what_is_published_and_do_nothing_else(
+async def test_others_may_only_read_published_checkpoints(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with hosted(echo, tmp_path) as api:
@@ -146,7 +148,7 @@ async def test_others_may_read_what_is_published_and_do_nothing_else(
             assert (await you.get("/api/v1/checkpoints")).json["checkpoints"] == []
             assert await me.call("DELETE", f"{place}/publish") == 204
             assert (await you.post("weights_info", about)).status == 404
-            # The key of the owner, lent for one request, and never stored.
+            # The key of the owner, shared for one request, and never stored.
             body = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": False}
             assert (await you.post("load_weights", body)).status == 404
             lent = await you.post("load_weights", {**body, "weights_access_token": mine})
@@ -179,29 +181,29 @@ async def test_an_archive_is_a_tar_behind_a_signed_link(api: Api) -> None:
     assert (await api.get(place.replace("/a/", "/b/"))).status == 404
 
 
-async def test_a_part_of_an_archive_can_be_asked_for_so_that_a_download_goes_on(api: Api) -> None:
+async def test_a_range_of_an_archive_can_be_requested_to_resume_a_download(api: Api) -> None:
     model = await api.model()
     await saved(api, model, 1, "a")
     place = f"{RUNS}/{model}/checkpoints/weights/a/archive"
     async with api.http.get(place) as got:
         whole, link, tag = await got.read(), str(got.url), got.headers["ETag"]
 
-    async def part(asked: str, **headers: str) -> tuple[int, str | None, bytes]:
-        async with api.http.get(link, headers={"Range": asked, **headers}) as got:
+    async def part(requested: str, **headers: str) -> tuple[int, str | None, bytes]:
+        async with api.http.get(link, headers={"Range": requested, **headers}) as got:
             return got.status, got.headers.get("Content-Range"), await got.read()
 
     size = len(whole)
     for start, stop in ((0, 1), (100, 600), (512, 513), (700, size), (size - 1, size)):
-        asked = f"bytes={start}-{stop - 1}"
+        requested = f"bytes={start}-{stop - 1}"
         expected = (206, f"bytes {start}-{stop - 1}/{size}", whole[start:stop])
-        assert await part(asked) == expected
-        assert await part(asked, **{"If-Range": tag}) == expected
+        assert await part(requested) == expected
+        assert await part(requested, **{"If-Range": tag}) == expected
     assert await part("bytes=513-") == (206, f"bytes 513-{size - 1}/{size}", whole[513:])
     assert await part(f"bytes={size}-") == (416, f"bytes */{size}", b"")
-    # Another version than the one the first part came from, and what is no single range.
+    # Another version than that of the first part, and headers that are not a single range.
     assert await part("bytes=513-", **{"If-Range": '"other"'}) == (200, None, whole)
-    for asked in ("bytes=9-3", "bytes=-5", "bytes=1-2,5-6", "lines=1-", "bytes=" + "9" * 5000):
-        assert await part(asked) == (200, None, whole)
+    for requested in ("bytes=9-3", "bytes=-5", "bytes=1-2,5-6", "lines=1-", "bytes=" + "9" * 5000):
+        assert await part(requested) == (200, None, whole)
 
 
 async def test_an_export_has_a_link_for_each_file(api: Api) -> None:
@@ -225,7 +227,7 @@ async def test_an_export_has_a_link_for_each_file(api: Api) -> None:
     assert "other programs" in other["error"]
 
 
-async def test_an_export_can_be_locked_for_age_keys(api: Api, tmp_path: Path) -> None:
+async def test_an_export_can_be_encrypted_for_age_keys(api: Api, tmp_path: Path) -> None:
     model = await api.model()
     key = pyrage.x25519.Identity.generate()
     keys = [str(key.to_public())]
@@ -235,7 +237,7 @@ async def test_an_export_can_be_locked_for_age_keys(api: Api, tmp_path: Path) ->
     assert [*urls] == ["value.age"]
     async with api.http.get(urls["value.age"]) as got:
         assert pyrage.decrypt(await got.read(), [key]) == b"0"
-    # Nothing is left of what was not locked.
+    # No unencrypted file is left.
     assert files_below(tmp_path / "checkpoints") == ["value.age"]
     wrong = await exported(api, model, 2, "f", age_encryption_recipients=["age1nonsense"])
     assert wrong["category"] == "user"
@@ -244,7 +246,7 @@ async def test_an_export_can_be_locked_for_age_keys(api: Api, tmp_path: Path) ->
     assert "10 are allowed" in many["error"]
 
 
-async def test_a_copy_is_a_run_of_its_own(api: Api, tmp_path: Path) -> None:
+async def test_a_copy_is_a_separate_run(api: Api, tmp_path: Path) -> None:
     session = await api.session()
     model = await api.model(session)
     path = await saved(api, model, 1, "a", user_metadata={"k": "v"})
@@ -259,7 +261,7 @@ async def test_a_copy_is_a_run_of_its_own(api: Api, tmp_path: Path) -> None:
     older = {"source_path": path, "session_id": session, "model_seq_id": 1}
     second = (await api.post("copy_weights", older)).json["tinker_path"]
     assert second == f"tinker://{session}:train:1/weights/a"
-    # The copies stay when the first is gone.
+    # The copies stay when the original is deleted.
     await api.call("DELETE", f"training_runs/{model}/checkpoints/weights/a")
     await api.clean_up()
     for copy in (first, second):
@@ -271,13 +273,13 @@ async def test_a_copy_is_a_run_of_its_own(api: Api, tmp_path: Path) -> None:
     assert (await api.post("copy_weights", {"source_path": first})).status == 422
 
 
-async def test_a_model_that_was_refused_is_no_run(api: Api) -> None:
+async def test_a_refused_model_is_not_listed_as_a_run(api: Api) -> None:
     session = await api.session()
     made = await api.model(session, number=1)
     body = {"session_id": session, "model_seq_id": 0, "base_model": api.base_model}
-    asked = await api.post("create_model", {**body, "lora_config": {"rank": 2000}})
-    refused = asked.json["model_id"]
-    assert "rank" in (await api.result(asked.json["request_id"]))["error"]
+    requested = await api.post("create_model", {**body, "lora_config": {"rank": 2000}})
+    refused = requested.json["model_id"]
+    assert "rank" in (await api.result(requested.json["request_id"]))["error"]
 
     async def listed() -> list[str]:
         page = (await api.get(RUNS)).json
@@ -289,30 +291,30 @@ async def test_a_model_that_was_refused_is_no_run(api: Api) -> None:
     assert (await api.get(f"/api/v1/sessions/{session}")).json["training_run_ids"] == [made]
 
 
-async def test_a_model_that_was_refused_does_not_become_a_run_when_its_request_is_old(
+async def test_a_refused_model_is_not_listed_after_its_request_expired(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with hosted(echo, tmp_path, result_kept_s=0, unfetched_kept_s=0, janitor_s=0) as api:
         session = await api.session()
         body = {"session_id": session, "model_seq_id": 0, "base_model": api.base_model}
-        asked = await api.post("create_model", {**body, "lora_config": {"rank": 2000}})
-        await api.result(asked.json["request_id"])
+        requested = await api.post("create_model", {**body, "lora_config": {"rank": 2000}})
+        await api.result(requested.json["request_id"])
         done = {"reason": {"type": "success"}, "detail": None}
         await api.post(f"sessions/{session}/finish", done)
         await api.clean_up()
         assert (await api.get(RUNS)).json["training_runs"] == []
 
 
-async def test_a_copy_never_answers_with_another_checkpoint(api: Api) -> None:
-    """Into a run that is there already: only a repeat of the same copy is answered."""
+async def test_a_repeated_copy_of_another_checkpoint_is_refused(api: Api) -> None:
+    """A copy into an existing run is answered only if it repeats the same copy."""
     session = await api.session()
     model = await api.model(session)
     path = await saved(api, model, 1, "one")
-    await api.model(session, number=1)  # trained, nothing saved
+    await api.model(session, number=1)  # trained, without a checkpoint
     trained = await api.model(session, number=2)
     body = {"model_id": trained, "seq_id": 1, "path": "smp"}
     await api.result(await api.step("save_weights_for_sampler", **body))
-    twin = await saved(api, await api.model(session, number=3), 1, "one")  # of the same content
+    twin = await saved(api, await api.model(session, number=3), 1, "one")  # with the same content
 
     async def copied(source: str, number: int) -> Answer:
         into = {"session_id": session, "model_seq_id": number}
@@ -321,23 +323,23 @@ async def test_a_copy_never_answers_with_another_checkpoint(api: Api) -> None:
     for number in (1, 2, 3):
         refused = await copied(path, number)
         assert refused.status == 422, (number, refused)
-        (told,) = refused.json["detail"]
-        assert told["loc"][-1] == "model_seq_id"
-        assert f"{session}:train:{number}" in told["msg"]
-        assert "next free number" in told["msg"]
+        (reported,) = refused.json["detail"]
+        assert reported["loc"][-1] == "model_seq_id"
+        assert f"{session}:train:{number}" in reported["msg"]
+        assert "next free number" in reported["msg"]
     first = await copied(path, 4)
     assert first.json["tinker_path"] == f"tinker://{session}:train:4/weights/one"
     assert (await copied(path, 4)).json == first.json
     other = await saved(api, await moved(api, session, 5), 3, "one")
     assert twin != other
     assert (await copied(other, 4)).status == 422
-    # Nor is a model made in the place of a copy.
+    # Nor can a model be created under the number of a copy.
     made = {"session_id": session, "model_seq_id": 4, "base_model": api.base_model}
     assert (await api.post("create_model", {**made, "lora_config": {"rank": 8}})).status == 422
 
 
 async def moved(api: Api, session: str, number: int) -> str:
-    """A model with other weights than a new one."""
+    """A model whose weights differ from a new one."""
     model = await api.model(session, number=number)
     await api.passed(await api.forward_backward(model, 1))
     await api.result(await api.optim_step(model, 2))

@@ -1,8 +1,8 @@
 """
-Every list, search, trace and report has an end: in entries, in bytes, in time of the event loop.
+Every list, search, trace and report is limited in entries, bytes and event loop time.
 
-The first test walks the routes: a new one is either declared with `bounded`, or named here as one
-whose answer has a fixed size. The second asks an owner with very much for everything there is.
+The first test walks the route table: a new route is either declared with `bounded`, or listed here
+because its answer has a fixed size. The second test requests everything for an owner with much data.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from server.hosting import Answer, Api, hosted
 from server.tenants import new_key, with_key
 from tinkex.server.api import account, deps, report_limits, sessions
 from tinkex.server.api.account import _storage_events
-from tinkex.server.api.bodies import Turns
-from tinkex.server.api.report_limits import MOST_BYTES, MOST_LISTED, bound_of, encoded
+from tinkex.server.api.deps import OwnerSlots
+from tinkex.server.api.report_limits import MAX_REPORT_BYTES, MAX_REPORT_ENTRIES, bound_of, encoded
 from tinkex.server.app import HOT_ROUTES, ROUTERS
 from tinkex.server.store import Store, checkpoint_lists, schema
 from tinkex.server.store import sessions as stored_sessions
@@ -38,7 +38,7 @@ from tinkex.wire.sessions import GetSessionResponse, ListSessionsResponse
 
 pytestmark = pytest.mark.anyio
 
-#: Routes that answer about one thing, and how: their answers do not grow with what an owner has.
+#: Routes whose answers do not grow with the data of an owner, and why.
 FIXED = {
     "acknowledges": {
         *("cancel_future", "telemetry", "session_heartbeat", "sessions/{session_id}/finish"),
@@ -46,7 +46,7 @@ FIXED = {
         "training_runs/{run}/checkpoints/{kind}/{name}/publish",
         "training_runs/{run}/checkpoints/{kind}/{name}/ttl",
     },
-    "promises": {
+    "accepts": {
         *("save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights"),
         *("create_custom_loss", "create_model", "unload_model", "optim_step", "asample"),
         *("forward", "forward_backward", "copy_weights", "create_session", "stream_sample"),
@@ -63,12 +63,12 @@ FIXED = {
         "training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls",
         "downloads/{version_id}/{file}",
     },
-    # Bounded by how the server was started.
+    # Bounded by the settings of the server.
     "the server": {"healthz", "get_server_capabilities", "client/config", "client/dynamic_config"},
-    # `completions.MOST_TOLD`; and one result, which has limits of its own.
+    # Limited by the completion log; and one result, which has limits of its own.
     "results": {"retrieve_future", "retrieve_futures"},
 }
-#: What an answer of such a route may have: metadata of one thing, several times.
+#: Maximum bytes of such an answer: the metadata of one object, several times.
 FIXED_BYTES = 256 * 1024
 
 OWNER = "local"
@@ -87,7 +87,7 @@ def routes() -> list[tuple[str, str, Any]]:
     return found + [("POST", path, endpoint) for path, endpoint in HOT_ROUTES.items()]
 
 
-def test_every_route_is_bounded_or_answers_about_one_thing() -> None:
+def test_every_route_is_bounded_or_has_an_answer_of_fixed_size() -> None:
     fixed = set.union(*FIXED.values())
     unknown = {
         f"{method} {path}"
@@ -98,11 +98,13 @@ def test_every_route_is_bounded_or_answers_about_one_thing() -> None:
     assert unknown == set(), "a route that lists something is declared with @bounded"
     declared = [bound_of(endpoint) for *_, endpoint in routes() if bound_of(endpoint)]
     assert len(declared) >= 10
-    assert all(0 < one.entries <= 200_000 and one.bytes <= MOST_BYTES for one in declared if one)
+    assert all(
+        0 < one.entries <= 200_000 and one.bytes <= MAX_REPORT_BYTES for one in declared if one
+    )
 
 
 def fill(connection: sa.Connection) -> None:
-    """One owner who has more of everything than one answer may hold."""
+    """An owner with more of everything than one answer may contain."""
     now_s = time.time()
     said = {"note": "x" * 900}
     kept = {"owner": OWNER, "created_s": now_s - 15 * 86_400}
@@ -119,8 +121,8 @@ def fill(connection: sa.Connection) -> None:
             for run, one in owned
         ],
     )
-    # One run has more checkpoints than a list, all others one each.
-    named = [(RUN, f"c{number}") for number in range(MOST_LISTED + 5)]
+    # One run has more checkpoints than a list may contain; all others have one each.
+    named = [(RUN, f"c{number}") for number in range(MAX_REPORT_ENTRIES + 5)]
     named += [(run, "only") for run, _ in owned[1:]]
     versions = [
         {
@@ -157,7 +159,7 @@ def fill(connection: sa.Connection) -> None:
                 "base_model": BASE,
                 **kept,
             }
-            for number in range(MOST_LISTED + 5)
+            for number in range(MAX_REPORT_ENTRIES + 5)
         ],
     )
     connection.execute(
@@ -210,8 +212,8 @@ def store_of(api: Api) -> Store:
     return store
 
 
-async def asked(api: Api, method: str, path: str) -> Answer:
-    """The most that a route can be asked for."""
+async def call(api: Api, method: str, path: str) -> Answer:
+    """The largest request of a route."""
     values = {"session_id": SESSION, "run": RUN, "kind": "weights", "name": "c1"}
     values |= {"sampling_session_id": f"{SESSION}:sample:1", "version_id": "v1", "file": "x"}
     url = path.format(**values)
@@ -224,14 +226,14 @@ async def asked(api: Api, method: str, path: str) -> Answer:
     return await api.get(f"{url}?{query}")
 
 
-def largest_list(told: Any) -> int:
-    if isinstance(told, dict):
-        return max((*map(largest_list, told.values()), 0))
-    return len(told) if isinstance(told, list) else 0
+def largest_list(reported: Any) -> int:
+    if isinstance(reported, dict):
+        return max((*map(largest_list, reported.values()), 0))
+    return len(reported) if isinstance(reported, list) else 0
 
 
 @pytest.mark.timeout(300)
-async def test_an_owner_with_very_much_gets_bounded_answers_built_off_the_event_loop(
+async def test_an_owner_with_much_data_gets_bounded_answers_built_off_the_event_loop(
     full: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_the_loop: list[int] = []
@@ -250,21 +252,19 @@ async def test_an_owner_with_very_much_gets_bounded_answers_built_off_the_event_
         bound = bound_of(endpoint)
         if method != "GET" and bound is None:
             continue
-        answer = await asked(full, method, path)
+        answer = await call(full, method, path)
         if bound is None:
             assert len(answer.body) <= FIXED_BYTES, f"{path} is to be declared with @bounded"
             continue
         assert len(answer.body) <= bound.bytes, path
         if answer.status == 400:
             refused.add(path.removeprefix("/api/v1/"))
-            assert "which is the limit of one response" in answer.json["detail"] or (
-                "are the most of one answer" in answer.json["detail"]
-            )
+            assert "the maximum of one answer" in answer.json["detail"]
             continue
         assert answer.status == 200, (path, answer.body[:500])
         whole.add(path.removeprefix("/api/v1/"))
         assert largest_list(answer.json) <= bound.entries, path
-    # Pages and traces are cut; what has no pages says how to ask for less.
+    # Pages and traces are cut; routes without pages say how to request less.
     assert refused == {
         "billing/usage/events",
         "sessions/{session_id}",
@@ -274,11 +274,11 @@ async def test_an_owner_with_very_much_gets_bounded_answers_built_off_the_event_
     assert max(on_the_loop) <= FIXED_BYTES
 
 
-async def test_usage_of_too_much_is_refused_and_a_shorter_time_is_answered(full: Api) -> None:
+async def test_usage_over_the_limit_is_refused_and_a_shorter_time_is_answered(full: Api) -> None:
     for days in (14, 1):
         answer = await full.get(f"/api/v1/billing/usage/events?{span(days)}")
         assert answer.status == 400
-        assert "Ask about a shorter time." in answer.json["detail"]
+        assert "Request a shorter time." in answer.json["detail"]
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     query = {
         "starting_on": (hour - timedelta(hours=1)).isoformat(),
@@ -288,21 +288,23 @@ async def test_usage_of_too_much_is_refused_and_a_shorter_time_is_answered(full:
     assert answer.status == 200, answer.body[:300]
     assert len(answer.json["data"]) == 12_001
     total = sum(event["event_info"]["gigabyte_hours"] for event in answer.json["data"])
-    assert total == pytest.approx((MOST_LISTED + 5 + 12_000) / 1e9)
+    assert total == pytest.approx((MAX_REPORT_ENTRIES + 5 + 12_000) / 1e9)
     (item,) = (await full.get("/api/v1/billing/usage/checkpoints/current")).json["data"]
-    assert (item["checkpoint_count"], item["size_bytes"]) == (MOST_LISTED + 12_005,) * 2
+    assert (item["checkpoint_count"], item["size_bytes"]) == (MAX_REPORT_ENTRIES + 12_005,) * 2
 
 
-async def test_the_number_of_checkpoints_in_a_report_has_an_end(
+async def test_the_number_of_checkpoints_in_a_report_is_limited(
     full: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(account, "MOST_STORED", 1_000)
+    monkeypatch.setattr(account, "MAX_CHECKPOINTS", 1_000)
     answer = await full.get(f"/api/v1/billing/usage/events?{span(1)}")
     assert answer.status == 400
     assert "more than 1000 checkpoints" in answer.json["detail"]
 
 
-async def test_a_search_looks_at_so_many_sessions_and_says_where_to_go_on(full: Api) -> None:
+async def test_a_search_examines_a_limited_number_of_sessions_and_returns_a_cursor(
+    full: Api,
+) -> None:
     wanted = {"user_metadata": {"note": "no such note"}}
     pages_seen, cursor = 0, None
     while True:
@@ -315,7 +317,7 @@ async def test_a_search_looks_at_so_many_sessions_and_says_where_to_go_on(full: 
     assert pages_seen == -(-12_001 // stored_sessions.MAX_SEARCHED)
 
 
-async def test_a_search_finds_everything_whatever_the_length_of_what_it_looks_at(
+async def test_a_search_finds_all_matches_whatever_the_size_of_its_steps(
     full: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_sessions, "MAX_SEARCHED_CHARACTERS", 100_000)
@@ -331,7 +333,7 @@ async def test_a_search_finds_everything_whatever_the_length_of_what_it_looks_at
     assert found == listed[: len(found)]
 
 
-async def test_one_owner_makes_one_report_at_a_time_and_others_do_not_wait(
+async def test_an_owner_gets_one_report_at_a_time_and_others_do_not_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = [await new_key(tmp_path, owner) for owner in ("alice", "bob")]
@@ -357,7 +359,7 @@ async def test_one_owner_makes_one_report_at_a_time_and_others_do_not_wait(
         searches = [asyncio.create_task(alice.post("sessions/search", {})) for _ in range(6)]
         while not running:  # noqa: ASYNC110  it is set in another thread
             await asyncio.sleep(0.01)
-        # Another owner's list does not wait for these, nor does anything else.
+        # Neither another owner's list nor other requests wait for these.
         listed = await asyncio.wait_for(bob.get("/api/v1/sessions"), 10)
         assert listed.status == 200
         assert (await asyncio.wait_for(alice.get("/api/v1/auth/apikey/me"), 10)).status == 200
@@ -366,18 +368,18 @@ async def test_one_owner_makes_one_report_at_a_time_and_others_do_not_wait(
     assert most == 1
 
 
-async def test_turns_leave_nothing_behind() -> None:
-    turns = Turns(1)
+async def test_slots_are_freed() -> None:
+    slots = OwnerSlots(1)
 
     async def take(owner: str) -> None:
-        async with turns.turn(owner):
+        async with slots.slot(owner):
             await asyncio.sleep(0)
 
     await asyncio.gather(*(take(f"owner-{number % 50}") for number in range(200)))
-    assert len(turns) == 0
+    assert len(slots) == 0
 
 
-def test_an_answer_in_parts_is_the_same_as_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_encoded_in_parts_is_identical(monkeypatch: pytest.MonkeyPatch) -> None:
     session = GetSessionResponse(
         training_run_ids=["a", 'b"'], sampler_ids=[], user_metadata={"k": "ü"}, display_name=None
     )
@@ -388,18 +390,18 @@ def test_an_answer_in_parts_is_the_same_as_whole(monkeypatch: pytest.MonkeyPatch
         {"traceEvents": [{"a": None}], "displayTimeUnit": "ms", "none": None},
     ):
         assert encoded(message, "") == encode_json(message)
-    monkeypatch.setattr(report_limits, "MOST_BYTES", 20)
-    with pytest.raises(UserFailure, match=r"more than 20 bytes.*Ask for less"):
-        encoded(session, "Ask for less.")
+    monkeypatch.setattr(report_limits, "MAX_REPORT_BYTES", 20)
+    with pytest.raises(UserFailure, match=r"more than the allowed 20 bytes.*Request less"):
+        encoded(session, "Request less.")
 
 
-def test_the_weight_of_metadata_is_that_of_keys_and_values() -> None:
+def test_the_size_of_metadata_counts_keys_and_values() -> None:
     assert checkpoint_lists.characters_of({"ab": "cde", "f": 12}) == 8
     assert checkpoint_lists.characters_of(None) == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_storage_by_the_hour_is_what_every_checkpoint_lasted(seed: int) -> None:
+def test_storage_by_hour_matches_the_lifetimes_of_checkpoints(seed: int) -> None:
     dice = random.Random(seed)
     first, end = 100, 130
     now_s = dice.choice([125.5, 140.0, 130.0]) * 3600

@@ -1,0 +1,510 @@
+"""
+The local executor: one child process per base model.
+
+`LocalExecutor` implements `Executor`. Each `_Engine` starts its child, sends it orders over a Unix
+socket, dispatches its reports, and restarts it with backoff after a crash.
+"""
+
+import asyncio
+import functools
+import hashlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from tinkex.server.executor import (
+    BatchFailed,
+    EngineLost,
+    EngineOptions,
+    EngineRefused,
+    ModelNotLoaded,
+    Outcome,
+    ServedModel,
+    Task,
+    Work,
+    WorkFailed,
+)
+from tinkex.server.processes import ENGINE_BACKOFF, engine_was_stable
+from tinkex.server.scheduler.crash_isolation import Engine as Life
+from tinkex.server.scheduler.crash_isolation import Roll
+from tinkex.wire import engine_protocol
+from tinkex.wire.proto import frames_pb2
+
+log = logging.getLogger("tinkex.server.engine_process")
+
+# Read buffer of an engine's socket. With asyncio's default of 64 KiB, a result of a megabyte takes
+# sixteen reads, and the engine blocks on each.
+READ_BUFFER_BYTES = 16 * 2**20
+# How long a closed engine may take to exit before it is killed.
+EXIT_TIMEOUT_S = 5.0
+# An engine with pending work that sends nothing for this long is reported as unresponsive. It is
+# not killed: from outside, a long pass looks the same.
+UNRESPONSIVE_S = 60.0
+
+
+class LocalExecutor:
+    """One engine process per base model, started on first use."""
+
+    def __init__(
+        self,
+        served: Sequence[ServedModel],
+        options: EngineOptions,
+        *,
+        rolls: Mapping[str, Roll] | None = None,
+    ) -> None:
+        self.served = tuple(served)
+        self._engines = {
+            model.name: _Engine(model, options, (rolls or {}).get(model.name)) for model in served
+        }
+        #: Idle time after which an engine is unloaded; 0 is never. A single engine stays loaded:
+        #: no other needs its memory.
+        self.unloads_after_s = options.idle_s if len(self._engines) > 1 else 0.0
+        self._unloading: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        # A single model is loaded now, so that "ready" means work starts without a wait. Several
+        # would compete for memory before any of them is used.
+        if len(self._engines) == 1:
+            await next(iter(self._engines.values())).ready()
+        if self.unloads_after_s > 0:
+            self._unloading = asyncio.create_task(self._unload_idle())
+
+    async def _unload_idle(self) -> None:
+        while True:
+            await asyncio.sleep(self.unloads_after_s / 4)
+            for engine in self._engines.values():
+                engine.unload_if_idle(self.unloads_after_s)
+
+    async def close(self) -> None:
+        if self._unloading is not None:
+            self._unloading.cancel()
+            await asyncio.gather(self._unloading, return_exceptions=True)
+        await asyncio.gather(*(engine.close() for engine in self._engines.values()))
+
+    async def ready(self, base_model: str) -> int:
+        return await self._engine(base_model).ready()
+
+    async def send(
+        self, base_model: str, work: Work, *, incarnation: int | None = None
+    ) -> asyncio.Future[Outcome]:
+        engine = self._engine(base_model)
+        current = await engine.ready()
+        if incarnation is not None and incarnation != current:
+            raise EngineLost(f"the engine of {base_model} was restarted")
+        return await engine.send(work)
+
+    def waiting_for(self, base_model: str) -> str | None:
+        engine = self._engines.get(base_model)
+        return None if engine is None else engine.waiting_for
+
+    def stats(self, base_model: str) -> frames_pb2.Stats | None:
+        engine = self._engines.get(base_model)
+        return None if engine is None else engine.stats
+
+    def _engine(self, base_model: str) -> "_Engine":
+        engine = self._engines.get(base_model)
+        if engine is None:
+            raise EngineRefused(
+                f"this server no longer serves {base_model}. Restart it with this model to "
+                "continue."
+            )
+        return engine
+
+    def process_id(self, base_model: str) -> int | None:
+        """The process id of the child while it is up."""
+        return self._engines[base_model].process_id
+
+
+class _Engine:
+    """One child process and its restarts."""
+
+    def __init__(self, model: ServedModel, options: EngineOptions, roll: Roll | None) -> None:
+        self._model = model
+        self._options = options
+        #: Records how this engine ended, for the next web process in case this one crashes too.
+        self._roll = roll
+        self._incarnation = 0
+        #: How the last child ended, as text for log and errors.
+        self._exit_text = ""
+        self._tickets = itertools.count(1)
+        #: Orders without an answer, by ticket.
+        self._pending: dict[int, asyncio.Future[Outcome]] = {}
+        self._token_callbacks: dict[int, Callable[[frames_pb2.Tokens], None]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._up = asyncio.Event()
+        #: Runs `_keep_running` while the engine is wanted.
+        self._runner: asyncio.Task[None] | None = None
+        #: The runner of a child that is being unloaded, until that child has exited.
+        self._old_runner: asyncio.Task[None] | None = None
+        self._last_used_s = 0.0
+        #: When the child last sent a report, or received work after it was idle.
+        self._last_report_s = 0.0
+        self._logged_unresponsive = False
+        self._refused: EngineRefused | None = None
+        self._closing = False
+        #: Whether the current or last child has finished any work.
+        self._answered = False
+        #: The last statistics of the child; None while it is down.
+        self.stats: frames_pb2.Stats | None = None
+
+    @property
+    def waiting_for(self) -> str | None:
+        if self._closing:
+            return None
+        if not self._up.is_set():
+            return f"the engine of {self._model.name} is starting"
+        silent_s = asyncio.get_running_loop().time() - self._last_report_s
+        if not self._pending or silent_s < UNRESPONSIVE_S:
+            return None
+        if not self._logged_unresponsive:
+            self._logged_unresponsive = True
+            log.warning(
+                "the engine of %s (process %s) has pending work and has not answered for %.0f s",
+                self._model.name,
+                self.process_id,
+                silent_s,
+            )
+        return (
+            f"the engine of {self._model.name} has not answered for {silent_s:.0f} s: it runs a "
+            "long computation, or is stuck"
+        )
+
+    @property
+    def process_id(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def ready(self) -> int:
+        """Start the child if needed, wait until it is up, and return its incarnation."""
+        if self._refused is not None:
+            raise self._refused
+        self._last_used_s = asyncio.get_running_loop().time()
+        if self._runner is None and not self._closing:
+            self._runner = asyncio.create_task(self._keep_running(after=self._old_runner))
+        if not self._up.is_set():
+            await self._up.wait()
+        if self._refused is not None:
+            raise self._refused
+        if self._closing:
+            raise EngineLost("the server is stopping")
+        return self._incarnation
+
+    async def send(self, work: Work) -> asyncio.Future[Outcome]:
+        if self._writer is None:
+            raise EngineLost(f"the engine of {self._model.name} was lost")
+        ticket = next(self._tickets)
+        answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        if not self._pending:
+            self._last_report_s = asyncio.get_running_loop().time()
+        self._pending[ticket] = answer
+        if work.on_tokens is not None:
+            self._token_callbacks[ticket] = work.on_tokens
+        answer.add_done_callback(functools.partial(self._finish, work, ticket))
+        self._writer.write(engine_protocol.frame(_order(ticket, work)))
+        try:
+            await self._writer.drain()
+        except ConnectionError as error:
+            answer.cancel()
+            raise EngineLost(f"the engine of {self._model.name} was lost") from error
+        except asyncio.CancelledError:
+            answer.cancel()
+            raise
+        return answer
+
+    def _finish(self, work: Work, ticket: int, answer: asyncio.Future[Outcome]) -> None:
+        """An order was answered or cancelled: forget it."""
+        self._pending.pop(ticket, None)
+        self._token_callbacks.pop(ticket, None)
+        self._last_used_s = answer.get_loop().time()
+        if answer.cancelled():
+            self._cancel_sample(work, ticket)
+        else:
+            # Mark the exception as retrieved, in case the caller no longer awaits it.
+            answer.exception()
+
+    def _cancel_sample(self, work: Work, ticket: int) -> None:
+        """Cancel a sample in the engine. Other work is never stopped half-way."""
+        if work.task is Task.SAMPLE and self._writer is not None and not self._closing:
+            cancel = frames_pb2.Cancel(sample_ticket=ticket)
+            self._writer.write(engine_protocol.frame(engine_protocol.Order(cancel=cancel)))
+
+    def unload_if_idle(self, idle_s: float) -> None:
+        """Stop a child that was idle for this long; the next request starts a new one."""
+        idle = self._up.is_set() and not self._pending and not self._closing
+        if self._runner is None or not idle:
+            return
+        if asyncio.get_running_loop().time() - self._last_used_s < idle_s:
+            return
+        log.info("the engine of %s was idle for %.0f s and is unloaded", self._model.name, idle_s)
+        self._old_runner, self._runner = self._runner, None
+        # From now on, `ready` waits for the next child.
+        self._up.clear()
+        self._old_runner.cancel()
+
+    async def close(self) -> None:
+        """Close the socket; the child exits on its own, or is killed after `EXIT_TIMEOUT_S`."""
+        self._closing = True
+        if self._writer is not None:
+            self._writer.close()
+        for runner in (self._runner, self._old_runner):
+            if runner is not None:
+                runner.cancel()
+                await asyncio.gather(runner, return_exceptions=True)
+        self._up.set()
+
+    async def _keep_running(self, *, after: asyncio.Task[None] | None) -> None:
+        """Restart the child with backoff whenever it crashes."""
+        if after is not None:
+            # Two children would not fit in memory, and would share one spill folder.
+            await asyncio.wait({after})
+        loop = asyncio.get_running_loop()
+        wait_s: float | None = None
+        while True:
+            began_s = loop.time()
+            self._answered = False
+            try:
+                await self._run_once()
+            except EngineRefused as refused:
+                # An engine that was up once has valid settings; a later failure may be temporary.
+                if not self._incarnation:
+                    self._refused = refused
+                    self._up.set()
+                    return
+            lived_s = loop.time() - began_s
+            stable = engine_was_stable(answered=self._answered, lived_s=lived_s)
+            wait_s = ENGINE_BACKOFF.next_wait_s(wait_s, stable=stable)
+            log.error(
+                "the engine of %s died%s; restarting it in %.1f s",
+                self._model.name,
+                self._exit_text,
+                wait_s,
+            )
+            await asyncio.sleep(wait_s)
+
+    async def _run_once(self) -> None:
+        """Start one child and read its reports until it exits."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        process = None
+        passed = [theirs.fileno()]
+        command = _command(theirs.fileno(), self._model, self._options)
+        if self._roll is not None:
+            passed.append(self._roll.descriptor)
+            command += ["--roll-fd", str(self._roll.descriptor)]
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    pass_fds=passed,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    # Standard output is reserved for the "ready" line.
+                    stdout=sys.stderr.fileno(),
+                    env=_environment(self._options),
+                )
+            self._process = process
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=READ_BUFFER_BYTES)
+            await self._read_reports(reader, writer)
+        finally:
+            self._up.clear()
+            self.stats = None
+            self._writer = None
+            self._process = None
+            ours.close()
+            self._exit_text = "" if process is None else await _wait_for_exit(process)
+            self._record(Life.NONE)
+            self._fail_pending()
+
+    async def _read_reports(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            while True:
+                try:
+                    head = await reader.readexactly(engine_protocol.LENGTH.size)
+                    body = await reader.readexactly(engine_protocol.body_length(head))
+                except (asyncio.IncompleteReadError, ConnectionError):
+                    return
+                self._handle(engine_protocol.Report.FromString(body), writer)
+        finally:
+            writer.close()
+
+    def _handle(self, report: engine_protocol.Report, writer: asyncio.StreamWriter) -> None:
+        self._last_report_s = asyncio.get_running_loop().time()
+        if self._logged_unresponsive:
+            self._logged_unresponsive = False
+            log.warning("the engine of %s has answered", self._model.name)
+        match report.WhichOneof("body"):
+            case "ready":
+                self._incarnation += 1
+                self._record(Life.UP)
+                self._writer = writer
+                self._up.set()
+                facts = report.ready
+                log.info(
+                    "the engine of %s is up: %s, %s, context %d",
+                    self._model.name,
+                    facts.device,
+                    facts.dtype,
+                    facts.max_context_length,
+                )
+            case "stats":
+                self.stats = report.stats
+            case "refused":
+                raise EngineRefused(report.refused.message)
+            case "done":
+                self._answered = True
+                outcome = Outcome(result=report.done.result, compute_s=report.done.compute_s)
+                if (answer := self._open_answer(report.ticket)) is not None:
+                    answer.set_result(outcome)
+            case "grown":
+                if (on_tokens := self._token_callbacks.get(report.ticket)) is not None:
+                    for tokens in report.grown.sequences:
+                        on_tokens(tokens)
+            case "failed":
+                if (answer := self._open_answer(report.ticket)) is not None:
+                    answer.set_exception(_failure(report.failed))
+
+    def _record(self, life: Life) -> None:
+        if self._roll is not None:
+            self._roll.engine(life)
+
+    def _open_answer(self, ticket: int) -> asyncio.Future[Outcome] | None:
+        """The future of an order, if it was neither answered nor cancelled yet."""
+        answer = self._pending.get(ticket)
+        return None if answer is None or answer.done() else answer
+
+    def _fail_pending(self) -> None:
+        text = f"the engine of {self._model.name} was lost{self._exit_text}"
+        for answer in self._pending.values():
+            if not answer.done():
+                answer.set_exception(EngineLost(text))
+
+
+def _failure(failed: frames_pb2.Failed) -> Exception:
+    if failed.category == engine_protocol.MUDDLED:
+        return BatchFailed(failed.message)
+    if failed.category == engine_protocol.MISSING:
+        return ModelNotLoaded(failed.message)
+    return WorkFailed(failed.category, failed.message)
+
+
+async def _wait_for_exit(process: asyncio.subprocess.Process) -> str:
+    """Wait until the child has exited, kill it after a timeout, and describe how it ended."""
+    try:
+        await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S)
+    except (TimeoutError, asyncio.CancelledError):
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+    status = process.returncode or 0
+    if status == -signal.SIGKILL:
+        return " (SIGKILL: killed by a user, or by the system because memory ran out; see its log)"
+    if status == engine_protocol.GAVE_OUT:
+        return " (its device failed or ran out of memory; see its log)"
+    if status < 0:
+        return f" ({signal.Signals(-status).name})"
+    return f" (exit status {status})"
+
+
+def _command(descriptor: int, model: ServedModel, options: EngineOptions) -> list[str]:
+    """The command line of the child."""
+    command = [
+        *(sys.executable, "-m", "tinkex.engine.process"),
+        *("--fd", str(descriptor)),
+        *("--name", model.name),
+        *("--folder", str(model.folder)),
+        *("--device", options.device),
+        *("--dtype", options.dtype),
+        *("--idle-adapters", str(options.idle_adapters)),
+        "--prefix-cache" if options.prefix_cache else "--no-prefix-cache",
+    ]
+    for name, limit in (
+        ("--threads", options.threads),
+        ("--memory-bytes", options.memory_bytes),
+        ("--adapter-bytes", options.adapter_bytes),
+        ("--kv-tokens", options.kv_tokens),
+        ("--max-batch-tokens", options.max_batch_tokens),
+        ("--max-sequences", options.max_sequences),
+        ("--host-bytes", options.host_bytes),
+    ):
+        if limit:
+            command += [name, str(limit)]
+    if options.spill_folder is not None:
+        folder = hashlib.sha256(model.name.encode()).hexdigest()[:16]
+        command += ["--spill-folder", str(options.spill_folder / folder)]
+    if options.deterministic:
+        command.append("--deterministic")
+    if options.turn_file is not None:
+        command += ["--turn-file", str(options.turn_file)]
+    return command
+
+
+def _environment(options: EngineOptions) -> dict[str, str]:
+    # Threads that spin while they wait would take CPU time from the web process and the client.
+    variables = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    if options.threads:
+        variables["OMP_NUM_THREADS"] = str(options.threads)
+    return {**os.environ, **variables}
+
+
+def _order(ticket: int, work: Work) -> engine_protocol.Order:
+    """Encode work as a message for the engine."""
+    payload = frames_pb2.Payload(inline=work.payload)
+    if work.payload_file is not None:
+        payload = frames_pb2.Payload(file=str(work.payload_file))
+    folder = work.folder or ""
+    model_id = work.model_id
+    order = engine_protocol.Order(ticket=ticket)
+    match work.task:
+        case Task.CREATE:
+            order.create.model_id = model_id
+            order.create.lora_config = work.lora_config
+            order.create.optimizer_config = work.optimizer_config
+        case Task.PASS:
+            order.run_pass.CopyFrom(
+                frames_pb2.Pass(
+                    model_id=model_id,
+                    payload=payload,
+                    backward=work.backward,
+                    session_id=work.session_id,
+                )
+            )
+        case Task.OPTIM_STEP:
+            order.optim_step.CopyFrom(frames_pb2.OptimStep(model_id=model_id, payload=payload))
+        case Task.SAVE:
+            order.save.CopyFrom(
+                frames_pb2.Save(model_id=model_id, folder=folder, optimizer=work.optimizer)
+            )
+        case Task.LOAD:
+            order.load.CopyFrom(
+                frames_pb2.Load(model_id=model_id, folder=folder, optimizer=work.optimizer)
+            )
+        case Task.SNAPSHOT:
+            order.snapshot.CopyFrom(frames_pb2.Snapshot(model_id=model_id, folder=folder))
+        case Task.RESTORE:
+            order.restore.CopyFrom(frames_pb2.Restore(model_id=model_id, folder=folder))
+        case Task.CLEAR_GRADIENTS:
+            order.clear_gradients.model_id = model_id
+        case Task.DROP:
+            order.drop.model_id = model_id
+        case Task.REGISTER_LOSS:
+            order.register_loss.CopyFrom(
+                frames_pb2.RegisterLoss(
+                    loss_id=work.loss_id, session_id=work.session_id, payload=payload
+                )
+            )
+        case Task.FORGET_LOSSES:
+            order.forget_losses.session_id = work.session_id
+        case Task.SAMPLE:
+            order.sample.CopyFrom(
+                frames_pb2.Sample(
+                    payload=payload,
+                    adapter_folder=folder,
+                    owner=work.owner,
+                    streams=work.on_tokens is not None,
+                )
+            )
+    return order

@@ -1,0 +1,186 @@
+"""Local engine processes: options, socket, idle unloading, and unresponsive engines."""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import sys
+from asyncio.selector_events import _SelectorSocketTransport  # type: ignore[attr-defined]
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.hosting import Api, hosted
+from serving import TINY
+from tinkex.engine import EngineSettings
+from tinkex.engine.process import parser, settings_of
+from tinkex.server import engine_process
+from tinkex.server.engine_process import LocalExecutor, _command
+from tinkex.server.executor import EngineOptions, ServedModel, Task, Work
+from tinkex.server.settings import CHOICES, Settings
+from tinkex.server.web import _engine_options
+
+pytestmark = pytest.mark.anyio
+
+IDLE_S = 1.5
+
+
+async def until_unloaded(executor: LocalExecutor) -> None:
+    while executor.process_id(TINY) is not None:  # noqa: ASYNC110 (another process)
+        await asyncio.sleep(0.02)
+
+
+async def step(api: Api, model: str, first: int) -> float:
+    """The loss before an optimizer step."""
+    passed = await api.passed(await api.forward_backward(model, first, tokens=8))
+    await api.result(await api.optim_step(model, first + 1, learning_rate=1e-2))
+    return passed.metrics["loss:sum"]
+
+
+async def test_an_idle_engine_is_unloaded_and_comes_back_with_its_models(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    served = [ServedModel(name=name, folder=tiny_model) for name in (TINY, "test/other")]
+    options = EngineOptions(threads=1, deterministic=True, idle_s=IDLE_S)
+    executor = LocalExecutor(served, options)
+    async with hosted(executor, tmp_path, janitor_s=0) as api:
+        await executor.start()
+        api.base_model = TINY
+        model = await api.model()
+        losses = [await step(api, model, 1)]
+        await until_unloaded(executor)
+        # Two concurrent requests start one engine.
+        again = await asyncio.gather(step(api, model, 3), api.model())
+        losses.append(again[0])
+        assert losses[1] < losses[0]
+        assert executor.process_id("test/other") is None
+
+
+def test_the_only_engine_stays(tiny_model: Path) -> None:
+    served = [ServedModel(name=TINY, folder=tiny_model)]
+    assert LocalExecutor(served, EngineOptions(idle_s=IDLE_S)).unloads_after_s == 0
+    twice = [*served, ServedModel(name="test/other", folder=tiny_model)]
+    assert LocalExecutor(twice, EngineOptions(idle_s=IDLE_S)).unloads_after_s == IDLE_S
+
+
+SERVED = ServedModel(name="m", folder=Path("/models/m"))
+
+
+def engine_settings(settings: Settings) -> EngineSettings:
+    command = _command(7, SERVED, _engine_options(settings, [SERVED]))
+    assert command[1:3] == ["-m", "tinkex.engine.process"]
+    return settings_of(parser().parse_args(command[3:]))
+
+
+def other(name: str, value: Any) -> Any:
+    """A value other than the default."""
+    if name in CHOICES:
+        return CHOICES[name][-1]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 3
+    return "other" if isinstance(value, str) else value
+
+
+def test_every_setting_of_an_engine_can_be_set() -> None:
+    """A new setting that is not passed on would keep its default."""
+    changed = {
+        field.name: other(field.name, field.default) for field in dataclasses.fields(Settings)
+    }
+    received = engine_settings(Settings(**changed))
+    unreachable = [
+        field.name
+        for field in dataclasses.fields(EngineSettings)
+        if getattr(received, field.name) == field.default
+    ]
+    assert not unreachable
+    assert (received.max_sequences, received.idle_adapters, received.prefix_cache) == (3, 19, False)
+    assert received.host_bytes == 3 * 10**9
+
+
+def test_default_settings_leave_the_engine_defaults() -> None:
+    received = engine_settings(Settings(data="/data"))
+    own = received.spill_folder
+    assert own is not None
+    assert own.parent == Path("/data/spill")
+    assert received == EngineSettings(name="m", folder=SERVED.folder, spill_folder=own)
+
+
+def test_zero_idle_adapters_can_be_configured() -> None:
+    assert engine_settings(Settings(idle_adapters=0)).idle_adapters == 0
+
+
+#: An engine that answers everything with four megabytes.
+ENGINE = """
+import socket, sys
+from tinkex.wire import engine_protocol
+from tinkex.wire.proto import frames_pb2
+wire = socket.socket(fileno=int(sys.argv[1]))
+wire.sendall(engine_protocol.frame(engine_protocol.Report(ready=frames_pb2.Ready(device="cpu"))))
+stream = wire.makefile("rb")
+while head := stream.read(engine_protocol.LENGTH.size):
+    order = engine_protocol.Order.FromString(stream.read(engine_protocol.body_length(head)))
+    done = frames_pb2.Done(result=b"x" * 2**22)
+    wire.sendall(engine_protocol.frame(engine_protocol.Report(ticket=order.ticket, done=done)))
+"""
+
+
+@pytest.mark.anyio
+async def test_reading_a_large_result_does_not_block_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses = []
+    pause = _SelectorSocketTransport.pause_reading
+    monkeypatch.setattr(
+        _SelectorSocketTransport, "pause_reading", lambda one: (pauses.append(1), pause(one))
+    )
+    monkeypatch.setattr(
+        engine_process,
+        "_command",
+        lambda descriptor, *_: [sys.executable, "-c", ENGINE, str(descriptor)],
+    )
+    executor = LocalExecutor([ServedModel(name="x", folder=Path())], EngineOptions())
+    await executor.start()
+    try:
+        await executor.ready("x")
+        work = Work(task=Task.DROP, model_id="m")
+        answers = [await executor.send("x", work) for _ in range(3)]
+        outcomes = await asyncio.gather(*answers)
+        assert [len(outcome.result) for outcome in outcomes] == [2**22] * 3
+    finally:
+        await executor.close()
+    assert pauses == []
+
+
+async def test_polls_report_an_unresponsive_engine(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(engine_process, "UNRESPONSIVE_S", 0.5, raising=False)
+    caplog.set_level(logging.WARNING)
+    served = [ServedModel(name=TINY, folder=tiny_model)]
+    executor = LocalExecutor(served, EngineOptions(threads=1))
+    async with hosted(executor, tmp_path, janitor_s=0, long_poll_s=1.0) as api:
+        await executor.start()
+        api.base_model = TINY
+        model = await api.model()
+        process = executor.process_id(TINY)
+        assert process is not None
+        os.kill(process, signal.SIGSTOP)
+        try:
+            passed = await api.forward_backward(model, 1)
+            reported = (await api.poll(passed)).json
+        finally:
+            os.kill(process, signal.SIGCONT)
+        assert reported["queue_state"] == "paused_capacity"
+        assert f"the engine of {TINY} has not answered for" in reported["queue_state_reason"]
+        # The same process continues, and no step is lost or done twice.
+        assert (await api.passed(passed)).metrics["loss:sum"] > 0
+        assert executor.process_id(TINY) == process
+    assert caplog.text.count("has not answered for") == 1
+    assert "has answered" in caplog.text
