@@ -30,8 +30,7 @@ from tinkex.server.api.errors import Refusal
 from tinkex.server.api.futures import INLINE_ENCODE_BYTES
 from tinkex.server.api.submit import accepted, admit, sequence_ids, take, tokens_known
 from tinkex.server.scheduler.checkpoints import refuse_external
-from tinkex.server.scheduler.jobs import bug
-from tinkex.server.scheduler.results import Settled, UnknownRequest
+from tinkex.server.scheduler.results import Settled, UnknownRequest, bug
 from tinkex.server.scheduler.sample_worker import Tap
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Accepted, NewRequest, Sampler

@@ -3,22 +3,28 @@
 import asyncio
 import functools
 import logging
-from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from pathlib import Path
 from typing import Any
 
-from tinkex.server.executor import EngineLost, Executor, Outcome, Work
-from tinkex.server.executor import Task as Doing
-from tinkex.server.scheduler import step_queue
+from tinkex.server.executor import EngineLost, Executor, Outcome, Task, Work
 from tinkex.server.scheduler.base_model_check import BaseCheck
 from tinkex.server.scheduler.crash_isolation import Company, Roll, Visit
 from tinkex.server.scheduler.fairness import Admission
-from tinkex.server.scheduler.jobs import Ending, Payloads, unstorable
-from tinkex.server.scheduler.model_state import Run, Unstored
-from tinkex.server.scheduler.results import Futures, Settled
-from tinkex.server.scheduler.step_queue import Cause, Kind, Step
-from tinkex.server.store import NewRequest, RequestRow, Store, accepted_work, request_writes
+from tinkex.server.scheduler.results import Ending, Futures, Settled, unstorable
+from tinkex.server.scheduler.step_queue import Kind
+from tinkex.server.store import (
+    CustomLoss,
+    Model,
+    RequestRow,
+    Store,
+    accepted_work,
+    request_writes,
+)
+from tinkex.server.store.requests import INLINE_BYTES
+from tinkex.wire.codec import encode_json
+from tinkex.wire.proto import frames_pb2
 
 log = logging.getLogger("tinkex.server.scheduler")
 
@@ -71,7 +77,7 @@ class Desk:
         self._to_count: set[str] = set()
         self.closing = False
         #: Seconds of computing and number of operations, by task; for the metrics page.
-        self.computed: dict[Doing, tuple[int, float]] = {}
+        self.computed: dict[Task, tuple[int, float]] = {}
         #: Seconds of computing by owner: who has which share.
         self.used_s: defaultdict[str, float] = _Recent(float)
         #: Done once the last request whose commit was asked for has been told of.
@@ -123,7 +129,7 @@ class Desk:
         """Let an engine do this, on its owner's account."""
         return await (await self.send(base_model, work, owner=owner, incarnation=incarnation))
 
-    def _count_work(self, task: Doing, owner: str, answer: asyncio.Future[Outcome]) -> None:
+    def _count_work(self, task: Task, owner: str, answer: asyncio.Future[Outcome]) -> None:
         if answer.cancelled() or answer.exception() is not None:
             return
         compute_s = answer.result().compute_s
@@ -262,134 +268,6 @@ class Desk:
         )
 
 
-# MERGED: What became of the steps of a model, on its way to the disk: strictly in the order of the steps. So the log on disk is always what the model was after one of its steps. A result that cannot be stored is tried again. If that does not help, its step fails, and the model goes back to the step before it: nobody was told what came after, and those steps run again.
-
-
-class Results:
-    """One task for each model that has something to store."""
-
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        #: Called when steps of a model wait again.
-        self.went_back: Callable[[Run], None] = lambda run: None
-
-    def add(self, run: Run, step: Step, ending: Ending, *, spoiled: str | None) -> None:
-        """The step is over; `spoiled` is what its line said before it."""
-        model = run.model
-        if step.request_id:
-            self._desk.payloads.forget(step.request_id)
-            self._desk.failures.settled(
-                ending,
-                request_id=step.request_id,
-                kind=step.kind,
-                session_id=model.session_id,
-                model_id=model.model_id,
-                creates=step.kind is Kind.CREATE_MODEL or step.creates,
-            )
-        run.unstored.append(Unstored(step, ending, spoiled))
-        if run.storing is None:
-            run.storing = self._desk.spawn(self._store_all(run))
-
-    async def _store_all(self, run: Run) -> None:
-        try:
-            while run.unstored:
-                await self._store_next(run)
-        finally:
-            run.storing = None
-
-    async def _store_next(self, run: Run) -> None:
-        group = _together(run.unstored)
-        try:
-            try:
-                await self._desk.insist_on_storing(lambda: self._commit(run, group))
-            except Exception:
-                if len(group) == 1:
-                    raise
-                # The first alone, so that it does not fail for one behind it.
-                group = group[:1]
-                await self._desk.insist_on_storing(lambda: self._commit(run, group))
-        except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
-            self._go_back(run, group[0], unstorable(error))
-            return
-        for one in group:
-            run.unstored.popleft()
-            if one.step.request_id:
-                self._desk.wake(
-                    one.step.request_id,
-                    run.model.owner,
-                    one.step.kind,
-                    run.model.session_id,
-                    one.ending,
-                )
-
-    async def _commit(self, run: Run, group: Sequence[Unstored]) -> None:
-        """All of a group in one transaction."""
-        requests = self._desk.store.requests
-        first = group[0]
-        if first.ending.committed:
-            return
-        if not first.step.request_id:
-            model = run.model
-            new = NewRequest(
-                owner=model.owner,
-                kind=first.step.kind,
-                base_model=model.base_model,
-                payload=b"",
-                session_id=model.session_id,
-                model_id=model.model_id,
-                seq_id=first.step.seq_id,
-            )
-            await requests.file_refused(new, first.ending.error or "", cause=Cause.WORK)
-            return
-        endings = [await self._desk.kept(one.step.request_id, one.ending) for one in group]
-        await requests.finish_all(endings)
-
-    def _go_back(self, run: Run, failed: Unstored, ending: Ending) -> None:
-        """The step fails; what ran after it was not told to anybody, and runs again."""
-        if failed.ending.error is not None:
-            # It has changed nothing, so nothing after it is different without it.
-            again = replace(ending, cause=failed.ending.cause)
-            run.unstored[0] = replace(failed, ending=again)
-            return
-        behind = [one for one in list(run.unstored)[1:] if not one.is_late]
-        late = [one for one in list(run.unstored)[1:] if one.is_late]
-        run.unstored = deque([replace(failed, ending=ending), *late])
-        line = run.line
-        line.spoiled = failed.spoiled
-        line.learn(failed.step, ending.error)
-        # Not with the first of those put back: the number before it may be one that never came.
-        line.go_back(failed.step.seq_id + 1)
-        for one in behind:
-            if one.step.request_id:
-                line.put_back([one.step])
-            else:
-                line.put_back_refused(one.step, one.ending.error or "")
-        run.live_in = None
-        run.going_back = True
-        self.went_back(run)
-
-
-def _together(unstored: Sequence[Unstored]) -> list[Unstored]:
-    """
-    The passes in front, or the one step that is there.
-
-    Everything else is stored once all before it is: it must not be on disk without them.
-    """
-    group: list[Unstored] = []
-    for one in unstored:
-        alone = (
-            one.step.kind not in step_queue.PASSES
-            or not one.step.request_id
-            or one.ending.committed
-        )
-        if group and alone:
-            break
-        group.append(one)
-        if alone:
-            break
-    return group
-
-
 # MERGED: Which sessions have failed: marked with the reason, until work of theirs succeeds again. A session has failed when the server could not do its work, or when a model of it was not created. What a user can mend in the next request, such as an unknown loss, fails that request only.
 
 
@@ -443,3 +321,102 @@ class Failures:
             "reason": reason,
         }
         self._store.runs.mark_failed(session_id, failure)
+
+
+# MERGED: What engines are told for each kind of request. Pure: from stored things to work.
+
+
+def create_work(model: Model) -> Work:
+    return Work(
+        task=Task.CREATE,
+        model_id=model.model_id,
+        lora_config=encode_json(dict(model.lora_config)),
+        optimizer_config=encode_json(dict(model.optimizer_config)),
+    )
+
+
+def register_loss_work(loss: CustomLoss) -> Work:
+    return Work(
+        task=Task.REGISTER_LOSS,
+        loss_id=loss.loss_id,
+        session_id=loss.session_id,
+        payload=loss.definition,
+    )
+
+
+def forget_losses_work(session_id: str) -> Work:
+    return Work(task=Task.FORGET_LOSSES, session_id=session_id)
+
+
+def training_work(model: Model, kind: Kind, payload: bytes | Path) -> Work:
+    return Work(
+        task=Task.OPTIM_STEP if kind is Kind.OPTIM_STEP else Task.PASS,
+        model_id=model.model_id,
+        backward=kind is Kind.FORWARD_BACKWARD,
+        session_id=model.session_id,
+        **_carried(payload),
+    )
+
+
+def sample_work(
+    owner: str,
+    folder: str | None,
+    payload: bytes | Path,
+    on_tokens: Callable[[frames_pb2.Tokens], None] | None = None,
+) -> Work:
+    return Work(
+        task=Task.SAMPLE, folder=folder, owner=owner, on_tokens=on_tokens, **_carried(payload)
+    )
+
+
+def drop_work(model_id: str) -> Work:
+    return Work(task=Task.DROP, model_id=model_id)
+
+
+def clear_gradients_work(model_id: str) -> Work:
+    return Work(task=Task.CLEAR_GRADIENTS, model_id=model_id)
+
+
+def payload_size(payload: bytes | Path) -> int:
+    return payload.stat().st_size if isinstance(payload, Path) else len(payload)
+
+
+def _carried(payload: bytes | Path) -> dict[str, Any]:
+    return {"payload_file": payload} if isinstance(payload, Path) else {"payload": payload}
+
+
+# MERGED: What requests carry, kept in memory between their acceptance and their turn.
+
+
+# Up to this much is kept; the rest is read back.
+PAYLOADS_BYTES = 128 * 2**20
+
+
+class Payloads:
+    """Bytes, or the file that holds them: large ones are files already, and engines read those."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._kept: dict[str, bytes] = {}
+        self._kept_bytes = 0
+
+    def keep(self, request_id: str, payload: bytes) -> None:
+        """Keep this for its turn if it is small and there is room."""
+        fits = self._kept_bytes + len(payload) <= PAYLOADS_BYTES
+        if len(payload) <= INLINE_BYTES and fits:
+            self._kept[request_id] = payload
+            self._kept_bytes += len(payload)
+
+    async def get(self, request_id: str) -> bytes | Path:
+        if (payload := self._kept.get(request_id)) is not None:
+            return payload
+        return await self._store.requests.payload(request_id)
+
+    async def read(self, request_id: str) -> bytes:
+        """The bytes themselves, wherever they are."""
+        payload = await self.get(request_id)
+        return await asyncio.to_thread(payload.read_bytes) if isinstance(payload, Path) else payload
+
+    def forget(self, request_id: str) -> None:
+        if (payload := self._kept.pop(request_id, None)) is not None:
+            self._kept_bytes -= len(payload)

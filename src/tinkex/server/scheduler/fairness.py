@@ -10,10 +10,11 @@ import contextlib
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from tinkex.server.scheduler.model_state import Run
-from tinkex.server.scheduler.step_queue import Turn
+if TYPE_CHECKING:
+    from tinkex.server.scheduler.model_worker import Run
+    from tinkex.server.scheduler.step_queue import Turn
 
 # Models that are with an engine at once: as many as it can put into one batch to advantage.
 PLACES = 32
@@ -232,7 +233,7 @@ class Places:
         return self._shares[base_model].contested
 
     @contextlib.asynccontextmanager
-    async def place(self, run: Run, turn: Turn) -> AsyncIterator[None]:
+    async def place(self, run: "Run", turn: "Turn") -> AsyncIterator[None]:
         """One of the engine's places for training, once this owner's turn for it has come."""
         shares = self._shares[run.model.base_model]
         owner = run.model.owner

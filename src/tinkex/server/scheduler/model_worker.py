@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import replace
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,231 @@ from tinkex.server.executor import (
     WorkFailed,
     WorkMuddled,
 )
-from tinkex.server.scheduler import jobs, step_queue
+from tinkex.server.scheduler import step_queue
 from tinkex.server.scheduler.base_model_check import BaseChanged
 from tinkex.server.scheduler.checkpoints import Saving
 from tinkex.server.scheduler.crash_isolation import SUSPECT, Visit
-from tinkex.server.scheduler.execution import Desk, Results
+from tinkex.server.scheduler.execution import (
+    Desk,
+    clear_gradients_work,
+    create_work,
+    payload_size,
+    training_work,
+)
 from tinkex.server.scheduler.fairness import Places
-from tinkex.server.scheduler.jobs import Ending, bug, deadly
-from tinkex.server.scheduler.model_state import Run, step_of
 from tinkex.server.scheduler.recovery import Rebuilding, Revival, Snapshots
-from tinkex.server.scheduler.step_queue import Cause, Kind, Step, Turn
-from tinkex.server.store import Damaged, StorageTrouble
+from tinkex.server.scheduler.results import Ending, bug, deadly, unstorable
+from tinkex.server.scheduler.step_queue import Cause, Kind, Line, Step, Turn
+from tinkex.server.store import Damaged, Model, NewRequest, RequestRow, StorageTrouble
 from tinkex.wire.codec import encode_json
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import CreateModelResponse
+
+# MERGED: One model that has had work since this process started: its line, its engine, what it costs.
+
+
+@dataclass(frozen=True, slots=True)
+class Unstored:
+    """What became of a step, and why the optimizer was to be refused before it, if it was."""
+
+    step: Step
+    ending: Ending
+    spoiled: str | None
+
+    @property
+    def is_late(self) -> bool:
+        """It was never in the line of its model."""
+        return self.ending.cause is Cause.LATE
+
+
+@dataclass(slots=True)
+class Run:
+    """Changed by whoever is in its driver's place, one at a time."""
+
+    model: Model
+    line: Line
+    #: The engine incarnation that has this model in memory, as its log says.
+    live_in: int | None = None
+    driver: asyncio.Task[None] | None = None
+    gap_timer: asyncio.TimerHandle | None = None
+    #: What became of steps and is not on disk yet, in their order; and who stores it.
+    unstored: deque[Unstored] = field(default_factory=deque)
+    storing: asyncio.Task[None] | None = None
+    #: A result could not be stored: what runs now is put back, and the model built again.
+    going_back: bool = False
+    #: Seconds that engines computed for it.
+    computed_s: float = 0.0
+    #: The snapshot that is being written while the model goes on.
+    writing: asyncio.Task[None] | None = None
+    #: Steps, and bytes of payloads, since the last snapshot.
+    steps_since: int = 0
+    bytes_since: int = 0
+    #: Whether the last step was one of the optimizer, after which there are no gradients.
+    stepped: bool = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing of it runs, waits, or is known here only."""
+        waits = self.line.held or self.line.running or self.line.refused
+        return self.driver is None and self.storing is None and not waits
+
+    def computed(self, answer: asyncio.Future[Outcome]) -> None:
+        """An engine has answered: the time it took is this model's."""
+        if not answer.cancelled() and answer.exception() is None:
+            self.computed_s += answer.result().compute_s
+
+    async def settled(self) -> None:
+        """Until every result of this model is on disk."""
+        while self.storing is not None:
+            await asyncio.wait({self.storing})
+
+    async def written(self) -> None:
+        """Until no snapshot of this model is under way."""
+        if self.writing is not None:
+            await asyncio.wait({self.writing})
+            self.writing = None
+
+
+def step_of(row: RequestRow) -> Step:
+    return Step(
+        seq_id=row.seq_id or 0,
+        request_id=row.request_id,
+        kind=Kind(row.kind),
+        creates=row.kind == Kind.LOAD_WEIGHTS and row.seq_id == 0,
+        tokens=row.tokens,
+    )
+
+
+# MERGED: What became of the steps of a model, on its way to the disk: strictly in the order of the steps. So the log on disk is always what the model was after one of its steps. A result that cannot be stored is tried again. If that does not help, its step fails, and the model goes back to the step before it: nobody was told what came after, and those steps run again.
+
+
+class Results:
+    """One task for each model that has something to store."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        #: Called when steps of a model wait again.
+        self.went_back: Callable[[Run], None] = lambda run: None
+
+    def add(self, run: Run, step: Step, ending: Ending, *, spoiled: str | None) -> None:
+        """The step is over; `spoiled` is what its line said before it."""
+        model = run.model
+        if step.request_id:
+            self._desk.payloads.forget(step.request_id)
+            self._desk.failures.settled(
+                ending,
+                request_id=step.request_id,
+                kind=step.kind,
+                session_id=model.session_id,
+                model_id=model.model_id,
+                creates=step.kind is Kind.CREATE_MODEL or step.creates,
+            )
+        run.unstored.append(Unstored(step, ending, spoiled))
+        if run.storing is None:
+            run.storing = self._desk.spawn(self._store_all(run))
+
+    async def _store_all(self, run: Run) -> None:
+        try:
+            while run.unstored:
+                await self._store_next(run)
+        finally:
+            run.storing = None
+
+    async def _store_next(self, run: Run) -> None:
+        group = _together(run.unstored)
+        try:
+            try:
+                await self._desk.insist_on_storing(lambda: self._commit(run, group))
+            except Exception:
+                if len(group) == 1:
+                    raise
+                # The first alone, so that it does not fail for one behind it.
+                group = group[:1]
+                await self._desk.insist_on_storing(lambda: self._commit(run, group))
+        except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
+            self._go_back(run, group[0], unstorable(error))
+            return
+        for one in group:
+            run.unstored.popleft()
+            if one.step.request_id:
+                self._desk.wake(
+                    one.step.request_id,
+                    run.model.owner,
+                    one.step.kind,
+                    run.model.session_id,
+                    one.ending,
+                )
+
+    async def _commit(self, run: Run, group: Sequence[Unstored]) -> None:
+        """All of a group in one transaction."""
+        requests = self._desk.store.requests
+        first = group[0]
+        if first.ending.committed:
+            return
+        if not first.step.request_id:
+            model = run.model
+            new = NewRequest(
+                owner=model.owner,
+                kind=first.step.kind,
+                base_model=model.base_model,
+                payload=b"",
+                session_id=model.session_id,
+                model_id=model.model_id,
+                seq_id=first.step.seq_id,
+            )
+            await requests.file_refused(new, first.ending.error or "", cause=Cause.WORK)
+            return
+        endings = [await self._desk.kept(one.step.request_id, one.ending) for one in group]
+        await requests.finish_all(endings)
+
+    def _go_back(self, run: Run, failed: Unstored, ending: Ending) -> None:
+        """The step fails; what ran after it was not told to anybody, and runs again."""
+        if failed.ending.error is not None:
+            # It has changed nothing, so nothing after it is different without it.
+            again = replace(ending, cause=failed.ending.cause)
+            run.unstored[0] = replace(failed, ending=again)
+            return
+        behind = [one for one in list(run.unstored)[1:] if not one.is_late]
+        late = [one for one in list(run.unstored)[1:] if one.is_late]
+        run.unstored = deque([replace(failed, ending=ending), *late])
+        line = run.line
+        line.spoiled = failed.spoiled
+        line.learn(failed.step, ending.error)
+        # Not with the first of those put back: the number before it may be one that never came.
+        line.go_back(failed.step.seq_id + 1)
+        for one in behind:
+            if one.step.request_id:
+                line.put_back([one.step])
+            else:
+                line.put_back_refused(one.step, one.ending.error or "")
+        run.live_in = None
+        run.going_back = True
+        self.went_back(run)
+
+
+def _together(unstored: Sequence[Unstored]) -> list[Unstored]:
+    """
+    The passes in front, or the one step that is there.
+
+    Everything else is stored once all before it is: it must not be on disk without them.
+    """
+    group: list[Unstored] = []
+    for one in unstored:
+        alone = (
+            one.step.kind not in step_queue.PASSES
+            or not one.step.request_id
+            or one.ending.committed
+        )
+        if group and alone:
+            break
+        group.append(one)
+        if alone:
+            break
+    return group
+
+
+# MERGED: One step of a model
+
 
 # After these the next step may start before the result is on disk: if the process dies in
 # between, the step simply runs again.
@@ -61,8 +273,8 @@ class Steps:
             doing = _raised(payload)
         elif step.kind in SETTLED_BEHIND:
             try:
-                run.bytes_since += jobs.size(payload)
-                work = jobs.pass_or_step(run.model, step.kind, payload)
+                run.bytes_since += payload_size(payload)
+                work = training_work(run.model, step.kind, payload)
                 doing = _computed(await self._revival.send(run, work, incarnation))
             except Exception as error:  # noqa: BLE001  as if the engine had answered it
                 doing = _raised(error)
@@ -95,7 +307,7 @@ class Steps:
 
         match step.kind:
             case Kind.CREATE_MODEL:
-                await work(jobs.create(model))
+                await work(create_work(model))
                 return Ending(result=encode_json(CreateModelResponse(model_id=model.model_id)))
             case Kind.SAVE_WEIGHTS | Kind.SAVE_FOR_SAMPLER | Kind.SAVE_EXTERNAL:
                 payload = await self._desk.payloads.read(step.request_id)
@@ -103,7 +315,7 @@ class Steps:
                 return Ending(result=result, committed=True)
             case Kind.LOAD_WEIGHTS:
                 if step.creates:
-                    await work(jobs.create(model))
+                    await work(create_work(model))
                 payload = await self._desk.payloads.read(step.request_id)
                 # Another owner's checkpoint was found when the request came.
                 row = await requests.get(step.request_id)
@@ -342,7 +554,7 @@ class Turns:
 
     async def _refuse(self, run: Run, turn: Turn) -> None:
         if turn.clears_gradients and run.line.stillborn is None:
-            work = jobs.clear_gradients(run.model.model_id)
+            work = clear_gradients_work(run.model.model_id)
             # Gradients that died with their engine are gone. What is built again from the log
             # stops at these refusals: put back, the steps would run as if nothing were missing.
             with contextlib.suppress(EngineLost):

@@ -12,16 +12,27 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinkex.server.executor import EngineLost, EngineRefused, Outcome, Task, Work, WorkFailed
-from tinkex.server.scheduler import jobs, step_queue
+from tinkex.server.scheduler import step_queue
 from tinkex.server.scheduler.base_model_check import BaseChanged
 from tinkex.server.scheduler.checkpoints import Saving
-from tinkex.server.scheduler.execution import Desk
-from tinkex.server.scheduler.model_state import Run
+from tinkex.server.scheduler.execution import (
+    Desk,
+    clear_gradients_work,
+    create_work,
+    drop_work,
+    forget_losses_work,
+    payload_size,
+    register_loss_work,
+    training_work,
+)
 from tinkex.server.scheduler.step_queue import Cause, Kind, Step, Turn
 from tinkex.server.store import Damaged, RequestRow, Status, StorageTrouble
+
+if TYPE_CHECKING:
+    from tinkex.server.scheduler.model_worker import Run
 
 #: What a step costs beside its tokens, in tokens.
 STEP_TOKENS = 100
@@ -42,7 +53,7 @@ class Rebuilding:
         self._changed = asyncio.Event()
 
     @contextlib.contextmanager
-    def model(self, run: Run) -> Iterator[None]:
+    def model(self, run: "Run") -> Iterator[None]:
         """This model is being built again, step by step: each waits for `turn`."""
         model = run.model
         owners = self._left[model.base_model]
@@ -56,18 +67,18 @@ class Rebuilding:
                 del owners[model.owner]
             self.look_again()
 
-    def left(self, run: Run, tokens: int) -> None:
+    def left(self, run: "Run", tokens: int) -> None:
         """What this model has left to do."""
         model = run.model
         self._left[model.base_model][model.owner][model.model_id] = tokens
         self.look_again()
 
-    async def turn(self, run: Run) -> None:
+    async def turn(self, run: "Run") -> None:
         """Until the next step of this model may be built again."""
         while not self._may(run):
             await self._changed.wait()
 
-    async def give_way(self, run: Run, turn: Turn) -> None:
+    async def give_way(self, run: "Run", turn: Turn) -> None:
         """
         Until no other owner has a model that is built again with less work than this turn is.
 
@@ -78,7 +89,7 @@ class Rebuilding:
         while self._less_left(run, size):
             await self._changed.wait()
 
-    def _less_left(self, run: Run, size: int) -> bool:
+    def _less_left(self, run: "Run", size: int) -> bool:
         owners = self._left.get(run.model.base_model, {})
         return any(
             next(iter(each.values())) < size
@@ -91,7 +102,7 @@ class Rebuilding:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def _may(self, run: Run) -> bool:
+    def _may(self, run: "Run") -> bool:
         model = run.model
         if not self._contested(model.base_model):
             return True
@@ -115,7 +126,7 @@ TOKENS_TOGETHER = 32_768
 _Place = tuple[str, str]
 
 
-def _place(run: Run) -> _Place:
+def _place(run: "Run") -> _Place:
     return run.model.base_model, run.model.session_id
 
 
@@ -134,7 +145,7 @@ class Revival:
         #: Where losses were registered.
         self._with_losses: set[_Place] = set()
 
-    async def alive(self, run: Run) -> int:
+    async def alive(self, run: "Run") -> int:
         """The incarnation that holds this model as its log says; built again if need be."""
         incarnation = await self._desk.executor.ready(run.model.base_model)
         if run.live_in != incarnation:
@@ -152,7 +163,7 @@ class Revival:
             run.live_in = incarnation
         return incarnation
 
-    async def send(self, run: Run, work: Work, incarnation: int) -> asyncio.Future[Outcome]:
+    async def send(self, run: "Run", work: Work, incarnation: int) -> asyncio.Future[Outcome]:
         """Work for one model, sent to the incarnation that holds it; its outcome is answered."""
         model = run.model
         answer = await self._desk.send(
@@ -161,15 +172,15 @@ class Revival:
         answer.add_done_callback(run.computed)
         return answer
 
-    async def work(self, run: Run, work: Work, incarnation: int) -> Outcome:
+    async def work(self, run: "Run", work: Work, incarnation: int) -> Outcome:
         """The same, done when this returns."""
         return await (await self.send(run, work, incarnation))
 
-    def holds(self, run: Run) -> bool:
+    def holds(self, run: "Run") -> bool:
         """Whether an engine may have something of this model in memory."""
         return run.model.model_id in self._there.get(_place(run), ())
 
-    async def drop(self, run: Run) -> None:
+    async def drop(self, run: "Run") -> None:
         """
         Take a model out of the memory of its engine; in the driver's place.
 
@@ -186,7 +197,7 @@ class Revival:
                 if incarnation is not None:
                     # As any work: nobody is with an engine while a suspect is alone with it.
                     async with self._desk.companies[base_model].visit():
-                        await self.work(run, jobs.drop(run.model.model_id), incarnation)
+                        await self.work(run, drop_work(run.model.model_id), incarnation)
         finally:
             self._there[place].discard(run.model.model_id)
             if not self._there[place]:
@@ -204,7 +215,7 @@ class Revival:
     async def _forget_losses(self, place: "_Place", incarnation: int) -> None:
         """Unless they are needed. A model that comes later registers them anew."""
         base_model, session_id = place
-        order = jobs.forget_losses(session_id)
+        order = forget_losses_work(session_id)
         async with self._desk.companies[base_model].visit():
             with contextlib.suppress(EngineLost, EngineRefused, WorkFailed):
                 # No model of the session can come between the look and the order.
@@ -216,20 +227,20 @@ class Revival:
                     answer = await executor.send(base_model, order, incarnation=incarnation)
                 await answer
 
-    async def _register_losses(self, run: Run, incarnation: int) -> None:
+    async def _register_losses(self, run: "Run", incarnation: int) -> None:
         """An engine that has just met a model gets the losses of its session first."""
         for loss in await self._store.runs.custom_losses(run.model.session_id):
             self._with_losses.add(_place(run))
             # A loss that was refused is refused again, and nobody can ask for it.
             with contextlib.suppress(WorkFailed):
-                await self.work(run, jobs.register(loss), incarnation)
+                await self.work(run, register_loss_work(loss), incarnation)
 
-    async def _replay(self, run: Run, incarnation: int) -> None:
+    async def _replay(self, run: "Run", incarnation: int) -> None:
         await self._rebuilding.turn(run)
         snapshot = await self._store.snapshots.sound(run.model.model_id)
         if snapshot is not None:
             folder = await self._store.snapshots.open(snapshot)
-            await self.work(run, jobs.create(run.model), incarnation)
+            await self.work(run, create_work(run.model), incarnation)
             work = Work(task=Task.RESTORE, model_id=run.model.model_id, folder=folder)
             await self.work(run, work, incarnation)
         after = -1 if snapshot is None else snapshot.seq_id
@@ -259,8 +270,8 @@ class Revival:
                     waiting += row.tokens
                     await together.acquire()
                     payload = await self._desk.payloads.get(row.request_id)
-                    run.bytes_since += jobs.size(payload)
-                    work = jobs.pass_or_step(run.model, kind, payload)
+                    run.bytes_since += payload_size(payload)
+                    work = training_work(run.model, kind, payload)
                     passes.append(await self.send(run, work, incarnation))
                     passes[-1].add_done_callback(lambda _: together.release())
                     continue
@@ -275,7 +286,7 @@ class Revival:
                 one.cancel()
 
     async def _replay_one(
-        self, run: Run, row: RequestRow, what: step_queue.Replayed, incarnation: int
+        self, run: "Run", row: RequestRow, what: step_queue.Replayed, incarnation: int
     ) -> None:
         kind = Kind(row.kind)
         model = run.model
@@ -285,18 +296,18 @@ class Revival:
 
         match what:
             case step_queue.Replayed.CLEAR_GRADIENTS:
-                await work(jobs.clear_gradients(model.model_id))
+                await work(clear_gradients_work(model.model_id))
             case step_queue.Replayed.RUN if kind is Kind.CREATE_MODEL:
-                await work(jobs.create(model))
+                await work(create_work(model))
             case step_queue.Replayed.RUN if kind is Kind.LOAD_WEIGHTS:
                 if row.seq_id == 0:
-                    await work(jobs.create(model))
+                    await work(create_work(model))
                 payload = await self._desk.payloads.read(row.request_id)
                 await self._saving.load(model, payload, work, version_id=row.version_id)
             case step_queue.Replayed.RUN:
                 step = await self._desk.payloads.get(row.request_id)
-                run.bytes_since += jobs.size(step)
-                await work(jobs.pass_or_step(model, kind, step))
+                run.bytes_since += payload_size(step)
+                await work(training_work(model, kind, step))
 
 
 # MERGED: Snapshots: a model's state between two steps, written down while it goes on, so that its log can be cut.
@@ -316,7 +327,7 @@ class Snapshots:
         self._steps = steps
         self._payload_bytes = payload_bytes
 
-    def due(self, run: Run) -> bool:
+    def due(self, run: "Run") -> bool:
         if run.writing is not None and not run.writing.done():
             return False  # the next one when this one is written
         # Just after an optimizer step there are no gradients to write: one is waited for a while.
@@ -326,12 +337,12 @@ class Snapshots:
         )
         return 0 < steps <= run.steps_since or 0 < payload_bytes <= run.bytes_since
 
-    async def write(self, run: Run) -> bool:
+    async def write(self, run: "Run") -> bool:
         """Everything up to the last finished step is kept in one place once this returns True."""
         written = await self.begin(run)
         return written is not None and await written
 
-    async def begin(self, run: Run) -> asyncio.Future[bool] | None:
+    async def begin(self, run: "Run") -> asyncio.Future[bool] | None:
         """
         Take one of what the model is now; steps that come later run while it is written.
 
@@ -348,7 +359,7 @@ class Snapshots:
             log.exception("no snapshot of %s", run.model.model_id)
         return None
 
-    async def _begin(self, run: Run) -> asyncio.Future[bool] | None:
+    async def _begin(self, run: "Run") -> asyncio.Future[bool] | None:
         await run.written()
         # Tried again after as much again, whatever becomes of it.
         run.steps_since = run.bytes_since = 0
@@ -374,7 +385,7 @@ class Snapshots:
 
     async def _save(
         self,
-        run: Run,
+        run: "Run",
         answer: asyncio.Future[Outcome],
         place: str,
         seq_id: int,

@@ -2,19 +2,21 @@
 
 import asyncio
 import functools
+from typing import TYPE_CHECKING
 
 from tinkex.server.executor import EngineLost, EngineRefused, Work, WorkFailed
-from tinkex.server.scheduler import jobs
 from tinkex.server.scheduler.base_model_check import BaseChanged
-from tinkex.server.scheduler.execution import Desk
-from tinkex.server.scheduler.jobs import Ending, bug, deadly
-from tinkex.server.scheduler.model_state import Runs
+from tinkex.server.scheduler.execution import Desk, register_loss_work, sample_work
 from tinkex.server.scheduler.recovery import Revival
+from tinkex.server.scheduler.results import Ending, bug, deadly
 from tinkex.server.store import RequestRow
 from tinkex.wire.codec import encode_json
 from tinkex.wire.custom_loss import CreateCustomLossResponse
 from tinkex.wire.partial_sample import Growing
 from tinkex.wire.proto import frames_pb2
+
+if TYPE_CHECKING:
+    from tinkex.server.scheduler.scheduler import Runs
 
 
 class Tap:
@@ -116,7 +118,7 @@ class Samples:
             folder = await self._desk.store.checkpoints.open_again(row.version_id)
         payload = await self._desk.payloads.get(row.request_id)
         tap = self._taps.get(row.request_id)
-        return jobs.sample(row.owner, folder, payload, None if tap is None else tap.hear)
+        return sample_work(row.owner, folder, payload, None if tap is None else tap.hear)
 
 
 # MERGED: Custom losses: every engine that has a model of the session looks at a new one.
@@ -125,7 +127,7 @@ class Samples:
 class Losses:
     """Outside the order of steps."""
 
-    def __init__(self, desk: Desk, runs: Runs, revival: Revival) -> None:
+    def __init__(self, desk: Desk, runs: "Runs", revival: Revival) -> None:
         self._desk = desk
         self._runs = runs
         self._revival = revival
@@ -149,7 +151,7 @@ class Losses:
         loss = await self._desk.store.runs.custom_loss(row.request_id)
 
         async def registering() -> Work:
-            return jobs.register(loss)
+            return register_loss_work(loss)
 
         # Engines that meet a model of this session later get its losses then.
         alive = {

@@ -8,23 +8,22 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from tinkex.server.executor import Executor, Task, WorkFailed
-from tinkex.server.scheduler import crash_isolation
+from tinkex.server.scheduler import crash_isolation, step_queue
 from tinkex.server.scheduler.base_model_check import BaseCheck
 from tinkex.server.scheduler.checkpoints import Saving
 from tinkex.server.scheduler.crash_isolation import MOST_DEATHS, Roll, boot_id
-from tinkex.server.scheduler.execution import Desk, Results
+from tinkex.server.scheduler.execution import Desk
 from tinkex.server.scheduler.fairness import Places, Waiting
-from tinkex.server.scheduler.jobs import Ending
-from tinkex.server.scheduler.model_state import Run, Runs, step_of
-from tinkex.server.scheduler.model_worker import Steps, Turns
+from tinkex.server.scheduler.model_worker import Results, Run, Steps, Turns, step_of
 from tinkex.server.scheduler.recovery import Rebuilding, Revival, Snapshots
-from tinkex.server.scheduler.results import Futures
+from tinkex.server.scheduler.results import Ending, Futures
 from tinkex.server.scheduler.sample_worker import Losses, Samples, Tap
-from tinkex.server.scheduler.step_queue import Kind
+from tinkex.server.scheduler.step_queue import Cause, Kind
 from tinkex.server.store import RequestRow, Status, StorageTrouble, Store
 from tinkex.wire.codec import encode_json
 from tinkex.wire.training import UnloadModelResponse
@@ -422,3 +421,55 @@ class Pickup:
                     del places[owner]
                 else:
                     places[owner] = last
+
+
+# MERGED: Models that have had work since this process started.
+
+
+class Runs:
+    """The runs of this process, each read from its log the first time it is asked for."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._runs: dict[str, Run] = {}
+        self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def get(self, model_id: str) -> Run | None:
+        """The run if this process has opened it."""
+        return self._runs.get(model_id)
+
+    def opened(self) -> Iterable[Run]:
+        return self._runs.values()
+
+    def forget(self, run: Run) -> None:
+        """Its log has all there is to know; while something of it is only here it stays."""
+        model_id = run.model.model_id
+        if not run.is_idle or self._runs.get(model_id) is not run:
+            return
+        del self._runs[model_id]
+        if (opening := self._opening.get(model_id)) is not None and not opening.locked():
+            del self._opening[model_id]
+
+    async def open(self, model_id: str, *, first_seq: int = 0) -> Run:
+        """The run of a model; `first_seq` is where a model begins whose log was deleted."""
+        async with self._opening[model_id]:
+            if (run := self._runs.get(model_id)) is not None:
+                return run
+            model = await self._store.runs.model(model_id)
+            if model is None:
+                raise LookupError(f"model {model_id} is not in the database")
+            snapshot = await self._store.snapshots.newest(model_id)
+            after = -1 if snapshot is None else snapshot.seq_id
+            finished = [
+                (step_of(row), row.error if row.status is Status.FAILED else None)
+                for row in await self._store.requests.log(model_id, after=after)
+                # The line had gone on without it.
+                if row.cause != Cause.LATE
+            ]
+            spoiled = None if snapshot is None else snapshot.spoiled
+            line = step_queue.restored(finished, next_seq=after + 1, spoiled=spoiled)
+            if snapshot is None and not await self._store.requests.has_steps(model_id):
+                line.stillborn, line.next_seq = step_queue.forgotten(), first_seq
+            run = Run(model=model, line=line, steps_since=len(finished))
+            self._runs[model_id] = run
+            return run
