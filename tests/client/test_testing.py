@@ -149,8 +149,8 @@ def test_the_limits_of_the_fake_are_those_of_the_server():
 
     assert fake_service.MAX_RANK == adapters.MAX_RANK
     assert fake_service.MOST_SAMPLES == sampling.MOST_SEQUENCES
-    assert fake_store.SHORTEST_TTL_S == checkpoints.SHORTEST_TTL_S
-    assert fake_store.LONGEST_TTL_S == checkpoints.LONGEST_TTL_S
+    assert fake_store.SHORTEST_TTL_S == checkpoints.MIN_TTL_S
+    assert fake_store.LONGEST_TTL_S == checkpoints.MAX_TTL_S
 
 
 def test_the_fake_answers_every_question_a_sample_may_ask(service):

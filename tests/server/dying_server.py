@@ -21,7 +21,7 @@ import uvicorn
 from server.echo import BASE, EchoExecutor
 from tinkex.server.app import create_app
 from tinkex.server.executor import Outcome, Task, Work
-from tinkex.server.scheduler.crash_isolation import Engine, Roll
+from tinkex.server.scheduler.crash_isolation import EngineState, InFlightFile
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
 from tinkex.server.web import uvicorn_config
@@ -33,7 +33,7 @@ POISON = 13
 class Dying(EchoExecutor):
     """Takes the process with it."""
 
-    def __init__(self, how: str, roll: Roll) -> None:
+    def __init__(self, how: str, roll: InFlightFile) -> None:
         super().__init__()
         self._how = how
         self._roll = roll
@@ -43,7 +43,7 @@ class Dying(EchoExecutor):
         await asyncio.sleep(0.02)
         if work.task is Task.PASS and work.payload.count(bytes([5])) >= POISON:
             if self._how == "web":
-                self._roll.engine(Engine.LEFT)
+                self._roll.engine(EngineState.LEFT)
             os.kill(os.getpid(), signal.SIGKILL)
         return await super().run(base_model, work, incarnation=incarnation)
 
@@ -53,8 +53,8 @@ async def serve(descriptor: int, folder: str, how: str, others: str = "{}") -> N
     store = open_store(
         db_url=settings.db_url, storage_url=settings.storage_url, folder=settings.folder
     )
-    roll = Roll.of(settings.folder / "rolls", BASE)
-    roll.engine(Engine.UP)
+    roll = InFlightFile.of(settings.folder / "rolls", BASE)
+    roll.engine(EngineState.UP)
     app = create_app(settings, Dying(how, roll), store, rolls={BASE: roll})
     config = uvicorn_config(app, settings)
     try:

@@ -198,8 +198,10 @@ async def test_only_what_needs_the_hash_waits_for_it(
             reached.add(name)
             return check(self, *args)
 
-        check = getattr(base_model_check.BaseCheck, name)
-        monkeypatch.setattr(base_model_check.BaseCheck, name, partialmethod(noted, check=check))
+        check = getattr(base_model_check.BaseModelCheck, name)
+        monkeypatch.setattr(
+            base_model_check.BaseModelCheck, name, partialmethod(noted, check=check)
+        )
     try:
         async with hosted(executor(model), data, max_training=1) as api:
             old = [

@@ -20,7 +20,14 @@ from server.hosting import Api, connected, hosted
 from server.test_company import POISON as COMPANY_POISON
 from server.test_company import Mortal
 from tinkex.server.executor import Outcome, Work
-from tinkex.server.scheduler.crash_isolation import Engine, Remains, Roll, boot_id, counts, crashed
+from tinkex.server.scheduler.crash_isolation import (
+    EngineState,
+    InFlightFile,
+    LeftoverState,
+    boot_id,
+    counts,
+    crashed,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -31,24 +38,24 @@ SCRIPT = Path(__file__).with_name("dying_server.py")
     ("engine", "boot", "web_crashed", "counted"),
     [
         # Nobody saw the engine die: it went with its web process.
-        (Engine.UP, "now", False, True),
-        (Engine.UP, "now", True, True),
+        (EngineState.UP, "now", False, True),
+        (EngineState.UP, "now", True, True),
         # Somebody killed the web process; its engine was well.
-        (Engine.LEFT, "now", False, False),
+        (EngineState.LEFT, "now", False, False),
         # The web process broke on what came back.
-        (Engine.LEFT, "now", True, True),
+        (EngineState.LEFT, "now", True, True),
         # Nothing was with an engine, or it was counted when the engine died.
-        (Engine.NONE, "now", False, False),
-        (Engine.NONE, "now", True, False),
+        (EngineState.NONE, "now", False, False),
+        (EngineState.NONE, "now", True, False),
         # The machine went down.
-        (Engine.UP, "before", False, False),
-        (Engine.LEFT, "before", True, False),
+        (EngineState.UP, "before", False, False),
+        (EngineState.LEFT, "before", True, False),
     ],
 )
 def test_what_counts_of_what_a_web_process_left_behind(
-    engine: Engine, boot: str, web_crashed: bool, counted: bool
+    engine: EngineState, boot: str, web_crashed: bool, counted: bool
 ) -> None:
-    remains = Remains(engine=engine, boot_id=boot, inside=("a",))
+    remains = LeftoverState(engine=engine, boot_id=boot, inside=("a",))
     assert counts(remains, boot_id="now", web_crashed=web_crashed) is counted
 
 
@@ -70,18 +77,20 @@ def test_a_web_process_that_somebody_killed_did_not_crash(
 
 
 def test_a_roll_tells_the_next_process_who_was_there(tmp_path: Path) -> None:
-    first = Roll(tmp_path / "roll")
+    first = InFlightFile(tmp_path / "roll")
     assert first.remains is None
-    first.engine(Engine.UP)
+    first.engine(EngineState.UP)
     lines = first.enter(["a", "b"])
     first.enter(["c"])
     first.leave(lines)
     first.enter(["d"])
     os.close(first.descriptor)  # as a process that is killed
-    second = Roll(tmp_path / "roll")
-    assert second.remains == Remains(engine=Engine.UP, boot_id=boot_id(), inside=("d", "c"))
+    second = InFlightFile(tmp_path / "roll")
+    assert second.remains == LeftoverState(
+        engine=EngineState.UP, boot_id=boot_id(), inside=("d", "c")
+    )
     second.close()
-    third = Roll(tmp_path / "roll")
+    third = InFlightFile(tmp_path / "roll")
     assert third.remains is None
     third.close()
 
@@ -89,13 +98,13 @@ def test_a_roll_tells_the_next_process_who_was_there(tmp_path: Path) -> None:
 def test_a_file_that_is_no_roll_blames_nobody(tmp_path: Path) -> None:
     for content in (b"", b"\0" * 200, b"something else\n" * 9):
         (tmp_path / "roll").write_bytes(content)
-        roll = Roll(tmp_path / "roll")
+        roll = InFlightFile(tmp_path / "roll")
         assert roll.remains is None
         roll.close()
 
 
 @contextlib.contextmanager
-def engine_alone(roll: Roll, model: Path) -> Iterator[tuple[int, socket.socket]]:
+def engine_alone(roll: InFlightFile, model: Path) -> Iterator[tuple[int, socket.socket]]:
     """A real engine process, and our end of its wire."""
     ours, theirs = socket.socketpair()
     passed = (theirs.fileno(), roll.descriptor)
@@ -113,8 +122,8 @@ def engine_alone(roll: Roll, model: Path) -> Iterator[tuple[int, socket.socket]]
 
 
 def test_an_engine_that_outlives_its_web_process_says_so(tmp_path: Path, tiny_model: Path) -> None:
-    roll = Roll(tmp_path / "roll")
-    roll.engine(Engine.UP)
+    roll = InFlightFile(tmp_path / "roll")
+    roll.engine(EngineState.UP)
     roll.enter(["a"])
     with engine_alone(roll, tiny_model) as (pid, wire):
         # What a service manager sends to everybody is for the web process to act on.
@@ -123,9 +132,9 @@ def test_an_engine_that_outlives_its_web_process_says_so(tmp_path: Path, tiny_mo
         os.close(roll.descriptor)
         wire.close()
         # The next web process waits for it.
-        remains = Roll(tmp_path / "roll").remains
+        remains = InFlightFile(tmp_path / "roll").remains
     assert remains is not None
-    assert remains.engine is Engine.LEFT
+    assert remains.engine is EngineState.LEFT
     assert remains.inside == ("a",)
 
 

@@ -9,8 +9,8 @@ from tinkex.server.api import auth
 from tinkex.server.api.auth import Gate
 from tinkex.server.api.bodies import Intake
 from tinkex.server.scheduler import execution
-from tinkex.server.scheduler.execution import Desk
-from tinkex.server.scheduler.fairness import Places
+from tinkex.server.scheduler.execution import Execution
+from tinkex.server.scheduler.fairness import TrainingSlots
 
 pytestmark = pytest.mark.anyio
 
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.anyio
 async def test_seconds_are_kept_of_the_owners_who_computed_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(execution, "MOST_OWNERS", 3)
+    monkeypatch.setattr(execution, "MAX_OWNERS", 3)
     nothing: Any = SimpleNamespace()
-    shared = Desk(store=nothing, executor=nothing, futures=nothing)
+    shared = Execution(store=nothing, executor=nothing, futures=nothing)
     for owner in ("a", "b", "c", "a", "d"):
         shared.used_s[owner] += 1.0
     assert shared.used_s == {"a": 2.0, "c": 1.0, "d": 1.0}
@@ -35,7 +35,7 @@ async def test_turns_to_unpack_are_forgotten() -> None:
 
 
 async def test_only_owners_with_a_number_of_their_own_are_remembered() -> None:
-    places = Places(max_training=4)
+    places = TrainingSlots(max_training=4)
     for number in range(100):
         places.allow(f"owner-{number}", 4)
     places.allow("alice", 2)

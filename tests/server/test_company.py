@@ -10,7 +10,7 @@ from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.waiting import until
 from tinkex.server.executor import EngineLost, Outcome, Task, Work, WorkFailed, WorkMuddled
-from tinkex.server.scheduler.crash_isolation import FEW, Company, width
+from tinkex.server.scheduler.crash_isolation import MAX_SINGLY, CrashIsolation, width
 from tinkex.wire.codec import decode_json
 from tinkex.wire.sampling import SampleRequest
 
@@ -199,12 +199,12 @@ async def test_what_fails_in_a_shared_batch_is_tried_apart(tmp_path: Path) -> No
 
 
 def test_a_few_suspects_are_tried_one_by_one_and_many_in_ever_smaller_groups() -> None:
-    assert width(FEW, 2) == 1
+    assert width(MAX_SINGLY, 2) == 1
     assert [width(5000, deaths) for deaths in (2, 3, 4, 5, 6)] == [625, 78, 9, 1, 1]
 
 
 async def test_visitors_come_in_by_turns_and_a_suspect_is_alone() -> None:
-    company = Company()
+    company = CrashIsolation()
     async with company.visit("a") as first:
         company.lost("a", first)
         company.lost("a", first)
@@ -230,7 +230,7 @@ async def test_visitors_come_in_by_turns_and_a_suspect_is_alone() -> None:
 
 
 async def test_one_that_gives_up_waiting_keeps_nobody_out() -> None:
-    company = Company()
+    company = CrashIsolation()
     async with company.visit("a") as visit:
         company.lost("s", visit, times=2)
 

@@ -16,7 +16,7 @@ from server.hosting import Api, hosted
 from tinkex.server.executor import Task
 from tinkex.server.maintenance import cleanup as janitors
 from tinkex.server.maintenance.cleanup import Janitor, surplus
-from tinkex.server.scheduler.scheduler import Dispatcher
+from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.store.retention import Named
 
 pytestmark = pytest.mark.anyio
@@ -311,7 +311,7 @@ async def test_another_store_is_tidied_too(echo: EchoExecutor, tmp_path: Path) -
 class _NotYet:
     """A dispatcher whose engine is started again while it should write a model down."""
 
-    def __init__(self, dispatcher: Dispatcher, fails: int) -> None:
+    def __init__(self, dispatcher: Scheduler, fails: int) -> None:
         self._dispatcher = dispatcher
         self.fails = fails
         self.asked = 0

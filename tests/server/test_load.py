@@ -18,7 +18,7 @@ from server.waiting import until
 from tinkex.server import processes, web
 from tinkex.server.api.http_limits import STEP_BYTES, Patience, Phase
 from tinkex.server.executor import Outcome, Work
-from tinkex.server.scheduler.results import Settled
+from tinkex.server.scheduler.results import FinishedRequest
 from tinkex.server.scheduler.step_queue import Kind
 
 pytestmark = pytest.mark.anyio
@@ -249,7 +249,7 @@ async def test_an_answer_that_is_not_read_is_given_up_and_one_that_is_read_slowl
         assert api.app is not None
         assert api.server is not None
         state = api.server.server_state
-        large = Settled(
+        large = FinishedRequest(
             request_id="large",
             owner="local",
             kind=Kind.SAVE_WEIGHTS,

@@ -123,7 +123,7 @@ async def finished(api: Api, kind: Kind) -> list[str]:
 async def test_what_was_committed_and_not_handed_on_is_found_without_a_restart(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkex.server.scheduler.scheduler.LOOK_S", 0.05)
+    monkeypatch.setattr("tinkex.server.scheduler.scheduler.PICKUP_INTERVAL_S", 0.05)
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api:
         session = await prepared(api)
         with monkeypatch.context() as patched:
@@ -157,7 +157,7 @@ async def test_a_repeat_of_what_was_not_handed_on_hands_it_on(
 async def test_a_step_is_not_lost_when_its_model_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkex.server.scheduler.scheduler.LOOK_S", 0.05)
+    monkeypatch.setattr("tinkex.server.scheduler.scheduler.PICKUP_INTERVAL_S", 0.05)
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api:
         model = await api.model()
         await api.value(await api.optim_step(model, 1))

@@ -25,7 +25,7 @@ LARGE = 40_000
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried again is tried again at once, a few times."""
-    name = "tinkex.server.scheduler.execution.STORE_AGAIN_S"
+    name = "tinkex.server.scheduler.execution.STORE_RETRY_S"
     monkeypatch.setattr(name, (0.01, 0.01, 0.01), raising=False)
 
 
@@ -202,7 +202,7 @@ async def test_a_save_is_not_on_disk_without_the_steps_before_it(
 
         monkeypatch.setattr(requests, "keep", waits)
         # It never ends: a stop that waits for it longer finds nothing new.
-        monkeypatch.setattr(scheduler, "SETTLE_S", 0.1)
+        monkeypatch.setattr(scheduler, "STORE_TIMEOUT_S", 0.1)
         first = await api.forward_backward(model, 1)
         await until(lambda: Task.PASS in echo.tasks())
         saved = await api.step("save_weights", model_id=model, seq_id=2, path="x")

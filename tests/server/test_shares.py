@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinkex.server.scheduler.fairness import Ask, Limits, Load, Shares, over_limit
+from tinkex.server.scheduler.fairness import FairShares, Limits, Load, SlotRequest, over_limit
 
 LOAD = Load(requests=3, tokens=100, samples=4)
 
@@ -37,7 +37,7 @@ def test_a_keys_own_limits_stand_for_the_servers() -> None:
     assert Limits.of(server, {"max_requests": 0}).max_requests == 0
 
 
-def owners(shares: Shares, turns: int, *, again: tuple[str, ...] = ()) -> str:
+def owners(shares: FairShares, turns: int, *, again: tuple[str, ...] = ()) -> str:
     """Who gets the next places, each turn being over before the next is given."""
     got = ""
     for _ in range(turns):
@@ -47,32 +47,32 @@ def owners(shares: Shares, turns: int, *, again: tuple[str, ...] = ()) -> str:
         got += ask.owner
         shares.done(ask, used_s=1.0)
         if ask.owner in again:
-            shares.ask(Ask(owner=ask.owner))
+            shares.ask(SlotRequest(owner=ask.owner))
     return got
 
 
 def test_two_owners_take_turns_whatever_each_has_queued() -> None:
-    shares = Shares(places=1)
+    shares = FairShares(places=1)
     for _ in range(20):
-        shares.ask(Ask(owner="a"))
-    shares.ask(Ask(owner="b"))
+        shares.ask(SlotRequest(owner="a"))
+    shares.ask(SlotRequest(owner="b"))
     assert owners(shares, 8, again=("a", "b")) == "abababab"
 
 
 def test_an_owner_alone_has_all_the_places() -> None:
-    shares = Shares(places=3, contested_places=1)
+    shares = FairShares(places=3, contested_places=1)
     for _ in range(5):
-        shares.ask(Ask(owner="a"))
+        shares.ask(SlotRequest(owner="a"))
     assert [shares.take() is not None for _ in range(4)] == [True, True, True, False]
 
 
 def test_a_newcomer_goes_before_everything_that_is_queued() -> None:
-    shares = Shares(places=8, contested_places=2)
-    asks = [Ask(owner="a") for _ in range(10)]
+    shares = FairShares(places=8, contested_places=2)
+    asks = [SlotRequest(owner="a") for _ in range(10)]
     for ask in asks:
         shares.ask(ask)
     running = [shares.take() for _ in range(8)]
-    newcomer = Ask(owner="b")
+    newcomer = SlotRequest(owner="b")
     shares.ask(newcomer)
     assert shares.take() is None
     waits = shares.why(newcomer)
@@ -89,16 +89,16 @@ def test_a_newcomer_goes_before_everything_that_is_queued() -> None:
 
 
 def test_idle_time_is_not_saved_up() -> None:
-    shares = Shares(places=1)
-    shares.ask(Ask(owner="a"))
+    shares = FairShares(places=1)
+    shares.ask(SlotRequest(owner="a"))
     assert owners(shares, 50, again=("a",)) == "a" * 50
-    shares.ask(Ask(owner="b"))
+    shares.ask(SlotRequest(owner="b"))
     assert owners(shares, 6, again=("a", "b")) in ("ababab", "bababa")
 
 
 def test_an_owner_over_its_own_limit_waits_and_is_told_so() -> None:
-    shares = Shares()
-    asks = [Ask(owner="a", most=2) for _ in range(3)]
+    shares = FairShares()
+    asks = [SlotRequest(owner="a", most=2) for _ in range(3)]
     for ask in asks:
         shares.ask(ask)
     assert [shares.take() for _ in range(3)] == [asks[0], asks[1], None]
@@ -111,12 +111,12 @@ def test_an_owner_over_its_own_limit_waits_and_is_told_so() -> None:
 
 
 def test_an_ask_that_is_given_up_leaves_nothing_behind() -> None:
-    shares = Shares(places=1)
-    first, second = Ask(owner="a"), Ask(owner="a")
+    shares = FairShares(places=1)
+    first, second = SlotRequest(owner="a"), SlotRequest(owner="a")
     shares.ask(first)
     shares.ask(second)
     assert shares.take() is first
     shares.done(second, used_s=0.0)
     shares.done(first, used_s=1.0)
     assert shares.take() is None
-    assert shares == Shares(places=1)
+    assert shares == FairShares(places=1)

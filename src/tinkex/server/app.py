@@ -33,11 +33,11 @@ from tinkex.server.api.openapi import complete
 from tinkex.server.executor import Executor
 from tinkex.server.maintenance.cleanup import Janitor
 from tinkex.server.maintenance.disk_monitor import Watch
-from tinkex.server.scheduler.base_model_check import BaseCheck
-from tinkex.server.scheduler.crash_isolation import Roll
+from tinkex.server.scheduler.base_model_check import BaseModelCheck
+from tinkex.server.scheduler.crash_isolation import InFlightFile
 from tinkex.server.scheduler.results import Futures
-from tinkex.server.scheduler.scheduler import Dispatcher
-from tinkex.server.scheduler.session_timeout import Presence
+from tinkex.server.scheduler.scheduler import Scheduler
+from tinkex.server.scheduler.session_timeout import SessionTimeouts
 from tinkex.server.settings import Settings
 from tinkex.server.store import Quota, Store
 from tinkex.server.store.storage_health import KINDS
@@ -110,7 +110,7 @@ def create_app(
     executor: Executor,
     store: Store,
     *,
-    rolls: Mapping[str, Roll] | None = None,
+    rolls: Mapping[str, InFlightFile] | None = None,
     web_crashed: bool = False,
 ) -> FastAPI:
     """The application over an open store; its lifespan starts and stops executor and dispatcher."""
@@ -118,11 +118,11 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         waiting = Futures(store, kept_s=settings.result_kept_s)
-        base_check = BaseCheck(
+        base_check = BaseModelCheck(
             store, executor.served, folder=settings.folder, accept=settings.accept_changed_base
         )
         base_check.start()
-        dispatcher = Dispatcher(
+        dispatcher = Scheduler(
             store=store,
             executor=executor,
             futures=waiting,
@@ -135,7 +135,7 @@ def create_app(
             web_crashed=web_crashed,
             base_check=base_check,
         )
-        presence = Presence(store, dispatcher, grace_s=settings.session_grace_s)
+        presence = SessionTimeouts(store, dispatcher, grace_s=settings.session_grace_s)
         app.state.context = Context(
             settings=settings,
             store=store,

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Protocol
 
 from tinkex.server.processes import ENGINE, engine_was_well
-from tinkex.server.scheduler.crash_isolation import Engine as Life
-from tinkex.server.scheduler.crash_isolation import Roll
+from tinkex.server.scheduler.crash_isolation import EngineState as Life
+from tinkex.server.scheduler.crash_isolation import InFlightFile
 from tinkex.wire import engine_protocol
 from tinkex.wire.proto import frames_pb2
 
@@ -198,7 +198,7 @@ class LocalExecutor:
         served: Sequence[ServedModel],
         options: EngineOptions,
         *,
-        rolls: Mapping[str, Roll] | None = None,
+        rolls: Mapping[str, InFlightFile] | None = None,
     ) -> None:
         self.served = tuple(served)
         self._engines = {
@@ -265,7 +265,9 @@ class LocalExecutor:
 class _Engine:
     """One child process: started, asked, missed, started again."""
 
-    def __init__(self, model: ServedModel, options: EngineOptions, roll: Roll | None) -> None:
+    def __init__(
+        self, model: ServedModel, options: EngineOptions, roll: InFlightFile | None
+    ) -> None:
         self._model = model
         self._options = options
         #: Tells the next web process how this engine ended, if we cannot.

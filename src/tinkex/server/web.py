@@ -30,7 +30,7 @@ from tinkex.server.api.http_limits import patient, protocol
 from tinkex.server.app import create_app
 from tinkex.server.executor import EngineOptions, EngineRefused, LocalExecutor, ServedModel
 from tinkex.server.processes import collect_by_the_clock, collect_rarely, share_one_heap
-from tinkex.server.scheduler.crash_isolation import Roll
+from tinkex.server.scheduler.crash_isolation import InFlightFile
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
 
@@ -166,12 +166,12 @@ def _allow_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _open_rolls(folder: Path, served: Sequence[ServedModel]) -> dict[str, Roll]:
+def _open_rolls(folder: Path, served: Sequence[ServedModel]) -> dict[str, InFlightFile]:
     """Who is with which engine; a disk that takes none stops nobody."""
     rolls = {}
     for model in served:
         try:
-            rolls[model.name] = Roll.of(folder, model.name)
+            rolls[model.name] = InFlightFile.of(folder, model.name)
         except OSError as error:
             log.warning("deaths of this process will not be counted: %s", error)
     return rolls

@@ -122,7 +122,7 @@ async def test_copies_of_a_client_hear_of_their_own_samples_only(api: Api) -> No
 async def test_a_long_log_is_told_in_pieces_from_memory_and_from_disk(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "MOST_TOLD", 3)
+    monkeypatch.setattr(results, "MAX_EVENTS_PER_POLL", 3)
     sampler = await a_sampler(api)
     ids = [await sample(api, sampler, number) for number in range(8)]
     for request_id in ids:
@@ -153,12 +153,12 @@ async def test_logs_of_clients_that_are_gone_leave_memory_and_are_read_again(
     (event,), cursor = await poll(api, samplers[0], 0)
     assert event["request_id"] == request_id
     # Too many: those read longest ago go.
-    monkeypatch.setattr(results, "MOST_LOGS", 2)
+    monkeypatch.setattr(results, "MAX_CLIENTS", 2)
     for sampler in samplers[1:3]:
         await poll(api, sampler, 0, timeout=0)
     assert [client[0] for client in kept] == samplers[1:3]
     # Not read for long: they go when another one comes.
-    monkeypatch.setattr(results, "UNREAD_S", 0.0)
+    monkeypatch.setattr(results, "UNREAD_TTL_S", 0.0)
     await poll(api, samplers[3], 0, timeout=0)
     assert [client[0] for client in kept] == samplers[3:4]
     assert await poll(api, samplers[0], 0) == ([event], cursor)

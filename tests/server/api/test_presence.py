@@ -12,7 +12,7 @@ import pytest
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from tinkex.server.executor import Task
-from tinkex.server.scheduler.session_timeout import Presence, session_status
+from tinkex.server.scheduler.session_timeout import SessionTimeouts, session_status
 from tinkex.server.store import open_store
 
 pytestmark = pytest.mark.anyio
@@ -110,7 +110,7 @@ async def test_who_beats_asks_or_has_work_waiting_is_not_taken_for_gone(tmp_path
         ]
         silent, asking = (session.session_id for session in sessions)
         now_s = time.time()
-        presence = Presence(
+        presence = SessionTimeouts(
             store,
             Frees(),  # type: ignore[arg-type]
             grace_s=1800.0,
@@ -124,7 +124,7 @@ async def test_who_beats_asks_or_has_work_waiting_is_not_taken_for_gone(tmp_path
         assert freed == [silent]
         assert await store.runs.lapsed_sessions() == [silent]
         # Known again after a restart, and taken back when its client is heard.
-        again = Presence(store, Frees(), grace_s=1800.0)  # type: ignore[arg-type]
+        again = SessionTimeouts(store, Frees(), grace_s=1800.0)  # type: ignore[arg-type]
         await again.start()
         again.heard(silent)
         await again.close()

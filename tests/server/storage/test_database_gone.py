@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One for each look at the disk, and they come soon. A stop does not wait for lost results."""
     monkeypatch.setattr(disk_monitor, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(scheduler, "SETTLE_S", 0.1)
+    monkeypatch.setattr(scheduler, "STORE_TIMEOUT_S", 0.1)
     real, counted = disk_monitor.Watch.look, []
 
     async def look(self: disk_monitor.Watch) -> None:

@@ -76,7 +76,7 @@ async def test_saves_without_room_wait_and_the_log_says_so_once(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(checkpoints, "ROOM_RETRY_S", 0.1)
+    monkeypatch.setattr(checkpoints, "DISK_RETRY_S", 0.1)
     monkeypatch.setattr(disk_monitor, "LOOK_EVERY_S", 0.05)
     caplog.set_level(logging.INFO)
     executor = Counting(tiny_model)

@@ -26,8 +26,8 @@ from tinkex.server.api.errors import Refusal, missing
 from tinkex.server.executor import Executor, ServedModel
 from tinkex.server.scheduler.checkpoints import no_checkpoint
 from tinkex.server.scheduler.results import Futures
-from tinkex.server.scheduler.scheduler import Dispatcher
-from tinkex.server.scheduler.session_timeout import Presence
+from tinkex.server.scheduler.scheduler import Scheduler
+from tinkex.server.scheduler.session_timeout import SessionTimeouts
 from tinkex.server.settings import Settings, is_loopback
 from tinkex.server.store import Model, Sampler, Session, Store, Version
 from tinkex.wire.codec import JSON_TYPE, decode_json, decompress, encode_json
@@ -107,8 +107,8 @@ class Context:
     store: Store
     executor: Executor
     futures: Futures
-    dispatcher: Dispatcher
-    presence: Presence
+    dispatcher: Scheduler
+    presence: SessionTimeouts
     #: Signs links to files.
     signer: Signer
     #: Bodies that are arriving.

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.deps import Context, answer, context_of, describe, dialect_of, read_json
 from tinkex.server.api.http_limits import GONE
-from tinkex.server.scheduler.fairness import Waiting
-from tinkex.server.scheduler.results import Settled
+from tinkex.server.scheduler.fairness import QueueState
+from tinkex.server.scheduler.results import FinishedRequest
 from tinkex.server.scheduler.step_queue import PASSES, Kind
 from tinkex.server.store import Completion
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE, encode_json
@@ -116,7 +116,7 @@ def _try_again(context: Context, request_id: str) -> Response:
     standing = context.dispatcher.standing(request_id, base_model or "")
     if (trouble := context.store.condition.trouble) is not None:
         # Its result may be there already, and wait for the disk.
-        standing = Waiting(state="paused_capacity", reason=trouble.text)
+        standing = QueueState(state="paused_capacity", reason=trouble.text)
     return answer(
         TryAgainResponse(
             request_id=request_id,
@@ -128,7 +128,7 @@ def _try_again(context: Context, request_id: str) -> Response:
     )
 
 
-async def _result(request: Request, context: Context, settled: Settled) -> Response:
+async def _result(request: Request, context: Context, settled: FinishedRequest) -> Response:
     if settled.kind not in PROTOBUF_RESULTS:
         return Response(settled.result, media_type=JSON_TYPE)
     session = None
@@ -145,14 +145,14 @@ async def _result(request: Request, context: Context, settled: Settled) -> Respo
     return Response(body, media_type=JSON_TYPE)
 
 
-async def _off_the_loop(settled: Settled, act: Callable[[], T]) -> T:
+async def _off_the_loop(settled: FinishedRequest, act: Callable[[], T]) -> T:
     """Work on a result: in a thread, if the result is large."""
     if len(settled.result) <= INLINE_ENCODE_BYTES:
         return act()
     return await asyncio.to_thread(act)
 
 
-async def _reads_protobuf(settled: Settled, dialect: Dialect) -> bool:
+async def _reads_protobuf(settled: FinishedRequest, dialect: Dialect) -> bool:
     """Some versions ask for protobuf and misread some of it; those read JSON as well."""
     if settled.kind is Kind.SAMPLE or dialect.reads_protobuf_only:
         return True
@@ -162,7 +162,7 @@ async def _reads_protobuf(settled: Settled, dialect: Dialect) -> bool:
     )
 
 
-def _as_json(settled: Settled, dialect: Dialect) -> bytes:
+def _as_json(settled: FinishedRequest, dialect: Dialect) -> bytes:
     """For clients that read no protobuf."""
     if settled.kind is Kind.SAMPLE:
         return encode_json(dialect.sample_json(decode_sample_response(settled.result)))

@@ -30,8 +30,8 @@ from tinkex.server.api.errors import Refusal
 from tinkex.server.api.futures import INLINE_ENCODE_BYTES
 from tinkex.server.api.submit import accepted, admit, sequence_ids, take, tokens_known
 from tinkex.server.scheduler.checkpoints import refuse_external
-from tinkex.server.scheduler.results import Settled, UnknownRequest, bug
-from tinkex.server.scheduler.sample_worker import Tap
+from tinkex.server.scheduler.results import FinishedRequest, UnknownRequest, internal_error
+from tinkex.server.scheduler.sample_worker import TokenStream
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Accepted, NewRequest, Sampler
 from tinkex.server.store.requests import ResultGone
@@ -292,7 +292,7 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 async def stream_sample(request: Request) -> Response:
     context = context_of(request)
     new = await asked_sample(request)
-    first = await take(context, new, tap=Tap())
+    first = await take(context, new, tap=TokenStream())
     # A stream may last for minutes, and its body is on disk.
     stored(request.scope)
     session = None
@@ -334,7 +334,7 @@ class _Told:
         self._tap = context.dispatcher.tap(first.request_id)
         self._growing = Growing() if self._tap is None else self._tap.growing
         self._reader = Reader(self._growing)
-        self._settled: Settled | None = None
+        self._settled: FinishedRequest | None = None
 
     async def events(self) -> AsyncGenerator[bytes]:
         over = False
@@ -357,7 +357,7 @@ class _Told:
             yield error("the result is not kept any more: ask for a new sample.", "user")
         except Exception as failure:  # noqa: BLE001  too late for a status: it must be told here
             over = True
-            ending = bug(failure)
+            ending = internal_error(failure)
             yield error(ending.error or "", ending.category)
         finally:
             # One that `asample` began has others who wait for it.
@@ -394,7 +394,7 @@ class _Told:
                 yield token(news)
             await asyncio.wait({waiting} | changed, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _ending(self, settled: Settled) -> list[bytes]:
+    async def _ending(self, settled: FinishedRequest) -> list[bytes]:
         """What was not told yet, and the whole answer."""
         if settled.error is not None:
             return [error(settled.error, settled.category)]

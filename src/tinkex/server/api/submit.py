@@ -10,9 +10,9 @@ from starlette.responses import Response
 from tinkex.server.api.auth import caller_of
 from tinkex.server.api.deps import SENT, Context, answer, context_of
 from tinkex.server.api.errors import Refusal
-from tinkex.server.scheduler.fairness import Limits, all_full, over_limit
+from tinkex.server.scheduler.fairness import Limits, over_limit, server_full
 from tinkex.server.scheduler.results import load_of
-from tinkex.server.scheduler.sample_worker import Tap
+from tinkex.server.scheduler.sample_worker import TokenStream
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Accepted, NewRequest, RequestRow, Status
 from tinkex.wire.codec import PROTOBUF_TYPE
@@ -39,7 +39,7 @@ async def admit(
     limits = Limits.of(context.settings, caller.limits)
     context.dispatcher.allow(caller.owner, limits.max_training)
     load = context.futures.load(caller.owner)
-    refusal = over_limit(load, load_of(new), limits) or all_full(
+    refusal = over_limit(load, load_of(new), limits) or server_full(
         len(context.futures),
         context.settings.max_open,
         own=load.requests,
@@ -74,7 +74,7 @@ def sequence_ids(first: Accepted) -> list[str]:
     return [f"{first.request_id}-{index}" for index in range(first.sequences)]
 
 
-async def take(context: Context, new: NewRequest, *, tap: Tap | None = None) -> Accepted:
+async def take(context: Context, new: NewRequest, *, tap: TokenStream | None = None) -> Accepted:
     """The same without the answer; a new sample tells its tokens to the tap."""
     first = None
     if context.store.condition.trouble is not None:
@@ -144,7 +144,7 @@ def row_of(new: NewRequest, first: Accepted) -> RequestRow:
 
 
 async def hand_on(
-    context: Context, new: NewRequest, first: Accepted, *, tap: Tap | None = None
+    context: Context, new: NewRequest, first: Accepted, *, tap: TokenStream | None = None
 ) -> None:
     """
     What was just committed is the dispatcher's; nothing in between may fail.

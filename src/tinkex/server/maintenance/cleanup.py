@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tinkex.server.scheduler.results import Futures
-from tinkex.server.scheduler.scheduler import Dispatcher
+from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.settings import Settings
 from tinkex.server.store import StorageTrouble, Store
 from tinkex.server.store.retention import Named
@@ -80,7 +80,7 @@ class Janitor:
         *,
         settings: Settings,
         store: Store,
-        dispatcher: Dispatcher,
+        dispatcher: Scheduler,
         futures: Futures,
         clock: Callable[[], float] = time.time,
     ) -> None:

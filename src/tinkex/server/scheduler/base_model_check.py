@@ -3,7 +3,7 @@ Whether a base model is still the one that runs were made on.
 
 An adapter on other weights gives other numbers, and nothing shows it. So the content of every served
 folder is hashed at the start, and again whenever its engine has started anew, in a thread beside
-everything else. Runs remember the hash. One that was made on another content is refused; new runs and
+everything else. ModelStates remember the hash. One that was made on another content is refused; new runs and
 runs of other base models go on. Only what needs the hash waits for it.
 """
 
@@ -26,10 +26,10 @@ log = logging.getLogger("tinkex.server.scheduler.base_model_check")
 #: In the data folder: hashes of files, so that a restart does not read them again.
 CACHE_FILE = "base-hashes.json"
 #: A look that takes longer is worth a line in the log.
-LONG_S = 1.0
+SLOW_HASH_S = 1.0
 
 
-class BaseChanged(UserFailure):
+class BaseModelChanged(UserFailure):
     """A run, or a checkpoint, whose base model is another one now."""
 
 
@@ -42,11 +42,11 @@ class _Base:
     look: asyncio.Task[str | None] | None = None
     #: No run that is kept was made on another content.
     agreed: bool = False
-    #: Runs that were, as the log says.
+    #: ModelStates that were, as the log says.
     refused: int = 0
 
 
-class BaseCheck:
+class BaseModelCheck:
     """`start` before work is taken up, `close` after."""
 
     def __init__(
@@ -81,7 +81,7 @@ class BaseCheck:
             await asyncio.shield(base.look)
 
     async def check_run(self, model_id: str, base_model: str, incarnation: int) -> None:
-        """`BaseChanged` unless this engine has the content that the run was made on."""
+        """`BaseModelChanged` unless this engine has the content that the run was made on."""
         base = self._seen(base_model, incarnation)
         if base is None or base.look is None:
             return
@@ -118,7 +118,7 @@ class BaseCheck:
         if found is None or made_on == found:
             return
         parts = " and ".join(changed_parts(made_on, found)) or "content"
-        raise BaseChanged(
+        raise BaseModelChanged(
             f"the base model {base_model} has changed since this {what} was made: its {parts} "
             f"differ from then, so the numbers would be others. Nothing was done. Serve the earlier "
             f"files under this name again, or start the server with --accept-changed-base to go on "
@@ -142,7 +142,7 @@ class BaseCheck:
     async def _note(
         self, name: str, base: _Base, found: str | None, *, took_s: float
     ) -> str | None:
-        if took_s > LONG_S:
+        if took_s > SLOW_HASH_S:
             log.info("hashed the files of %s in %.1f s", name, took_s)
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""Saving and loading as steps of a model: names, versions, samplers. The engine only moves files."""
+"""CheckpointSteps and loading as steps of a model: names, versions, samplers. The engine only moves files."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.server.executor import Outcome, Task, Work, WorkFailed
-from tinkex.server.scheduler.base_model_check import BaseCheck
+from tinkex.server.scheduler.base_model_check import BaseModelCheck
 from tinkex.server.scheduler.step_queue import Kind, Step
 from tinkex.server.store import Model, OverQuota, Sampler, Store, Version
 from tinkex.server.store.blobs import check_recipients, lock_files
@@ -35,22 +35,22 @@ TRAINING = "weights"
 SAMPLER = "sampler_weights"
 EXTERNAL = "external_weights"
 
-LONGEST_NAME = 200
-SHORTEST_TTL_S = 3600
-LONGEST_TTL_S = 10 * 365 * 24 * 3600
+MAX_NAME_BYTES = 200
+MIN_TTL_S = 3600
+MAX_TTL_S = 10 * 365 * 24 * 3600
 # A save that the disk does not take is tried again after this, then after twice as long each time,
 # up to so long; and is given up in the end. Each try may fill the disk for a moment.
-ROOM_RETRY_S = 2.0
-ROOM_RETRY_MOST_S = 16.0
-ROOM_PATIENCE_S = 600.0
+DISK_RETRY_S = 2.0
+MAX_DISK_RETRY_S = 16.0
+DISK_WAIT_S = 600.0
 
 RunWork = Callable[[Work], Awaitable[Outcome]]
 
 
-class Saving:
+class CheckpointSteps:
     """What `save_weights`, `save_weights_for_sampler` and `load_weights` do when their turn comes."""
 
-    def __init__(self, store: Store, base_check: BaseCheck | None = None) -> None:
+    def __init__(self, store: Store, base_check: BaseModelCheck | None = None) -> None:
         self._store = store
         self._base_check = base_check
 
@@ -280,7 +280,7 @@ class Saving:
     async def _with_room(self, run: RunWork, work: Work) -> Outcome:
         """A save was accepted: while the disk does not take it, it waits; the log says that once."""
         began_s = time.monotonic()
-        wait_s = ROOM_RETRY_S
+        wait_s = DISK_RETRY_S
         waits = False
         while True:
             try:
@@ -290,7 +290,7 @@ class Saving:
                 if (trouble := trouble_of(error)) is None:
                     raise
                 waited_s = time.monotonic() - began_s
-                if waited_s > ROOM_PATIENCE_S:
+                if waited_s > DISK_WAIT_S:
                     log.error("a save of %s is given up after %.0f s", work.model_id, waited_s)
                     raise
                 if not waits:
@@ -299,7 +299,7 @@ class Saving:
                     self._store.condition.note(error, FILES)
                     log.error(
                         "a save of %s waits up to %.0f s: %s. %s",
-                        *(work.model_id, ROOM_PATIENCE_S, failed.message, trouble.advice),
+                        *(work.model_id, DISK_WAIT_S, failed.message, trouble.advice),
                     )
             else:
                 if waits:
@@ -307,14 +307,14 @@ class Saving:
                     log.warning("the save of %s was written after %.0f s", work.model_id, waited_s)
                 return outcome
             await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, ROOM_RETRY_MOST_S)
+            wait_s = min(2 * wait_s, MAX_DISK_RETRY_S)
 
 
 def check_name(name: str) -> None:
     """Names become folders and parts of paths: refuse what cannot be both."""
     problem = None
-    if not name or len(name.encode()) > LONGEST_NAME:
-        problem = f"it has {len(name.encode())} bytes, and 1 to {LONGEST_NAME} are allowed"
+    if not name or len(name.encode()) > MAX_NAME_BYTES:
+        problem = f"it has {len(name.encode())} bytes, and 1 to {MAX_NAME_BYTES} are allowed"
     elif "/" in name or "\\" in name or not name.isprintable():
         problem = "slashes and control characters are not allowed"
     elif name.startswith("."):
@@ -349,9 +349,9 @@ def refuse_external(version: Version) -> None:
 
 def check_ttl(ttl_s: int | None) -> None:
     """Refuse a time to live that is too short or too long."""
-    if ttl_s is not None and not SHORTEST_TTL_S <= ttl_s <= LONGEST_TTL_S:
+    if ttl_s is not None and not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
         raise UserFailure(
-            f"ttl_seconds is {ttl_s}; {SHORTEST_TTL_S} (one hour) to {LONGEST_TTL_S} (ten years) "
+            f"ttl_seconds is {ttl_s}; {MIN_TTL_S} (one hour) to {MAX_TTL_S} (ten years) "
             "are allowed. Leave it out to keep the checkpoint."
         )
 

@@ -26,7 +26,7 @@ from tinkex.wire import engine_protocol
 _FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
-class Engine(enum.StrEnum):
+class EngineState(enum.StrEnum):
     """What an engine was doing last, as far as it is written down."""
 
     NONE = "none"  # not up yet, or seen to end and counted by whoever saw it
@@ -35,10 +35,10 @@ class Engine(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Remains:
+class LeftoverState:
     """What a web process left behind of one engine."""
 
-    engine: Engine
+    engine: EngineState
     #: Of the machine: another one after each start of it.
     boot_id: str
     #: Who was with the engine: request ids, and names of other work.
@@ -57,15 +57,15 @@ def crashed(status: int, *, oom_kills: int) -> bool:
     return -status == signal.SIGKILL and oom_kills > 0
 
 
-def counts(remains: Remains, *, boot_id: str, web_crashed: bool) -> bool:
+def counts(remains: LeftoverState, *, boot_id: str, web_crashed: bool) -> bool:
     """Whether what was with this engine is to be counted as lost with it once more."""
     if remains.boot_id != boot_id:
         return False  # the machine went down with everything on it
-    if remains.engine is Engine.UP:
+    if remains.engine is EngineState.UP:
         return True  # it died as well, and nobody was left to see it
     # An engine that was well at the end is no witness against its work, unless that came back to
     # the web process and broke it there.
-    return remains.engine is Engine.LEFT and web_crashed
+    return remains.engine is EngineState.LEFT and web_crashed
 
 
 # MERGED: Who is with an engine, in a file that outlives the web process. Written at every hand-out, so a word costs one small write to the system's memory and nothing is synced: a machine that goes down blames nobody anyway (`blame`). The engine holds the same file open and says there that it leaves because its web process is gone. Nothing here may stop the work: what cannot be written is left out.
@@ -87,7 +87,7 @@ def boot_id() -> str:
         return ""
 
 
-class Roll:
+class InFlightFile:
     """Of one engine. `remains` is what the last web process on this file left behind."""
 
     def __init__(self, file: Path) -> None:
@@ -99,13 +99,13 @@ class Roll:
         fcntl.flock(self.descriptor, fcntl.LOCK_EX)
         self._lines = 1
         self._free: list[int] = []
-        self._write(0, f"{Engine.NONE:<{STATE}}{boot_id()}")
+        self._write(0, f"{EngineState.NONE:<{STATE}}{boot_id()}")
 
     @classmethod
-    def of(cls, folder: Path, base_model: str) -> "Roll":
+    def of(cls, folder: Path, base_model: str) -> "InFlightFile":
         return cls(folder / hashlib.sha256(base_model.encode()).hexdigest()[:16])
 
-    def engine(self, state: Engine) -> None:
+    def engine(self, state: EngineState) -> None:
         """The engine is up, or has been seen to end."""
         with contextlib.suppress(OSError):
             os.pwrite(self.descriptor, f"{state:<{STATE}}".encode(), 0)
@@ -138,7 +138,7 @@ class Roll:
             os.pwrite(self.descriptor, f"{text:<{LINE - 1}}\n".encode(), line * LINE)
 
 
-def _taken_over(file: Path) -> Remains | None:
+def _taken_over(file: Path) -> LeftoverState | None:
     """What is in the file, once nobody holds it any more; the file is gone then."""
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
@@ -165,69 +165,69 @@ def _freed(descriptor: int) -> bool:
             return True
 
 
-def _parsed(data: bytes, *, stays: bool) -> Remains | None:
+def _parsed(data: bytes, *, stays: bool) -> LeftoverState | None:
     """What a file says; nothing, if it is none of ours."""
     head, *lines = data.decode(errors="replace").splitlines() or [""]
     try:
-        engine = Engine(head[:STATE].strip())
+        engine = EngineState(head[:STATE].strip())
     except ValueError:
         return None
-    return Remains(
+    return LeftoverState(
         # One that is still there has outlived its web process.
-        engine=Engine.LEFT if stays and engine is Engine.UP else engine,
+        engine=EngineState.LEFT if stays and engine is EngineState.UP else engine,
         boot_id=head[STATE:].strip(),
         inside=tuple(name for line in lines if (name := line.strip())),
     )
 
 
-# MERGED: Who is with an engine together, so that one that kills it is found and the others are not blamed. An engine takes everything with it that it was working on. What was lost once is simply tried again: most deaths have nothing to do with the work. What was lost twice is a suspect, and is tried apart from everybody else, alone or at first in small groups. What dies alone is the culprit; the others are cleared. Counts outlive this process: `Desk` writes them down when an engine dies, and a roll tells the next process who was with an engine when this one ended without a word.
+# MERGED: Who is with an engine together, so that one that kills it is found and the others are not blamed. An engine takes everything with it that it was working on. What was lost once is simply tried again: most deaths have nothing to do with the work. What was lost twice is a suspect, and is tried apart from everybody else, alone or at first in small groups. What dies alone is the culprit; the others are cleared. Counts outlive this process: `Execution` writes them down when an engine dies, and a roll tells the next process who was with an engine when this one ended without a word.
 
 
 #: Lost so often, the last time alone: it is not tried again.
-MOST_DEATHS = 3
+MAX_CRASHES = 3
 #: Lost so often: tried apart from the others.
-SUSPECT = MOST_DEATHS - 1
+ISOLATE_AFTER = MAX_CRASHES - 1
 #: So many suspects are tried one by one at once; more are narrowed down, this many groups at a time.
-FEW = 16
+MAX_SINGLY = 16
 GROUPS = 8
 #: On the roll, work that is no request.
-OTHER = ("snapshot",)
+OTHER_WORK = ("snapshot",)
 
 
 def width(suspects: int, deaths: int) -> int:
     """How many suspects run together, of so many that were lost so often."""
-    if suspects <= FEW:
+    if suspects <= MAX_SINGLY:
         return 1
-    return max(1, int(suspects / GROUPS ** (deaths - SUSPECT + 1)))
+    return max(1, int(suspects / GROUPS ** (deaths - ISOLATE_AFTER + 1)))
 
 
 @dataclass(slots=True, eq=False)
-class Visit:
+class Attempt:
     """One turn of a model, or one sample, with an engine."""
 
     deaths: int
     #: Nobody else was with the engine at any time of this visit.
     alone: bool = True
-    names: Sequence[str] = OTHER
+    names: Sequence[str] = OTHER_WORK
     lines: Sequence[int] = ()
     _enter: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_suspect(self) -> bool:
-        return self.deaths >= SUSPECT
+        return self.deaths >= ISOLATE_AFTER
 
 
-class Company:
+class CrashIsolation:
     """The visitors of one base model's engine, in the order in which they came."""
 
-    def __init__(self, roll: Roll | None = None) -> None:
+    def __init__(self, roll: InFlightFile | None = None) -> None:
         self._roll = roll
         self._deaths: dict[str, int] = {}
         #: Found guilty by an earlier process, with the reason.
         self._condemned: dict[str, str] = {}
-        self._inside: set[Visit] = set()
+        self._inside: set[Attempt] = set()
         self._suspects_inside = 0
-        self._waiting: deque[Visit] = deque()
+        self._waiting: deque[Attempt] = deque()
         self._kept_out: set[str] = set()
 
     def deaths(self, request_id: str) -> int:
@@ -253,10 +253,10 @@ class Company:
         """Why it is not tried again, if it is not."""
         return self._condemned.get(request_id)
 
-    def lost(self, request_id: str, visit: Visit, *, times: int = 1) -> bool:
+    def lost(self, request_id: str, visit: Attempt, *, times: int = 1) -> bool:
         """A request was lost with its engine; whether it is the one that kills it."""
         deaths = self._deaths[request_id] = self.deaths(request_id) + times
-        guilty = visit.alone and deaths >= MOST_DEATHS
+        guilty = visit.alone and deaths >= MAX_CRASHES
         if guilty:
             # Whoever shared an engine with it was lost because of it.
             self._deaths.clear()
@@ -268,10 +268,10 @@ class Company:
         self._condemned.pop(request_id, None)
 
     @contextlib.asynccontextmanager
-    async def visit(self, *request_ids: str) -> AsyncIterator[Visit]:
+    async def visit(self, *request_ids: str) -> AsyncIterator[Attempt]:
         """With the engine, once those may come in who have been lost as often as these."""
         deaths = max(map(self.deaths, request_ids), default=0)
-        visit = Visit(deaths, names=request_ids or OTHER)
+        visit = Attempt(deaths, names=request_ids or OTHER_WORK)
         self._waiting.append(visit)
         self._let_in()
         try:
@@ -306,7 +306,7 @@ class Company:
                 visit.lines = self._roll.enter(visit.names)
             visit._enter.set()
 
-    def _may_enter(self, visit: Visit) -> bool:
+    def _may_enter(self, visit: Attempt) -> bool:
         if not visit.is_suspect:
             return not self._suspects_inside
         if len(self._inside) > self._suspects_inside:

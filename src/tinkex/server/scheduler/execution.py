@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.server.executor import EngineLost, Executor, Outcome, Task, Work
-from tinkex.server.scheduler.base_model_check import BaseCheck
-from tinkex.server.scheduler.crash_isolation import Company, Roll, Visit
+from tinkex.server.scheduler.base_model_check import BaseModelCheck
+from tinkex.server.scheduler.crash_isolation import Attempt, CrashIsolation, InFlightFile
 from tinkex.server.scheduler.fairness import Admission
-from tinkex.server.scheduler.results import Ending, Futures, Settled, unstorable
+from tinkex.server.scheduler.results import (
+    FinishedRequest,
+    Futures,
+    RequestOutcome,
+    storage_failure,
+)
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import (
     CustomLoss,
@@ -30,10 +35,10 @@ log = logging.getLogger("tinkex.server.scheduler")
 
 #: A result that was not stored is tried again after these, and then its request fails. Trouble of
 #: the disk or the database is not meant: that is waited for, however long it lasts.
-STORE_AGAIN_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+STORE_RETRY_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
 #: Owners on the metrics page: those who used an engine last.
-MOST_OWNERS = 1_000
+MAX_OWNERS = 1_000
 
 
 class _Recent(defaultdict[str, float]):
@@ -42,11 +47,11 @@ class _Recent(defaultdict[str, float]):
     def __setitem__(self, owner: str, value: float) -> None:
         self.pop(owner, None)
         super().__setitem__(owner, value)
-        if len(self) > MOST_OWNERS:
+        if len(self) > MAX_OWNERS:
             del self[next(iter(self))]
 
 
-class Desk:
+class Execution:
     """One for each dispatcher. A result is committed before its waiters are woken."""
 
     def __init__(
@@ -55,21 +60,21 @@ class Desk:
         store: Store,
         executor: Executor,
         futures: Futures,
-        rolls: Mapping[str, Roll] | None = None,
-        base_check: BaseCheck | None = None,
+        rolls: Mapping[str, InFlightFile] | None = None,
+        base_check: BaseModelCheck | None = None,
         max_sequences: int = 0,
     ) -> None:
         self.store = store
         self.executor = executor
         self.futures = futures
         self.base_check = base_check
-        self.payloads = Payloads(store)
-        self.failures = Failures(store)
+        self.payloads = PayloadCache(store)
+        self.failures = SessionFailures(store)
         #: Accepted requests that this process has, until their results are on disk.
         self.taken: set[str] = set()
         #: By base model: who is with its engine together.
-        self.companies: defaultdict[str, Company] = defaultdict(Company)
-        self.companies.update({name: Company(roll) for name, roll in (rolls or {}).items()})
+        self.companies: defaultdict[str, CrashIsolation] = defaultdict(CrashIsolation)
+        self.companies.update({name: CrashIsolation(roll) for name, roll in (rolls or {}).items()})
         #: By base model: what outside the order of steps goes to its engine next.
         self._admissions: dict[str, Admission] = {}
         self._max_sequences = max_sequences
@@ -175,7 +180,7 @@ class Desk:
             self._admissions[base_model] = admission
         return admission
 
-    def lost(self, base_model: str, request_id: str, visit: Visit, *, times: int = 1) -> bool:
+    def lost(self, base_model: str, request_id: str, visit: Attempt, *, times: int = 1) -> bool:
         """A request was lost with its engine; whether it is the one that kills it."""
         if self.futures.closing:
             return False  # the server was told to stop, and its engines may have been too
@@ -196,7 +201,7 @@ class Desk:
             else:
                 await self.store.deaths.clear(base_model)
 
-    async def kept(self, request_id: str, ending: Ending) -> request_writes.Ending:
+    async def kept(self, request_id: str, ending: RequestOutcome) -> request_writes.Ending:
         """What is to be written of a request; a large result is on disk already."""
         if ending.error is not None:
             category = ending.category or "server"
@@ -208,7 +213,7 @@ class Desk:
 
     async def insist_on_storing(self, attempt: Callable[[], Awaitable[None]]) -> None:
         """Store something that was promised. Raises what the last attempt of many raised."""
-        for wait_s in STORE_AGAIN_S:
+        for wait_s in STORE_RETRY_S:
             try:
                 return await attempt()
             except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
@@ -216,7 +221,7 @@ class Desk:
             await asyncio.sleep(wait_s)
         await attempt()
 
-    async def settle(self, row: RequestRow, ending: Ending) -> None:
+    async def settle(self, row: RequestRow, ending: RequestOutcome) -> None:
         """A request outside the order of steps is over."""
         self.payloads.forget(row.request_id)
         self.failures.settled(
@@ -231,9 +236,9 @@ class Desk:
             try:
                 return await self.insist_on_storing(functools.partial(self._settle, row, ending))
             except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
-                ending = unstorable(error)
+                ending = storage_failure(error)
 
-    async def _settle(self, row: RequestRow, ending: Ending) -> None:
+    async def _settle(self, row: RequestRow, ending: RequestOutcome) -> None:
         """Store what became of a request, and tell everybody in the order of the commits."""
         kept = await self.kept(row.request_id, ending)
         commit = self.store.requests.finish_one(kept)
@@ -252,11 +257,16 @@ class Desk:
             told.set_result(None)
 
     def wake(
-        self, request_id: str, owner: str, kind: Kind, session_id: str | None, ending: Ending
+        self,
+        request_id: str,
+        owner: str,
+        kind: Kind,
+        session_id: str | None,
+        ending: RequestOutcome,
     ) -> None:
         self.taken.discard(request_id)
         self.futures.settle(
-            Settled(
+            FinishedRequest(
                 request_id=request_id,
                 owner=owner,
                 kind=kind,
@@ -271,10 +281,10 @@ class Desk:
 # MERGED: Which sessions have failed: marked with the reason, until work of theirs succeeds again. A session has failed when the server could not do its work, or when a model of it was not created. What a user can mend in the next request, such as an unknown loss, fails that request only.
 
 
-LONGEST_MESSAGE = 2000
+MAX_MESSAGE_CHARS = 2000
 
 
-class Failures:
+class SessionFailures:
     """The marks, in memory and in the rows of their sessions."""
 
     def __init__(self, store: Store) -> None:
@@ -286,7 +296,7 @@ class Failures:
 
     def settled(
         self,
-        ending: Ending,
+        ending: RequestOutcome,
         *,
         request_id: str,
         kind: Kind,
@@ -310,14 +320,14 @@ class Failures:
             "request_id": request_id,
             "request_type": kind.value,
         }
-        if model_id is not None and (creates or ending.lasting):
+        if model_id is not None and (creates or ending.permanent):
             reason = {"type": "training_run", "training_run_id": model_id}
-        elif sampling_session_id is not None and ending.lasting:
+        elif sampling_session_id is not None and ending.permanent:
             reason = {"type": "sampling_session", "sampling_session_id": sampling_session_id}
         self._marked.add(session_id)
         failure = {
             "category": "user" if ending.category == "user" else "internal",
-            "message": ending.error[:LONGEST_MESSAGE],
+            "message": ending.error[:MAX_MESSAGE_CHARS],
             "reason": reason,
         }
         self._store.runs.mark_failed(session_id, failure)
@@ -389,10 +399,10 @@ def _carried(payload: bytes | Path) -> dict[str, Any]:
 
 
 # Up to this much is kept; the rest is read back.
-PAYLOADS_BYTES = 128 * 2**20
+PAYLOAD_CACHE_BYTES = 128 * 2**20
 
 
-class Payloads:
+class PayloadCache:
     """Bytes, or the file that holds them: large ones are files already, and engines read those."""
 
     def __init__(self, store: Store) -> None:
@@ -402,7 +412,7 @@ class Payloads:
 
     def keep(self, request_id: str, payload: bytes) -> None:
         """Keep this for its turn if it is small and there is room."""
-        fits = self._kept_bytes + len(payload) <= PAYLOADS_BYTES
+        fits = self._kept_bytes + len(payload) <= PAYLOAD_CACHE_BYTES
         if len(payload) <= INLINE_BYTES and fits:
             self._kept[request_id] = payload
             self._kept_bytes += len(payload)

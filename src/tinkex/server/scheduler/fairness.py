@@ -1,7 +1,7 @@
 """
 Who may ask for how much, and whose turn to train is next. No clock, no sockets, no SQL.
 
-Two decisions. `over_limit`: may this owner have one more request accepted? `Shares`: which owner's
+Two decisions. `over_limit`: may this owner have one more request accepted? `FairShares`: which owner's
 model goes to the engine next, so that many models of one do not starve the only one of another.
 """
 
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from tinkex.server.scheduler.model_worker import Run
-    from tinkex.server.scheduler.step_queue import Turn
+    from tinkex.server.scheduler.model_worker import ModelState
+    from tinkex.server.scheduler.step_queue import StepBatch
 
 # Models that are with an engine at once: as many as it can put into one batch to advantage.
-PLACES = 32
+TRAINING_SLOTS = 32
 # Of these each owner has no more than so many while others want some too: then the wait of a
 # newcomer is a few turns long, whatever is queued.
-CONTESTED_PLACES = 4
+CONTESTED_SLOTS_PER_OWNER = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ def over_limit(load: Load, new: Load, limits: Limits) -> str | None:
     return None
 
 
-def all_full(unfinished: int, most: int, *, own: int, owners: int) -> str | None:
+def server_full(unfinished: int, most: int, *, own: int, owners: int) -> str | None:
     """
     Why the server takes nothing more from this owner; None when it does.
 
@@ -94,7 +94,7 @@ def all_full(unfinished: int, most: int, *, own: int, owners: int) -> str | None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
-class Ask:
+class SlotRequest:
     """One model that has a turn to take."""
 
     owner: str
@@ -103,7 +103,7 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Waiting:
+class QueueState:
     """Why something waits: `queue_state` of the protocol, and the reason."""
 
     state: Literal["active", "paused_capacity", "paused_rate_limit"]
@@ -111,7 +111,7 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class Shares:
+class FairShares:
     """
     The places of one engine for training, shared evenly by owners.
 
@@ -120,14 +120,14 @@ class Shares:
     saved up.
     """
 
-    places: int = PLACES
-    contested_places: int = CONTESTED_PLACES
-    _waiting: list[Ask] = field(default_factory=list)
-    _running: dict[Ask, None] = field(default_factory=dict)
+    places: int = TRAINING_SLOTS
+    contested_places: int = CONTESTED_SLOTS_PER_OWNER
+    _waiting: list[SlotRequest] = field(default_factory=list)
+    _running: dict[SlotRequest, None] = field(default_factory=dict)
     #: Seconds of computing, by owner, of those who want some now.
     _used_s: dict[str, float] = field(default_factory=dict)
 
-    def ask(self, ask: Ask) -> None:
+    def ask(self, ask: SlotRequest) -> None:
         """A turn is ready to be taken."""
         present = self._present()
         if ask.owner not in present:
@@ -135,7 +135,7 @@ class Shares:
             self._used_s[ask.owner] = max(least, self._used_s.get(ask.owner, 0.0))
         self._waiting.append(ask)
 
-    def take(self) -> Ask | None:
+    def take(self) -> SlotRequest | None:
         """Who goes next; None while all places are taken or nobody may."""
         if len(self._running) >= self.places:
             return None
@@ -149,7 +149,7 @@ class Shares:
         self._running[best] = None
         return best
 
-    def done(self, ask: Ask, *, used_s: float) -> None:
+    def done(self, ask: SlotRequest, *, used_s: float) -> None:
         """A turn is over, or given up while it waited."""
         if ask in self._running:
             del self._running[ask]
@@ -159,32 +159,32 @@ class Shares:
         if not self._present():
             self._used_s.clear()
 
-    def why(self, ask: Ask) -> Waiting:
+    def why(self, ask: SlotRequest) -> QueueState:
         """How an ask stands."""
         if ask not in self._waiting:
-            return Waiting(state="active")
+            return QueueState(state="active")
         waits = self._why_not(ask, self._taken(), self.contested)
-        return waits or Waiting(state="active")
+        return waits or QueueState(state="active")
 
     @property
     def contested(self) -> bool:
         """Whether more than one owner wants places."""
         return len(self._present()) > 1
 
-    def _why_not(self, ask: Ask, taken: Counter[str], contested: bool) -> Waiting | None:
+    def _why_not(self, ask: SlotRequest, taken: Counter[str], contested: bool) -> QueueState | None:
         mine = taken[ask.owner]
         if ask.most and mine >= ask.most:
-            return Waiting(
+            return QueueState(
                 state="paused_rate_limit",
                 reason=f"{mine} of your models are training, and {ask.most} may at once",
             )
         if len(self._running) >= self.places:
-            return Waiting(
+            return QueueState(
                 state="paused_capacity",
                 reason=f"{len(self._running)} models are training, and {len(self._waiting)} wait",
             )
         if contested and mine >= self.contested_places:
-            return Waiting(
+            return QueueState(
                 state="paused_capacity",
                 reason=f"{mine} of your models are training, and other owners want their share",
             )
@@ -197,19 +197,19 @@ class Shares:
         return {ask.owner for ask in self._waiting} | {ask.owner for ask in self._running}
 
 
-# MERGED: Places for training in each engine, handed out fairly: a turn runs once it has one.
+# MERGED: TrainingSlots for training in each engine, handed out fairly: a turn runs once it has one.
 
 
-class Places:
+class TrainingSlots:
     """Who is next is decided in `shares`; this wakes them."""
 
     def __init__(self, *, max_training: int = 0) -> None:
         #: Of each owner who was not given a number of their own; 0 is any number.
         self._max_training_each = max_training
-        self._shares: defaultdict[str, Shares] = defaultdict(Shares)
-        #: Turns that have a place, or wait for one; and the requests in those turns.
-        self._given: dict[Ask, asyncio.Event] = {}
-        self._asking: dict[str, tuple[Shares, Ask]] = {}
+        self._shares: defaultdict[str, FairShares] = defaultdict(FairShares)
+        #: ModelWorkers that have a place, or wait for one; and the requests in those turns.
+        self._given: dict[SlotRequest, asyncio.Event] = {}
+        self._asking: dict[str, tuple[FairShares, SlotRequest]] = {}
         self._max_training: dict[str, int] = {}
         #: Called when a turn is over: others may do what they could not before.
         self.freed: Callable[[], None] = lambda: None
@@ -221,7 +221,7 @@ class Places:
         else:
             self._max_training[owner] = max_training
 
-    def why(self, request_id: str) -> Waiting | None:
+    def why(self, request_id: str) -> QueueState | None:
         """How a request stands that has a place or waits for one."""
         if (held := self._asking.get(request_id)) is None:
             return None
@@ -233,11 +233,11 @@ class Places:
         return self._shares[base_model].contested
 
     @contextlib.asynccontextmanager
-    async def place(self, run: "Run", turn: "Turn") -> AsyncIterator[None]:
+    async def place(self, run: "ModelState", turn: "StepBatch") -> AsyncIterator[None]:
         """One of the engine's places for training, once this owner's turn for it has come."""
         shares = self._shares[run.model.base_model]
         owner = run.model.owner
-        ask = Ask(owner=owner, most=self._max_training.get(owner, self._max_training_each))
+        ask = SlotRequest(owner=owner, most=self._max_training.get(owner, self._max_training_each))
         given = self._given[ask] = asyncio.Event()
         self._asking.update({step.request_id: (shares, ask) for step in turn.steps})
         computed_s = run.computed_s
@@ -254,7 +254,7 @@ class Places:
             self._give(shares)
             self.freed()
 
-    def _give(self, shares: Shares) -> None:
+    def _give(self, shares: FairShares) -> None:
         while (ask := shares.take()) is not None:
             self._given[ask].set()
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from tinkex.server.executor import EngineLost, EngineRefused, Outcome, Task, Work, WorkFailed
 from tinkex.server.scheduler import step_queue
-from tinkex.server.scheduler.base_model_check import BaseChanged
-from tinkex.server.scheduler.checkpoints import Saving
+from tinkex.server.scheduler.base_model_check import BaseModelChanged
+from tinkex.server.scheduler.checkpoints import CheckpointSteps
 from tinkex.server.scheduler.execution import (
-    Desk,
+    Execution,
     clear_gradients_work,
     create_work,
     drop_work,
@@ -28,11 +28,11 @@ from tinkex.server.scheduler.execution import (
     register_loss_work,
     training_work,
 )
-from tinkex.server.scheduler.step_queue import Cause, Kind, Step, Turn
+from tinkex.server.scheduler.step_queue import Cause, Kind, Step, StepBatch
 from tinkex.server.store import Damaged, RequestRow, Status, StorageTrouble
 
 if TYPE_CHECKING:
-    from tinkex.server.scheduler.model_worker import Run
+    from tinkex.server.scheduler.model_worker import ModelState
 
 #: What a step costs beside its tokens, in tokens.
 STEP_TOKENS = 100
@@ -43,7 +43,7 @@ def size_of(step: Step | RequestRow) -> int:
     return step.tokens + STEP_TOKENS
 
 
-class Rebuilding:
+class RebuildQueue:
     """Models that are being built again. `contested` says whether several owners want an engine."""
 
     def __init__(self, contested: Callable[[str], bool]) -> None:
@@ -53,7 +53,7 @@ class Rebuilding:
         self._changed = asyncio.Event()
 
     @contextlib.contextmanager
-    def model(self, run: "Run") -> Iterator[None]:
+    def model(self, run: "ModelState") -> Iterator[None]:
         """This model is being built again, step by step: each waits for `turn`."""
         model = run.model
         owners = self._left[model.base_model]
@@ -67,18 +67,18 @@ class Rebuilding:
                 del owners[model.owner]
             self.look_again()
 
-    def left(self, run: "Run", tokens: int) -> None:
+    def left(self, run: "ModelState", tokens: int) -> None:
         """What this model has left to do."""
         model = run.model
         self._left[model.base_model][model.owner][model.model_id] = tokens
         self.look_again()
 
-    async def turn(self, run: "Run") -> None:
+    async def turn(self, run: "ModelState") -> None:
         """Until the next step of this model may be built again."""
         while not self._may(run):
             await self._changed.wait()
 
-    async def give_way(self, run: "Run", turn: Turn) -> None:
+    async def give_way(self, run: "ModelState", turn: StepBatch) -> None:
         """
         Until no other owner has a model that is built again with less work than this turn is.
 
@@ -89,7 +89,7 @@ class Rebuilding:
         while self._less_left(run, size):
             await self._changed.wait()
 
-    def _less_left(self, run: "Run", size: int) -> bool:
+    def _less_left(self, run: "ModelState", size: int) -> bool:
         owners = self._left.get(run.model.base_model, {})
         return any(
             next(iter(each.values())) < size
@@ -102,7 +102,7 @@ class Rebuilding:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def _may(self, run: "Run") -> bool:
+    def _may(self, run: "ModelState") -> bool:
         model = run.model
         if not self._contested(model.base_model):
             return True
@@ -117,23 +117,23 @@ class Rebuilding:
 
 log = logging.getLogger("tinkex.server.scheduler")
 
-# Steps of a log that are with the engine together while a model is built again.
-REPLAYED_TOGETHER = 8
+# StepRunner of a log that are with the engine together while a model is built again.
+MAX_REPLAY_PASSES = 8
 # And their tokens, unless a single one has more: another owner's step waits for some of these.
-TOKENS_TOGETHER = 32_768
+MAX_REPLAY_TOKENS = 32_768
 
 
 _Place = tuple[str, str]
 
 
-def _place(run: "Run") -> _Place:
+def _place(run: "ModelState") -> _Place:
     return run.model.base_model, run.model.session_id
 
 
-class Revival:
+class Recovery:
     """Keeps models in memory, or brings them back there."""
 
-    def __init__(self, desk: Desk, saving: Saving, rebuilding: Rebuilding) -> None:
+    def __init__(self, desk: Execution, saving: CheckpointSteps, rebuilding: RebuildQueue) -> None:
         self._desk = desk
         self._rebuilding = rebuilding
         self._store = desk.store
@@ -145,10 +145,10 @@ class Revival:
         #: Where losses were registered.
         self._with_losses: set[_Place] = set()
 
-    async def alive(self, run: "Run") -> int:
+    async def alive(self, run: "ModelState") -> int:
         """The incarnation that holds this model as its log says; built again if need be."""
         incarnation = await self._desk.executor.ready(run.model.base_model)
-        if run.live_in != incarnation:
+        if run.loaded_in != incarnation:
             if (check := self._desk.base_check) is not None:
                 await check.check_run(run.model.model_id, run.model.base_model, incarnation)
             # The log is complete once every result of this model is on disk.
@@ -160,10 +160,12 @@ class Revival:
             await self._register_losses(run, incarnation)
             with self._rebuilding.model(run):
                 await self._replay(run, incarnation)
-            run.live_in = incarnation
+            run.loaded_in = incarnation
         return incarnation
 
-    async def send(self, run: "Run", work: Work, incarnation: int) -> asyncio.Future[Outcome]:
+    async def send(
+        self, run: "ModelState", work: Work, incarnation: int
+    ) -> asyncio.Future[Outcome]:
         """Work for one model, sent to the incarnation that holds it; its outcome is answered."""
         model = run.model
         answer = await self._desk.send(
@@ -172,15 +174,15 @@ class Revival:
         answer.add_done_callback(run.computed)
         return answer
 
-    async def work(self, run: "Run", work: Work, incarnation: int) -> Outcome:
+    async def work(self, run: "ModelState", work: Work, incarnation: int) -> Outcome:
         """The same, done when this returns."""
         return await (await self.send(run, work, incarnation))
 
-    def holds(self, run: "Run") -> bool:
+    def holds(self, run: "ModelState") -> bool:
         """Whether an engine may have something of this model in memory."""
         return run.model.model_id in self._there.get(_place(run), ())
 
-    async def drop(self, run: "Run") -> None:
+    async def drop(self, run: "ModelState") -> None:
         """
         Take a model out of the memory of its engine; in the driver's place.
 
@@ -188,7 +190,7 @@ class Revival:
         """
         await run.settled()
         base_model, place = run.model.base_model, _place(run)
-        incarnation, run.live_in = run.live_in, None
+        incarnation, run.loaded_in = run.loaded_in, None
         try:
             with contextlib.suppress(EngineLost, EngineRefused):
                 if incarnation is None and self.holds(run):
@@ -227,7 +229,7 @@ class Revival:
                     answer = await executor.send(base_model, order, incarnation=incarnation)
                 await answer
 
-    async def _register_losses(self, run: "Run", incarnation: int) -> None:
+    async def _register_losses(self, run: "ModelState", incarnation: int) -> None:
         """An engine that has just met a model gets the losses of its session first."""
         for loss in await self._store.runs.custom_losses(run.model.session_id):
             self._with_losses.add(_place(run))
@@ -235,7 +237,7 @@ class Revival:
             with contextlib.suppress(WorkFailed):
                 await self.work(run, register_loss_work(loss), incarnation)
 
-    async def _replay(self, run: "Run", incarnation: int) -> None:
+    async def _replay(self, run: "ModelState", incarnation: int) -> None:
         await self._rebuilding.turn(run)
         snapshot = await self._store.snapshots.sound(run.model.model_id)
         if snapshot is not None:
@@ -248,7 +250,7 @@ class Revival:
         if rows:
             log.info("building %s again from %d steps", run.model.model_id, len(rows))
         left = sum(map(size_of, rows))
-        together, waiting = asyncio.Semaphore(REPLAYED_TOGETHER), 0
+        together, waiting = asyncio.Semaphore(MAX_REPLAY_PASSES), 0
 
         passes: list[asyncio.Future[Outcome]] = []
         try:
@@ -263,14 +265,14 @@ class Revival:
                 await self._rebuilding.turn(run)
                 if kind in step_queue.PASSES and what is step_queue.Replayed.RUN:
                     # Together with the engine, and each sent before the next one is.
-                    if waiting + row.tokens > TOKENS_TOGETHER:
+                    if waiting + row.tokens > MAX_REPLAY_TOKENS:
                         await asyncio.gather(*passes)
                         passes.clear()
                         waiting = 0
                     waiting += row.tokens
                     await together.acquire()
                     payload = await self._desk.payloads.get(row.request_id)
-                    run.bytes_since += payload_size(payload)
+                    run.bytes_since_snapshot += payload_size(payload)
                     work = training_work(run.model, kind, payload)
                     passes.append(await self.send(run, work, incarnation))
                     passes[-1].add_done_callback(lambda _: together.release())
@@ -286,7 +288,7 @@ class Revival:
                 one.cancel()
 
     async def _replay_one(
-        self, run: "Run", row: RequestRow, what: step_queue.Replayed, incarnation: int
+        self, run: "ModelState", row: RequestRow, what: step_queue.Replayed, incarnation: int
     ) -> None:
         kind = Kind(row.kind)
         model = run.model
@@ -306,7 +308,7 @@ class Revival:
                 await self._saving.load(model, payload, work, version_id=row.version_id)
             case step_queue.Replayed.RUN:
                 step = await self._desk.payloads.get(row.request_id)
-                run.bytes_since += payload_size(step)
+                run.bytes_since_snapshot += payload_size(step)
                 await work(training_work(model, kind, step))
 
 
@@ -320,29 +322,33 @@ PATIENCE = 10
 class Snapshots:
     """Written by whoever is in the driver's place of a model."""
 
-    def __init__(self, desk: Desk, revival: Revival, *, steps: int, payload_bytes: int) -> None:
+    def __init__(
+        self, desk: Execution, revival: Recovery, *, steps: int, payload_bytes: int
+    ) -> None:
         self._desk = desk
         self._revival = revival
         #: After so many steps, or bytes of payloads, one is due; 0 is never.
         self._steps = steps
         self._payload_bytes = payload_bytes
 
-    def due(self, run: "Run") -> bool:
+    def due(self, run: "ModelState") -> bool:
         if run.writing is not None and not run.writing.done():
             return False  # the next one when this one is written
         # Just after an optimizer step there are no gradients to write: one is waited for a while.
         steps, payload_bytes = (
-            most if run.stepped else most + most // PATIENCE
+            most if run.after_optim_step else most + most // PATIENCE
             for most in (self._steps, self._payload_bytes)
         )
-        return 0 < steps <= run.steps_since or 0 < payload_bytes <= run.bytes_since
+        return (
+            0 < steps <= run.steps_since_snapshot or 0 < payload_bytes <= run.bytes_since_snapshot
+        )
 
-    async def write(self, run: "Run") -> bool:
+    async def write(self, run: "ModelState") -> bool:
         """Everything up to the last finished step is kept in one place once this returns True."""
         written = await self.begin(run)
         return written is not None and await written
 
-    async def begin(self, run: "Run") -> asyncio.Future[bool] | None:
+    async def begin(self, run: "ModelState") -> asyncio.Future[bool] | None:
         """
         Take one of what the model is now; steps that come later run while it is written.
 
@@ -351,7 +357,7 @@ class Snapshots:
         """
         try:
             return await self._begin(run)
-        except (EngineLost, EngineRefused, BaseChanged, WorkFailed, Damaged) as lost:
+        except (EngineLost, EngineRefused, BaseModelChanged, WorkFailed, Damaged) as lost:
             log.info("no snapshot of %s: %s", run.model.model_id, lost)
         except StorageTrouble as trouble:
             log.warning("no snapshot of %s: %s", run.model.model_id, trouble)
@@ -359,11 +365,11 @@ class Snapshots:
             log.exception("no snapshot of %s", run.model.model_id)
         return None
 
-    async def _begin(self, run: "Run") -> asyncio.Future[bool] | None:
+    async def _begin(self, run: "ModelState") -> asyncio.Future[bool] | None:
         await run.written()
         # Tried again after as much again, whatever becomes of it.
-        run.steps_since = run.bytes_since = 0
-        if run.line.stillborn is not None or run.line.running:
+        run.steps_since_snapshot = run.bytes_since_snapshot = 0
+        if run.line.creation_error is not None or run.line.running:
             return None
         async with contextlib.AsyncExitStack() as stack:
             # As any work: nobody is with an engine while a suspect is alone with it.
@@ -371,7 +377,7 @@ class Snapshots:
             await stack.enter_async_context(visit)
             incarnation = await self._revival.alive(run)
             await run.settled()
-            if run.live_in != incarnation:  # a result could not be stored
+            if run.loaded_in != incarnation:  # a result could not be stored
                 return None
             model_id = run.model.model_id
             place, folder = self._desk.store.snapshots.new_place(model_id)
@@ -385,7 +391,7 @@ class Snapshots:
 
     async def _save(
         self,
-        run: "Run",
+        run: "ModelState",
         answer: asyncio.Future[Outcome],
         place: str,
         seq_id: int,

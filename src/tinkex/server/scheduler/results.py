@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tinkex.server.scheduler.crash_isolation import MOST_DEATHS
+from tinkex.server.scheduler.crash_isolation import MAX_CRASHES
 from tinkex.server.scheduler.fairness import Load
 from tinkex.server.scheduler.step_queue import Cause, Kind
 from tinkex.server.store import (
@@ -25,10 +25,10 @@ from tinkex.server.store.request_writes import given_s
 from tinkex.server.store.requests import ResultGone
 
 #: Is given what wakes a sleeper, for when nobody is there any more who would hear of it.
-Leaving = Callable[[Callable[[], None]], None]
+OnDisconnect = Callable[[Callable[[], None]], None]
 
 
-class Sleepers:
+class Waiters:
     """Belongs to one event loop."""
 
     __slots__ = ("_waiters",)
@@ -43,7 +43,7 @@ class Sleepers:
         for waiter in self._waiters:
             _let_go(waiter)
 
-    async def sleep(self, within_s: float, leaving: Leaving | None) -> None:
+    async def sleep(self, within_s: float, leaving: OnDisconnect | None) -> None:
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
         self._waiters.add(waiter)
@@ -63,15 +63,15 @@ def _let_go(waiter: "asyncio.Future[None]") -> None:
         waiter.set_result(None)
 
 
-# MERGED: Results that were promised: who waits for one sleeps, and is woken by the commit.
+# MERGED: ResultWriter that were promised: who waits for one sleeps, and is woken by the commit.
 
 
 log = logging.getLogger("tinkex.server.scheduler.results")
 
 # Finished results are kept in memory for the poll that is about to come; the rest are read back.
-KEPT_BYTES = 64 * 2**20
+CACHE_BYTES = 64 * 2**20
 # No server gave out a request before 2025.
-FIRST_S = 1735689600.0
+EARLIEST_REQUEST_S = 1735689600.0
 
 NOTHING = Load()
 
@@ -81,7 +81,7 @@ class UnknownRequest(LookupError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settled:
+class FinishedRequest:
     """A finished request: its result, or why there is none."""
 
     request_id: str
@@ -98,10 +98,10 @@ class _Promise:
     owner: str
     base_model: str
     load: Load
-    settled: Settled | None = None
+    settled: FinishedRequest | None = None
     #: How often somebody has begun to wait for it, and who waits now.
     asked: int = 0
-    sleepers: Sleepers = field(default_factory=Sleepers)
+    sleepers: Waiters = field(default_factory=Waiters)
 
 
 class Futures:
@@ -109,16 +109,16 @@ class Futures:
 
     def __init__(self, store: Store, *, kept_s: float = 3600.0) -> None:
         self._store = store
-        #: Results are kept at least this long.
+        #: ResultWriter are kept at least this long.
         self._kept_s = kept_s
         self._open: dict[str, _Promise] = {}
         self._loads: dict[str, Load] = {}
-        self._kept: OrderedDict[str, Settled] = OrderedDict()
+        self._kept: OrderedDict[str, FinishedRequest] = OrderedDict()
         self._kept_bytes = 0
         #: The server is stopping: nothing is waited for any more.
         self.closing = False
         #: The same events once more, for clients that wait for many at once.
-        self.completions = Completions(store)
+        self.completions = CompletionLog(store)
 
     async def start(self) -> None:
         await self.completions.start()
@@ -140,7 +140,7 @@ class Futures:
         """What of an owner is accepted and not finished."""
         return self._loads.get(owner, NOTHING)
 
-    def settle(self, settled: Settled) -> None:
+    def settle(self, settled: FinishedRequest) -> None:
         """The result is on disk: wake everybody who waits for it."""
         promise = self._open.pop(settled.request_id, None)
         if promise is not None:
@@ -157,8 +157,8 @@ class Futures:
         *,
         owner: str,
         within_s: float,
-        leaving: Leaving | None = None,
-    ) -> Settled | None:
+        leaving: OnDisconnect | None = None,
+    ) -> FinishedRequest | None:
         """
         The finished request, or None when it is not finished by then.
 
@@ -211,7 +211,7 @@ class Futures:
             promise.sleepers.wake()
         self.completions.release()
 
-    async def _read(self, request_id: str, owner: str) -> Settled | None:
+    async def _read(self, request_id: str, owner: str) -> FinishedRequest | None:
         row = await self._store.requests.get(request_id)
         if row is None and _is_old(request_id, self._kept_s):
             raise ResultGone(request_id)
@@ -239,17 +239,17 @@ class Futures:
             if (dropped := self._kept.pop(request_id, None)) is not None:
                 self._kept_bytes -= _weight(dropped)
 
-    def _owned(self, settled: Settled, owner: str) -> Settled:
+    def _owned(self, settled: FinishedRequest, owner: str) -> FinishedRequest:
         if settled.owner != owner:
             raise UnknownRequest(settled.request_id)
         return settled
 
-    def _keep(self, settled: Settled) -> None:
+    def _keep(self, settled: FinishedRequest) -> None:
         if settled.request_id in self._kept:
             return
         self._kept[settled.request_id] = settled
         self._kept_bytes += _weight(settled)
-        while self._kept_bytes > KEPT_BYTES:
+        while self._kept_bytes > CACHE_BYTES:
             _, dropped = self._kept.popitem(last=False)
             self._kept_bytes -= _weight(dropped)
 
@@ -263,11 +263,11 @@ def load_of(request: NewRequest | RequestRow) -> Load:
 def _is_old(request_id: str, kept_s: float) -> bool:
     """Whether this may be a request whose row has been deleted."""
     at_s = given_s(request_id)
-    return at_s is not None and FIRST_S < at_s < time.time() - kept_s
+    return at_s is not None and EARLIEST_REQUEST_S < at_s < time.time() - kept_s
 
 
-def settled_from(row: RequestRow, result: bytes) -> Settled:
-    return Settled(
+def settled_from(row: RequestRow, result: bytes) -> FinishedRequest:
+    return FinishedRequest(
         request_id=row.request_id,
         owner=row.owner,
         kind=Kind(row.kind),
@@ -278,7 +278,7 @@ def settled_from(row: RequestRow, result: bytes) -> Settled:
     )
 
 
-def _weight(settled: Settled) -> int:
+def _weight(settled: FinishedRequest) -> int:
     # The object itself counts too: a flood of tiny results is bounded by it.
     return len(settled.result) + 1024
 
@@ -287,13 +287,13 @@ def _weight(settled: Settled) -> int:
 
 
 # What nobody reads any more is dropped, and read from the database should it be asked for.
-MOST_LOGS = 4_000
-MOST_EVENTS = 20_000
-UNREAD_S = 120.0
+MAX_CLIENTS = 4_000
+MAX_EVENTS_PER_CLIENT = 20_000
+UNREAD_TTL_S = 120.0
 # In one answer; the next poll, from its cursor on, gets the next ones at once.
-MOST_TOLD = 1_000
+MAX_EVENTS_PER_POLL = 1_000
 # How long a poll is held that the database cannot answer.
-TROUBLE_S = 1.0
+STORAGE_RETRY_S = 1.0
 
 _Client = tuple[str, int]
 
@@ -305,7 +305,7 @@ class _Tail:
     floor: int
     events: list[Completion] = field(default_factory=list)
     #: Who sleeps until the next event, and how many use this at all.
-    sleepers: Sleepers = field(default_factory=Sleepers)
+    sleepers: Waiters = field(default_factory=Waiters)
     waiting: int = 0
     read_s: float = 0.0
 
@@ -323,7 +323,7 @@ def _position(event: Completion) -> int:
     return event.position
 
 
-class Completions:
+class CompletionLog:
     """The logs of this process. Nothing here polls."""
 
     def __init__(self, store: Store) -> None:
@@ -349,7 +349,7 @@ class Completions:
             return
         tail.events.append(event)
         tail.sleepers.wake()
-        if len(tail.events) > MOST_EVENTS and not tail.waiting:
+        if len(tail.events) > MAX_EVENTS_PER_CLIENT and not tail.waiting:
             del self._tails[client]
 
     async def after(
@@ -359,7 +359,7 @@ class Completions:
         *,
         cursor: int,
         within_s: float,
-        leaving: Leaving | None = None,
+        leaving: OnDisconnect | None = None,
     ) -> Sequence[Completion]:
         """
         The client's next events after a position, once there is one; none when time is up.
@@ -371,20 +371,20 @@ class Completions:
         try:
             older = await self._older(tail, sampling_session_id, clone_id, cursor)
             tail.seen(cursor)
-            if len(older) == MOST_TOLD:  # there may be more of these before those here
+            if len(older) == MAX_EVENTS_PER_POLL:  # there may be more of these before those here
                 return older
             if older or tail.events or within_s <= 0 or self._closing:
-                return [*older, *tail.events[: MOST_TOLD - len(older)]]
+                return [*older, *tail.events[: MAX_EVENTS_PER_POLL - len(older)]]
             await tail.sleepers.sleep(within_s, leaving)
         except StorageTrouble:
             # Nothing may be told before what cannot be read now. The client asks again from the
             # same place, and not at once.
-            await asyncio.sleep(min(within_s, TROUBLE_S))
+            await asyncio.sleep(min(within_s, STORAGE_RETRY_S))
             return []
         finally:
             tail.waiting -= 1
             tail.read_s = time.monotonic()
-        return tail.after(cursor)[:MOST_TOLD]
+        return tail.after(cursor)[:MAX_EVENTS_PER_POLL]
 
     async def _older(
         self, tail: _Tail, sampling_session_id: str, clone_id: int, cursor: int
@@ -396,7 +396,7 @@ class Completions:
         while floor < tail.floor:
             floor = tail.floor
             older = await self._store.requests.completions(
-                sampling_session_id, clone_id, after=cursor, up_to=floor, most=MOST_TOLD
+                sampling_session_id, clone_id, after=cursor, up_to=floor, most=MAX_EVENTS_PER_POLL
             )
         return older
 
@@ -417,8 +417,8 @@ class Completions:
 
     def _drop_unread(self) -> None:
         """Logs of clients that are gone, and those read longest ago when there are too many."""
-        fresh_s = time.monotonic() - UNREAD_S
-        too_many = len(self._tails) + 1 - MOST_LOGS
+        fresh_s = time.monotonic() - UNREAD_TTL_S
+        too_many = len(self._tails) + 1 - MAX_CLIENTS
         gone: list[_Client] = []
         for client, tail in self._tails.items():
             if tail.read_s > fresh_s and len(gone) >= too_many:
@@ -433,7 +433,7 @@ class Completions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ending:
+class RequestOutcome:
     """How a request ended."""
 
     result: bytes = b""
@@ -443,39 +443,39 @@ class Ending:
     #: The commit has happened already, together with other rows.
     committed: bool = False
     #: The next request of its kind would end the same way.
-    lasting: bool = False
+    permanent: bool = False
 
 
-def deadly(reason: str) -> Ending:
+def crash_outcome(reason: str) -> RequestOutcome:
     """The engine dies of it, so the others must not meet it again."""
-    return Ending(
-        error=f"the engine died {MOST_DEATHS} times while this request was running, the last time "
+    return RequestOutcome(
+        error=f"the engine died {MAX_CRASHES} times while this request was running, the last time "
         f"with nothing else beside it, so it is not tried again: {reason}. "
         "The server's log says more.",
         category="server",
     )
 
 
-def unstorable(error: Exception) -> Ending:
+def storage_failure(error: Exception) -> RequestOutcome:
     """Its result was computed, and nothing takes it."""
     number = secrets.token_hex(4)
     log.error("a result could not be stored (%s)", number, exc_info=error)
-    return Ending(
+    return RequestOutcome(
         error=f"its result could not be stored ({type(error).__name__}), so it counts as not done. "
         f"Send the work again. The server's log has the details under the id {number}.",
         category="server",
     )
 
 
-def bug(error: Exception) -> Ending:
+def internal_error(error: Exception) -> RequestOutcome:
     """A bug fails what met it, and is in the log under the id that its user sees."""
     number = secrets.token_hex(4)
     if isinstance(error, Damaged):
         log.error("damage %s: %s", number, error)
         text = f"{error}. The server's log has this under the id {number}."
-        return Ending(error=text, category="server")
+        return RequestOutcome(error=text, category="server")
     log.error("bug %s", number, exc_info=error)
-    return Ending(
+    return RequestOutcome(
         error=f"the server failed unexpectedly ({type(error).__name__}). "
         f"Its log has the details under the id {number}.",
         category="server",

@@ -5,10 +5,10 @@ import functools
 from typing import TYPE_CHECKING
 
 from tinkex.server.executor import EngineLost, EngineRefused, Work, WorkFailed
-from tinkex.server.scheduler.base_model_check import BaseChanged
-from tinkex.server.scheduler.execution import Desk, register_loss_work, sample_work
-from tinkex.server.scheduler.recovery import Revival
-from tinkex.server.scheduler.results import Ending, bug, deadly
+from tinkex.server.scheduler.base_model_check import BaseModelChanged
+from tinkex.server.scheduler.execution import Execution, register_loss_work, sample_work
+from tinkex.server.scheduler.recovery import Recovery
+from tinkex.server.scheduler.results import RequestOutcome, crash_outcome, internal_error
 from tinkex.server.store import RequestRow
 from tinkex.wire.codec import encode_json
 from tinkex.wire.custom_loss import CreateCustomLossResponse
@@ -16,10 +16,10 @@ from tinkex.wire.partial_sample import Growing
 from tinkex.wire.proto import frames_pb2
 
 if TYPE_CHECKING:
-    from tinkex.server.scheduler.scheduler import Runs
+    from tinkex.server.scheduler.scheduler import ModelStates
 
 
-class Tap:
+class TokenStream:
     """What an engine has told of a sample so far. Belongs to one event loop."""
 
     def __init__(self) -> None:
@@ -37,18 +37,18 @@ class Tap:
         return asyncio.get_running_loop().create_future()
 
 
-# MERGED: Samples: outside the order of steps, all at once, and given up when nobody wants them.
+# MERGED: SampleWorker: outside the order of steps, all at once, and given up when nobody wants them.
 
 
-class Samples:
+class SampleWorker:
     """Those that run or wait in an engine now."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Execution) -> None:
         self._desk = desk
         #: By request: cancelling one of these cancels the sample.
-        self._running: dict[str, tuple[str, asyncio.Task[Ending]]] = {}
+        self._running: dict[str, tuple[str, asyncio.Task[RequestOutcome]]] = {}
         #: Of those that are read while they are drawn.
-        self._taps: dict[str, Tap] = {}
+        self._taps: dict[str, TokenStream] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._running
@@ -59,11 +59,11 @@ class Samples:
         if work is not None and running_owner == owner:
             work.cancel()
 
-    def open_tap(self, request_id: str, tap: Tap) -> None:
+    def open_tap(self, request_id: str, tap: TokenStream) -> None:
         """Before it runs: its tokens are told to this one."""
         self._taps[request_id] = tap
 
-    def tap(self, request_id: str) -> Tap | None:
+    def tap(self, request_id: str) -> TokenStream | None:
         """None if it does not run any more, or nobody asked for its tokens when it began."""
         return self._taps.get(request_id)
 
@@ -87,27 +87,27 @@ class Samples:
                 # It is this task that was cancelled: the server stops, and the sample runs again.
                 work.cancel()
                 raise
-            ending = Ending(error="cancelled: the client gave up on it.", category="user")
-        except BaseChanged as changed:
-            ending = Ending(error=str(changed), category="user")
+            ending = RequestOutcome(error="cancelled: the client gave up on it.", category="user")
+        except BaseModelChanged as changed:
+            ending = RequestOutcome(error=str(changed), category="user")
         except (WorkFailed, EngineRefused) as failed:
             refused = isinstance(failed, EngineRefused)
             category = failed.category if isinstance(failed, WorkFailed) else "server"
-            ending = Ending(error=str(failed), category=category, lasting=refused)
+            ending = RequestOutcome(error=str(failed), category=category, permanent=refused)
         except EngineLost as lost:
             if self._desk.closing:
                 return
-            ending = deadly(str(lost))
+            ending = crash_outcome(str(lost))
         except Exception as error:  # noqa: BLE001  a bug must fail one sample and be seen
-            ending = bug(error)
+            ending = internal_error(error)
         finally:
             del self._running[row.request_id]
             self._taps.pop(row.request_id, None)
         await self._desk.settle(row, ending)
 
-    async def _perform(self, row: RequestRow) -> Ending:
+    async def _perform(self, row: RequestRow) -> RequestOutcome:
         outcome = await self._desk.insist(row, functools.partial(self._prepared, row))
-        return Ending(result=outcome.result)
+        return RequestOutcome(result=outcome.result)
 
     async def _prepared(self, row: RequestRow) -> Work:
         folder = None
@@ -124,10 +124,10 @@ class Samples:
 # MERGED: Custom losses: every engine that has a model of the session looks at a new one.
 
 
-class Losses:
+class CustomLossWorker:
     """Outside the order of steps."""
 
-    def __init__(self, desk: Desk, runs: "Runs", revival: Revival) -> None:
+    def __init__(self, desk: Execution, runs: "ModelStates", revival: Recovery) -> None:
         self._desk = desk
         self._runs = runs
         self._revival = revival
@@ -138,16 +138,16 @@ class Losses:
             ending = await self._perform(row)
         except (WorkFailed, EngineRefused) as failed:
             category = failed.category if isinstance(failed, WorkFailed) else "server"
-            ending = Ending(error=str(failed), category=category)
+            ending = RequestOutcome(error=str(failed), category=category)
         except EngineLost as lost:
             if self._desk.closing:
                 return
-            ending = deadly(str(lost))
+            ending = crash_outcome(str(lost))
         except Exception as error:  # noqa: BLE001  a bug must fail one request and be seen
-            ending = bug(error)
+            ending = internal_error(error)
         await self._desk.settle(row, ending)
 
-    async def _perform(self, row: RequestRow) -> Ending:
+    async def _perform(self, row: RequestRow) -> RequestOutcome:
         loss = await self._desk.store.runs.custom_loss(row.request_id)
 
         async def registering() -> Work:
@@ -159,11 +159,11 @@ class Losses:
             for run in self._runs.opened()
             if run.model.session_id == loss.session_id
             # Or is on its way there, and may have looked for losses before there was this one.
-            and (run.live_in is not None or run.driver is not None)
+            and (run.loaded_in is not None or run.driver is not None)
         }
         for base_model in sorted(alive | {row.base_model}):
             try:
                 await self._desk.insist(row, registering, base_model=base_model)
             finally:
                 await self._revival.loss_was_checked(base_model, loss.session_id)
-        return Ending(result=encode_json(CreateCustomLossResponse(loss_id=loss.loss_id)))
+        return RequestOutcome(result=encode_json(CreateCustomLossResponse(loss_id=loss.loss_id)))

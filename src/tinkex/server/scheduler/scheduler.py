@@ -1,7 +1,7 @@
 """
 The dispatcher: takes what was accepted, and knows how each request stands.
 
-Steps go to `turns`, samples to `samples`; this file only shows them the way.
+StepRunner go to `turns`, samples to `samples`; this file only shows them the way.
 """
 
 import asyncio
@@ -14,15 +14,21 @@ from typing import Any
 
 from tinkex.server.executor import Executor, Task, WorkFailed
 from tinkex.server.scheduler import crash_isolation, step_queue
-from tinkex.server.scheduler.base_model_check import BaseCheck
-from tinkex.server.scheduler.checkpoints import Saving
-from tinkex.server.scheduler.crash_isolation import MOST_DEATHS, Roll, boot_id
-from tinkex.server.scheduler.execution import Desk
-from tinkex.server.scheduler.fairness import Places, Waiting
-from tinkex.server.scheduler.model_worker import Results, Run, Steps, Turns, step_of
-from tinkex.server.scheduler.recovery import Rebuilding, Revival, Snapshots
-from tinkex.server.scheduler.results import Ending, Futures
-from tinkex.server.scheduler.sample_worker import Losses, Samples, Tap
+from tinkex.server.scheduler.base_model_check import BaseModelCheck
+from tinkex.server.scheduler.checkpoints import CheckpointSteps
+from tinkex.server.scheduler.crash_isolation import MAX_CRASHES, InFlightFile, boot_id
+from tinkex.server.scheduler.execution import Execution
+from tinkex.server.scheduler.fairness import QueueState, TrainingSlots
+from tinkex.server.scheduler.model_worker import (
+    ModelState,
+    ModelWorkers,
+    ResultWriter,
+    StepRunner,
+    step_of,
+)
+from tinkex.server.scheduler.recovery import RebuildQueue, Recovery, Snapshots
+from tinkex.server.scheduler.results import Futures, RequestOutcome
+from tinkex.server.scheduler.sample_worker import CustomLossWorker, SampleWorker, TokenStream
 from tinkex.server.scheduler.step_queue import Cause, Kind
 from tinkex.server.store import RequestRow, Status, StorageTrouble, Store
 from tinkex.wire.codec import encode_json
@@ -31,13 +37,13 @@ from tinkex.wire.training import UnloadModelResponse
 log = logging.getLogger("tinkex.server.scheduler")
 
 # How long a stopping server waits for results to reach the disk.
-SETTLE_S = 5.0
+STORE_TIMEOUT_S = 5.0
 # How often is looked whether steps of a client that left still wait for a missing number.
-GAP_LOOK_S = 1.0
+GAP_POLL_S = 1.0
 
 
-class Dispatcher:
-    """Runs what was accepted. Belongs to one event loop; `start` before, `close` after."""
+class Scheduler:
+    """ModelStates what was accepted. Belongs to one event loop; `start` before, `close` after."""
 
     def __init__(
         self,
@@ -50,12 +56,12 @@ class Dispatcher:
         snapshot_bytes: int = 64 * 2**20,
         max_training: int = 0,
         max_sequences: int = 0,
-        rolls: Mapping[str, Roll] | None = None,
+        rolls: Mapping[str, InFlightFile] | None = None,
         web_crashed: bool = False,
-        base_check: BaseCheck | None = None,
+        base_check: BaseModelCheck | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        desk = Desk(
+        desk = Execution(
             store=store,
             executor=executor,
             futures=futures,
@@ -63,32 +69,32 @@ class Dispatcher:
             base_check=base_check,
             max_sequences=max_sequences,
         )
-        saving = Saving(store, base_check)
-        self._places = Places(max_training=max_training)
-        rebuilding = Rebuilding(self._places.contested)
+        saving = CheckpointSteps(store, base_check)
+        self._places = TrainingSlots(max_training=max_training)
+        rebuilding = RebuildQueue(self._places.contested)
         self._places.freed = rebuilding.look_again
-        revival = Revival(desk, saving, rebuilding)
+        revival = Recovery(desk, saving, rebuilding)
         self._desk = desk
         self._revival = revival
         self._store = store
         self._rolls = rolls or {}
         #: The web process before this one died of what it did.
         self._web_crashed = web_crashed
-        self._runs = Runs(store)
+        self._runs = ModelStates(store)
         #: Models whose steps are being read.
         self._opening: set[str] = set()
-        self._samples = Samples(desk)
-        self._losses = Losses(desk, self._runs, revival)
+        self._samples = SampleWorker(desk)
+        self._losses = CustomLossWorker(desk, self._runs, revival)
         self._snapshots = Snapshots(
             desk, revival, steps=snapshot_steps, payload_bytes=snapshot_bytes
         )
-        results = Results(desk)
-        self._turns = Turns(
+        results = ResultWriter(desk)
+        self._turns = ModelWorkers(
             desk,
             revival=revival,
             rebuilding=rebuilding,
             results=results,
-            steps=Steps(desk, revival, saving, results),
+            steps=StepRunner(desk, revival, saving, results),
             places=self._places,
             snapshots=self._snapshots,
             gap_s=gap_s,
@@ -126,8 +132,8 @@ class Dispatcher:
             lost = [name for name in remains.inside if name in base_models]
             log.warning("%d requests were lost with the engine of %s", len(lost), base_model)
             found.update({request_id: deaths.get(request_id, 0) + 1 for request_id in lost})
-            # Alone as in `Company`: then it is known who it was.
-            if len(remains.inside) == len(lost) == 1 and found[lost[0]] >= MOST_DEATHS:
+            # Alone as in `CrashIsolation`: then it is known who it was.
+            if len(remains.inside) == len(lost) == 1 and found[lost[0]] >= MAX_CRASHES:
                 guilty[lost[0]] = f"the web process died with the engine of {base_model}"
         await self._store.deaths.note(found)
         deaths.update(found)
@@ -136,7 +142,7 @@ class Dispatcher:
             # Whoever shared an engine with it was lost because of it.
             deaths = {one: n for one, n in deaths.items() if base_models.get(one) != base_model}
             await self._store.deaths.clear(base_model)
-            self._desk.companies[base_model].remember(request_id, MOST_DEATHS, reason=reason)
+            self._desk.companies[base_model].remember(request_id, MAX_CRASHES, reason=reason)
         for request_id, times in deaths.items():
             if request_id in base_models:
                 self._desk.companies[base_models[request_id]].remember(request_id, times)
@@ -147,11 +153,11 @@ class Dispatcher:
         for run in self._runs.opened():
             if run.gap_timer is not None:
                 run.gap_timer.cancel()
-        # Results that are on their way to the disk get there, so that they need not be computed
+        # ResultWriter that are on their way to the disk get there, so that they need not be computed
         # again.
         storing = [run.storing for run in self._runs.opened() if run.storing is not None]
         if storing:
-            await asyncio.wait(storing, timeout=SETTLE_S)
+            await asyncio.wait(storing, timeout=STORE_TIMEOUT_S)
         await self._desk.stop()
 
     def take(
@@ -159,7 +165,7 @@ class Dispatcher:
         row: RequestRow,
         *,
         payload: bytes | None = None,
-        tap: Tap | None = None,
+        tap: TokenStream | None = None,
     ) -> None:
         """
         A request is on disk: run it when its turn comes, unless it is here already.
@@ -201,7 +207,7 @@ class Dispatcher:
                 self.take(row)
 
     def _carry(self, row: RequestRow, work: Coroutine[Any, Any, None]) -> None:
-        """Run what is outside the order of steps; what does not come to an end is found again."""
+        """ModelState what is outside the order of steps; what does not come to an end is found again."""
         if not self._desk.take(row):
             work.close()
             return
@@ -235,7 +241,7 @@ class Dispatcher:
         finally:
             self._opening.discard(model_id)
 
-    async def _open(self, model_id: str, *, first_seq: int = 0) -> Run:
+    async def _open(self, model_id: str, *, first_seq: int = 0) -> ModelState:
         if (run := self._runs.get(model_id)) is None:
             run = await self._runs.open(model_id, first_seq=first_seq)
             # A step whose number comes before another's must not be missed as if it never came.
@@ -245,7 +251,7 @@ class Dispatcher:
     def not_made(self, row: RequestRow, error: str) -> None:
         """A model was refused with its acceptance: its session has failed."""
         self._desk.failures.settled(
-            Ending(error=error, category="user"),
+            RequestOutcome(error=error, category="user"),
             request_id=row.request_id,
             kind=Kind(row.kind),
             session_id=row.session_id,
@@ -258,7 +264,7 @@ class Dispatcher:
         run = await self._open(model_id, first_seq=seq_id)
         self._turns.refuse(run, seq_id, kind, reason)
 
-    def tap(self, request_id: str) -> Tap | None:
+    def tap(self, request_id: str) -> TokenStream | None:
         """Where the tokens of a running sample can be read, if it was begun with a tap."""
         return self._samples.tap(request_id)
 
@@ -280,19 +286,19 @@ class Dispatcher:
         if (model_id := row.model_id) is None:
             raise ValueError(f"request {row.request_id} names no model")
         run = await self._open(model_id)
-        ending = Ending(result=encode_json(UnloadModelResponse(model_id=model_id)))
+        ending = RequestOutcome(result=encode_json(UnloadModelResponse(model_id=model_id)))
 
         async def drop() -> None:
             nonlocal ending
             try:
                 await self._revival.drop(run)
             except WorkFailed as failed:
-                ending = Ending(error=failed.message, category=failed.category)
+                ending = RequestOutcome(error=failed.message, category=failed.category)
 
         # Between two steps: never while one runs, nor while the model is being built again.
         while run.driver is not None:
             await asyncio.wait({run.driver})
-        if run.live_in is not None or self._revival.holds(run):
+        if run.loaded_in is not None or self._revival.holds(run):
             await asyncio.wait({self._turns.between(run, drop())})
         await self._desk.settle(row, ending)
 
@@ -302,22 +308,22 @@ class Dispatcher:
             if run.model.session_id == session_id and not self._desk.closing:
                 self._desk.spawn(self._retire(run))
 
-    async def _retire(self, run: Run) -> None:
+    async def _retire(self, run: ModelState) -> None:
         """Out of the engine's memory and out of ours, once nothing of it runs or waits."""
         newest = max(run.line.held, default=run.line.next_seq - 1)
         while (driver := run.driver) is not None or run.line.held:
-            # Steps behind a number that does not come are given up after a while.
-            await (asyncio.sleep(GAP_LOOK_S) if driver is None else asyncio.wait({driver}))
+            # StepRunner behind a number that does not come are given up after a while.
+            await (asyncio.sleep(GAP_POLL_S) if driver is None else asyncio.wait({driver}))
         # With later steps its client is back, and wants it where it is.
         if self._desk.closing or run.line.next_seq > newest + 1:
             return
-        if run.live_in is not None or self._revival.holds(run):
+        if run.loaded_in is not None or self._revival.holds(run):
             await asyncio.wait({self._turns.between(run, self._free(run))})
             while run.driver is not None:
                 await asyncio.wait({run.driver})
         self._runs.forget(run)
 
-    async def _free(self, run: Run) -> None:
+    async def _free(self, run: ModelState) -> None:
         with contextlib.suppress(WorkFailed):
             await self._revival.drop(run)
 
@@ -325,9 +331,9 @@ class Dispatcher:
         """Write a model's state down now, between two of its steps; whether that was possible."""
         while (run := await self._open(model_id)).driver is not None:
             await asyncio.wait({run.driver})
-        if self._desk.closing or run.line.stillborn is not None:
+        if self._desk.closing or run.line.creation_error is not None:
             return False
-        written, was_live = False, run.live_in is not None
+        written, was_live = False, run.loaded_in is not None
 
         async def write() -> None:
             nonlocal written
@@ -347,13 +353,13 @@ class Dispatcher:
         run = self._runs.get(model_id)
         return run is not None and run.line.awaits(seq_id)
 
-    def standing(self, request_id: str, base_model: str) -> Waiting:
+    def standing(self, request_id: str, base_model: str) -> QueueState:
         """How an unfinished request stands, and what is in its way."""
         executor = self._desk.executor
         if (reason := executor.waiting_for(base_model)) is not None:
-            return Waiting(state="paused_capacity", reason=reason)
+            return QueueState(state="paused_capacity", reason=reason)
         if self._desk.companies[base_model].keeps_out(request_id):
-            return Waiting(
+            return QueueState(
                 state="paused_capacity",
                 reason=f"the engine of {base_model} died more than once; what was with it is "
                 "tried a little at a time, to find what kills it",
@@ -362,12 +368,12 @@ class Dispatcher:
             return waiting
         stats = executor.stats(base_model)
         if request_id in self._samples and stats is not None and stats.samples_waiting:
-            return Waiting(
+            return QueueState(
                 state="paused_capacity",
                 reason=f"the engine is full: {stats.sequences_running} sequences are being "
                 f"sampled, and {stats.samples_waiting} samples wait",
             )
-        return Waiting(state="active")
+        return QueueState(state="active")
 
     @property
     def computed(self) -> Mapping[Task, tuple[int, float]]:
@@ -384,15 +390,15 @@ class Dispatcher:
 
 
 #: How often the number of waiting rows is compared with what is here.
-LOOK_S = 5.0
+PICKUP_INTERVAL_S = 5.0
 #: Rows that are read at once, so that nothing else waits long for one reader or the event loop.
-PIECE = 200
+PICKUP_BATCH = 200
 
 
 class Pickup:
     """A loop that runs until the server stops."""
 
-    def __init__(self, desk: Desk, take: Callable[[RequestRow], None]) -> None:
+    def __init__(self, desk: Execution, take: Callable[[RequestRow], None]) -> None:
         self._desk = desk
         self._take = take
 
@@ -406,7 +412,7 @@ class Pickup:
                 log.info("waiting requests cannot be looked for now: %s", error)
             except Exception:
                 log.exception("waiting requests could not be looked for; it is tried again")
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(PICKUP_INTERVAL_S)
 
     async def look(self) -> None:
         """Take up what waits, a piece of each owner in turn, those who have least first."""
@@ -414,7 +420,7 @@ class Pickup:
         places = dict.fromkeys(await requests.waiting_owners())
         while places and not self._desk.closing:
             for owner, after in list(places.items()):
-                rows, last = await requests.waiting_of(owner, after=after, most=PIECE)
+                rows, last = await requests.waiting_of(owner, after=after, most=PICKUP_BATCH)
                 for row in rows:
                     self._take(row)
                 if last is None:
@@ -426,22 +432,22 @@ class Pickup:
 # MERGED: Models that have had work since this process started.
 
 
-class Runs:
+class ModelStates:
     """The runs of this process, each read from its log the first time it is asked for."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, ModelState] = {}
         self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    def get(self, model_id: str) -> Run | None:
+    def get(self, model_id: str) -> ModelState | None:
         """The run if this process has opened it."""
         return self._runs.get(model_id)
 
-    def opened(self) -> Iterable[Run]:
+    def opened(self) -> Iterable[ModelState]:
         return self._runs.values()
 
-    def forget(self, run: Run) -> None:
+    def forget(self, run: ModelState) -> None:
         """Its log has all there is to know; while something of it is only here it stays."""
         model_id = run.model.model_id
         if not run.is_idle or self._runs.get(model_id) is not run:
@@ -450,7 +456,7 @@ class Runs:
         if (opening := self._opening.get(model_id)) is not None and not opening.locked():
             del self._opening[model_id]
 
-    async def open(self, model_id: str, *, first_seq: int = 0) -> Run:
+    async def open(self, model_id: str, *, first_seq: int = 0) -> ModelState:
         """The run of a model; `first_seq` is where a model begins whose log was deleted."""
         async with self._opening[model_id]:
             if (run := self._runs.get(model_id)) is not None:
@@ -469,7 +475,7 @@ class Runs:
             spoiled = None if snapshot is None else snapshot.spoiled
             line = step_queue.restored(finished, next_seq=after + 1, spoiled=spoiled)
             if snapshot is None and not await self._store.requests.has_steps(model_id):
-                line.stillborn, line.next_seq = step_queue.forgotten(), first_seq
-            run = Run(model=model, line=line, steps_since=len(finished))
+                line.creation_error, line.next_seq = step_queue.forgotten(), first_seq
+            run = ModelState(model=model, line=line, steps_since_snapshot=len(finished))
             self._runs[model_id] = run
             return run

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from tinkex.server.scheduler.scheduler import Dispatcher
+from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.store import Store
 from tinkex.wire.runs import (
     ClientSessionFinished,
@@ -28,7 +28,7 @@ from tinkex.wire.runs import (
 log = logging.getLogger("tinkex.server.scheduler.session_timeout")
 
 # Looked at this often, or more often when the grace period is short.
-LOOKED_S = 30.0
+CHECK_INTERVAL_S = 30.0
 
 _REASONS = {
     "success": ClientSessionFinishSuccess,
@@ -72,13 +72,13 @@ def session_status(
     return SessionActive()
 
 
-class Presence:
+class SessionTimeouts:
     """Watches sessions fall silent and come back. `start` before, `close` after."""
 
     def __init__(
         self,
         store: Store,
-        dispatcher: Dispatcher,
+        dispatcher: Scheduler,
         *,
         grace_s: float,
         clock: Callable[[], float] = time.time,
@@ -146,4 +146,4 @@ class Presence:
                 await self.look()
             except Exception:
                 log.exception("silent sessions could not be looked for")
-            await asyncio.sleep(min(LOOKED_S, self._grace_s / 2))
+            await asyncio.sleep(min(CHECK_INTERVAL_S, self._grace_s / 2))

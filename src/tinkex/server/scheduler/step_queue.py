@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 # Passes of one model that are with the engine together: enough that it never waits for the
 # next chunk, few enough that another model's turn comes soon.
-PASSES_TOGETHER = 4
+MAX_PASSES_PER_BATCH = 4
 # Refused numbers that are remembered for a model; a client in order has one.
-MOST_REFUSED = 1000
+MAX_REFUSED = 1000
 
 
 class Kind(enum.StrEnum):
@@ -53,8 +53,8 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
-    """Steps whose turn has come; they run together, or are refused without running."""
+class StepBatch:
+    """StepRunner whose turn has come; they run together, or are refused without running."""
 
     steps: tuple[Step, ...]
     #: Why they must not run: they fail as the user's with this text.
@@ -97,18 +97,18 @@ def replayed(kind: Kind, failed: Cause | None) -> Replayed:
 
 
 @dataclass(slots=True)
-class Line:
+class StepQueue:
     """
     The steps of one model, in the order of their numbers.
 
-    Steps arrive in any order and leave strictly by number, each once. The creation is number 0.
+    StepRunner arrive in any order and leave strictly by number, each once. The creation is number 0.
     """
 
     #: The number whose turn is next.
     next_seq: int = 0
-    #: Steps that wait, by number.
+    #: StepRunner that wait, by number.
     held: dict[int, Step] = field(default_factory=dict)
-    #: Steps that were handed out and are not finished.
+    #: StepRunner that were handed out and are not finished.
     running: dict[int, Step] = field(default_factory=dict)
     #: Numbers whose requests were refused when they came, and why. Their senders may try again
     #: with the same number, until a later one shows that they went on.
@@ -116,7 +116,7 @@ class Line:
     #: Why gradients are incomplete: a pass since the last optimizer step failed.
     spoiled: str | None = None
     #: Why there is no model: its creation failed.
-    stillborn: str | None = None
+    creation_error: str | None = None
     _gap_since_s: float | None = None
 
     def arrive(self, step: Step, *, now_s: float) -> bool:
@@ -131,10 +131,10 @@ class Line:
     def refuse(self, seq_id: int, kind: Kind, reason: str) -> None:
         """A step was malformed: if later ones come, they need not wait for its number."""
         taken = seq_id in self.held or seq_id < self.next_seq
-        if not taken and len(self.refused) < MOST_REFUSED:
+        if not taken and len(self.refused) < MAX_REFUSED:
             self.refused[seq_id] = (kind, reason)
 
-    def take(self, *, now_s: float, most: int | None = None) -> Turn | None:
+    def take(self, *, now_s: float, most: int | None = None) -> StepBatch | None:
         """The steps that run now, or None while one is running or the next has not come."""
         if self.running:
             return None
@@ -143,39 +143,39 @@ class Line:
         if self.next_seq not in self.held:
             self._mark_gap(now_s)
             return None
-        steps = tuple(self._head(most or PASSES_TOGETHER))
+        steps = tuple(self._head(most or MAX_PASSES_PER_BATCH))
         for step in steps:
             self.running[step.seq_id] = self.held.pop(step.seq_id)
         self.next_seq = steps[-1].seq_id + 1
         self._gap_since_s = None
         self._mark_gap(now_s)
         first = steps[0]
-        if self.stillborn is not None:
-            return Turn(steps=steps, refusal=self.stillborn)
+        if self.creation_error is not None:
+            return StepBatch(steps=steps, refusal=self.creation_error)
         if first.kind is Kind.OPTIM_STEP and self.spoiled is not None:
-            return Turn(
+            return StepBatch(
                 steps=steps, refusal=self.spoiled, cause=Cause.SPOILED, clears_gradients=True
             )
-        return Turn(steps=steps)
+        return StepBatch(steps=steps)
 
     def finish(self, step: Step, *, failure: str | None) -> None:
         """A handed-out step is done, or failed with this reason."""
         self.running.pop(step.seq_id, None)
         self.learn(step, failure)
 
-    def put_back(self, steps: Iterable[Step]) -> None:
-        """Steps that were handed out and lost with the engine wait again, in front."""
+    def requeue(self, steps: Iterable[Step]) -> None:
+        """StepRunner that were handed out and lost with the engine wait again, in front."""
         for step in steps:
             self.running.pop(step.seq_id, None)
             self.held[step.seq_id] = step
             self.next_seq = min(self.next_seq, step.seq_id)
 
-    def go_back(self, next_seq: int) -> None:
+    def rewind(self, next_seq: int) -> None:
         """Go on with an earlier number; steps that ran since then are put back one by one."""
         self.next_seq = next_seq
         self._gap_since_s = None
 
-    def put_back_refused(self, step: Step, reason: str) -> None:
+    def requeue_refused(self, step: Step, reason: str) -> None:
         """The same for a number whose request was refused: it counts as failed once more, later."""
         self.running.pop(step.seq_id, None)
         self.next_seq = min(self.next_seq, step.seq_id)
@@ -191,7 +191,7 @@ class Line:
             return None
         return Gap(missing=self.next_seq, since_s=self._gap_since_s)
 
-    def close_gap(self, *, now_s: float) -> Turn:
+    def close_gap(self, *, now_s: float) -> StepBatch:
         """Give the missing number up: every step held up to the next gap fails, naming it."""
         missing = self.next_seq
         first = min(self.held)
@@ -210,9 +210,11 @@ class Line:
             f"Submit the work again; the next step of this model is {self.next_seq}."
         )
         # Whatever the missing step was, the gradients are not what its client thinks.
-        return Turn(steps=tuple(steps), refusal=refusal, cause=Cause.GAP, clears_gradients=True)
+        return StepBatch(
+            steps=tuple(steps), refusal=refusal, cause=Cause.GAP, clears_gradients=True
+        )
 
-    def _take_refused(self, now_s: float) -> Turn:
+    def _take_refused(self, now_s: float) -> StepBatch:
         """A number whose request was refused, and whose sender went on: it has failed."""
         kind, reason = self.refused.pop(self.next_seq)
         step = Step(seq_id=self.next_seq, request_id="", kind=kind)
@@ -220,7 +222,7 @@ class Line:
         self.next_seq += 1
         self._gap_since_s = None
         self._mark_gap(now_s)
-        return Turn(
+        return StepBatch(
             steps=(step,),
             refusal=reason,
             # As after any optimizer step that failed.
@@ -243,7 +245,7 @@ class Line:
     def learn(self, step: Step, failure: str | None) -> None:
         """What a finished step means for those behind it."""
         if failure is not None and (step.kind is Kind.CREATE_MODEL or step.creates):
-            self.stillborn = f"this model was not created: {failure}"
+            self.creation_error = f"this model was not created: {failure}"
         elif step.kind is Kind.FORWARD_BACKWARD and failure is not None:
             self.spoiled = self.spoiled or spoiled_by(step.seq_id, failure)
         elif step.kind is Kind.OPTIM_STEP or (step.kind is Kind.LOAD_WEIGHTS and failure is None):
@@ -268,9 +270,9 @@ def spoiled_by(seq_id: int, failure: str) -> str:
 
 def restored(
     finished: Sequence[tuple[Step, str | None]], *, next_seq: int = 0, spoiled: str | None = None
-) -> Line:
+) -> StepQueue:
     """The line of a model as its finished steps, in order, left it; from a snapshot if given."""
-    line = Line(next_seq=next_seq, spoiled=spoiled)
+    line = StepQueue(next_seq=next_seq, spoiled=spoiled)
     for step, failure in finished:
         line.learn(step, failure)
         line.next_seq = max(line.next_seq, step.seq_id + 1)
