@@ -43,7 +43,7 @@ class Dying(EchoExecutor):
         await asyncio.sleep(0.02)
         if work.task is Task.PASS and work.payload.count(bytes([5])) >= POISON:
             if self._how == "web":
-                self._roll.engine(EngineState.LEFT)
+                self._roll.set_engine_state(EngineState.LEFT)
             os.kill(os.getpid(), signal.SIGKILL)
         return await super().run(base_model, work, incarnation=incarnation)
 
@@ -53,9 +53,9 @@ async def serve(descriptor: int, folder: str, how: str, others: str = "{}") -> N
     store = open_store(
         db_url=settings.db_url, storage_url=settings.storage_url, folder=settings.folder
     )
-    roll = InFlightFile.of(settings.folder / "rolls", BASE)
-    roll.engine(EngineState.UP)
-    app = create_app(settings, Dying(how, roll), store, rolls={BASE: roll})
+    roll = InFlightFile.for_base_model(settings.folder / "rolls", BASE)
+    roll.set_engine_state(EngineState.UP)
+    app = create_app(settings, Dying(how, roll), store, in_flight_files={BASE: roll})
     config = uvicorn_config(app, settings)
     try:
         await uvicorn.Server(config).serve(sockets=[socket.socket(fileno=descriptor)])

@@ -100,7 +100,7 @@ async def test_old_runs_are_refused_until_the_change_is_accepted(
         assert await sampled(api, shown) == before  # the echo does not look at weights
         await api.forward_backward(run, 9, tokens=1)
         assert await api.value(await api.optim_step(run, 10)) == 23
-    assert "2 runs that were made on other files go on with these" in caplog.text
+    assert "2 runs that were made on other files continue with these" in caplog.text
 
     async with hosted(executor(model), data) as api:  # accepted once is accepted
         await api.forward_backward(run, 11, tokens=1)
@@ -192,7 +192,7 @@ async def test_only_what_needs_the_hash_waits_for_it(
 
     monkeypatch.setattr(base_model_check, "content_hash", slow)
     reached = set()
-    for name in ("known", "check_version"):
+    for name in ("wait_if_needed", "check_version"):
 
         def noted(self: Any, *args: Any, name: str = name, check: Any = None) -> Any:
             reached.add(name)

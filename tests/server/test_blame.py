@@ -24,9 +24,9 @@ from tinkex.server.scheduler.crash_isolation import (
     EngineState,
     InFlightFile,
     LeftoverState,
-    boot_id,
-    counts,
-    crashed,
+    counts_as_crash,
+    current_boot_id,
+    web_process_crashed,
 )
 
 pytestmark = pytest.mark.anyio
@@ -55,8 +55,8 @@ SCRIPT = Path(__file__).with_name("dying_server.py")
 def test_what_counts_of_what_a_web_process_left_behind(
     engine: EngineState, boot: str, web_crashed: bool, counted: bool
 ) -> None:
-    remains = LeftoverState(engine=engine, boot_id=boot, inside=("a",))
-    assert counts(remains, boot_id="now", web_crashed=web_crashed) is counted
+    leftover = LeftoverState(engine=engine, boot_id=boot, in_flight=("a",))
+    assert counts_as_crash(leftover, boot_id="now", web_crashed=web_crashed) is counted
 
 
 @pytest.mark.parametrize(
@@ -73,25 +73,25 @@ def test_what_counts_of_what_a_web_process_left_behind(
 def test_a_web_process_that_somebody_killed_did_not_crash(
     status: int, oom_kills: int, itself: bool
 ) -> None:
-    assert crashed(status, oom_kills=oom_kills) is itself
+    assert web_process_crashed(status, oom_kills=oom_kills) is itself
 
 
 def test_a_roll_tells_the_next_process_who_was_there(tmp_path: Path) -> None:
     first = InFlightFile(tmp_path / "roll")
-    assert first.remains is None
-    first.engine(EngineState.UP)
-    lines = first.enter(["a", "b"])
-    first.enter(["c"])
-    first.leave(lines)
-    first.enter(["d"])
+    assert first.leftover is None
+    first.set_engine_state(EngineState.UP)
+    lines = first.add(["a", "b"])
+    first.add(["c"])
+    first.remove(lines)
+    first.add(["d"])
     os.close(first.descriptor)  # as a process that is killed
     second = InFlightFile(tmp_path / "roll")
-    assert second.remains == LeftoverState(
-        engine=EngineState.UP, boot_id=boot_id(), inside=("d", "c")
+    assert second.leftover == LeftoverState(
+        engine=EngineState.UP, boot_id=current_boot_id(), in_flight=("d", "c")
     )
     second.close()
     third = InFlightFile(tmp_path / "roll")
-    assert third.remains is None
+    assert third.leftover is None
     third.close()
 
 
@@ -99,7 +99,7 @@ def test_a_file_that_is_no_roll_blames_nobody(tmp_path: Path) -> None:
     for content in (b"", b"\0" * 200, b"something else\n" * 9):
         (tmp_path / "roll").write_bytes(content)
         roll = InFlightFile(tmp_path / "roll")
-        assert roll.remains is None
+        assert roll.leftover is None
         roll.close()
 
 
@@ -123,8 +123,8 @@ def engine_alone(roll: InFlightFile, model: Path) -> Iterator[tuple[int, socket.
 
 def test_an_engine_that_outlives_its_web_process_says_so(tmp_path: Path, tiny_model: Path) -> None:
     roll = InFlightFile(tmp_path / "roll")
-    roll.engine(EngineState.UP)
-    roll.enter(["a"])
+    roll.set_engine_state(EngineState.UP)
+    roll.add(["a"])
     with engine_alone(roll, tiny_model) as (pid, wire):
         # What a service manager sends to everybody is for the web process to act on.
         os.kill(pid, signal.SIGTERM)
@@ -132,10 +132,10 @@ def test_an_engine_that_outlives_its_web_process_says_so(tmp_path: Path, tiny_mo
         os.close(roll.descriptor)
         wire.close()
         # The next web process waits for it.
-        remains = InFlightFile(tmp_path / "roll").remains
-    assert remains is not None
-    assert remains.engine is EngineState.LEFT
-    assert remains.inside == ("a",)
+        leftover = InFlightFile(tmp_path / "roll").leftover
+    assert leftover is not None
+    assert leftover.engine is EngineState.LEFT
+    assert leftover.in_flight == ("a",)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from tinkex.server.api.auth import Gate
 from tinkex.server.api.bodies import Intake
 from tinkex.server.scheduler import execution
 from tinkex.server.scheduler.execution import Execution
-from tinkex.server.scheduler.fairness import TrainingSlots
+from tinkex.server.scheduler.fairness import TrainingLimits
 
 pytestmark = pytest.mark.anyio
 
@@ -22,8 +22,8 @@ async def test_seconds_are_kept_of_the_owners_who_computed_last(
     nothing: Any = SimpleNamespace()
     shared = Execution(store=nothing, executor=nothing, futures=nothing)
     for owner in ("a", "b", "c", "a", "d"):
-        shared.used_s[owner] += 1.0
-    assert shared.used_s == {"a": 2.0, "c": 1.0, "d": 1.0}
+        shared.usage.by_owner[owner] += 1.0
+    assert shared.usage.by_owner == {"a": 2.0, "c": 1.0, "d": 1.0}
 
 
 async def test_turns_to_unpack_are_forgotten() -> None:
@@ -35,13 +35,13 @@ async def test_turns_to_unpack_are_forgotten() -> None:
 
 
 async def test_only_owners_with_a_number_of_their_own_are_remembered() -> None:
-    places = TrainingSlots(max_training=4)
+    limits = TrainingLimits(4)
     for number in range(100):
-        places.allow(f"owner-{number}", 4)
-    places.allow("alice", 2)
-    assert places._max_training == {"alice": 2}
-    places.allow("alice", 4)
-    assert places._max_training == {}
+        limits.set(f"owner-{number}", 4)
+    limits.set("alice", 2)
+    assert limits._by_owner == {"alice": 2}
+    limits.set("alice", 4)
+    assert limits._by_owner == {}
 
 
 async def test_when_keys_were_used_is_remembered_of_so_many(

@@ -10,7 +10,7 @@ from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.waiting import until
 from tinkex.server.executor import EngineLost, Outcome, Task, Work, WorkFailed, WorkMuddled
-from tinkex.server.scheduler.crash_isolation import MAX_SINGLY, CrashIsolation, width
+from tinkex.server.scheduler.crash_isolation import MAX_SINGLY, CrashIsolation, group_size
 from tinkex.wire.codec import decode_json
 from tinkex.wire.sampling import SampleRequest
 
@@ -199,48 +199,48 @@ async def test_what_fails_in_a_shared_batch_is_tried_apart(tmp_path: Path) -> No
 
 
 def test_a_few_suspects_are_tried_one_by_one_and_many_in_ever_smaller_groups() -> None:
-    assert width(MAX_SINGLY, 2) == 1
-    assert [width(5000, deaths) for deaths in (2, 3, 4, 5, 6)] == [625, 78, 9, 1, 1]
+    assert group_size(MAX_SINGLY, 2) == 1
+    assert [group_size(5000, deaths) for deaths in (2, 3, 4, 5, 6)] == [625, 78, 9, 1, 1]
 
 
 async def test_visitors_come_in_by_turns_and_a_suspect_is_alone() -> None:
-    company = CrashIsolation()
-    async with company.visit("a") as first:
-        company.lost("a", first)
-        company.lost("a", first)
+    isolation = CrashIsolation()
+    async with isolation.attempt("a") as first:
+        isolation.record_crash("a", first)
+        isolation.record_crash("a", first)
     inside: list[str] = []
     leave = asyncio.Event()
 
     async def come(name: str) -> bool:
-        async with company.visit(name) as visit:
+        async with isolation.attempt(name) as attempt:
             inside.append(name)
             await leave.wait()
             inside.remove(name)
-            return visit.alone
+            return attempt.alone
 
     tasks = []
     for name in ("b", "a", "c", "d"):
         tasks.append(asyncio.create_task(come(name)))
         await asyncio.sleep(0)
     assert inside == ["b"]
-    assert [name for name in "abcd" if company.keeps_out(name)] == ["a", "c", "d"]
+    assert [name for name in "abcd" if isolation.is_held(name)] == ["a", "c", "d"]
     leave.set()
     assert await asyncio.gather(*tasks) == [True, True, False, False]
-    assert not any(company.keeps_out(name) for name in "abcd")
+    assert not any(isolation.is_held(name) for name in "abcd")
 
 
 async def test_one_that_gives_up_waiting_keeps_nobody_out() -> None:
-    company = CrashIsolation()
-    async with company.visit("a") as visit:
-        company.lost("s", visit, times=2)
+    isolation = CrashIsolation()
+    async with isolation.attempt("a") as attempt:
+        isolation.record_crash("s", attempt, times=2)
 
         async def come() -> None:
-            async with company.visit("s"):
+            async with isolation.attempt("s"):
                 raise AssertionError("a suspect came in beside others")
 
         waiting = asyncio.create_task(come())
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        async with asyncio.timeout(5), company.visit("b"):
+        async with asyncio.timeout(5), isolation.attempt("b"):
             pass

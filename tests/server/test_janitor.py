@@ -38,7 +38,7 @@ async def tidy_in(api: Api, seconds: float) -> None:
     janitor = Janitor(
         settings=context.settings,
         store=context.store,
-        dispatcher=context.dispatcher,
+        scheduler=context.scheduler,
         futures=context.futures,
         clock=lambda: time.time() + seconds,
     )
@@ -309,10 +309,10 @@ async def test_another_store_is_tidied_too(echo: EchoExecutor, tmp_path: Path) -
 
 
 class _NotYet:
-    """A dispatcher whose engine is started again while it should write a model down."""
+    """A scheduler whose engine is started again while it should write a model down."""
 
-    def __init__(self, dispatcher: Scheduler, fails: int) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, scheduler: Scheduler, fails: int) -> None:
+        self._scheduler = scheduler
         self.fails = fails
         self.asked = 0
 
@@ -320,7 +320,7 @@ class _NotYet:
         self.asked += 1
         if self.asked <= self.fails:
             return False
-        return await self._dispatcher.snapshot(model_id)
+        return await self._scheduler.snapshot(model_id)
 
 
 async def test_a_model_that_could_not_be_written_down_is_tried_again_ever_more_rarely(
@@ -331,29 +331,29 @@ async def test_a_model_that_could_not_be_written_down_is_tried_again_ever_more_r
         await api.value(await api.optim_step(model, 1))
         assert api.app
         context = api.app.state.context
-        dispatcher = _NotYet(context.dispatcher, fails=2)
+        scheduler = _NotYet(context.scheduler, fails=2)
         janitor = Janitor(
             settings=context.settings,
             store=context.store,
-            dispatcher=dispatcher,  # type: ignore[arg-type]
+            scheduler=scheduler,  # type: ignore[arg-type]
             futures=context.futures,
             clock=lambda: time.time() + HOUR_S,
         )
         await janitor.tidy()
         await janitor.tidy()
-        assert dispatcher.asked == 1  # it is not time yet
+        assert scheduler.asked == 1  # it is not time yet
         moved_s = 0.0
         monotonic = time.monotonic
         monkeypatch.setattr(janitors.time, "monotonic", lambda: monotonic() + moved_s)
         moved_s += janitors.RETRY_S + 1
         await janitor.tidy()
-        assert dispatcher.asked == 2
+        assert scheduler.asked == 2
         moved_s += janitors.RETRY_S + 1
         await janitor.tidy()
-        assert dispatcher.asked == 2  # twice as long
+        assert scheduler.asked == 2  # twice as long
         moved_s += janitors.RETRY_S + 1
         await janitor.tidy()
-        assert dispatcher.asked == 3
+        assert scheduler.asked == 3
         assert found(tmp_path, "snapshots")
         await janitor.tidy()
         assert janitor._put_off == {}

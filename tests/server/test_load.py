@@ -96,8 +96,8 @@ async def test_five_thousand_samples_of_two_hundred_sessions_wait_in_bounded_mem
         await until(lambda: not len(context.futures), 60)
         assert (await api.result(ids[-1]))["sequences"]
         assert not context.futures.loads
-        assert not context.dispatcher._samples._running
-        assert not context.dispatcher._desk.payloads._kept
+        assert not context.scheduler._samples._running
+        assert not context.scheduler._desk.payloads._kept
 
 
 async def test_a_full_server_says_when_to_come_back_and_takes_the_rest_later(
@@ -132,33 +132,33 @@ async def test_a_full_server_says_when_to_come_back_and_takes_the_rest_later(
 
 async def test_a_model_whose_client_finished_is_forgotten_until_it_is_asked_for(api: Api) -> None:
     assert api.app is not None
-    dispatcher = api.app.state.context.dispatcher
+    scheduler = api.app.state.context.scheduler
     session = await api.session()
     model = await api.model(session)
     await api.value(await api.optim_step(model, 1))
-    assert [run.model.model_id for run in dispatcher._runs.opened()] == [model]
+    assert [run.model.model_id for run in scheduler._models.opened()] == [model]
     finish = {"reason": {"type": "success"}, "detail": None}
     assert (await api.post(f"sessions/{session}/finish", finish)).status == 200
-    await until(lambda: not list(dispatcher._runs.opened()))
-    assert not dispatcher._runs._opening
+    await until(lambda: not list(scheduler._models.opened()))
+    assert not scheduler._models._opening
 
 
 async def test_a_model_whose_client_is_back_stays(api: Api, echo: EchoExecutor) -> None:
     assert api.app is not None
-    dispatcher = api.app.state.context.dispatcher
+    scheduler = api.app.state.context.scheduler
     session = await api.session()
     model = await api.model(session)
     echo.open.clear()
     first = await api.optim_step(model, 1)
-    dispatcher.free_session(session)
+    scheduler.unload_session(session)
     second = await api.optim_step(model, 2)
     echo.open.set()
     await asyncio.gather(api.value(first), api.value(second))
     # The same, while it stays away.
     await asyncio.sleep(0)
-    assert [run.live_in for run in dispatcher._runs.opened()] == [1]
-    dispatcher.free_session(session)
-    await until(lambda: not list(dispatcher._runs.opened()))
+    assert [run.loaded_in for run in scheduler._models.opened()] == [1]
+    scheduler.unload_session(session)
+    await until(lambda: not list(scheduler._models.opened()))
     assert await api.value(await api.optim_step(model, 3)) == 0.0
 
 
@@ -256,7 +256,7 @@ async def test_an_answer_that_is_not_read_is_given_up_and_one_that_is_read_slowl
             session_id=None,
             result=b"x" * LARGE,
         )
-        api.app.state.context.futures.settle(large)
+        api.app.state.context.futures.finish(large)
         asking = request("retrieve_future", json.dumps({"request_id": "large"}).encode())
         loop = asyncio.get_running_loop()
         by_bytes, slowly = connected(api, receive_bytes=4096), connected(api)

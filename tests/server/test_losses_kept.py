@@ -65,7 +65,7 @@ async def test_losses_leave_with_the_last_model_of_their_session_and_come_back_w
     keeping = Keeping()
     async with hosted(keeping, tmp_path) as api:
         assert api.app is not None
-        dispatcher = api.app.state.context.dispatcher
+        scheduler = api.app.state.context.scheduler
         mine, other = await api.session(), await api.session()
         models = [await api.model(mine, number=number) for number in range(2)]
         foreign = await api.model(other)
@@ -75,7 +75,7 @@ async def test_losses_leave_with_the_last_model_of_their_session_and_come_back_w
         # One of two models leaves: the other still needs them.
         await api.result(await api.step("unload_model", model_id=models[0]))
         assert loss_id in keeping.losses
-        dispatcher.free_session(mine)
+        scheduler.unload_session(mine)
         await until(lambda: loss_id not in keeping.losses)
         assert theirs in keeping.losses
         # Back with its model, and so are those that were made meanwhile.
@@ -87,8 +87,8 @@ async def test_losses_leave_with_the_last_model_of_their_session_and_come_back_w
         assert "error" not in await api.result(await api.custom(foreign, 1, {"loss_id": theirs}))
         # A model that has to be built again does not keep them for ever either.
         keeping.die()
-        dispatcher.free_session(mine)
-        dispatcher.free_session(other)
+        scheduler.unload_session(mine)
+        scheduler.unload_session(other)
         await until(lambda: not keeping.losses)
         assert "error" not in await api.result(await api.custom(foreign, 2, {"loss_id": theirs}))
 

@@ -174,7 +174,7 @@ async def test_an_owner_with_many_requests_has_some_of_them_with_an_engine() -> 
     go.set()
     await asyncio.gather(*flood, other, return_exceptions=True)
     assert inside == ["a", "a", "b", "a", "a", "a"]
-    assert not admission._inside
+    assert not admission._admitted
     assert not admission._waiting
 
 

@@ -1,4 +1,4 @@
-"""What was committed is run, whatever happened between the commit and the dispatcher."""
+"""What was committed is run, whatever happened between the commit and the scheduler."""
 
 import asyncio
 import json
@@ -264,7 +264,7 @@ def found_before_it_is_handed_on(context: Any) -> None:
     async def accepts(new: NewRequest) -> Any:
         first = await accept(new)
         for row in await requests.waiting():
-            context.dispatcher.take(row)
+            context.scheduler.submit(row)
         return first
 
     requests.accept = accepts
@@ -290,15 +290,15 @@ async def test_owners_are_taken_up_by_turns_and_those_who_have_least_first(tmp_p
 
     store = opened(tmp_path)
     try:
-        for owner, count in (("flood", 2 * scheduler.PIECE + 1), ("few", 3), ("one", 1)):
+        for owner, count in (("flood", 2 * scheduler.PICKUP_BATCH + 1), ("few", 3), ("one", 1)):
             for number in range(count):
                 payload = json.dumps(number).encode()
                 new = NewRequest(owner=owner, kind=Kind.SAMPLE, base_model=BASE, payload=payload)
                 await store.requests.accept(new)
         taken: list[str] = []
         read = []
-        desk = SimpleNamespace(store=store, taken=set(), closing=False)
-        looking = scheduler.Pickup(desk, lambda row: taken.append(row.owner))  # type: ignore[arg-type]
+        execution = SimpleNamespace(store=store, claimed=set(), closing=False)
+        looking = scheduler.Pickup(execution, lambda row: taken.append(row.owner))  # type: ignore[arg-type]
         waiting_of = store.requests.waiting_of
 
         async def piece(owner: str, *, after: Any, most: int) -> Any:
@@ -311,5 +311,5 @@ async def test_owners_are_taken_up_by_turns_and_those_who_have_least_first(tmp_p
     finally:
         store.close()
     assert taken[:4] == ["one", "few", "few", "few"]
-    assert taken[4:] == ["flood"] * (2 * scheduler.PIECE + 1)
-    assert max(read) == scheduler.PIECE
+    assert taken[4:] == ["flood"] * (2 * scheduler.PICKUP_BATCH + 1)
+    assert max(read) == scheduler.PICKUP_BATCH

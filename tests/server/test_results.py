@@ -116,14 +116,14 @@ async def test_a_model_that_goes_back_does_not_run_what_is_behind_a_missing_step
         monkeypatch.setattr(context.store.requests, "keep", fails)
         first = await api.forward_backward(model, 1, tokens=LARGE)
         await until(lambda: Task.PASS in echo.tasks())
-        run = context.dispatcher._runs.get(model)
+        state = context.scheduler._models.get(model)
         if not closed:
             echo.open.clear()
         behind = await api.forward_backward(model, 3, tokens=3)
         if closed:
-            await until(lambda: len(run.unstored) == 2)
+            await until(lambda: len(state.unstored) == 2)
         else:
-            await until(lambda: 3 in run.line.running)
+            await until(lambda: 3 in state.queue.running)
         fail.set()
         assert "could not be stored" in (await api.result(first))["error"]
         echo.open.set()

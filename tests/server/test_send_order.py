@@ -100,7 +100,7 @@ async def test_finished_samples_are_told_in_the_order_of_their_commits(
         assert api.app
         context = api.app.state.context
         database, told = context.store._database, []
-        submit_one_of, add = database.submit_one_of, context.futures.completions.add
+        submit_one_of, add = database.submit_one_of, context.futures.completion_log.add
 
         async def heard_late(promise: asyncio.Future[Any]) -> Any:
             answer = await promise
@@ -118,7 +118,7 @@ async def test_finished_samples_are_told_in_the_order_of_their_commits(
         body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
         assert (await api.post("create_sampling_session", body)).status == 200
         monkeypatch.setattr(database, "submit_one_of", submit)
-        monkeypatch.setattr(context.futures.completions, "add", adds)
+        monkeypatch.setattr(context.futures.completion_log, "add", adds)
         asked = [{**numbered_sample(session), "seq_id": number} for number in range(1, 41)]
         answers = await asyncio.gather(*(api.post("asample", one) for one in asked))
         for answer in answers:

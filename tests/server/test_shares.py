@@ -41,82 +41,82 @@ def owners(shares: FairShares, turns: int, *, again: tuple[str, ...] = ()) -> st
     """Who gets the next places, each turn being over before the next is given."""
     got = ""
     for _ in range(turns):
-        ask = shares.take()
+        ask = shares.grant_next()
         if ask is None:
             break
         got += ask.owner
-        shares.done(ask, used_s=1.0)
+        shares.release(ask, used_s=1.0)
         if ask.owner in again:
-            shares.ask(SlotRequest(owner=ask.owner))
+            shares.add(SlotRequest(owner=ask.owner))
     return got
 
 
 def test_two_owners_take_turns_whatever_each_has_queued() -> None:
-    shares = FairShares(places=1)
+    shares = FairShares(slots=1)
     for _ in range(20):
-        shares.ask(SlotRequest(owner="a"))
-    shares.ask(SlotRequest(owner="b"))
+        shares.add(SlotRequest(owner="a"))
+    shares.add(SlotRequest(owner="b"))
     assert owners(shares, 8, again=("a", "b")) == "abababab"
 
 
 def test_an_owner_alone_has_all_the_places() -> None:
-    shares = FairShares(places=3, contested_places=1)
+    shares = FairShares(slots=3, contested_slots=1)
     for _ in range(5):
-        shares.ask(SlotRequest(owner="a"))
-    assert [shares.take() is not None for _ in range(4)] == [True, True, True, False]
+        shares.add(SlotRequest(owner="a"))
+    assert [shares.grant_next() is not None for _ in range(4)] == [True, True, True, False]
 
 
 def test_a_newcomer_goes_before_everything_that_is_queued() -> None:
-    shares = FairShares(places=8, contested_places=2)
+    shares = FairShares(slots=8, contested_slots=2)
     asks = [SlotRequest(owner="a") for _ in range(10)]
     for ask in asks:
-        shares.ask(ask)
-    running = [shares.take() for _ in range(8)]
+        shares.add(ask)
+    running = [shares.grant_next() for _ in range(8)]
     newcomer = SlotRequest(owner="b")
-    shares.ask(newcomer)
-    assert shares.take() is None
-    waits = shares.why(newcomer)
+    shares.add(newcomer)
+    assert shares.grant_next() is None
+    waits = shares.queue_state(newcomer)
     assert waits.state == "paused_capacity"
     assert waits.reason is not None
     assert "8 models are training" in waits.reason
-    shares.done(asks[0], used_s=1.0)
-    assert shares.take() is newcomer
+    shares.release(asks[0], used_s=1.0)
+    assert shares.grant_next() is newcomer
     # The first owner has more than its part: it gets no place until it is back to that.
-    shares.done(asks[1], used_s=1.0)
-    assert shares.take() is None
-    assert "other owners" in (shares.why(asks[9]).reason or "")
+    shares.release(asks[1], used_s=1.0)
+    assert shares.grant_next() is None
+    assert "other owners" in (shares.queue_state(asks[9]).reason or "")
     assert running[0] is asks[0]
 
 
 def test_idle_time_is_not_saved_up() -> None:
-    shares = FairShares(places=1)
-    shares.ask(SlotRequest(owner="a"))
+    shares = FairShares(slots=1)
+    shares.add(SlotRequest(owner="a"))
     assert owners(shares, 50, again=("a",)) == "a" * 50
-    shares.ask(SlotRequest(owner="b"))
+    shares.add(SlotRequest(owner="b"))
     assert owners(shares, 6, again=("a", "b")) in ("ababab", "bababa")
 
 
 def test_an_owner_over_its_own_limit_waits_and_is_told_so() -> None:
     shares = FairShares()
-    asks = [SlotRequest(owner="a", most=2) for _ in range(3)]
+    asks = [SlotRequest(owner="a", max_running=2) for _ in range(3)]
     for ask in asks:
-        shares.ask(ask)
-    assert [shares.take() for _ in range(3)] == [asks[0], asks[1], None]
-    waits = shares.why(asks[2])
+        shares.add(ask)
+    assert [shares.grant_next() for _ in range(3)] == [asks[0], asks[1], None]
+    waits = shares.queue_state(asks[2])
     assert waits.state == "paused_rate_limit"
-    assert waits.reason == "2 of your models are training, and 2 may at once"
-    assert shares.why(asks[0]).state == "active"
-    shares.done(asks[0], used_s=1.0)
-    assert shares.take() is asks[2]
+    assert waits.reason == "2 of your models are training, and 2 may train at once"
+    assert shares.queue_state(asks[0]).state == "active"
+    shares.release(asks[0], used_s=1.0)
+    assert shares.grant_next() is asks[2]
 
 
 def test_an_ask_that_is_given_up_leaves_nothing_behind() -> None:
-    shares = FairShares(places=1)
+    shares = FairShares(slots=1)
     first, second = SlotRequest(owner="a"), SlotRequest(owner="a")
-    shares.ask(first)
-    shares.ask(second)
-    assert shares.take() is first
-    shares.done(second, used_s=0.0)
-    shares.done(first, used_s=1.0)
-    assert shares.take() is None
-    assert shares == FairShares(places=1)
+    shares.add(first)
+    shares.add(second)
+    assert shares.grant_next() is first
+    shares.release(second, used_s=0.0)
+    shares.release(first, used_s=1.0)
+    assert shares.grant_next() is None
+    assert shares == FairShares(slots=1)

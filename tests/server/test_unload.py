@@ -98,12 +98,12 @@ async def test_nothing_is_dropped_beside_a_request_that_is_tried_alone(tmp_path:
     async with hosted(echo, tmp_path, janitor_s=0) as api, asyncio.timeout(20):
         assert api.app
         model = await api.model()
-        company = api.app.state.context.dispatcher._desk.companies[BASE]
-        company.remember("suspect", 2)
-        async with company.visit("suspect") as visit:
+        isolation = api.app.state.context.scheduler.engine(BASE).client.isolation
+        isolation.restore("suspect", 2)
+        async with isolation.attempt("suspect") as attempt:
             unloaded = await unloading(api, model)
-            await until(lambda: bool(company._waiting))
+            await until(lambda: bool(isolation._waiting))
             assert Task.DROP not in echo.tasks()
-            assert visit.alone
+            assert attempt.alone
         assert (await api.result(unloaded))["model_id"] == model
         assert Task.DROP in echo.tasks()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from server.echo import BASE
 from server.fountain import Fountain, asked
 from server.hosting import Api, hosted
 from server.tenants import new_key, with_key
@@ -140,6 +141,6 @@ async def test_streams_that_are_not_read_end_and_free_their_places(
                 await until(lambda: len(state.connections) <= 1 and not ready_bytes(api))
                 await until(lambda: not len(api.app.state.context.futures))
         assert fountain.given_up == 2 * READERS
-        assert not api.app.state.context.dispatcher._samples._running
+        assert not api.app.state.context.scheduler.engine(BASE).samples._running
         async with alice.http.post("/api/v1/stream_sample", json=asked(200)) as stream:
             assert b"event: done" in await stream.read()

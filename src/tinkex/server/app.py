@@ -33,11 +33,11 @@ from tinkex.server.api.openapi import complete
 from tinkex.server.executor import Executor
 from tinkex.server.maintenance.cleanup import Janitor
 from tinkex.server.maintenance.disk_monitor import Watch
-from tinkex.server.scheduler.base_model_check import BaseModelCheck
+from tinkex.server.scheduler.base_model_check import BaseModelChecks
 from tinkex.server.scheduler.crash_isolation import InFlightFile
 from tinkex.server.scheduler.results import Futures
 from tinkex.server.scheduler.scheduler import Scheduler
-from tinkex.server.scheduler.session_timeout import SessionTimeouts
+from tinkex.server.scheduler.session_status import SessionTimeouts
 from tinkex.server.settings import Settings
 from tinkex.server.store import Quota, Store
 from tinkex.server.store.storage_health import KINDS
@@ -110,19 +110,19 @@ def create_app(
     executor: Executor,
     store: Store,
     *,
-    rolls: Mapping[str, InFlightFile] | None = None,
+    in_flight_files: Mapping[str, InFlightFile] | None = None,
     web_crashed: bool = False,
 ) -> FastAPI:
-    """The application over an open store; its lifespan starts and stops executor and dispatcher."""
+    """The application over an open store; its lifespan starts and stops executor and scheduler."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        waiting = Futures(store, kept_s=settings.result_kept_s)
-        base_check = BaseModelCheck(
+        waiting = Futures(store, retention_s=settings.result_kept_s)
+        base_checks = BaseModelChecks(
             store, executor.served, folder=settings.folder, accept=settings.accept_changed_base
         )
-        base_check.start()
-        dispatcher = Scheduler(
+        base_checks.start()
+        scheduler = Scheduler(
             store=store,
             executor=executor,
             futures=waiting,
@@ -131,25 +131,25 @@ def create_app(
             snapshot_bytes=settings.snapshot_bytes,
             max_training=settings.max_training,
             max_sequences=settings.max_sequences,
-            rolls=rolls,
+            in_flight_files=in_flight_files,
             web_crashed=web_crashed,
-            base_check=base_check,
+            base_checks=base_checks,
         )
-        presence = SessionTimeouts(store, dispatcher, grace_s=settings.session_grace_s)
+        session_timeouts = SessionTimeouts(store, scheduler, grace_s=settings.session_grace_s)
         app.state.context = Context(
             settings=settings,
             store=store,
             executor=executor,
             futures=waiting,
-            dispatcher=dispatcher,
-            presence=presence,
+            scheduler=scheduler,
+            session_timeouts=session_timeouts,
             signer=Signer.of_folder(settings.folder),
         )
         watch = Watch(settings, store)
         await watch.start()
-        await dispatcher.start()
-        await presence.start()
-        janitor = Janitor(settings=settings, store=store, dispatcher=dispatcher, futures=waiting)
+        await scheduler.start()
+        await session_timeouts.start()
+        janitor = Janitor(settings=settings, store=store, scheduler=scheduler, futures=waiting)
         janitor.start()
         app.state.janitor = janitor
         try:
@@ -158,9 +158,9 @@ def create_app(
             waiting.release()
             await janitor.close()
             await watch.close()
-            await presence.close()
-            await dispatcher.close()
-            await base_check.close()
+            await session_timeouts.close()
+            await scheduler.close()
+            await base_checks.close()
             await executor.close()
 
     app = FastAPI(
@@ -229,7 +229,7 @@ class _Figures(Collector):
         operations = CounterMetricFamily(
             "tinkex_engine_operations", "Operations engines finished", labels=["task"]
         )
-        for task, (count, total_s) in self._context.dispatcher.computed.items():
+        for task, (count, total_s) in self._context.scheduler.usage.by_task.items():
             seconds.add_metric([task.name.lower()], total_s)
             operations.add_metric([task.name.lower()], count)
         yield seconds
@@ -247,7 +247,7 @@ class _Figures(Collector):
         waiting = GaugeMetricFamily(
             "tinkex_owner_requests_open", "Requests of an owner that wait or run", labels=["owner"]
         )
-        for owner, seconds in self._context.dispatcher.used_s.items():
+        for owner, seconds in self._context.scheduler.usage.by_owner.items():
             if self._owner in (None, owner):
                 used.add_metric([owner], seconds)
         for owner, load in self._context.futures.loads.items():

@@ -508,7 +508,7 @@ class _Engine:
 
     def _note(self, life: Life) -> None:
         if self._roll is not None:
-            self._roll.engine(life)
+            self._roll.set_engine_state(life)
 
     def _answer(self, ticket: int, act: Callable[[asyncio.Future[Outcome]], None]) -> None:
         waiter = self._waiting.get(ticket)

@@ -100,7 +100,7 @@ async def serve(
         return False
     rolls = _open_rolls(settings.folder / "rolls", served)
     executor = LocalExecutor(served, _engine_options(settings, served), rolls=rolls)
-    app = create_app(settings, executor, store, rolls=rolls, web_crashed=after_crash)
+    app = create_app(settings, executor, store, in_flight_files=rolls, web_crashed=after_crash)
     server = Server(uvicorn_config(app, settings), app)
     _allow_descriptors()
     collect_rarely()
@@ -171,7 +171,7 @@ def _open_rolls(folder: Path, served: Sequence[ServedModel]) -> dict[str, InFlig
     rolls = {}
     for model in served:
         try:
-            rolls[model.name] = InFlightFile.of(folder, model.name)
+            rolls[model.name] = InFlightFile.for_base_model(folder, model.name)
         except OSError as error:
             log.warning("deaths of this process will not be counted: %s", error)
     return rolls

@@ -27,7 +27,7 @@ from tinkex.server.executor import Executor, ServedModel
 from tinkex.server.scheduler.checkpoints import no_checkpoint
 from tinkex.server.scheduler.results import Futures
 from tinkex.server.scheduler.scheduler import Scheduler
-from tinkex.server.scheduler.session_timeout import SessionTimeouts
+from tinkex.server.scheduler.session_status import SessionTimeouts
 from tinkex.server.settings import Settings, is_loopback
 from tinkex.server.store import Model, Sampler, Session, Store, Version
 from tinkex.wire.codec import JSON_TYPE, decode_json, decompress, encode_json
@@ -107,8 +107,8 @@ class Context:
     store: Store
     executor: Executor
     futures: Futures
-    dispatcher: Scheduler
-    presence: SessionTimeouts
+    scheduler: Scheduler
+    session_timeouts: SessionTimeouts
     #: Signs links to files.
     signer: Signer
     #: Bodies that are arriving.
@@ -143,7 +143,7 @@ class Context:
             raise Refusal(
                 410, f"session {session_id} was finished by its client. Create a new session."
             )
-        self.presence.heard(session_id)
+        self.session_timeouts.touch(session_id)
         return session
 
     def forget_session(self, session_id: str) -> None:

@@ -50,7 +50,7 @@ async def retrieve_future(request: Request) -> Response:
         asked.request_id,
         owner=owner_of(request),
         within_s=context.settings.long_poll_s,
-        leaving=_leaving(request),
+        on_disconnect=_leaving(request),
     )
     if settled is None:
         return _try_again(context, asked.request_id)
@@ -80,12 +80,12 @@ async def retrieve_futures(request: Request) -> Response:
     within_s = context.settings.long_poll_s
     if asked.timeout is not None:
         within_s = min(within_s, asked.timeout) if asked.timeout > 0 else 0.0
-    events = await context.futures.completions.after(
+    events = await context.futures.completion_log.after(
         target.sampling_session_id,
         target.cloned_sampler_id,
         cursor=asked.prev_cursor,
         within_s=within_s,
-        leaving=_leaving(request),
+        on_disconnect=_leaving(request),
     )
     cursor = events[-1].position if events else asked.prev_cursor
     return answer(
@@ -112,8 +112,7 @@ def _event(event: Completion) -> FutureCompletion:
 
 
 def _try_again(context: Context, request_id: str) -> Response:
-    base_model = context.futures.base_model(request_id)
-    standing = context.dispatcher.standing(request_id, base_model or "")
+    standing = context.scheduler.queue_state(request_id)
     if (trouble := context.store.condition.trouble) is not None:
         # Its result may be there already, and wait for the disk.
         standing = QueueState(state="paused_capacity", reason=trouble.text)
@@ -175,5 +174,5 @@ def _as_json(settled: FinishedRequest, dialect: Dialect) -> bytes:
 async def cancel_future(request: Request) -> Response:
     """Gives up a sample. Anything else, finished, unknown or somebody else's, stays as it is."""
     asked = await read_json(request, CancelFutureRequest)
-    context_of(request).dispatcher.cancel(asked.request_id, owner=owner_of(request))
+    context_of(request).scheduler.cancel(asked.request_id, owner=owner_of(request))
     return answer({})

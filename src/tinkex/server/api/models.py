@@ -69,7 +69,7 @@ async def made(context: Context, model: Model, number: int, new: NewRequest) -> 
     """Store a model with its first step, or find its earlier self; answer the request's id."""
     first = await context.store.runs.create_model(model=model, model_seq_id=number, request=new)
     if first.refused is not None:
-        context.dispatcher.not_made(row_of(new, first), first.refused)
+        context.scheduler.creation_refused(row_of(new, first), first.refused)
     else:
         await hand_on(context, new, first)
     if not first.is_new:

@@ -331,7 +331,7 @@ class _Told:
         self._owner = owner
         self._dialect = dialect
         # None where the sample is over, or was begun by `asample`: then it comes all at once.
-        self._tap = context.dispatcher.tap(first.request_id)
+        self._tap = context.scheduler.token_stream(first.request_id)
         self._growing = Growing() if self._tap is None else self._tap.growing
         self._reader = Reader(self._growing)
         self._settled: FinishedRequest | None = None
@@ -362,7 +362,7 @@ class _Told:
         finally:
             # One that `asample` began has others who wait for it.
             if not over and self._tap is not None:
-                self._context.dispatcher.abandon(
+                self._context.scheduler.cancel_unless_polled(
                     self._request_id,
                     owner=self._owner,
                     after_s=self._context.settings.stream_grace_s,

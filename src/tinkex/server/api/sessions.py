@@ -15,7 +15,7 @@ from tinkex.server.api.auth import caller_of, owner_of
 from tinkex.server.api.deps import answer, context_of, describe, read_json
 from tinkex.server.api.errors import Refusal, missing
 from tinkex.server.api.report_limits import MOST_LISTED, bounded, report
-from tinkex.server.scheduler.session_timeout import session_status
+from tinkex.server.scheduler.session_status import session_status
 from tinkex.server.store.history import MOST_SPANS, Holdings, PastSession, Span
 from tinkex.wire.base import StrictModel
 from tinkex.wire.errors import UserFailure, WireError
@@ -126,7 +126,7 @@ async def finish_session(request: Request, session_id: str) -> Response:
     detail = None if asked.detail is None else scrubbed(asked.detail)[:LONGEST_FINISH]
     await context.store.runs.finish_session(session_id, asked.reason.type, detail)
     context.forget_session(session_id)
-    context.presence.left(session_id)
+    context.session_timeouts.finish(session_id)
     return answer({})
 
 

@@ -37,7 +37,7 @@ async def admit(
     """
     caller = caller_of(request)
     limits = Limits.of(context.settings, caller.limits)
-    context.dispatcher.allow(caller.owner, limits.max_training)
+    context.scheduler.training_limits.set(caller.owner, limits.max_training)
     load = context.futures.load(caller.owner)
     refusal = over_limit(load, load_of(new), limits) or server_full(
         len(context.futures),
@@ -47,7 +47,7 @@ async def admit(
     )
     if refusal is None:
         return
-    if new.model_id is not None and context.dispatcher.awaits(new.model_id, new.seq_id or 0):
+    if new.model_id is not None and context.scheduler.is_blocked_by(new.model_id, new.seq_id or 0):
         return
     repeats = context.store.repeats
     if loss_number is not None and await repeats.has_loss(new.session_id or "", loss_number):
@@ -147,15 +147,15 @@ async def hand_on(
     context: Context, new: NewRequest, first: Accepted, *, tap: TokenStream | None = None
 ) -> None:
     """
-    What was just committed is the dispatcher's; nothing in between may fail.
+    What was just committed is the scheduler's; nothing in between may fail.
 
     So is a repeat of something that waits and never got there.
     """
     if first.is_new:
         row = row_of(new, first)
-        context.dispatcher.take(row, payload=new.payload, tap=tap)
+        context.scheduler.submit(row, payload=new.payload, token_stream=tap)
     else:
-        await context.dispatcher.take_again(first.request_id)
+        await context.scheduler.resubmit(first.request_id)
 
 
 # MERGED: A step that is refused does not hold up those behind it. The refusal is answered as ever. It is also noted under the step's number, where model and number can be read: the sender may use the number again, and if it goes on instead, the step counts as failed with the same reason. Unknown models and limits (404, 410, 429) are no failures of a step.
@@ -203,7 +203,7 @@ async def _note(request: Request, kind: Kind, reason: str) -> None:
         return  # not this owner's, or over: there is nobody behind it
     if address.forward_only and kind is Kind.FORWARD_BACKWARD:
         kind = Kind.FORWARD
-    await context.dispatcher.refuse(
+    await context.scheduler.refuse_step(
         model.model_id,
         address.seq_id,
         kind,

@@ -80,13 +80,13 @@ class Janitor:
         *,
         settings: Settings,
         store: Store,
-        dispatcher: Scheduler,
+        scheduler: Scheduler,
         futures: Futures,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._settings = settings
         self._store = store
-        self._dispatcher = dispatcher
+        self._scheduler = scheduler
         self._futures = futures
         self._clock = clock
         self._swept_s = float("-inf")
@@ -155,7 +155,7 @@ class Janitor:
         now_s = time.monotonic()
         due = [one for one in silent if self._put_off.get(one, (now_s, 0.0))[0] <= now_s]
         for model_id in due[:SNAPSHOTS_AT_ONCE]:
-            if await self._dispatcher.snapshot(model_id):
+            if await self._scheduler.snapshot(model_id):
                 self._put_off.pop(model_id, None)
             else:
                 # Its engine may have been started again meanwhile; or it can never be done.

@@ -1,12 +1,18 @@
-"""What everything that runs requests shares: background tasks, engine time, results to the disk."""
+"""
+Shared by everything that runs requests: work for engines, background tasks, storing results.
+
+`Execution` is the part that all engines share, `ResultWriter` stores the results of steps in order,
+and `EngineClient` sends work to one engine.
+"""
 
 import asyncio
 import functools
 import logging
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinkex.server.executor import EngineLost, Executor, Outcome, Task, Work
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
@@ -18,10 +24,12 @@ from tinkex.server.scheduler.results import (
     RequestOutcome,
     storage_failure,
 )
-from tinkex.server.scheduler.step_queue import Kind
+from tinkex.server.scheduler.session_status import SessionFailures
+from tinkex.server.scheduler.step_queue import PASSES, Cause, Kind, Step
 from tinkex.server.store import (
     CustomLoss,
     Model,
+    NewRequest,
     RequestRow,
     Store,
     accepted_work,
@@ -31,309 +39,18 @@ from tinkex.server.store.requests import INLINE_BYTES
 from tinkex.wire.codec import encode_json
 from tinkex.wire.proto import frames_pb2
 
+if TYPE_CHECKING:
+    from tinkex.server.scheduler.model_worker import ModelState
+
 log = logging.getLogger("tinkex.server.scheduler")
 
-#: A result that was not stored is tried again after these, and then its request fails. Trouble of
-#: the disk or the database is not meant: that is waited for, however long it lasts.
+#: Waits between the attempts to store a result; then its request fails. Outages of the disk or the
+#: database are not counted: the store waits until they end.
 STORE_RETRY_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-
-#: Owners on the metrics page: those who used an engine last.
+#: Owners on the metrics page: the ones that used an engine last.
 MAX_OWNERS = 1_000
-
-
-class _Recent(defaultdict[str, float]):
-    """Numbers of the owners that were set last."""
-
-    def __setitem__(self, owner: str, value: float) -> None:
-        self.pop(owner, None)
-        super().__setitem__(owner, value)
-        if len(self) > MAX_OWNERS:
-            del self[next(iter(self))]
-
-
-class Execution:
-    """One for each dispatcher. A result is committed before its waiters are woken."""
-
-    def __init__(
-        self,
-        *,
-        store: Store,
-        executor: Executor,
-        futures: Futures,
-        rolls: Mapping[str, InFlightFile] | None = None,
-        base_check: BaseModelCheck | None = None,
-        max_sequences: int = 0,
-    ) -> None:
-        self.store = store
-        self.executor = executor
-        self.futures = futures
-        self.base_check = base_check
-        self.payloads = PayloadCache(store)
-        self.failures = SessionFailures(store)
-        #: Accepted requests that this process has, until their results are on disk.
-        self.taken: set[str] = set()
-        #: By base model: who is with its engine together.
-        self.companies: defaultdict[str, CrashIsolation] = defaultdict(CrashIsolation)
-        self.companies.update({name: CrashIsolation(roll) for name, roll in (rolls or {}).items()})
-        #: By base model: what outside the order of steps goes to its engine next.
-        self._admissions: dict[str, Admission] = {}
-        self._max_sequences = max_sequences
-        #: Base models of which an engine died, and whose counts are not written down yet.
-        self._to_count: set[str] = set()
-        self.closing = False
-        #: Seconds of computing and number of operations, by task; for the metrics page.
-        self.computed: dict[Task, tuple[int, float]] = {}
-        #: Seconds of computing by owner: who has which share.
-        self.used_s: defaultdict[str, float] = _Recent(float)
-        #: Done once the last request whose commit was asked for has been told of.
-        self._told: asyncio.Future[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def take(self, row: RequestRow) -> bool:
-        """Whether this process takes a request now: False when it has it, or has finished it."""
-        if row.request_id in self.taken or self.futures.is_kept(row.request_id):
-            return False
-        self.taken.add(row.request_id)
-        self.futures.expect(row)
-        return True
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """In the background, until it is done or the server stops; its reads wait for the database."""
-        task = asyncio.create_task(work, context=accepted_work())
-        self._tasks.add(task)
-        task.add_done_callback(self._over)
-        return task
-
-    def _over(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a background task failed", exc_info=error)
-
-    async def stop(self) -> None:
-        for admission in self._admissions.values():
-            admission.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def send(
-        self, base_model: str, work: Work, *, owner: str, incarnation: int | None = None
-    ) -> asyncio.Future[Outcome]:
-        """
-        Hand work to an engine, on its owner's account; what is answered is its outcome.
-
-        The engine has it when this returns: what is sent later comes later.
-        """
-        answer = await self.executor.send(base_model, work, incarnation=incarnation)
-        answer.add_done_callback(functools.partial(self._count_work, work.task, owner))
-        return answer
-
-    async def run(
-        self, base_model: str, work: Work, *, owner: str, incarnation: int | None = None
-    ) -> Outcome:
-        """Let an engine do this, on its owner's account."""
-        return await (await self.send(base_model, work, owner=owner, incarnation=incarnation))
-
-    def _count_work(self, task: Task, owner: str, answer: asyncio.Future[Outcome]) -> None:
-        if answer.cancelled() or answer.exception() is not None:
-            return
-        compute_s = answer.result().compute_s
-        count, seconds = self.computed.get(task, (0, 0.0))
-        self.computed[task] = (count + 1, seconds + compute_s)
-        self.used_s[owner] += compute_s
-
-    async def insist(
-        self, row: RequestRow, prepare: Callable[[], Awaitable[Work]], *, base_model: str = ""
-    ) -> Outcome:
-        """
-        The same for a request outside the order of steps, however often its engine dies.
-
-        The work is prepared when its turn comes, so that what waits takes no memory.
-        """
-        base_model = base_model or row.base_model
-        company, admission = self.companies[base_model], self._admission(base_model)
-        try:
-            if (reason := company.condemned(row.request_id)) is not None:
-                raise EngineLost(reason)
-            while True:
-                await admission.enter(row.owner)
-                try:
-                    work = await prepare()
-                    async with company.visit(row.request_id) as visit:
-                        try:
-                            return await self.run(base_model, work, owner=row.owner)
-                        except EngineLost:
-                            if self.closing:
-                                raise
-                            admission.lost()
-                            if self.lost(base_model, row.request_id, visit):
-                                raise
-                finally:
-                    admission.leave(row.owner)
-        finally:
-            company.over(row.request_id)
-
-    def _admission(self, base_model: str) -> Admission:
-        if (admission := self._admissions.get(base_model)) is None:
-            ready = functools.partial(self.executor.ready, base_model)
-            admission = Admission(ready, max_sequences=self._max_sequences)
-            self._admissions[base_model] = admission
-        return admission
-
-    def lost(self, base_model: str, request_id: str, visit: Attempt, *, times: int = 1) -> bool:
-        """A request was lost with its engine; whether it is the one that kills it."""
-        if self.futures.closing:
-            return False  # the server was told to stop, and its engines may have been too
-        guilty = self.companies[base_model].lost(request_id, visit, times=times)
-        # Everybody who was lost at once is written down at once.
-        if not self._to_count:
-            self.spawn(self._count())
-        self._to_count.add(base_model)
-        return guilty
-
-    async def _count(self) -> None:
-        """Write down who was lost how often: another process may have to go on with it."""
-        while self._to_count:
-            base_model = self._to_count.pop()
-            counted = dict(self.companies[base_model].counted)
-            if counted:
-                await self.store.deaths.note(counted)
-            else:
-                await self.store.deaths.clear(base_model)
-
-    async def kept(self, request_id: str, ending: RequestOutcome) -> request_writes.Ending:
-        """What is to be written of a request; a large result is on disk already."""
-        if ending.error is not None:
-            category = ending.category or "server"
-            return request_writes.failure(
-                request_id, ending.error, category=category, cause=ending.cause
-            )
-        place = await self.store.requests.keep(ending.result)
-        return request_writes.success(request_id, ending.result, place)
-
-    async def insist_on_storing(self, attempt: Callable[[], Awaitable[None]]) -> None:
-        """Store something that was promised. Raises what the last attempt of many raised."""
-        for wait_s in STORE_RETRY_S:
-            try:
-                return await attempt()
-            except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
-                log.warning("a result was not stored; again in %.1f s: %r", wait_s, error)
-            await asyncio.sleep(wait_s)
-        await attempt()
-
-    async def settle(self, row: RequestRow, ending: RequestOutcome) -> None:
-        """A request outside the order of steps is over."""
-        self.payloads.forget(row.request_id)
-        self.failures.settled(
-            ending,
-            request_id=row.request_id,
-            kind=Kind(row.kind),
-            session_id=row.session_id,
-            model_id=row.model_id,
-            sampling_session_id=row.sampling_session_id,
-        )
-        while True:
-            try:
-                return await self.insist_on_storing(functools.partial(self._settle, row, ending))
-            except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
-                ending = storage_failure(error)
-
-    async def _settle(self, row: RequestRow, ending: RequestOutcome) -> None:
-        """Store what became of a request, and tell everybody in the order of the commits."""
-        kept = await self.kept(row.request_id, ending)
-        commit = self.store.requests.finish_one(kept)
-        before, told = self._told, asyncio.get_running_loop().create_future()
-        # With nothing between this and the commit, so both have one order.
-        self._told = told
-        try:
-            event = await commit
-            if before is not None and not before.done():
-                await asyncio.wait({before})
-            self.wake(row.request_id, row.owner, Kind(row.kind), row.session_id, ending)
-            # After the result: who hears of it fetches it at once.
-            if event is not None:
-                self.futures.completions.add(event)
-        finally:
-            told.set_result(None)
-
-    def wake(
-        self,
-        request_id: str,
-        owner: str,
-        kind: Kind,
-        session_id: str | None,
-        ending: RequestOutcome,
-    ) -> None:
-        self.taken.discard(request_id)
-        self.futures.settle(
-            FinishedRequest(
-                request_id=request_id,
-                owner=owner,
-                kind=kind,
-                session_id=session_id,
-                result=ending.result,
-                error=ending.error,
-                category=ending.category,
-            )
-        )
-
-
-# MERGED: Which sessions have failed: marked with the reason, until work of theirs succeeds again. A session has failed when the server could not do its work, or when a model of it was not created. What a user can mend in the next request, such as an unknown loss, fails that request only.
-
-
-MAX_MESSAGE_CHARS = 2000
-
-
-class SessionFailures:
-    """The marks, in memory and in the rows of their sessions."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._marked: set[str] = set()
-
-    async def start(self) -> None:
-        self._marked = set(await self._store.runs.failed_sessions())
-
-    def settled(
-        self,
-        ending: RequestOutcome,
-        *,
-        request_id: str,
-        kind: Kind,
-        session_id: str | None,
-        model_id: str | None = None,
-        sampling_session_id: str | None = None,
-        creates: bool = False,
-    ) -> None:
-        """Called for each result before it is stored, so that both are written together."""
-        if session_id is None:
-            return
-        if ending.error is None:
-            if session_id in self._marked:
-                self._marked.discard(session_id)
-                self._store.runs.mark_failed(session_id, None)
-            return
-        if ending.category != "server" and not creates:
-            return
-        reason: dict[str, Any] = {
-            "type": "request",
-            "request_id": request_id,
-            "request_type": kind.value,
-        }
-        if model_id is not None and (creates or ending.permanent):
-            reason = {"type": "training_run", "training_run_id": model_id}
-        elif sampling_session_id is not None and ending.permanent:
-            reason = {"type": "sampling_session", "sampling_session_id": sampling_session_id}
-        self._marked.add(session_id)
-        failure = {
-            "category": "user" if ending.category == "user" else "internal",
-            "message": ending.error[:MAX_MESSAGE_CHARS],
-            "reason": reason,
-        }
-        self._store.runs.mark_failed(session_id, failure)
-
-
-# MERGED: What engines are told for each kind of request. Pure: from stored things to work.
+#: Small payloads up to this size in total are cached; the rest are read from the store.
+PAYLOAD_CACHE_BYTES = 128 * 2**20
 
 
 def create_work(model: Model) -> Work:
@@ -342,6 +59,32 @@ def create_work(model: Model) -> Work:
         model_id=model.model_id,
         lora_config=encode_json(dict(model.lora_config)),
         optimizer_config=encode_json(dict(model.optimizer_config)),
+    )
+
+
+def training_work(model: Model, kind: Kind, payload: bytes | Path) -> Work:
+    """A forward pass, a forward and backward pass, or an optimizer step."""
+    return Work(
+        task=Task.OPTIM_STEP if kind is Kind.OPTIM_STEP else Task.PASS,
+        model_id=model.model_id,
+        backward=kind is Kind.FORWARD_BACKWARD,
+        session_id=model.session_id,
+        **_payload_fields(payload),
+    )
+
+
+def sample_work(
+    owner: str,
+    folder: str | None,
+    payload: bytes | Path,
+    on_tokens: Callable[[frames_pb2.Tokens], None] | None = None,
+) -> Work:
+    return Work(
+        task=Task.SAMPLE,
+        folder=folder,
+        owner=owner,
+        on_tokens=on_tokens,
+        **_payload_fields(payload),
     )
 
 
@@ -358,27 +101,6 @@ def forget_losses_work(session_id: str) -> Work:
     return Work(task=Task.FORGET_LOSSES, session_id=session_id)
 
 
-def training_work(model: Model, kind: Kind, payload: bytes | Path) -> Work:
-    return Work(
-        task=Task.OPTIM_STEP if kind is Kind.OPTIM_STEP else Task.PASS,
-        model_id=model.model_id,
-        backward=kind is Kind.FORWARD_BACKWARD,
-        session_id=model.session_id,
-        **_carried(payload),
-    )
-
-
-def sample_work(
-    owner: str,
-    folder: str | None,
-    payload: bytes | Path,
-    on_tokens: Callable[[frames_pb2.Tokens], None] | None = None,
-) -> Work:
-    return Work(
-        task=Task.SAMPLE, folder=folder, owner=owner, on_tokens=on_tokens, **_carried(payload)
-    )
-
-
 def drop_work(model_id: str) -> Work:
     return Work(task=Task.DROP, model_id=model_id)
 
@@ -391,42 +113,422 @@ def payload_size(payload: bytes | Path) -> int:
     return payload.stat().st_size if isinstance(payload, Path) else len(payload)
 
 
-def _carried(payload: bytes | Path) -> dict[str, Any]:
+def _payload_fields(payload: bytes | Path) -> dict[str, Any]:
     return {"payload_file": payload} if isinstance(payload, Path) else {"payload": payload}
 
 
-# MERGED: What requests carry, kept in memory between their acceptance and their turn.
-
-
-# Up to this much is kept; the rest is read back.
-PAYLOAD_CACHE_BYTES = 128 * 2**20
-
-
 class PayloadCache:
-    """Bytes, or the file that holds them: large ones are files already, and engines read those."""
+    """Payloads between acceptance and execution. Large ones are files, which engines read."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._kept: dict[str, bytes] = {}
-        self._kept_bytes = 0
+        self._cache: dict[str, bytes] = {}
+        self._cache_bytes = 0
 
-    def keep(self, request_id: str, payload: bytes) -> None:
-        """Keep this for its turn if it is small and there is room."""
-        fits = self._kept_bytes + len(payload) <= PAYLOAD_CACHE_BYTES
+    def add(self, request_id: str, payload: bytes) -> None:
+        fits = self._cache_bytes + len(payload) <= PAYLOAD_CACHE_BYTES
         if len(payload) <= INLINE_BYTES and fits:
-            self._kept[request_id] = payload
-            self._kept_bytes += len(payload)
+            self._cache[request_id] = payload
+            self._cache_bytes += len(payload)
 
     async def get(self, request_id: str) -> bytes | Path:
-        if (payload := self._kept.get(request_id)) is not None:
+        """The bytes, or the file that has them."""
+        if (payload := self._cache.get(request_id)) is not None:
             return payload
         return await self._store.requests.payload(request_id)
 
     async def read(self, request_id: str) -> bytes:
-        """The bytes themselves, wherever they are."""
         payload = await self.get(request_id)
         return await asyncio.to_thread(payload.read_bytes) if isinstance(payload, Path) else payload
 
     def forget(self, request_id: str) -> None:
-        if (payload := self._kept.pop(request_id, None)) is not None:
-            self._kept_bytes -= len(payload)
+        if (payload := self._cache.pop(request_id, None)) is not None:
+            self._cache_bytes -= len(payload)
+
+
+class _RecentOwners(defaultdict[str, float]):
+    """Keeps the owners whose numbers were set last."""
+
+    def __setitem__(self, owner: str, value: float) -> None:
+        self.pop(owner, None)
+        super().__setitem__(owner, value)
+        if len(self) > MAX_OWNERS:
+            del self[next(iter(self))]
+
+
+class ComputeUsage:
+    """What engines computed, for the metrics page."""
+
+    def __init__(self) -> None:
+        #: Number of operations and seconds of compute.
+        self.by_task: dict[Task, tuple[int, float]] = {}
+        #: Seconds of compute.
+        self.by_owner: defaultdict[str, float] = _RecentOwners(float)
+
+    def record(self, task: Task, owner: str, answer: asyncio.Future[Outcome]) -> None:
+        if answer.cancelled() or answer.exception() is not None:
+            return
+        compute_s = answer.result().compute_s
+        count, seconds = self.by_task.get(task, (0, 0.0))
+        self.by_task[task] = (count + 1, seconds + compute_s)
+        self.by_owner[owner] += compute_s
+
+
+class Execution:
+    """What all engines of a server share. A result is committed before its polls are woken."""
+
+    def __init__(self, *, store: Store, executor: Executor, futures: Futures) -> None:
+        self.store = store
+        self.executor = executor
+        self.futures = futures
+        self.payloads = PayloadCache(store)
+        self.failures = SessionFailures(store)
+        self.usage = ComputeUsage()
+        #: Accepted requests that this process runs, until their results are stored.
+        self.claimed: set[str] = set()
+        self.closing = False
+        #: Done once the polls of the last commit were woken.
+        self._last_woken: asyncio.Future[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def claim(self, row: RequestRow) -> bool:
+        """Take a request; False when this process has it already, or has finished it."""
+        if row.request_id in self.claimed or self.futures.is_cached(row.request_id):
+            return False
+        self.claimed.add(row.request_id)
+        self.futures.track(row)
+        return True
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run in the background until the server stops; its reads wait for the database."""
+        task = asyncio.create_task(work, context=accepted_work())
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a background task failed", exc_info=error)
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def finish(self, row: RequestRow, outcome: RequestOutcome) -> None:
+        """Store the outcome of a request that is not a step, and wake its polls."""
+        self.payloads.forget(row.request_id)
+        self.failures.update(
+            outcome,
+            request_id=row.request_id,
+            kind=Kind(row.kind),
+            session_id=row.session_id,
+            model_id=row.model_id,
+            sampling_session_id=row.sampling_session_id,
+        )
+        while True:
+            try:
+                return await self.store_with_retries(
+                    functools.partial(self._store_and_wake, row, outcome)
+                )
+            except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
+                outcome = storage_failure(error)
+
+    async def _store_and_wake(self, row: RequestRow, outcome: RequestOutcome) -> None:
+        write = await self.prepare_write(row.request_id, outcome)
+        commit = self.store.requests.finish_one(write)
+        previous, woken = self._last_woken, asyncio.get_running_loop().create_future()
+        # No `await` since the commit was queued: polls are woken in the order of the commits.
+        self._last_woken = woken
+        try:
+            event = await commit
+            if previous is not None and not previous.done():
+                await asyncio.wait({previous})
+            self.wake(row.request_id, row.owner, Kind(row.kind), row.session_id, outcome)
+            # After the result: a client that reads the event fetches the result immediately.
+            if event is not None:
+                self.futures.completion_log.add(event)
+        finally:
+            woken.set_result(None)
+
+    async def prepare_write(
+        self, request_id: str, outcome: RequestOutcome
+    ) -> request_writes.Ending:
+        """The row update of an outcome; a large result is written to a file here."""
+        if outcome.error is not None:
+            category = outcome.category or "server"
+            return request_writes.failure(
+                request_id, outcome.error, category=category, cause=outcome.cause
+            )
+        place = await self.store.requests.keep(outcome.result)
+        return request_writes.success(request_id, outcome.result, place)
+
+    async def store_with_retries(self, attempt: Callable[[], Awaitable[None]]) -> None:
+        """Raises the error of the last attempt."""
+        for wait_s in STORE_RETRY_S:
+            try:
+                return await attempt()
+            except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
+                log.warning("a result was not stored; retrying in %.1f s: %r", wait_s, error)
+            await asyncio.sleep(wait_s)
+        await attempt()
+
+    def wake(
+        self,
+        request_id: str,
+        owner: str,
+        kind: Kind,
+        session_id: str | None,
+        outcome: RequestOutcome,
+    ) -> None:
+        """The result is stored: wake the polls that wait for it."""
+        self.claimed.discard(request_id)
+        self.futures.finish(
+            FinishedRequest(
+                request_id=request_id,
+                owner=owner,
+                kind=kind,
+                session_id=session_id,
+                result=outcome.result,
+                error=outcome.error,
+                category=outcome.category,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class UnstoredResult:
+    step: Step
+    outcome: RequestOutcome
+    #: `StepQueue.gradient_error` before the step.
+    gradient_error: str | None
+
+    @property
+    def is_late(self) -> bool:
+        """It was never in the queue of its model."""
+        return self.outcome.cause is Cause.LATE
+
+
+class ResultWriter:
+    """
+    Stores the results of steps in order, with one task for each model that has some.
+
+    A result that cannot be stored is tried again. If that does not help, its step fails and the model
+    is rewound to the step before it. The results of later steps were not published, so those steps
+    run again.
+    """
+
+    def __init__(self, execution: Execution, on_rewind: Callable[["ModelState"], None]) -> None:
+        self._execution = execution
+        self._on_rewind = on_rewind
+
+    def add(
+        self,
+        state: "ModelState",
+        step: Step,
+        outcome: RequestOutcome,
+        *,
+        gradient_error: str | None,
+    ) -> None:
+        """A step has finished; `gradient_error` is that of the queue before it."""
+        model = state.model
+        if step.request_id:
+            self._execution.payloads.forget(step.request_id)
+            self._execution.failures.update(
+                outcome,
+                request_id=step.request_id,
+                kind=step.kind,
+                session_id=model.session_id,
+                model_id=model.model_id,
+                creates_model=step.kind is Kind.CREATE_MODEL or step.creates_model,
+            )
+        state.unstored.append(UnstoredResult(step, outcome, gradient_error))
+        if state.storing is None:
+            state.storing = self._execution.spawn(self._store_all(state))
+
+    async def _store_all(self, state: "ModelState") -> None:
+        try:
+            while state.unstored:
+                await self._store_next(state)
+        finally:
+            state.storing = None
+
+    async def _store_next(self, state: "ModelState") -> None:
+        group = _storable_together(state.unstored)
+        store = self._execution.store_with_retries
+        try:
+            try:
+                await store(lambda: self._commit(state, group))
+            except Exception:
+                if len(group) == 1:
+                    raise
+                # The first alone, so that it does not fail because of one behind it.
+                group = group[:1]
+                await store(lambda: self._commit(state, group))
+        except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
+            self._rewind(state, group[0], storage_failure(error))
+            return
+        model = state.model
+        for one in group:
+            state.unstored.popleft()
+            step = one.step
+            if step.request_id:
+                self._execution.wake(
+                    step.request_id, model.owner, step.kind, model.session_id, one.outcome
+                )
+
+    async def _commit(self, state: "ModelState", group: Sequence[UnstoredResult]) -> None:
+        """Store a group in one transaction."""
+        requests = self._execution.store.requests
+        first = group[0]
+        if first.outcome.committed:
+            return
+        if not first.step.request_id:
+            model = state.model
+            new = NewRequest(
+                owner=model.owner,
+                kind=first.step.kind,
+                base_model=model.base_model,
+                payload=b"",
+                session_id=model.session_id,
+                model_id=model.model_id,
+                seq_id=first.step.seq_id,
+            )
+            await requests.file_refused(new, first.outcome.error or "", cause=Cause.WORK)
+            return
+        writes = [
+            await self._execution.prepare_write(one.step.request_id, one.outcome) for one in group
+        ]
+        await requests.finish_all(writes)
+
+    def _rewind(self, state: "ModelState", failed: UnstoredResult, outcome: RequestOutcome) -> None:
+        """Fail the step, and requeue the steps that ran after it."""
+        if failed.outcome.error is not None:
+            # A failed step changed nothing, so the steps after it are still right.
+            again = replace(outcome, cause=failed.outcome.cause)
+            state.unstored[0] = replace(failed, outcome=again)
+            return
+        behind = [one for one in list(state.unstored)[1:] if not one.is_late]
+        late = [one for one in list(state.unstored)[1:] if one.is_late]
+        state.unstored = deque([replace(failed, outcome=outcome), *late])
+        queue = state.queue
+        queue.gradient_error = failed.gradient_error
+        queue.apply_result(failed.step, outcome.error)
+        # Not to the first requeued step: the number before it may be one that never arrived.
+        queue.rewind(failed.step.seq_id + 1)
+        for one in behind:
+            if one.step.request_id:
+                queue.requeue([one.step])
+            else:
+                queue.requeue_refused(one.step, one.outcome.error or "")
+        state.loaded_in = None
+        state.rewinding = True
+        self._on_rewind(state)
+
+
+def _storable_together(unstored: Sequence[UnstoredResult]) -> list[UnstoredResult]:
+    """
+    The passes in front, or the one step in front if it is not a pass.
+
+    Every other step is stored after all before it: the store must not have it without them.
+    """
+    group: list[UnstoredResult] = []
+    for one in unstored:
+        alone = one.step.kind not in PASSES or not one.step.request_id or one.outcome.committed
+        if group and alone:
+            break
+        group.append(one)
+        if alone:
+            break
+    return group
+
+
+class EngineClient:
+    """Sends work to the engine of one base model, and isolates requests that crash it."""
+
+    def __init__(
+        self,
+        base_model: str,
+        execution: Execution,
+        *,
+        in_flight_file: InFlightFile | None = None,
+        base_check: BaseModelCheck | None = None,
+        max_sequences: int = 0,
+    ) -> None:
+        self.base_model = base_model
+        self.base_check = base_check
+        self.isolation = CrashIsolation(in_flight_file)
+        self._execution = execution
+        self._executor = execution.executor
+        self._admission = Admission(self.ready, max_sequences=max_sequences)
+        #: Crash counts have changed since they were stored.
+        self._counts_changed = False
+
+    def close(self) -> None:
+        self._admission.close()
+
+    async def ready(self) -> int:
+        """Wait until the engine is up. Returns its incarnation."""
+        return await self._executor.ready(self.base_model)
+
+    async def send(
+        self, work: Work, *, owner: str | None = None, incarnation: int | None = None
+    ) -> asyncio.Future[Outcome]:
+        """
+        Send work, counted as usage of the owner if there is one. Returns a future of the outcome.
+
+        The engine has the work when this returns, before anything that is sent later.
+        """
+        answer = await self._executor.send(self.base_model, work, incarnation=incarnation)
+        if owner is not None:
+            record = functools.partial(self._execution.usage.record, work.task, owner)
+            answer.add_done_callback(record)
+        return answer
+
+    async def run_request(self, row: RequestRow, prepare: Callable[[], Awaitable[Work]]) -> Outcome:
+        """
+        Run a request that is not a step, again after each crash until it is found to cause them.
+
+        The work is prepared after admission, so waiting requests take no memory.
+        """
+        try:
+            if (reason := self.isolation.failure_reason(row.request_id)) is not None:
+                raise EngineLost(reason)
+            while True:
+                await self._admission.enter(row.owner)
+                try:
+                    work = await prepare()
+                    async with self.isolation.attempt(row.request_id) as attempt:
+                        try:
+                            return await (await self.send(work, owner=row.owner))
+                        except EngineLost:
+                            if self._execution.closing:
+                                raise
+                            self._admission.engine_lost()
+                            if self.record_crash(row.request_id, attempt):
+                                raise
+                finally:
+                    self._admission.leave(row.owner)
+        finally:
+            self.isolation.forget(row.request_id)
+
+    def record_crash(self, request_id: str, attempt: Attempt, *, times: int = 1) -> bool:
+        """A request was lost with the engine; True if it is the one that crashes it."""
+        if self._execution.futures.closing:
+            return False  # the server is stopping, and its engines may have been stopped too
+        caused = self.isolation.record_crash(request_id, attempt, times=times)
+        # One write for all requests that were lost together.
+        if not self._counts_changed:
+            self._counts_changed = True
+            self._execution.spawn(self._store_crash_counts())
+        return caused
+
+    async def _store_crash_counts(self) -> None:
+        """Store the counts, so that they survive this process."""
+        self._counts_changed = False
+        deaths = self._execution.store.deaths
+        if counts := dict(self.isolation.crash_counts):
+            await deaths.note(counts)
+        else:
+            await deaths.clear(self.base_model)

@@ -1,11 +1,18 @@
-"""One step of a model: what the engine does for it, and its way to the disk and its waiters."""
+"""
+Runs the steps of models on one engine.
+
+Each model with waiting steps has one worker task. It takes batch after batch from the model's queue
+(`step_queue`), waits for a training slot, makes sure that the engine has the model, and sends the
+steps. Results are stored strictly in the order of the steps, so the log always describes a state that
+the model had between two steps.
+"""
 
 import asyncio
 import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +26,14 @@ from tinkex.server.executor import (
     WorkFailed,
     WorkMuddled,
 )
-from tinkex.server.scheduler import step_queue
 from tinkex.server.scheduler.base_model_check import BaseModelChanged
 from tinkex.server.scheduler.checkpoints import CheckpointSteps
 from tinkex.server.scheduler.crash_isolation import ISOLATE_AFTER, Attempt
 from tinkex.server.scheduler.execution import (
+    EngineClient,
     Execution,
+    ResultWriter,
+    UnstoredResult,
     clear_gradients_work,
     create_work,
     payload_size,
@@ -36,77 +45,86 @@ from tinkex.server.scheduler.results import (
     RequestOutcome,
     crash_outcome,
     internal_error,
-    storage_failure,
 )
-from tinkex.server.scheduler.step_queue import Cause, Kind, Step, StepBatch, StepQueue
-from tinkex.server.store import Damaged, Model, NewRequest, RequestRow, StorageTrouble
+from tinkex.server.scheduler.step_queue import (
+    Cause,
+    Gap,
+    Kind,
+    Step,
+    StepBatch,
+    StepQueue,
+    arrived_late,
+)
+from tinkex.server.store import Damaged, Model, RequestRow, StorageTrouble
 from tinkex.wire.codec import encode_json
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import CreateModelResponse
 
-# MERGED: One model that has had work since this process started: its line, its engine, what it costs.
+log = logging.getLogger("tinkex.server.scheduler")
 
-
-@dataclass(frozen=True, slots=True)
-class UnstoredResult:
-    """What became of a step, and why the optimizer was to be refused before it, if it was."""
-
-    step: Step
-    ending: RequestOutcome
-    spoiled: str | None
-
-    @property
-    def is_late(self) -> bool:
-        """It was never in the line of its model."""
-        return self.ending.cause is Cause.LATE
+# The next step may start before the results of these are stored: if the process dies in between,
+# the step runs again.
+PIPELINED = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP})
+#: A gap is not closed while the database cannot be read; it is tried again after this.
+GAP_RETRY_S = 1.0
 
 
 @dataclass(slots=True)
 class ModelState:
-    """Changed by whoever is in its driver's place, one at a time."""
+    """A model that has had work since this process started. Its worker changes it."""
 
     model: Model
-    line: StepQueue
-    #: The engine incarnation that has this model in memory, as its log says.
+    queue: StepQueue
+    #: The engine incarnation that has this model in memory, in the state that its log describes.
     loaded_in: int | None = None
-    driver: asyncio.Task[None] | None = None
+    worker: asyncio.Task[None] | None = None
     gap_timer: asyncio.TimerHandle | None = None
-    #: What became of steps and is not on disk yet, in their order; and who stores it.
+    #: Results in the order of their steps, and the task that stores them.
     unstored: deque[UnstoredResult] = field(default_factory=deque)
     storing: asyncio.Task[None] | None = None
-    #: A result could not be stored: what runs now is put back, and the model built again.
+    #: A result could not be stored: running steps are requeued, and the model is rebuilt.
     rewinding: bool = False
     #: Seconds that engines computed for it.
-    computed_s: float = 0.0
-    #: The snapshot that is being written while the model goes on.
-    writing: asyncio.Task[None] | None = None
-    #: StepRunner, and bytes of payloads, since the last snapshot.
+    compute_s: float = 0.0
+    #: Writes a snapshot while the model goes on.
+    snapshot_task: asyncio.Task[None] | None = None
     steps_since_snapshot: int = 0
+    #: Bytes of payloads.
     bytes_since_snapshot: int = 0
-    #: Whether the last step was one of the optimizer, after which there are no gradients.
+    #: The last step was an optimizer step, so there are no gradients.
     after_optim_step: bool = False
 
     @property
     def is_idle(self) -> bool:
-        """Nothing of it runs, waits, or is known here only."""
-        waits = self.line.held or self.line.running or self.line.refused
-        return self.driver is None and self.storing is None and not waits
+        """Nothing of it runs, waits, or exists only in memory."""
+        has_steps = self.queue.waiting or self.queue.running or self.queue.refused
+        return self.worker is None and self.storing is None and not has_steps
 
-    def computed(self, answer: asyncio.Future[Outcome]) -> None:
-        """An engine has answered: the time it took is this model's."""
+    async def send(
+        self, engine: EngineClient, work: Work, incarnation: int
+    ) -> asyncio.Future[Outcome]:
+        """Send work for this model to the incarnation that has it."""
+        answer = await engine.send(work, owner=self.model.owner, incarnation=incarnation)
+        answer.add_done_callback(self._count_compute)
+        return answer
+
+    async def run(self, engine: EngineClient, work: Work, incarnation: int) -> Outcome:
+        return await (await self.send(engine, work, incarnation))
+
+    def _count_compute(self, answer: asyncio.Future[Outcome]) -> None:
         if not answer.cancelled() and answer.exception() is None:
-            self.computed_s += answer.result().compute_s
+            self.compute_s += answer.result().compute_s
 
-    async def settled(self) -> None:
-        """Until every result of this model is on disk."""
+    async def results_stored(self) -> None:
+        """Wait until every result of this model is stored."""
         while self.storing is not None:
             await asyncio.wait({self.storing})
 
-    async def written(self) -> None:
-        """Until no snapshot of this model is under way."""
-        if self.writing is not None:
-            await asyncio.wait({self.writing})
-            self.writing = None
+    async def snapshot_written(self) -> None:
+        """Wait until no snapshot of this model is being written."""
+        if self.snapshot_task is not None:
+            await asyncio.wait({self.snapshot_task})
+            self.snapshot_task = None
 
 
 def step_of(row: RequestRow) -> Step:
@@ -114,445 +132,288 @@ def step_of(row: RequestRow) -> Step:
         seq_id=row.seq_id or 0,
         request_id=row.request_id,
         kind=Kind(row.kind),
-        creates=row.kind == Kind.LOAD_WEIGHTS and row.seq_id == 0,
+        creates_model=row.kind == Kind.LOAD_WEIGHTS and row.seq_id == 0,
         tokens=row.tokens,
     )
 
 
-# MERGED: What became of the steps of a model, on its way to the disk: strictly in the order of the steps. So the log on disk is always what the model was after one of its steps. A result that cannot be stored is tried again. If that does not help, its step fails, and the model goes back to the step before it: nobody was told what came after, and those steps run again.
-
-
-class ResultWriter:
-    """One task for each model that has something to store."""
-
-    def __init__(self, desk: Execution) -> None:
-        self._desk = desk
-        #: Called when steps of a model wait again.
-        self.went_back: Callable[[ModelState], None] = lambda run: None
-
-    def add(
-        self, run: ModelState, step: Step, ending: RequestOutcome, *, spoiled: str | None
-    ) -> None:
-        """The step is over; `spoiled` is what its line said before it."""
-        model = run.model
-        if step.request_id:
-            self._desk.payloads.forget(step.request_id)
-            self._desk.failures.settled(
-                ending,
-                request_id=step.request_id,
-                kind=step.kind,
-                session_id=model.session_id,
-                model_id=model.model_id,
-                creates=step.kind is Kind.CREATE_MODEL or step.creates,
-            )
-        run.unstored.append(UnstoredResult(step, ending, spoiled))
-        if run.storing is None:
-            run.storing = self._desk.spawn(self._store_all(run))
-
-    async def _store_all(self, run: ModelState) -> None:
-        try:
-            while run.unstored:
-                await self._store_next(run)
-        finally:
-            run.storing = None
-
-    async def _store_next(self, run: ModelState) -> None:
-        group = _together(run.unstored)
-        try:
-            try:
-                await self._desk.insist_on_storing(lambda: self._commit(run, group))
-            except Exception:
-                if len(group) == 1:
-                    raise
-                # The first alone, so that it does not fail for one behind it.
-                group = group[:1]
-                await self._desk.insist_on_storing(lambda: self._commit(run, group))
-        except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
-            self._go_back(run, group[0], storage_failure(error))
-            return
-        for one in group:
-            run.unstored.popleft()
-            if one.step.request_id:
-                self._desk.wake(
-                    one.step.request_id,
-                    run.model.owner,
-                    one.step.kind,
-                    run.model.session_id,
-                    one.ending,
-                )
-
-    async def _commit(self, run: ModelState, group: Sequence[UnstoredResult]) -> None:
-        """All of a group in one transaction."""
-        requests = self._desk.store.requests
-        first = group[0]
-        if first.ending.committed:
-            return
-        if not first.step.request_id:
-            model = run.model
-            new = NewRequest(
-                owner=model.owner,
-                kind=first.step.kind,
-                base_model=model.base_model,
-                payload=b"",
-                session_id=model.session_id,
-                model_id=model.model_id,
-                seq_id=first.step.seq_id,
-            )
-            await requests.file_refused(new, first.ending.error or "", cause=Cause.WORK)
-            return
-        endings = [await self._desk.kept(one.step.request_id, one.ending) for one in group]
-        await requests.finish_all(endings)
-
-    def _go_back(self, run: ModelState, failed: UnstoredResult, ending: RequestOutcome) -> None:
-        """The step fails; what ran after it was not told to anybody, and runs again."""
-        if failed.ending.error is not None:
-            # It has changed nothing, so nothing after it is different without it.
-            again = replace(ending, cause=failed.ending.cause)
-            run.unstored[0] = replace(failed, ending=again)
-            return
-        behind = [one for one in list(run.unstored)[1:] if not one.is_late]
-        late = [one for one in list(run.unstored)[1:] if one.is_late]
-        run.unstored = deque([replace(failed, ending=ending), *late])
-        line = run.line
-        line.spoiled = failed.spoiled
-        line.learn(failed.step, ending.error)
-        # Not with the first of those put back: the number before it may be one that never came.
-        line.rewind(failed.step.seq_id + 1)
-        for one in behind:
-            if one.step.request_id:
-                line.requeue([one.step])
-            else:
-                line.requeue_refused(one.step, one.ending.error or "")
-        run.loaded_in = None
-        run.rewinding = True
-        self.went_back(run)
-
-
-def _together(unstored: Sequence[UnstoredResult]) -> list[UnstoredResult]:
-    """
-    The passes in front, or the one step that is there.
-
-    Everything else is stored once all before it is: it must not be on disk without them.
-    """
-    group: list[UnstoredResult] = []
-    for one in unstored:
-        alone = (
-            one.step.kind not in step_queue.PASSES
-            or not one.step.request_id
-            or one.ending.committed
-        )
-        if group and alone:
-            break
-        group.append(one)
-        if alone:
-            break
-    return group
-
-
-# MERGED: One step of a model
-
-
-# After these the next step may start before the result is on disk: if the process dies in
-# between, the step simply runs again.
-PIPELINED = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP})
-
-
 class StepRunner:
-    """ModelStates steps whose turn has come; whose turn it is, others know."""
+    """Runs single steps on one engine and passes their results to the writer."""
 
     def __init__(
-        self, desk: Execution, revival: Recovery, saving: CheckpointSteps, results: ResultWriter
+        self,
+        execution: Execution,
+        engine: EngineClient,
+        checkpoints: CheckpointSteps,
+        results: ResultWriter,
     ) -> None:
-        self._desk = desk
-        self._revival = revival
-        self._saving = saving
+        self._execution = execution
+        self._engine = engine
+        self._checkpoints = checkpoints
         self._results = results
 
     async def begin(
-        self, run: ModelState, step: Step, payload: bytes | Path | BaseException, incarnation: int
+        self,
+        state: ModelState,
+        step: Step,
+        payload: bytes | Path | BaseException,
+        incarnation: int,
     ) -> asyncio.Task[None]:
         """
-        Send the engine what a step is, and follow it to its end, good or bad.
+        Start a step. Returns the task that waits for its outcome and finishes it.
 
-        A pass is with the engine when this returns, so a later one comes later. What is answered
-        raises EngineLost if the step is to be tried again.
+        The engine has a pass when this returns, so passes reach it in order. The task raises
+        EngineLost if the step has to run again.
         """
-        doing: Awaitable[RequestOutcome]
+        outcome: Awaitable[RequestOutcome]
         if isinstance(payload, BaseException):
-            doing = _raised(payload)
+            outcome = _raise(payload)
         elif step.kind in PIPELINED:
             try:
-                run.bytes_since_snapshot += payload_size(payload)
-                work = training_work(run.model, step.kind, payload)
-                doing = _computed(await self._revival.send(run, work, incarnation))
-            except Exception as error:  # noqa: BLE001  as if the engine had answered it
-                doing = _raised(error)
+                state.bytes_since_snapshot += payload_size(payload)
+                work = training_work(state.model, step.kind, payload)
+                outcome = _outcome_of(await state.send(self._engine, work, incarnation))
+            except Exception as error:  # noqa: BLE001  handled like an error of the engine
+                outcome = _raise(error)
         else:
-            doing = self._perform(run, step, incarnation)
-        return asyncio.create_task(self._follow(run, step, doing))
+            outcome = self._run_other(state, step, incarnation)
+        return asyncio.create_task(self._wait_and_finish(state, step, outcome))
 
-    async def _follow(self, run: ModelState, step: Step, doing: Awaitable[RequestOutcome]) -> None:
+    async def _wait_and_finish(
+        self, state: ModelState, step: Step, waiting: Awaitable[RequestOutcome]
+    ) -> None:
         try:
-            ending = await doing
+            outcome = await waiting
         except EngineLost:
-            raise  # whether it is tried again, its turn decides
+            raise  # the worker decides whether the step runs again
         except WorkFailed as failed:
-            ending = RequestOutcome(error=failed.message, category=failed.category)
+            outcome = RequestOutcome(error=failed.message, category=failed.category)
         except UserFailure as failed:
-            ending = RequestOutcome(error=str(failed), category="user")
+            outcome = RequestOutcome(error=str(failed), category="user")
         except Exception as error:  # noqa: BLE001  a bug must fail one step, not stop the model
-            ending = internal_error(error)
-        if ending.category == "server":
-            # Half a step may have happened: the model is built again before its next one.
-            run.loaded_in = None
-        await self.end(run, step, ending)
+            outcome = internal_error(error)
+        if outcome.category == "server":
+            # The engine may have done half of the step: rebuild the model before its next one.
+            state.loaded_in = None
+        await self.finish(state, step, outcome)
 
-    async def _perform(self, run: ModelState, step: Step, incarnation: int) -> RequestOutcome:
-        model = run.model
-        requests = self._desk.store.requests
+    async def _run_other(self, state: ModelState, step: Step, incarnation: int) -> RequestOutcome:
+        """Create, save and load."""
+        model = state.model
+        requests, payloads = self._execution.store.requests, self._execution.payloads
 
-        async def work(order: Work) -> Outcome:
-            return await self._revival.work(run, order, incarnation)
+        async def run(work: Work) -> Outcome:
+            return await state.run(self._engine, work, incarnation)
 
         match step.kind:
             case Kind.CREATE_MODEL:
-                await work(create_work(model))
-                return RequestOutcome(
-                    result=encode_json(CreateModelResponse(model_id=model.model_id))
-                )
+                await run(create_work(model))
+                response = CreateModelResponse(model_id=model.model_id)
+                return RequestOutcome(result=encode_json(response))
             case Kind.SAVE_WEIGHTS | Kind.SAVE_FOR_SAMPLER | Kind.SAVE_EXTERNAL:
-                payload = await self._desk.payloads.read(step.request_id)
-                result = await self._saving.save(model, step, payload, work)
+                payload = await payloads.read(step.request_id)
+                result = await self._checkpoints.save(model, step, payload, run)
                 return RequestOutcome(result=result, committed=True)
             case Kind.LOAD_WEIGHTS:
-                if step.creates:
-                    await work(create_work(model))
-                payload = await self._desk.payloads.read(step.request_id)
-                # Another owner's checkpoint was found when the request came.
+                if step.creates_model:
+                    await run(create_work(model))
+                payload = await payloads.read(step.request_id)
+                # For another owner's checkpoint, the version was resolved on acceptance.
                 row = await requests.get(step.request_id)
-                given = None if row is None else row.version_id
-                result, version_id = await self._saving.load(model, payload, work, version_id=given)
+                known = None if row is None else row.version_id
+                result, version_id = await self._checkpoints.load(
+                    model, payload, run, version_id=known
+                )
                 await requests.finish_load(step.request_id, result, version_id)
                 return RequestOutcome(result=result, committed=True)
             case _:
                 raise ValueError(f"{step.kind} is not a step of a model")
 
-    async def end(self, run: ModelState, step: Step, ending: RequestOutcome) -> None:
-        """The step is over: let the line go on, store the result, wake the waiters."""
-        self._desk.companies[run.model.base_model].over(step.request_id)
-        if run.rewinding:
-            # What it was computed from is not what the log says.
-            run.line.requeue([step])
+    async def finish(self, state: ModelState, step: Step, outcome: RequestOutcome) -> None:
+        """Pass the result to the writer; wait until it is stored if the next step has to."""
+        self._engine.isolation.forget(step.request_id)
+        if state.rewinding:
+            # It was computed from a state that the log does not have.
+            state.queue.requeue([step])
             return
-        self._file(run, step, ending)
-        run.after_optim_step = step.kind is Kind.OPTIM_STEP
+        self._add_result(state, step, outcome)
+        state.after_optim_step = step.kind is Kind.OPTIM_STEP
         if step.kind not in PIPELINED:
-            await run.settled()
+            await state.results_stored()
 
-    def file_refused(self, run: ModelState, step: Step, reason: str) -> None:
-        """A step that was never accepted, and has failed: nobody waits for it."""
-        if run.rewinding:
-            run.line.requeue_refused(step, reason)
+    def finish_refused(self, state: ModelState, step: Step, reason: str) -> None:
+        """A step that was refused on arrival fails; it has no row, and no poll waits for it."""
+        if state.rewinding:
+            state.queue.requeue_refused(step, reason)
         else:
-            self._file(run, step, RequestOutcome(error=reason, category="user"))
+            self._add_result(state, step, RequestOutcome(error=reason, category="user"))
 
-    def _file(self, run: ModelState, step: Step, ending: RequestOutcome) -> None:
-        spoiled = run.line.spoiled
-        run.line.finish(step, failure=ending.error)
-        run.steps_since_snapshot += 1
-        self._results.add(run, step, ending, spoiled=spoiled)
+    def _add_result(self, state: ModelState, step: Step, outcome: RequestOutcome) -> None:
+        gradient_error = state.queue.gradient_error
+        state.queue.finish(step, failure=outcome.error)
+        state.steps_since_snapshot += 1
+        self._results.add(state, step, outcome, gradient_error=gradient_error)
 
 
-async def _computed(answer: asyncio.Future[Outcome]) -> RequestOutcome:
+async def _outcome_of(answer: asyncio.Future[Outcome]) -> RequestOutcome:
     return RequestOutcome(result=(await answer).result)
 
 
-async def _raised(error: BaseException) -> RequestOutcome:
+async def _raise(error: BaseException) -> RequestOutcome:
     raise error
 
 
-# MERGED: StepBatch after turn of each model, for as long as its next step is there. What runs when is decided in `plan`; this is the loop around it.
-
-
-log = logging.getLogger("tinkex.server.scheduler")
-
-#: A gap is not closed while the database cannot be read; this long after, it is tried again.
-GAP_RETRY_S = 1.0
-
-
 class ModelWorkers:
-    """At most one driver for each model: it alone runs steps, or stands in their way."""
+    """The workers of the models on one engine: at most one task for each model."""
 
     def __init__(
         self,
-        desk: Execution,
+        execution: Execution,
+        engine: EngineClient,
         *,
-        revival: Recovery,
-        rebuilding: RebuildQueue,
-        results: ResultWriter,
-        steps: StepRunner,
-        places: TrainingSlots,
+        recovery: Recovery,
+        rebuilds: RebuildQueue,
+        checkpoints: CheckpointSteps,
+        slots: TrainingSlots,
         snapshots: Snapshots,
         gap_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._desk = desk
-        self._revival = revival
-        self._rebuilding = rebuilding
-        self._results = results
-        results.went_back = self._drive
-        self._steps = steps
-        self._places = places
+        self._execution = execution
+        self._engine = engine
+        self._recovery = recovery
+        self._rebuilds = rebuilds
+        self._slots = slots
         self._snapshots = snapshots
+        self._results = ResultWriter(execution, self._start_worker)
+        self._steps = StepRunner(execution, engine, checkpoints, self._results)
         self._gap_s = gap_s
         self._clock = clock
 
-    def arrive(self, run: ModelState, step: Step) -> None:
-        """A step has come: it runs when its turn comes."""
-        if run.line.arrive(step, now_s=self._clock()):
-            self._drive(run)
+    def add_step(self, state: ModelState, step: Step) -> None:
+        """Queue a step; it fails if the queue has already passed its number."""
+        if state.queue.add(step, now_s=self._clock()):
+            self._start_worker(state)
         else:
             late = RequestOutcome(
-                error=step_queue.late(step.seq_id), category="user", cause=Cause.LATE
+                error=arrived_late(step.seq_id), category="user", cause=Cause.LATE
             )
-            self._results.add(run, step, late, spoiled=None)
+            self._results.add(state, step, late, gradient_error=None)
 
-    async def find(self, run: ModelState) -> None:
-        """Let steps of this model arrive that are on disk and not here."""
-        for row in await self._desk.store.requests.waiting_steps(run.model.model_id):
-            if self._desk.take(row):
-                self.arrive(run, step_of(row))
+    async def add_waiting_steps(self, state: ModelState) -> None:
+        """Queue the steps of this model that are in the store and not here."""
+        for row in await self._execution.store.requests.waiting_steps(state.model.model_id):
+            if self._execution.claim(row):
+                self.add_step(state, step_of(row))
 
-    def refuse(self, run: ModelState, seq_id: int, kind: Kind, reason: str) -> None:
-        """A step was malformed: those behind it need not wait for its number."""
-        run.line.refuse(seq_id, kind, reason)
-        self._drive(run)
+    def refuse_step(self, state: ModelState, seq_id: int, kind: Kind, reason: str) -> None:
+        """A step was malformed: the steps behind it do not wait for its number."""
+        state.queue.refuse(seq_id, kind, reason)
+        self._start_worker(state)
 
-    def between(self, run: ModelState, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Do this in the driver's place, so that a step that comes now waits for it."""
+    def run_between_steps(
+        self, state: ModelState, work: Coroutine[Any, Any, None]
+    ) -> asyncio.Task[None]:
+        """Run this in place of the worker, so that new steps wait for it."""
 
-        async def drive() -> None:
+        async def run() -> None:
             try:
-                await run.written()
+                await state.snapshot_written()
                 await work
             finally:
                 work.close()
-                run.driver = None
-                self._drive(run)
+                state.worker = None
+                self._start_worker(state)
 
-        run.driver = self._desk.spawn(drive())
-        return run.driver
+        state.worker = self._execution.spawn(run())
+        return state.worker
 
-    def _drive(self, run: ModelState) -> None:
-        if run.driver is None and not self._desk.closing:
-            run.driver = self._desk.spawn(self._drive_on(run))
+    def _start_worker(self, state: ModelState) -> None:
+        if state.worker is None and not self._execution.closing:
+            state.worker = self._execution.spawn(self._work(state))
 
-    async def _drive_on(self, run: ModelState) -> None:
-        """Take turn after turn until the next step has not come."""
+    async def _work(self, state: ModelState) -> None:
+        """Run batch after batch until the next step has not arrived."""
         try:
-            while not self._desk.closing:
-                # Nothing of it runs now, so everything that had to be put back is.
-                run.rewinding = False
-                turn = run.line.take(now_s=self._clock(), most=self._most(run))
-                if turn is None:
+            while not self._execution.closing:
+                # Nothing is running now, so everything that had to be requeued is.
+                state.rewinding = False
+                batch = state.queue.next_batch(
+                    now_s=self._clock(), max_passes=self._max_passes(state)
+                )
+                if batch is None:
                     break
-                await self._take(run, turn)
-                if self._snapshots.due(run):
-                    await self._snapshots.begin(run)
+                await self._process(state, batch)
+                if self._snapshots.is_due(state):
+                    await self._snapshots.begin(state)
         finally:
-            run.driver = None
-            self._watch_gap(run)
+            state.worker = None
+            self._start_gap_timer(state)
 
-    def _most(self, run: ModelState) -> int | None:
-        """After a death one at a time, to learn which step it was."""
-        company = self._desk.companies[run.model.base_model]
-        first = run.line.held.get(run.line.next_seq)
-        return 1 if first is not None and company.deaths(first.request_id) else None
+    def _max_passes(self, state: ModelState) -> int | None:
+        """After a crash one step at a time, to find the one that causes it."""
+        first = state.queue.waiting.get(state.queue.next_seq)
+        return 1 if first is not None and self._engine.isolation.crashes(first.request_id) else None
 
-    async def _take(self, run: ModelState, turn: StepBatch) -> None:
-        company = self._desk.companies[run.model.base_model]
+    async def _process(self, state: ModelState, batch: StepBatch) -> None:
+        """Run, refuse or fail a batch. Never raises because of its content."""
+        isolation, model_id = self._engine.isolation, state.model.model_id
         try:
-            if turn.refusal is not None:
-                await self._refuse(run, turn)
+            if batch.refusal is not None:
+                await self._refuse(state, batch)
                 return
-            if (guilt := company.condemned(turn.steps[0].request_id)) is not None:
-                await self._fail(run, turn, crash_outcome(guilt))
+            if (reason := isolation.failure_reason(batch.steps[0].request_id)) is not None:
+                await self._fail(state, batch, crash_outcome(reason))
                 return
-            if turn.steps[0].kind not in PIPELINED:
-                # It is stored by itself, and must not be on disk without what was before it.
-                await run.settled()
-            if run.loaded_in is None and (check := self._desk.base_check) is not None:
-                await check.known(run.model.model_id, run.model.base_model)
+            if batch.steps[0].kind not in PIPELINED:
+                # It is committed by itself, and the store must not have it without those before it.
+                await state.results_stored()
+            if state.loaded_in is None and (check := self._engine.base_check) is not None:
+                await check.wait_if_needed(model_id)
             async with (
-                self._places.place(run, turn),
-                company.visit(*(step.request_id for step in turn.steps)) as visit,
+                self._slots.acquire(state, batch),
+                isolation.attempt(*(step.request_id for step in batch.steps)) as attempt,
             ):
                 try:
-                    await self._run(run, turn)
+                    await self._run(state, batch)
                 except EngineLost as lost:
-                    await self._lost(run, turn, visit, lost)
+                    await self._handle_loss(state, batch, attempt, lost)
         except BaseModelChanged as changed:
-            await self._fail(run, turn, RequestOutcome(error=str(changed), category="user"))
+            await self._fail(state, batch, RequestOutcome(error=str(changed), category="user"))
         except EngineRefused as refused:
-            await self._fail(
-                run, turn, RequestOutcome(error=str(refused), category="server", permanent=True)
-            )
+            outcome = RequestOutcome(error=str(refused), category="server", permanent=True)
+            await self._fail(state, batch, outcome)
         except WorkFailed as failed:
-            # Not a step but building the model again: it is tried anew at the next step.
-            run.loaded_in = None
-            text = f"this model could not be built again from its log: {failed.message}"
-            await self._fail(
-                run, turn, RequestOutcome(error=text, category="server", permanent=True)
-            )
+            # The rebuild failed, not a step. The next step tries it again.
+            state.loaded_in = None
+            text = f"this model could not be rebuilt from its log: {failed.message}"
+            outcome = RequestOutcome(error=text, category="server", permanent=True)
+            await self._fail(state, batch, outcome)
         except Damaged as damaged:
-            run.loaded_in = None
-            reason = Damaged(f"this model cannot be built again: {damaged}")
-            await self._fail(run, turn, replace(internal_error(reason), permanent=True))
+            state.loaded_in = None
+            reason = Damaged(f"this model cannot be rebuilt: {damaged}")
+            await self._fail(state, batch, replace(internal_error(reason), permanent=True))
         except Exception as error:  # noqa: BLE001  a bug must fail steps, not stop the model
-            run.loaded_in = None
-            await self._fail(run, turn, internal_error(error))
+            state.loaded_in = None
+            await self._fail(state, batch, internal_error(error))
 
-    async def _lost(
-        self, run: ModelState, turn: StepBatch, visit: Attempt, lost: EngineLost
-    ) -> None:
-        """What was with an engine that died is tried again, unless it is what killed it."""
-        muddled = isinstance(lost, WorkMuddled)
-        if muddled or isinstance(lost, ModelMissing):
-            # That engine lives, and what it holds of this model is not what the log says.
-            run.loaded_in = None
-        unfinished = [step for step in turn.steps if step.seq_id in run.line.running]
-        guilty = False
-        if not self._desk.closing:
-            # Neighbours in a batch are told apart at once: each is alone the next time.
-            times = ISOLATE_AFTER if muddled else 1
-            base_model = run.model.base_model
-            found = [
-                self._desk.lost(base_model, step.request_id, visit, times=times)
-                for step in unfinished
-            ]
-            guilty = found == [True]
-        if guilty:
-            await self._steps.end(run, unfinished[0], crash_outcome(str(lost)))
-        else:
-            run.line.requeue(unfinished)
-
-    async def _run(self, run: ModelState, turn: StepBatch) -> None:
-        incarnation = await self._revival.alive(run)
-        await self._rebuilding.give_way(run, turn)
-        # At hand before any step starts: while a large one is being found, a small one behind it
-        # would overtake it on the way to the engine.
+    async def _run(self, state: ModelState, batch: StepBatch) -> None:
+        incarnation = await self._recovery.ensure_loaded(state)
+        await self._rebuilds.yield_to_rebuilds(state, batch)
+        # Read all payloads before any step starts: while a large one is being read, a small one
+        # behind it would reach the engine first.
         payloads = await asyncio.gather(
-            *(self._desk.payloads.get(step.request_id) for step in turn.steps),
+            *(self._execution.payloads.get(step.request_id) for step in batch.steps),
             return_exceptions=True,
         )
-        if run.rewinding:
-            run.line.requeue(turn.steps)
+        if state.rewinding:
+            state.queue.requeue(batch.steps)
             return
         running: list[asyncio.Task[None]] = []
         try:
-            # One is with the engine before the next one is sent.
-            for step, payload in zip(turn.steps, payloads, strict=True):
-                running.append(await self._steps.begin(run, step, payload, incarnation))
+            # The engine has one before the next is sent.
+            for step, payload in zip(batch.steps, payloads, strict=True):
+                running.append(await self._steps.begin(state, step, payload, incarnation))
             outcomes = await asyncio.gather(*running, return_exceptions=True)
         except asyncio.CancelledError:
             for task in running:
@@ -562,52 +423,76 @@ class ModelWorkers:
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    async def _fail(self, run: ModelState, turn: StepBatch, ending: RequestOutcome) -> None:
-        for step in turn.steps:
-            if step.seq_id not in run.line.running:
+    async def _handle_loss(
+        self, state: ModelState, batch: StepBatch, attempt: Attempt, lost: EngineLost
+    ) -> None:
+        """Requeue the unfinished steps, unless they crash the engine."""
+        mixed_batch = isinstance(lost, WorkMuddled)
+        if mixed_batch or isinstance(lost, ModelMissing):
+            # The engine is up, but its copy of this model is not what the log describes.
+            state.loaded_in = None
+        unfinished = [step for step in batch.steps if step.seq_id in state.queue.running]
+        caused = False
+        if not self._execution.closing:
+            # Requests that failed in one batch are isolated immediately: each runs alone next.
+            times = ISOLATE_AFTER if mixed_batch else 1
+            found = [
+                self._engine.record_crash(step.request_id, attempt, times=times)
+                for step in unfinished
+            ]
+            caused = found == [True]
+        if caused:
+            await self._steps.finish(state, unfinished[0], crash_outcome(str(lost)))
+        else:
+            state.queue.requeue(unfinished)
+
+    async def _fail(self, state: ModelState, batch: StepBatch, outcome: RequestOutcome) -> None:
+        for step in batch.steps:
+            if step.seq_id not in state.queue.running:
                 continue
-            if turn.unfiled:  # it has failed already, and nobody waits for it
-                self._steps.file_refused(run, step, turn.refusal or "")
+            if batch.has_no_row:
+                self._steps.finish_refused(state, step, batch.refusal or "")
             else:
-                await self._steps.end(run, step, ending)
+                await self._steps.finish(state, step, outcome)
 
-    async def _refuse(self, run: ModelState, turn: StepBatch) -> None:
-        if turn.clears_gradients and run.line.creation_error is None:
-            work = clear_gradients_work(run.model.model_id)
-            # Gradients that died with their engine are gone. What is built again from the log
-            # stops at these refusals: put back, the steps would run as if nothing were missing.
+    async def _refuse(self, state: ModelState, batch: StepBatch) -> None:
+        if batch.clears_gradients and state.queue.creation_error is None:
+            # If the engine is lost, its gradients are gone too, and the rebuild applies these
+            # refusals. If the steps were requeued instead, they would run as if nothing were missing.
             with contextlib.suppress(EngineLost):
-                await self._revival.work(run, work, await self._revival.alive(run))
-        for step in turn.steps:
-            if turn.unfiled:
-                self._steps.file_refused(run, step, turn.refusal or "")
+                incarnation = await self._recovery.ensure_loaded(state)
+                work = clear_gradients_work(state.model.model_id)
+                await state.run(self._engine, work, incarnation)
+        for step in batch.steps:
+            if batch.has_no_row:
+                self._steps.finish_refused(state, step, batch.refusal or "")
                 continue
-            refused = RequestOutcome(error=turn.refusal, category="user", cause=turn.cause)
-            await self._steps.end(run, step, refused)
+            refused = RequestOutcome(error=batch.refusal, category="user", cause=batch.cause)
+            await self._steps.finish(state, step, refused)
 
-    def _watch_gap(self, run: ModelState) -> None:
-        """Set the clock for a number that others wait for."""
-        if run.gap_timer is not None:
-            run.gap_timer.cancel()
-            run.gap_timer = None
-        gap = run.line.gap()
-        if gap is None or self._desk.closing:
+    def _start_gap_timer(self, state: ModelState) -> None:
+        if state.gap_timer is not None:
+            state.gap_timer.cancel()
+            state.gap_timer = None
+        gap = state.queue.gap()
+        if gap is None or self._execution.closing:
             return
         left_s = gap.since_s + self._gap_s - self._clock()
         left_s = max(left_s, min(GAP_RETRY_S, self._gap_s))
-        run.gap_timer = asyncio.get_running_loop().call_later(left_s, self._gap_over, run, gap)
+        loop = asyncio.get_running_loop()
+        state.gap_timer = loop.call_later(left_s, self._on_gap_timeout, state, gap)
 
-    def _gap_over(self, run: ModelState, gap: step_queue.Gap) -> None:
-        run.gap_timer = None
-        if run.line.gap() == gap and run.driver is None:
-            self.between(run, self._close_gap(run, gap))
+    def _on_gap_timeout(self, state: ModelState, gap: Gap) -> None:
+        state.gap_timer = None
+        if state.queue.gap() == gap and state.worker is None:
+            self.run_between_steps(state, self._close_gap(state, gap))
 
-    async def _close_gap(self, run: ModelState, gap: step_queue.Gap) -> None:
-        # What was accepted has arrived, even if it was not handed on.
+    async def _close_gap(self, state: ModelState, gap: Gap) -> None:
+        # The missing step may have been accepted without reaching the scheduler.
         try:
-            await self.find(run)
+            await self.add_waiting_steps(state)
         except StorageTrouble as error:
-            log.info("a missing step of %s is given up later: %s", run.model.model_id, error)
+            log.info("a gap of %s is closed later: %s", state.model.model_id, error)
             return
-        if run.line.gap() == gap:
-            await self._take(run, run.line.close_gap(now_s=self._clock()))
+        if state.queue.gap() == gap:
+            await self._process(state, state.queue.close_gap(now_s=self._clock()))
