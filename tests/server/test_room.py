@@ -13,7 +13,7 @@ import pytest
 from server.api.test_limits import sample, sampler
 from server.echo import EchoExecutor
 from server.hosting import Api, connected, hosted
-from server.test_blame import SCRIPT
+from server.scheduler.test_in_flight_file import SCRIPT
 from tinkex.server.api.bodies import MOMENT_S, PACE_BYTES_S, SMALL_BYTES, NoRoom, Room
 
 pytestmark = pytest.mark.anyio

@@ -10,7 +10,7 @@ import pytest
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, with_key
-from server.test_pickup import sample
+from server.scheduler.test_pickup import sample
 from server.waiting import until
 from tinkex.engine.settings import EngineSettings
 from tinkex.server.executor import Outcome, Task, Work

@@ -17,8 +17,8 @@ import pytest
 from processes import gone
 from server.dying_server import POISON
 from server.hosting import Api, connected, hosted
-from server.test_company import POISON as COMPANY_POISON
-from server.test_company import Mortal
+from server.scheduler.test_crash_isolation import POISON as COMPANY_POISON
+from server.scheduler.test_crash_isolation import Mortal
 from tinkex.server.executor import Outcome, Work
 from tinkex.server.scheduler.crash_isolation import (
     EngineState,
@@ -31,7 +31,7 @@ from tinkex.server.scheduler.crash_isolation import (
 
 pytestmark = pytest.mark.anyio
 
-SCRIPT = Path(__file__).with_name("dying_server.py")
+SCRIPT = Path(__file__).parents[1] / "dying_server.py"
 
 
 @pytest.mark.parametrize(

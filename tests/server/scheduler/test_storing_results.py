@@ -9,7 +9,7 @@ import pytest
 
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
-from server.test_pickup import sample
+from server.scheduler.test_pickup import sample
 from server.waiting import until
 from tinkex.server.executor import Task
 from tinkex.server.scheduler import scheduler

@@ -10,7 +10,7 @@ import pytest
 
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
-from server.test_pickup import TROUBLE
+from server.scheduler.test_pickup import TROUBLE
 from serving import TINY
 from tinkex.server.executor import (
     EngineOptions,

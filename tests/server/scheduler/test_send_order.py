@@ -9,7 +9,7 @@ import pytest
 
 from server.echo import BASE, EchoExecutor
 from server.hosting import hosted
-from server.test_pickup import numbered_sample
+from server.scheduler.test_pickup import numbered_sample
 from server.waiting import until
 from tinkex.server.executor import Outcome, Task, Work
 from tinkex.wire.protobuf import decode_forward_backward_request
