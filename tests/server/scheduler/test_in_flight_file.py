@@ -1,4 +1,4 @@
-"""Deaths count across restarts of the web process, and restarts themselves count for nothing."""
+"""Crash counts survive restarts of the web process; restarts themselves do not count."""
 
 import asyncio
 import contextlib
@@ -17,8 +17,8 @@ import pytest
 from processes import gone
 from server.dying_server import POISON
 from server.hosting import Api, connected, hosted
-from server.scheduler.test_crash_isolation import POISON as COMPANY_POISON
-from server.scheduler.test_crash_isolation import Mortal
+from server.scheduler.test_crash_isolation import POISON as CRASH_POISON
+from server.scheduler.test_crash_isolation import CrashingExecutor
 from tinkex.server.executor import Outcome, Work
 from tinkex.server.scheduler.crash_isolation import (
     EngineState,
@@ -37,14 +37,14 @@ SCRIPT = Path(__file__).parents[1] / "dying_server.py"
 @pytest.mark.parametrize(
     ("engine", "boot", "web_crashed", "counted"),
     [
-        # Nobody saw the engine die: it went with its web process.
+        # The engine died with its web process, so its end was not counted.
         (EngineState.UP, "now", False, True),
         (EngineState.UP, "now", True, True),
-        # Somebody killed the web process; its engine was well.
+        # The web process was killed; its engine was fine.
         (EngineState.LEFT, "now", False, False),
-        # The web process broke on what came back.
+        # The web process crashed, perhaps on a result.
         (EngineState.LEFT, "now", True, True),
-        # Nothing was with an engine, or it was counted when the engine died.
+        # The engine had no work, or its crash was counted.
         (EngineState.NONE, "now", False, False),
         (EngineState.NONE, "now", True, False),
         # The machine went down.
@@ -52,7 +52,7 @@ SCRIPT = Path(__file__).parents[1] / "dying_server.py"
         (EngineState.LEFT, "before", True, False),
     ],
 )
-def test_what_counts_of_what_a_web_process_left_behind(
+def test_when_leftover_requests_count_as_crashed(
     engine: EngineState, boot: str, web_crashed: bool, counted: bool
 ) -> None:
     leftover = LeftoverState(engine=engine, boot_id=boot, in_flight=("a",))
@@ -60,7 +60,7 @@ def test_what_counts_of_what_a_web_process_left_behind(
 
 
 @pytest.mark.parametrize(
-    ("status", "oom_kills", "itself"),
+    ("status", "oom_kills", "crashed"),
     [
         (-signal.SIGSEGV, 0, True),
         (-signal.SIGABRT, 0, True),
@@ -70,13 +70,13 @@ def test_what_counts_of_what_a_web_process_left_behind(
         (-signal.SIGKILL, 1, True),
     ],
 )
-def test_a_web_process_that_somebody_killed_did_not_crash(
-    status: int, oom_kills: int, itself: bool
+def test_a_web_process_that_was_killed_did_not_crash(
+    status: int, oom_kills: int, crashed: bool
 ) -> None:
-    assert web_process_crashed(status, oom_kills=oom_kills) is itself
+    assert web_process_crashed(status, oom_kills=oom_kills) is crashed
 
 
-def test_a_roll_tells_the_next_process_who_was_there(tmp_path: Path) -> None:
+def test_the_file_tells_the_next_process_which_requests_were_running(tmp_path: Path) -> None:
     first = InFlightFile(tmp_path / "roll")
     assert first.leftover is None
     first.set_engine_state(EngineState.UP)
@@ -84,7 +84,7 @@ def test_a_roll_tells_the_next_process_who_was_there(tmp_path: Path) -> None:
     first.add(["c"])
     first.remove(lines)
     first.add(["d"])
-    os.close(first.descriptor)  # as a process that is killed
+    os.close(first.descriptor)  # like a process that is killed
     second = InFlightFile(tmp_path / "roll")
     assert second.leftover == LeftoverState(
         engine=EngineState.UP, boot_id=current_boot_id(), in_flight=("d", "c")
@@ -95,25 +95,25 @@ def test_a_roll_tells_the_next_process_who_was_there(tmp_path: Path) -> None:
     third.close()
 
 
-def test_a_file_that_is_no_roll_blames_nobody(tmp_path: Path) -> None:
+def test_a_file_with_other_content_is_ignored(tmp_path: Path) -> None:
     for content in (b"", b"\0" * 200, b"something else\n" * 9):
         (tmp_path / "roll").write_bytes(content)
-        roll = InFlightFile(tmp_path / "roll")
-        assert roll.leftover is None
-        roll.close()
+        in_flight = InFlightFile(tmp_path / "roll")
+        assert in_flight.leftover is None
+        in_flight.close()
 
 
 @contextlib.contextmanager
-def engine_alone(roll: InFlightFile, model: Path) -> Iterator[tuple[int, socket.socket]]:
-    """A real engine process, and our end of its wire."""
+def engine_alone(in_flight: InFlightFile, model: Path) -> Iterator[tuple[int, socket.socket]]:
+    """A real engine process, and our end of its socket."""
     ours, theirs = socket.socketpair()
-    passed = (theirs.fileno(), roll.descriptor)
+    passed = (theirs.fileno(), in_flight.descriptor)
     command = [sys.executable, "-m", "tinkex.engine.process", "--name", "tiny"]
     command += ["--folder", str(model), "--fd", str(passed[0]), "--roll-fd", str(passed[1])]
     with theirs:
         process = subprocess.Popen(command, pass_fds=passed, stderr=subprocess.DEVNULL)
     try:
-        ours.recv(1)  # it is up, and says so
+        ours.recv(1)  # it is up
         yield process.pid, ours
     finally:
         ours.close()
@@ -121,17 +121,19 @@ def engine_alone(roll: InFlightFile, model: Path) -> Iterator[tuple[int, socket.
         process.wait()
 
 
-def test_an_engine_that_outlives_its_web_process_says_so(tmp_path: Path, tiny_model: Path) -> None:
-    roll = InFlightFile(tmp_path / "roll")
-    roll.set_engine_state(EngineState.UP)
-    roll.add(["a"])
-    with engine_alone(roll, tiny_model) as (pid, wire):
-        # What a service manager sends to everybody is for the web process to act on.
+def test_an_engine_that_outlives_its_web_process_writes_left(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    in_flight = InFlightFile(tmp_path / "roll")
+    in_flight.set_engine_state(EngineState.UP)
+    in_flight.add(["a"])
+    with engine_alone(in_flight, tiny_model) as (pid, wire):
+        # A service manager signals all processes; only the web process acts on it.
         os.kill(pid, signal.SIGTERM)
         assert not gone(pid, within_s=0.1)
-        os.close(roll.descriptor)
+        os.close(in_flight.descriptor)
         wire.close()
-        # The next web process waits for it.
+        # The next web process waits for its exit.
         leftover = InFlightFile(tmp_path / "roll").leftover
     assert leftover is not None
     assert leftover.engine is EngineState.LEFT
@@ -140,7 +142,7 @@ def test_an_engine_that_outlives_its_web_process_says_so(tmp_path: Path, tiny_mo
 
 @contextlib.contextmanager
 def dying(data: Path) -> Iterator[tuple[str, Callable[[str], "subprocess.Popen[bytes]"]]]:
-    """An address, and a way to put a server on it that dies in some way."""
+    """A URL, and a function that starts a server there that crashes in a given way."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         started: list[subprocess.Popen[bytes]] = []
 
@@ -158,7 +160,7 @@ def dying(data: Path) -> Iterator[tuple[str, Callable[[str], "subprocess.Popen[b
                 process.wait()
 
 
-async def insist(api: Api, request_id: str) -> dict[str, Any]:
+async def result_of(api: Api, request_id: str) -> dict[str, Any]:
     while True:
         try:
             answer: dict[str, Any] = await api.result(request_id)
@@ -169,29 +171,29 @@ async def insist(api: Api, request_id: str) -> dict[str, Any]:
 
 
 async def submitted(api: Api) -> tuple[list[str], list[str]]:
-    """Passes of three models, of which the second is poison; and a step behind each."""
+    """Passes of three models, the second one poisonous, and a step behind each."""
     session = await api.session()
     models = [await api.model(session, number=number) for number in range(3)]
-    # The steps behind them come first: nothing runs before the numbers are whole.
+    # The later steps arrive first, so nothing runs before all have arrived.
     steps = [await api.optim_step(model, 2) for model in models]
     first, last = await asyncio.gather(*(api.forward_backward(models[n], 1) for n in (0, 2)))
-    # The last word: the server dies soon after its answer.
+    # Last: the server crashes soon after it accepts this.
     poison = await api.forward_backward(models[1], 1, tokens=POISON)
     return [first, poison, last], steps
 
 
 async def until(result: "asyncio.Task[Any]", start: Callable[[str], Any], how: str) -> int:
-    """Start the server again and again until somebody has a result; how often it died."""
-    deaths = 0
+    """Restart the server until the result is there. Returns how often it crashed."""
+    crashes = 0
     while not result.done():
         process = start(how)
         ended = asyncio.create_task(asyncio.to_thread(process.wait))
         await asyncio.wait({result, ended}, return_when=asyncio.FIRST_COMPLETED)
-        deaths += ended.done()
-    return deaths
+        crashes += ended.done()
+    return crashes
 
 
-async def test_deaths_of_engine_and_web_process_count_and_those_of_the_web_process_do_not(
+async def test_crashes_of_engine_and_web_process_count_but_not_of_the_web_process_alone(
     tmp_path: Path,
 ) -> None:
     with dying(tmp_path) as (url, start):
@@ -201,19 +203,19 @@ async def test_deaths_of_engine_and_web_process_count_and_those_of_the_web_proce
         for process in (first, start("web"), start("web")):
             assert await asyncio.to_thread(gone, process.pid)
         async with connected(url) as api:
-            asked = asyncio.create_task(insist(api, passes[1]))
-            deaths = await until(asked, start, "both")
-            deadly = await asked
-            results = [await insist(api, step) for step in steps]
-    assert deadly["category"] == "server"
-    assert "died 3 times" in deadly["error"]
-    assert deaths == 3
+            asked = asyncio.create_task(result_of(api, passes[1]))
+            crashes = await until(asked, start, "both")
+            poisonous = await asked
+            results = [await result_of(api, step) for step in steps]
+    assert poisonous["category"] == "server"
+    assert "died 3 times" in poisonous["error"]
+    assert crashes == 3
     assert results[0]["metrics"]["value:sum"] == results[2]["metrics"]["value:sum"] == 3
     assert "step 1 before this optim_step failed" in results[1]["error"]
 
 
-class Once(Mortal):
-    """Dies of poison once, and does not come up again."""
+class Once(CrashingExecutor):
+    """Crashes on poison once, and does not restart."""
 
     def die(self) -> None:
         super().die()
@@ -224,22 +226,22 @@ class Once(Mortal):
         return await super().run(base_model, work, incarnation=incarnation)
 
 
-async def test_deaths_that_a_web_process_saw_count_in_the_next_one(tmp_path: Path) -> None:
+async def test_crashes_that_a_web_process_observed_count_in_the_next_one(tmp_path: Path) -> None:
     passed = ""
     for times in (1, 2):
         executor = Once()
         async with hosted(executor, tmp_path) as api:
             if not passed:
-                passed = await api.forward_backward(await api.model(), 1, tokens=COMPANY_POISON)
+                passed = await api.forward_backward(await api.model(), 1, tokens=CRASH_POISON)
             assert api.app is not None
             deaths = api.app.state.context.store.deaths
             while (known := await deaths.all()) != {passed: times}:
                 assert known.get(passed, 0) < times
-        assert executor.deaths == 1
-    last = Mortal()
+        assert executor.crashes == 1
+    last = CrashingExecutor()
     async with hosted(last, tmp_path) as api:
-        deadly = await api.result(passed)
+        poisonous = await api.result(passed)
         assert api.app is not None
         assert await api.app.state.context.store.deaths.all() == {}
-    assert "died 3 times" in deadly["error"]
-    assert last.deaths == 1
+    assert "died 3 times" in poisonous["error"]
+    assert last.crashes == 1

@@ -1,4 +1,4 @@
-"""Order, once, gaps and spoiled gradients: decided without a clock, a socket or a tensor."""
+"""`StepQueue`: order, gaps and incomplete gradients. No clock, no sockets, no tensors."""
 
 import pytest
 
@@ -35,13 +35,13 @@ def numbers(queue: StepQueue) -> list[int] | None:
     ("arrivals", "batches"),
     [
         ([1, 2, 3], [[1, 2, 3]]),  # passes in a row run together
-        ([2, 3, 1], [[1, 2, 3]]),  # the last to come is the first to run
+        ([2, 3, 1], [[1, 2, 3]]),  # the last to arrive is the first to run
         ([3, 2], []),  # nothing runs before 1
         ([1, 3], [[1]]),  # 3 waits for 2
         ([1, 2, 3, 4, 5, 6], [[1, 2, 3, 4], [5, 6]]),  # four together at most
     ],
 )
-def test_passes_leave_strictly_by_number(arrivals: list[int], batches: list[list[int]]) -> None:
+def test_passes_run_strictly_by_number(arrivals: list[int], batches: list[list[int]]) -> None:
     queue = new_queue()
     for seq_id in arrivals:
         assert queue.add(step(seq_id), now_s=0.0)
@@ -61,7 +61,7 @@ def test_passes_leave_strictly_by_number(arrivals: list[int], batches: list[list
         ([LOAD, FB], [1, 1]),
     ],
 )
-def test_a_turn_ends_where_the_kind_changes(kinds: list[Kind], batches: list[int]) -> None:
+def test_a_batch_ends_where_the_kind_changes(kinds: list[Kind], batches: list[int]) -> None:
     queue = new_queue()
     for seq_id, kind in enumerate(kinds, 1):
         queue.add(step(seq_id, kind), now_s=0.0)
@@ -73,7 +73,7 @@ def test_a_turn_ends_where_the_kind_changes(kinds: list[Kind], batches: list[int
     assert seen == batches
 
 
-def test_nothing_is_handed_out_while_something_runs() -> None:
+def test_no_batch_starts_while_one_is_running() -> None:
     queue = new_queue()
     queue.add(step(1, OPT), now_s=0.0)
     queue.add(step(2, OPT), now_s=0.0)
@@ -83,7 +83,7 @@ def test_nothing_is_handed_out_while_something_runs() -> None:
     assert numbers(queue) == [2]
 
 
-def test_lost_steps_are_handed_out_again_in_front() -> None:
+def test_lost_steps_are_requeued_at_the_front() -> None:
     queue = new_queue()
     for seq_id in (1, 2, 3):
         queue.add(step(seq_id), now_s=0.0)
@@ -115,7 +115,7 @@ def test_a_failed_pass_makes_the_next_step_fail_and_clears_the_gradients() -> No
 
 
 @pytest.mark.parametrize(
-    ("kind", "failure", "spoiled"),
+    ("kind", "failure", "incomplete"),
     [
         (FB, "bad", True),
         (FB, None, False),
@@ -123,15 +123,17 @@ def test_a_failed_pass_makes_the_next_step_fail_and_clears_the_gradients() -> No
         (SAVE, "bad", False),
     ],
 )
-def test_only_a_failed_backward_spoils(kind: Kind, failure: str | None, spoiled: bool) -> None:
+def test_only_a_failed_backward_pass_makes_gradients_incomplete(
+    kind: Kind, failure: str | None, incomplete: bool
+) -> None:
     queue = new_queue()
     queue.add(step(1, kind), now_s=0.0)
     queue.next_batch(now_s=0.0)
     queue.finish(step(1, kind), failure=failure)
-    assert (queue.gradient_error is not None) == spoiled
+    assert (queue.gradient_error is not None) == incomplete
 
 
-def test_loading_weights_forgets_a_failed_pass() -> None:
+def test_loading_weights_clears_the_gradient_error() -> None:
     queue = new_queue()
     for seq_id, kind in enumerate([FB, LOAD], 1):
         queue.add(step(seq_id, kind), now_s=0.0)
@@ -153,7 +155,7 @@ def test_a_model_that_was_not_created_refuses_every_step() -> None:
     assert batch.refusal == "this model was not created: rank 0"
 
 
-def test_the_clock_of_a_gap_starts_with_the_first_step_behind_it() -> None:
+def test_a_gap_starts_with_the_first_step_behind_it() -> None:
     queue = new_queue()
     assert queue.gap() is None
     queue.add(step(3), now_s=10.0)
@@ -165,7 +167,7 @@ def test_the_clock_of_a_gap_starts_with_the_first_step_behind_it() -> None:
     assert queue.gap() is None
 
 
-def test_a_closed_gap_fails_what_waited_and_the_model_goes_on() -> None:
+def test_closing_a_gap_fails_the_waiting_steps_and_the_model_continues() -> None:
     queue = new_queue()
     for seq_id in (3, 4, 7):
         queue.add(step(seq_id, OPT if seq_id == 4 else FB), now_s=0.0)
@@ -185,16 +187,16 @@ def test_a_closed_gap_fails_what_waited_and_the_model_goes_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "failed", "needed"),
+    ("kind", "failed", "action"),
     [
         (Kind.CREATE_MODEL, None, Replay.RUN),
         (FB, None, Replay.RUN),
         (FB, Cause.WORK, Replay.SKIP),  # checked before anything changed
         (OPT, None, Replay.RUN),
-        (OPT, Cause.WORK, Replay.CLEAR_GRADIENTS),  # it took the gradients with it
+        (OPT, Cause.WORK, Replay.CLEAR_GRADIENTS),  # it cleared the gradients
         (OPT, Cause.INCOMPLETE_GRADIENTS, Replay.CLEAR_GRADIENTS),
-        (OPT, Cause.LATE, Replay.SKIP),  # the line had gone on
-        (FWD, Cause.GAP, Replay.CLEAR_GRADIENTS),  # closing a gap clears, whatever waited
+        (OPT, Cause.LATE, Replay.SKIP),  # the queue had passed it
+        (FWD, Cause.GAP, Replay.CLEAR_GRADIENTS),  # closing a gap clears the gradients
         (LOAD, None, Replay.RUN),
         (LOAD, Cause.WORK, Replay.SKIP),
         (FWD, None, Replay.SKIP),
@@ -202,11 +204,13 @@ def test_a_closed_gap_fails_what_waited_and_the_model_goes_on() -> None:
         (Kind.SAVE_FOR_SAMPLER, None, Replay.SKIP),
     ],
 )
-def test_what_a_log_needs_to_be_run_again(kind: Kind, failed: Cause | None, needed: Replay) -> None:
-    assert replay_of(kind, failed) is needed
+def test_what_a_rebuild_does_with_each_finished_step(
+    kind: Kind, failed: Cause | None, action: Replay
+) -> None:
+    assert replay_of(kind, failed) is action
 
 
-def test_a_line_is_restored_from_its_finished_steps() -> None:
+def test_a_queue_is_restored_from_finished_steps() -> None:
     finished: list[tuple[Step, str | None]] = [
         (step(0, Kind.CREATE_MODEL), None),
         (step(1), None),
