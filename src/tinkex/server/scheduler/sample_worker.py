@@ -21,7 +21,8 @@ from tinkex.wire.partial_sample import Growing
 from tinkex.wire.proto import frames_pb2
 
 if TYPE_CHECKING:
-    from tinkex.server.scheduler.scheduler import EngineScheduler, ModelStates
+    from tinkex.server.scheduler.engine_scheduler import EngineScheduler
+    from tinkex.server.scheduler.scheduler import ModelStates
 
 
 class TokenStream:
