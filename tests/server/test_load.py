@@ -97,7 +97,7 @@ async def test_five_thousand_samples_of_two_hundred_sessions_wait_in_bounded_mem
         assert (await api.result(ids[-1]))["sequences"]
         assert not context.futures.loads
         assert not context.scheduler._samples._running
-        assert not context.scheduler._desk.payloads._kept
+        assert not context.scheduler._execution.payloads._cache
 
 
 async def test_a_full_server_says_when_to_come_back_and_takes_the_rest_later(
@@ -301,14 +301,14 @@ async def test_clients_that_vanish_while_they_wait_leave_nothing(tmp_path: Path)
         vanishing = [connected(api) for _ in range(100)]
         for one in vanishing:
             await loop.sock_sendall(one, polling)
-        await until(lambda: len(futures._open[request_id].sleepers) == 100)
+        await until(lambda: len(futures._unfinished[request_id].waiters) == 100)
         for number, one in enumerate(vanishing):
             if number % 2:  # a reset, and not even a goodbye
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             one.close()
         # Their polls with their connections, long before their time is up.
         await until(lambda: len(state.connections) <= 2)
-        await until(lambda: not futures.awaited(request_id) and not state.tasks)
+        await until(lambda: not futures.is_polled(request_id) and not state.tasks)
         held.open.set()
         assert (await api.result(request_id))["sequences"]
 

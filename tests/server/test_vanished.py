@@ -51,18 +51,18 @@ async def test_polls_of_clients_that_vanish_are_not_held(
         )
         for path, body in both:
             asked = await polls(api, path, body)
-            assert futures.awaited(request_id) is (path == "retrieve_future")
+            assert futures.is_polled(request_id) is (path == "retrieve_future")
             stays = asked.pop()
             for task in asked:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
             await until(lambda: held(api) == 1)
-            assert futures.awaited(request_id) is (path == "retrieve_future")
+            assert futures.is_polled(request_id) is (path == "retrieve_future")
             assert not stays.done()
             stays.cancel()
             await asyncio.gather(stays, return_exceptions=True)
             await until(lambda: held(api) == 0)
-            assert not futures.awaited(request_id)
+            assert not futures.is_polled(request_id)
         # Whoever is there is answered as ever.
         waiting = asyncio.create_task(api.result(request_id))
         await until(lambda: held(api) == 1)

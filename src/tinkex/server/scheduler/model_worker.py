@@ -391,8 +391,8 @@ class ModelWorkers:
             await self._fail(state, batch, outcome)
         except Damaged as damaged:
             state.loaded_in = None
-            reason = Damaged(f"this model cannot be rebuilt: {damaged}")
-            await self._fail(state, batch, replace(internal_error(reason), permanent=True))
+            rebuild_error = Damaged(f"this model cannot be rebuilt: {damaged}")
+            await self._fail(state, batch, replace(internal_error(rebuild_error), permanent=True))
         except Exception as error:  # noqa: BLE001  a bug must fail steps, not stop the model
             state.loaded_in = None
             await self._fail(state, batch, internal_error(error))
