@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from server.echo import EchoExecutor
+from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, with_key
 from server.waiting import until
@@ -96,7 +96,7 @@ async def test_five_thousand_samples_of_two_hundred_sessions_wait_in_bounded_mem
         await until(lambda: not len(context.futures), 60)
         assert (await api.result(ids[-1]))["sequences"]
         assert not context.futures.loads
-        assert not context.scheduler._samples._running
+        assert not context.scheduler.engine(BASE).samples._running
         assert not context.scheduler._execution.payloads._cache
 
 
