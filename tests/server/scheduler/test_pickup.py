@@ -263,7 +263,7 @@ def pick_up_before_submit(context: Any) -> None:
 
     async def accepts(new: NewRequest) -> Any:
         first = await accept(new)
-        for row in await requests.waiting():
+        for row in await unfinished(context.store):
             context.scheduler.submit(row)
         return first
 
