@@ -72,7 +72,7 @@ def session_status(
     if row.lapsed_s is not None:
         last = datetime.fromtimestamp(row.seen_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         return SessionCancelled(
-            detail=f"the last sign of the client was at {last}. The session continues when the "
+            detail=f"the client has sent nothing since {last}. The session continues when the "
             "client comes back."
         )
     return SessionActive()
