@@ -74,7 +74,7 @@ async def tidy_later(api: Api) -> None:
     ahead = Cleanup(
         settings=context.settings,
         store=context.store,
-        dispatcher=context.dispatcher,
+        scheduler=context.scheduler,
         futures=context.futures,
         clock=lambda: time.time() + KEPT_S + 1,
     )

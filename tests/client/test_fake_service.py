@@ -151,8 +151,8 @@ def test_the_limits_of_the_fake_are_those_of_the_server():
 
     assert fake_service.MAX_RANK == adapters.MAX_RANK
     assert fake_service.MAX_SAMPLES == sampling.MAX_SEQUENCES
-    assert fake_store.MIN_TTL_S == checkpoints.SHORTEST_TTL_S
-    assert fake_store.MAX_TTL_S == checkpoints.LONGEST_TTL_S
+    assert fake_store.MIN_TTL_S == checkpoints.MIN_TTL_S
+    assert fake_store.MAX_TTL_S == checkpoints.MAX_TTL_S
 
 
 def test_the_fake_supports_every_option_of_a_sample(service):

@@ -1,9 +1,9 @@
 """
-The real application over whole numbers, as a process that dies of poison.
+The real application over the echo executor, in a process that a poisonous pass kills.
 
     python dying_server.py LISTENING_DESCRIPTOR DATA_FOLDER both|web [SETTINGS]
 
-`both`: engine and web process go together. `web`: the engine outlives it.
+`both`: engine and web process die together. `web`: the engine outlives the web process.
 """
 
 import asyncio
@@ -21,29 +21,29 @@ import uvicorn
 from server.echo import BASE, EchoExecutor
 from tinkex.server.app import create_app
 from tinkex.server.executor import Outcome, Task, Work
-from tinkex.server.scheduler.crash_isolation import Engine, Roll
+from tinkex.server.scheduler.crash_isolation import EngineState, InFlightFile
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
 from tinkex.server.web import uvicorn_config
 
-#: A number of tokens to train on.
+#: A pass with this many tokens is poisonous.
 POISON = 13
 
 
 class Dying(EchoExecutor):
-    """Takes the process with it."""
+    """Kills its process on a poisonous pass."""
 
-    def __init__(self, how: str, roll: Roll) -> None:
+    def __init__(self, how: str, in_flight: InFlightFile) -> None:
         super().__init__()
         self._how = how
-        self._roll = roll
+        self._in_flight = in_flight
 
     async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
-        # As real work: others come in meanwhile.
+        # Like real work: others start in the meantime.
         await asyncio.sleep(0.02)
         if work.task is Task.PASS and work.payload.count(bytes([5])) >= POISON:
             if self._how == "web":
-                self._roll.engine(Engine.LEFT)
+                self._in_flight.set_engine_state(EngineState.LEFT)
             os.kill(os.getpid(), signal.SIGKILL)
         return await super().run(base_model, work, incarnation=incarnation)
 
@@ -53,14 +53,14 @@ async def serve(descriptor: int, folder: str, how: str, others: str = "{}") -> N
     store = open_store(
         db_url=settings.db_url, storage_url=settings.storage_url, folder=settings.folder
     )
-    roll = Roll.of(settings.folder / "rolls", BASE)
-    roll.engine(Engine.UP)
-    app = create_app(settings, Dying(how, roll), store, rolls={BASE: roll})
+    in_flight = InFlightFile.for_base_model(settings.folder / "rolls", BASE)
+    in_flight.set_engine_state(EngineState.UP)
+    app = create_app(settings, Dying(how, in_flight), store, in_flight_files={BASE: in_flight})
     config = uvicorn_config(app, settings)
     try:
         await uvicorn.Server(config).serve(sockets=[socket.socket(fileno=descriptor)])
     finally:
-        roll.close()
+        in_flight.close()
         store.close()
 
 

@@ -456,13 +456,17 @@ LIMITS = [
     ),
     Limit(
         "bytes of the name of a checkpoint",
-        checkpoints.LONGEST_NAME,
+        checkpoints.MAX_NAME_BYTES,
         "user",
         "checkpoint name",
         checked_result(
             post(
                 "save_weights",
-                {"model_id": "{model}", "seq_id": 1, "path": "x" * (checkpoints.LONGEST_NAME + 1)},
+                {
+                    "model_id": "{model}",
+                    "seq_id": 1,
+                    "path": "x" * (checkpoints.MAX_NAME_BYTES + 1),
+                },
             )
         ),
     ),

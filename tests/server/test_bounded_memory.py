@@ -9,8 +9,8 @@ from tinkex.server.api import auth
 from tinkex.server.api.auth import Authenticator
 from tinkex.server.api.bodies import OwnerBudget
 from tinkex.server.scheduler import execution
-from tinkex.server.scheduler.execution import Desk
-from tinkex.server.scheduler.fairness import Places
+from tinkex.server.scheduler.execution import Execution
+from tinkex.server.scheduler.fairness import TrainingLimits
 
 pytestmark = pytest.mark.anyio
 
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.anyio
 async def test_compute_time_is_kept_for_the_most_recent_owners(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(execution, "MOST_OWNERS", 3)
+    monkeypatch.setattr(execution, "MAX_OWNERS", 3)
     nothing: Any = SimpleNamespace()
-    shared = Desk(store=nothing, executor=nothing, futures=nothing)
+    shared = Execution(store=nothing, executor=nothing, futures=nothing)
     for owner in ("a", "b", "c", "a", "d"):
-        shared.used_s[owner] += 1.0
-    assert shared.used_s == {"a": 2.0, "c": 1.0, "d": 1.0}
+        shared.usage.by_owner[owner] += 1.0
+    assert shared.usage.by_owner == {"a": 2.0, "c": 1.0, "d": 1.0}
 
 
 async def test_decode_slots_are_freed() -> None:
@@ -35,13 +35,13 @@ async def test_decode_slots_are_freed() -> None:
 
 
 async def test_only_owners_with_a_limit_of_their_own_are_remembered() -> None:
-    places = Places(max_training=4)
+    limits = TrainingLimits(4)
     for number in range(100):
-        places.allow(f"owner-{number}", 4)
-    places.allow("alice", 2)
-    assert places._max_training == {"alice": 2}
-    places.allow("alice", 4)
-    assert places._max_training == {}
+        limits.set(f"owner-{number}", 4)
+    limits.set("alice", 2)
+    assert limits._by_owner == {"alice": 2}
+    limits.set("alice", 4)
+    assert limits._by_owner == {}
 
 
 async def test_the_last_use_of_keys_is_remembered_for_a_limited_number(

@@ -16,7 +16,7 @@ from server.hosting import Api, hosted
 from tinkex.server.executor import Task
 from tinkex.server.maintenance import cleanup as cleanup_module
 from tinkex.server.maintenance.cleanup import Cleanup, over_keep_last
-from tinkex.server.scheduler.scheduler import Dispatcher
+from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.store.retention import CheckpointName
 
 pytestmark = pytest.mark.anyio
@@ -38,7 +38,7 @@ async def clean_up_in(api: Api, seconds: float) -> None:
     cleanup = Cleanup(
         settings=context.settings,
         store=context.store,
-        dispatcher=context.dispatcher,
+        scheduler=context.scheduler,
         futures=context.futures,
         clock=lambda: time.time() + seconds,
     )
@@ -307,10 +307,10 @@ async def test_an_object_store_is_cleaned_up_too(echo: EchoExecutor, tmp_path: P
 
 
 class _NotYet:
-    """A dispatcher whose engine restarts while it should save a snapshot."""
+    """A scheduler whose engine restarts while it should save a snapshot."""
 
-    def __init__(self, dispatcher: Dispatcher, fails: int) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, scheduler: Scheduler, fails: int) -> None:
+        self._scheduler = scheduler
         self.fails = fails
         self.calls = 0
 
@@ -318,7 +318,7 @@ class _NotYet:
         self.calls += 1
         if self.calls <= self.fails:
             return False
-        return await self._dispatcher.snapshot(model_id)
+        return await self._scheduler.snapshot(model_id)
 
 
 async def test_a_failed_snapshot_is_retried_with_backoff(
@@ -329,29 +329,29 @@ async def test_a_failed_snapshot_is_retried_with_backoff(
         await api.value(await api.optim_step(model, 1))
         assert api.app
         context = api.app.state.context
-        dispatcher = _NotYet(context.dispatcher, fails=2)
+        scheduler = _NotYet(context.scheduler, fails=2)
         cleanup = Cleanup(
             settings=context.settings,
             store=context.store,
-            dispatcher=dispatcher,  # type: ignore[arg-type]
+            scheduler=scheduler,  # type: ignore[arg-type]
             futures=context.futures,
             clock=lambda: time.time() + HOUR_S,
         )
         await cleanup.run_once()
         await cleanup.run_once()
-        assert dispatcher.calls == 1  # not due yet
+        assert scheduler.calls == 1  # not due yet
         moved_s = 0.0
         monotonic = time.monotonic
         monkeypatch.setattr(cleanup_module.time, "monotonic", lambda: monotonic() + moved_s)
         moved_s += cleanup_module.RETRY_S + 1
         await cleanup.run_once()
-        assert dispatcher.calls == 2
+        assert scheduler.calls == 2
         moved_s += cleanup_module.RETRY_S + 1
         await cleanup.run_once()
-        assert dispatcher.calls == 2  # twice as long
+        assert scheduler.calls == 2  # twice as long
         moved_s += cleanup_module.RETRY_S + 1
         await cleanup.run_once()
-        assert dispatcher.calls == 3
+        assert scheduler.calls == 3
         assert found(tmp_path, "snapshots")
         await cleanup.run_once()
         assert cleanup._retry_at == {}

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from server.echo import EchoExecutor
+from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, with_key
 from server.waiting import until
 from tinkex.server import processes, web
 from tinkex.server.api.http_limits import MIN_PROGRESS_BYTES, Phase, StallTimer
 from tinkex.server.executor import Outcome, Work
-from tinkex.server.scheduler.results import Settled
+from tinkex.server.scheduler.results import FinishedRequest
 from tinkex.server.scheduler.step_queue import Kind
 
 pytestmark = pytest.mark.anyio
@@ -96,8 +96,8 @@ async def test_five_thousand_samples_of_two_hundred_sessions_wait_in_bounded_mem
         await until(lambda: not len(context.futures), 60)
         assert (await api.result(ids[-1]))["sequences"]
         assert not context.futures.loads
-        assert not context.dispatcher._samples._running
-        assert not context.dispatcher._desk.payloads._kept
+        assert not context.scheduler.engine(BASE).samples._running
+        assert not context.scheduler._execution.payloads._cache
 
 
 async def test_a_full_server_sends_retry_after_and_accepts_the_rest_later(
@@ -132,33 +132,33 @@ async def test_a_full_server_sends_retry_after_and_accepts_the_rest_later(
 
 async def test_the_model_of_a_finished_client_is_evicted_until_it_is_used(api: Api) -> None:
     assert api.app is not None
-    dispatcher = api.app.state.context.dispatcher
+    scheduler = api.app.state.context.scheduler
     session = await api.session()
     model = await api.model(session)
     await api.value(await api.optim_step(model, 1))
-    assert [run.model.model_id for run in dispatcher._runs.opened()] == [model]
+    assert [run.model.model_id for run in scheduler._models.opened()] == [model]
     finish = {"reason": {"type": "success"}, "detail": None}
     assert (await api.post(f"sessions/{session}/finish", finish)).status == 200
-    await until(lambda: not list(dispatcher._runs.opened()))
-    assert not dispatcher._runs._opening
+    await until(lambda: not list(scheduler._models.opened()))
+    assert not scheduler._models._opening
 
 
 async def test_a_model_whose_client_is_back_stays(api: Api, echo: EchoExecutor) -> None:
     assert api.app is not None
-    dispatcher = api.app.state.context.dispatcher
+    scheduler = api.app.state.context.scheduler
     session = await api.session()
     model = await api.model(session)
     echo.open.clear()
     first = await api.optim_step(model, 1)
-    dispatcher.free_session(session)
+    scheduler.unload_session(session)
     second = await api.optim_step(model, 2)
     echo.open.set()
     await asyncio.gather(api.value(first), api.value(second))
     # The same while the client is away.
     await asyncio.sleep(0)
-    assert [run.live_in for run in dispatcher._runs.opened()] == [1]
-    dispatcher.free_session(session)
-    await until(lambda: not list(dispatcher._runs.opened()))
+    assert [run.loaded_in for run in scheduler._models.opened()] == [1]
+    scheduler.unload_session(session)
+    await until(lambda: not list(scheduler._models.opened()))
     assert await api.value(await api.optim_step(model, 3)) == 0.0
 
 
@@ -249,14 +249,14 @@ async def test_an_unread_answer_is_aborted_and_a_slowly_read_one_is_not(
         assert api.app is not None
         assert api.server is not None
         state = api.server.server_state
-        large = Settled(
+        large = FinishedRequest(
             request_id="large",
             owner="local",
             kind=Kind.SAVE_WEIGHTS,
             session_id=None,
             result=b"x" * LARGE,
         )
-        api.app.state.context.futures.settle(large)
+        api.app.state.context.futures.finish(large)
         asking = request("retrieve_future", json.dumps({"request_id": "large"}).encode())
         loop = asyncio.get_running_loop()
         by_bytes, slowly = connected(api, receive_bytes=4096), connected(api)
@@ -301,14 +301,14 @@ async def test_clients_that_vanish_during_a_poll_leave_nothing_behind(tmp_path: 
         vanishing = [connected(api) for _ in range(100)]
         for one in vanishing:
             await loop.sock_sendall(one, polling)
-        await until(lambda: len(futures._open[request_id].sleepers) == 100)
+        await until(lambda: len(futures._unfinished[request_id].waiters) == 100)
         for number, one in enumerate(vanishing):
             if number % 2:  # a reset without a FIN
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             one.close()
         # Their polls end with their connections, long before the timeout.
         await until(lambda: len(state.connections) <= 2)
-        await until(lambda: not futures.awaited(request_id) and not state.tasks)
+        await until(lambda: not futures.is_polled(request_id) and not state.tasks)
         held.open.set()
         assert (await api.result(request_id))["sequences"]
 

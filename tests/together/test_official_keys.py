@@ -82,16 +82,16 @@ async def test_a_long_log_of_samples_is_read_in_pieces(
     anyio_backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server tells so many at once; the client polls on from there by itself."""
-    monkeypatch.setattr(results, "MOST_TOLD", 2)
+    monkeypatch.setattr(results, "MAX_EVENTS_PER_POLL", 2)
     told_at_once: list[int] = []
-    after = results.Completions.after
+    after = results.CompletionLog.after
 
     async def counted(*args: Any, **options: Any) -> Any:
         events = await after(*args, **options)
         told_at_once.append(len(events))
         return events
 
-    monkeypatch.setattr(results.Completions, "after", counted)
+    monkeypatch.setattr(results.CompletionLog, "after", counted)
     key = await new_key(tmp_path, "alice")
     async with hosted(EchoExecutor(), tmp_path) as api:
         status, told, errors = await ran(api, key, pause_s=0.0)

@@ -28,11 +28,11 @@ from tinkex.server.api.report_limits import ReportSlots
 from tinkex.server.executor import Executor
 from tinkex.server.maintenance.cleanup import Cleanup
 from tinkex.server.maintenance.disk_monitor import DiskMonitor
-from tinkex.server.scheduler.base_model_check import BaseCheck
-from tinkex.server.scheduler.crash_isolation import Roll
+from tinkex.server.scheduler.base_model_check import BaseModelChecks
+from tinkex.server.scheduler.crash_isolation import InFlightFile
 from tinkex.server.scheduler.results import Futures
-from tinkex.server.scheduler.scheduler import Dispatcher
-from tinkex.server.scheduler.session_timeout import Presence
+from tinkex.server.scheduler.scheduler import Scheduler
+from tinkex.server.scheduler.session_status import SessionTimeouts
 from tinkex.server.settings import Settings
 from tinkex.server.store import Quota, Store
 
@@ -77,12 +77,12 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        results = Futures(store, kept_s=settings.result_kept_s)
-        base_check = BaseCheck(
+        results = Futures(store, retention_s=settings.result_kept_s)
+        base_checks = BaseModelChecks(
             store, executor.served, folder=settings.folder, accept=settings.accept_changed_base
         )
-        base_check.start()
-        dispatcher = Dispatcher(
+        base_checks.start()
+        scheduler = Scheduler(
             store=store,
             executor=executor,
             futures=results,
@@ -91,25 +91,25 @@ def create_app(
             snapshot_bytes=settings.snapshot_bytes,
             max_training=settings.max_training,
             max_sequences=settings.max_sequences,
-            rolls=rolls,
+            in_flight_files=in_flight_files,
             web_crashed=web_crashed,
-            base_check=base_check,
+            base_checks=base_checks,
         )
-        presence = Presence(store, dispatcher, grace_s=settings.session_grace_s)
+        session_timeouts = SessionTimeouts(store, scheduler, grace_s=settings.session_grace_s)
         app.state.context = Context(
             settings=settings,
             store=store,
             executor=executor,
             futures=results,
-            dispatcher=dispatcher,
-            presence=presence,
+            scheduler=scheduler,
+            session_timeouts=session_timeouts,
             signer=Signer.of_folder(settings.folder),
         )
         disk_monitor = DiskMonitor(settings, store)
         await disk_monitor.start()
-        await dispatcher.start()
-        await presence.start()
-        cleanup = Cleanup(settings=settings, store=store, dispatcher=dispatcher, futures=results)
+        await scheduler.start()
+        await session_timeouts.start()
+        cleanup = Cleanup(settings=settings, store=store, scheduler=scheduler, futures=results)
         cleanup.start()
         app.state.cleanup = cleanup
         try:
@@ -118,9 +118,9 @@ def create_app(
             results.release()
             await cleanup.close()
             await disk_monitor.close()
-            await presence.close()
-            await dispatcher.close()
-            await base_check.close()
+            await session_timeouts.close()
+            await scheduler.close()
+            await base_checks.close()
             await executor.close()
 
     app = FastAPI(

@@ -139,7 +139,9 @@ class Supervisor:
             if word == "ready" and first and not self._stopping:
                 on_ready()
             status = child.wait()
-            self._crashed = crash_isolation.crashed(status, oom_kills=oom_kills() - kills)
+            self._crashed = crash_isolation.web_process_crashed(
+                status, oom_kills=oom_kills() - kills
+            )
         finally:
             self._child = None
             os.close(lifeline_reader)

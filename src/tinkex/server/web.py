@@ -32,7 +32,7 @@ from tinkex.server.app import create_app
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import EngineOptions, EngineRefused, ServedModel
 from tinkex.server.processes import collect_periodically, tune_gc, use_single_arena
-from tinkex.server.scheduler.crash_isolation import Roll
+from tinkex.server.scheduler.crash_isolation import InFlightFile
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
 
@@ -103,7 +103,7 @@ async def serve(
         return False
     rolls = _open_rolls(settings.folder / "rolls", served)
     executor = LocalExecutor(served, _engine_options(settings, served), rolls=rolls)
-    app = create_app(settings, executor, store, rolls=rolls, web_crashed=after_crash)
+    app = create_app(settings, executor, store, in_flight_files=rolls, web_crashed=after_crash)
     server = Server(uvicorn_config(app, settings), app)
     _raise_file_limit()
     tune_gc()
@@ -169,12 +169,12 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
-def _open_rolls(folder: Path, served: Sequence[ServedModel]) -> dict[str, Roll]:
+def _open_rolls(folder: Path, served: Sequence[ServedModel]) -> dict[str, InFlightFile]:
     """Open the in-flight file of each engine; without a writable disk, serve without them."""
     rolls = {}
     for model in served:
         try:
-            rolls[model.name] = Roll.of(folder, model.name)
+            rolls[model.name] = InFlightFile.for_base_model(folder, model.name)
         except OSError as error:
             log.warning("crashes of this process will not be counted: %s", error)
     return rolls

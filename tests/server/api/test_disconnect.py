@@ -51,18 +51,18 @@ async def test_polls_end_when_their_client_disconnects(
         )
         for path, body in both:
             requested = await polls(api, path, body)
-            assert futures.awaited(request_id) is (path == "retrieve_future")
+            assert futures.is_polled(request_id) is (path == "retrieve_future")
             stays = requested.pop()
             for task in requested:
                 task.cancel()
             await asyncio.gather(*requested, return_exceptions=True)
             await until(lambda: held(api) == 1)
-            assert futures.awaited(request_id) is (path == "retrieve_future")
+            assert futures.is_polled(request_id) is (path == "retrieve_future")
             assert not stays.done()
             stays.cancel()
             await asyncio.gather(stays, return_exceptions=True)
             await until(lambda: held(api) == 0)
-            assert not futures.awaited(request_id)
+            assert not futures.is_polled(request_id)
         # Connected clients are still answered.
         waiting = asyncio.create_task(api.result(request_id))
         await until(lambda: held(api) == 1)

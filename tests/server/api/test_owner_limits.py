@@ -147,7 +147,7 @@ async def test_models_over_the_limit_wait_and_polls_say_why(
         assert reported.status == 408
         assert reported.json["queue_state"] == "paused_rate_limit"
         assert reported.json["queue_state_reason"] == (
-            "1 of your models are training, and 1 may at once"
+            "1 of your models are training, and 1 may train at once"
         )
         assert (await api.poll(running)).json["queue_state"] == "active"
         echo.open.set()

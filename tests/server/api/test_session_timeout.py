@@ -12,7 +12,7 @@ import pytest
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from tinkex.server.executor import Task
-from tinkex.server.scheduler.session_timeout import Presence, session_status
+from tinkex.server.scheduler.session_status import SessionTimeouts, session_status
 from tinkex.server.store import open_store
 
 pytestmark = pytest.mark.anyio
@@ -91,8 +91,8 @@ async def test_heartbeats_requests_and_waiting_work_keep_a_session_alive(tmp_pat
     )
     freed: list[str] = []
 
-    class Frees:
-        def free_session(self, session_id: str) -> None:
+    class Unloads:
+        def unload_session(self, session_id: str) -> None:
             freed.append(session_id)
 
     try:
@@ -110,23 +110,23 @@ async def test_heartbeats_requests_and_waiting_work_keep_a_session_alive(tmp_pat
         ]
         silent, asking = (session.session_id for session in sessions)
         now_s = time.time()
-        presence = Presence(
+        session_timeouts = SessionTimeouts(
             store,
-            Frees(),  # type: ignore[arg-type]
+            Unloads(),  # type: ignore[arg-type]
             grace_s=1800.0,
             clock=lambda: now_s,
         )
-        await presence.look()
+        await session_timeouts.check()
         assert freed == []
         now_s += 3600
-        presence.heard(asking)
-        await presence.look()
+        session_timeouts.touch(asking)
+        await session_timeouts.check()
         assert freed == [silent]
         assert await store.sessions.lapsed_sessions() == [silent]
         # The state survives a restart, and ends when the client sends a request.
-        again = Presence(store, Frees(), grace_s=1800.0)  # type: ignore[arg-type]
+        again = SessionTimeouts(store, Unloads(), grace_s=1800.0)  # type: ignore[arg-type]
         await again.start()
-        again.heard(silent)
+        again.touch(silent)
         await again.close()
         await store.sessions.finish_session(asking, "success", None)
         assert await store.sessions.lapsed_sessions() == []

@@ -86,7 +86,7 @@ async def test_each_read_of_accepted_work_may_fail_once(tmp_path: Path, failed: 
                 "save_weights_for_sampler", model_id=model, seq_id=5, sampling_session_seq_id=0
             )
         )
-        assert await api.app.state.context.dispatcher.snapshot(model)
+        assert await api.app.state.context.scheduler.snapshot(model)
         # Forget which versions are verified.
         api.app.state.context.store.checkpoints._verified.clear()
         load = {"path": saved["path"], "optimizer": True}

@@ -32,7 +32,7 @@ async def snapshot(api: Api, model: str) -> Path:
     """Save a snapshot of a model now; returns its folder."""
     assert api.app
     context = api.app.state.context
-    assert await context.dispatcher.snapshot(model)
+    assert await context.scheduler.snapshot(model)
     newest = await context.store.snapshots.newest(model)
     folder: Path = context.settings.folder / newest.place
     return folder
@@ -112,11 +112,11 @@ async def test_a_model_that_cannot_be_rebuilt_fails_with_the_reason_and_others_c
         echo.die()
         failed = await api.result(await api.optim_step(model, 5))
         assert failed["category"] == "server"
-        assert "cannot be built again" in failed["error"]
+        assert "cannot be rebuilt" in failed["error"]
         assert "not what was written" in failed["error"]
         assert model not in echo.models
         found = await api.post("sessions/search", {"session_id": session})
-        assert "cannot be built again" in str(found.json["sessions"][0]["status"])
+        assert "cannot be rebuilt" in str(found.json["sessions"][0]["status"])
         run = (await api.get(f"/api/v1/training_runs/{model}")).json
         assert run["corrupted"] is True
         assert await trained(api, other, 1) == 1
@@ -180,7 +180,7 @@ async def test_a_log_with_a_missing_payload_is_not_replayed(
         echo.die()
         failed = await api.result(await api.optim_step(model, 2))
         assert failed["category"] == "server"
-        assert "cannot be built again: the payload of request" in failed["error"]
+        assert "cannot be rebuilt: the payload of request" in failed["error"]
 
 
 async def test_a_missing_result_is_reported(echo: EchoExecutor, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry per disk check; checks are frequent. A stop does not wait for lost results."""
     monkeypatch.setattr(disk_monitor, "CHECK_EVERY_S", 0.05)
-    monkeypatch.setattr(scheduler, "SETTLE_S", 0.1)
+    monkeypatch.setattr(scheduler, "STORE_TIMEOUT_S", 0.1)
     real, counted = disk_monitor.DiskMonitor.check, []
 
     async def check(self: disk_monitor.DiskMonitor) -> None:

@@ -104,7 +104,7 @@ class Cramped(EchoExecutor):
 
 
 async def test_a_save_waits_for_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "ROOM_RETRY_S", 0.05)
+    monkeypatch.setattr(checkpoints, "DISK_RETRY_S", 0.05)
     echo = Cramped()
     async with hosted(echo, tmp_path) as api:
         model = await api.model()

@@ -178,7 +178,7 @@ async def test_training_saving_and_sampling_with_an_empty_cache(root: str, tmp_p
         saved = await api.result(
             await api.step("save_weights_for_sampler", model_id=model, seq_id=3, path="a")
         )
-        assert await api.app.state.context.dispatcher.snapshot(model)  # type: ignore[union-attr]
+        assert await api.app.state.context.scheduler.snapshot(model)  # type: ignore[union-attr]
     # Another machine, with the same database and object store, and an empty folder.
     for gone in ("checkpoints", "snapshots"):
         shutil.rmtree(tmp_path / "one" / gone)

@@ -20,8 +20,8 @@ from tinkex.server.api.errors import Refusal, not_found
 from tinkex.server.executor import Executor, ServedModel
 from tinkex.server.scheduler.checkpoints import no_checkpoint
 from tinkex.server.scheduler.results import Futures
-from tinkex.server.scheduler.scheduler import Dispatcher
-from tinkex.server.scheduler.session_timeout import Presence
+from tinkex.server.scheduler.scheduler import Scheduler
+from tinkex.server.scheduler.session_status import SessionTimeouts
 from tinkex.server.settings import Settings, is_loopback
 from tinkex.server.store import Model, Sampler, Session, Store, Version
 from tinkex.wire.codec import JSON_TYPE, encode_json

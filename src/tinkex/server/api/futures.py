@@ -12,8 +12,8 @@ from tinkex.server.api.auth import owner_of
 from tinkex.server.api.bodies import read_json
 from tinkex.server.api.deps import Context, context_of, dialect_of, json_response, openapi_body
 from tinkex.server.api.http_limits import ON_DISCONNECT
-from tinkex.server.scheduler.fairness import Waiting
-from tinkex.server.scheduler.results import Settled
+from tinkex.server.scheduler.fairness import QueueState
+from tinkex.server.scheduler.results import FinishedRequest
 from tinkex.server.scheduler.step_queue import PASSES, Kind
 from tinkex.server.store import Completion
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE, encode_json
@@ -51,7 +51,7 @@ async def retrieve_future(request: Request) -> Response:
         message.request_id,
         owner=owner_of(request),
         within_s=context.settings.long_poll_s,
-        leaving=_on_disconnect(request),
+        on_disconnect=_on_disconnect(request),
     )
     if settled is None:
         return _try_again(context, message.request_id)
@@ -84,12 +84,12 @@ async def retrieve_futures(request: Request) -> Response:
     within_s = context.settings.long_poll_s
     if message.timeout is not None:
         within_s = min(within_s, message.timeout) if message.timeout > 0 else 0.0
-    events = await context.futures.completions.after(
+    events = await context.futures.completion_log.after(
         target.sampling_session_id,
         target.cloned_sampler_id,
         cursor=message.prev_cursor,
         within_s=within_s,
-        leaving=_on_disconnect(request),
+        on_disconnect=_on_disconnect(request),
     )
     cursor = events[-1].position if events else message.prev_cursor
     return json_response(
@@ -117,10 +117,10 @@ def _event(event: Completion) -> FutureCompletion:
 
 def _try_again(context: Context, request_id: str) -> Response:
     base_model = context.futures.base_model(request_id)
-    waiting = context.dispatcher.standing(request_id, base_model or "")
+    waiting = context.scheduler.queue_state(request_id)
     if (problem := context.store.health.problem) is not None:
         # The request may be done, with a result that cannot be stored now.
-        waiting = Waiting(state="paused_capacity", reason=problem.text)
+        waiting = QueueState(state="paused_capacity", reason=problem.text)
     return json_response(
         TryAgainResponse(
             request_id=request_id,
@@ -132,7 +132,7 @@ def _try_again(context: Context, request_id: str) -> Response:
     )
 
 
-async def _result(request: Request, context: Context, settled: Settled) -> Response:
+async def _result(request: Request, context: Context, settled: FinishedRequest) -> Response:
     if settled.kind not in PROTOBUF_RESULTS:
         return Response(settled.result, media_type=JSON_TYPE)
     session = None
@@ -151,14 +151,14 @@ async def _result(request: Request, context: Context, settled: Settled) -> Respo
     return Response(body, media_type=JSON_TYPE)
 
 
-async def _in_thread_if_large(settled: Settled, act: Callable[[], T]) -> T:
+async def _in_thread_if_large(settled: FinishedRequest, act: Callable[[], T]) -> T:
     """Run `act` on a result; in a thread if the result is large."""
     if len(settled.result) <= INLINE_ENCODE_BYTES:
         return act()
     return await asyncio.to_thread(act)
 
 
-async def _reads_protobuf(settled: Settled, dialect: SdkVersion) -> bool:
+async def _reads_protobuf(settled: FinishedRequest, dialect: SdkVersion) -> bool:
     """Whether this SDK version reads this result as protobuf; some versions misread some results."""
     if settled.kind is Kind.SAMPLE or dialect.reads_protobuf_only:
         return True
@@ -168,7 +168,7 @@ async def _reads_protobuf(settled: Settled, dialect: SdkVersion) -> bool:
     )
 
 
-def _as_json(settled: Settled, dialect: SdkVersion) -> bytes:
+def _as_json(settled: FinishedRequest, dialect: SdkVersion) -> bytes:
     """The result as JSON, for clients that do not read protobuf."""
     if settled.kind is Kind.SAMPLE:
         return encode_json(dialect.sample_json(decode_sample_response(settled.result)))
@@ -181,5 +181,5 @@ def _as_json(settled: Settled, dialect: SdkVersion) -> bytes:
 async def cancel_future(request: Request) -> Response:
     """Cancels a sample of the caller. Other requests, and finished ones, are not affected."""
     message = await read_json(request, CancelFutureRequest)
-    context_of(request).dispatcher.cancel(message.request_id, owner=owner_of(request))
+    context_of(request).scheduler.cancel(message.request_id, owner=owner_of(request))
     return json_response({})

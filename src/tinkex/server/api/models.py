@@ -82,7 +82,7 @@ async def create_with_first_step(
     """Store a model with its first step, or find the first one; answer with the request id."""
     first = await context.store.models.create_model(model=model, model_seq_id=number, request=new)
     if first.refused is not None:
-        context.dispatcher.not_made(new_row(new, first), first.refused)
+        context.scheduler.creation_refused(new_row(new, first), first.refused)
     else:
         await schedule(context, new, first)
     if not first.is_new:

@@ -46,9 +46,8 @@ from tinkex.server.api.submit import (
     tokens_known,
 )
 from tinkex.server.scheduler.checkpoints import refuse_external
-from tinkex.server.scheduler.jobs import bug
-from tinkex.server.scheduler.results import Settled, UnknownRequest
-from tinkex.server.scheduler.sample_worker import Tap
+from tinkex.server.scheduler.results import FinishedRequest, UnknownRequest, internal_error
+from tinkex.server.scheduler.sample_worker import TokenStream
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Accepted, NewRequest, Sampler
 from tinkex.server.store.requests import ResultGone
@@ -307,7 +306,7 @@ async def _named_source(
 async def stream_sample(request: Request) -> Response:
     context = context_of(request)
     new = await read_sample(request)
-    first = await accept_request(context, new, tap=Tap())
+    first = await accept_request(context, new, tap=TokenStream())
     # The body is stored, and a stream may last for minutes.
     release_memory(request.scope)
     session = None
@@ -350,10 +349,10 @@ class _SampleEvents:
         self._owner = owner
         self._dialect = dialect
         # None if the sample is finished or was started by `asample`: then all tokens come at the end.
-        self._tap = context.dispatcher.tap(first.request_id)
+        self._tap = context.scheduler.token_stream(first.request_id)
         self._growing = PartialSample() if self._tap is None else self._tap.growing
         self._reader = PartialSampleReader(self._growing)
-        self._settled: Settled | None = None
+        self._settled: FinishedRequest | None = None
 
     async def events(self) -> AsyncGenerator[bytes]:
         ended = False
@@ -376,12 +375,12 @@ class _SampleEvents:
             yield error_event("the result has expired: request a new sample.", "user")
         except Exception as failure:  # noqa: BLE001  too late for an HTTP status
             ended = True
-            ending = bug(failure)
+            ending = internal_error(failure)
             yield error_event(ending.error or "", ending.category)
         finally:
             # A sample that `asample` started may have other clients that wait for it.
             if not ended and self._tap is not None:
-                self._context.dispatcher.abandon(
+                self._context.scheduler.cancel_unless_polled(
                     self._request_id,
                     owner=self._owner,
                     after_s=self._context.settings.stream_grace_s,
@@ -413,7 +412,7 @@ class _SampleEvents:
                 yield token_event(news)
             await asyncio.wait({waiting} | changed, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _ending(self, settled: Settled) -> list[bytes]:
+    async def _ending(self, settled: FinishedRequest) -> list[bytes]:
         """Events for the remaining tokens and the complete answer."""
         if settled.error is not None:
             return [error_event(settled.error, settled.category)]

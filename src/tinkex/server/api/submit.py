@@ -21,9 +21,9 @@ from tinkex.server.api.auth import caller_of
 from tinkex.server.api.bodies import RECEIVED_BODY, read_body
 from tinkex.server.api.deps import Context, context_of, json_response
 from tinkex.server.api.errors import Refusal
-from tinkex.server.scheduler.fairness import Limits, all_full, over_limit
+from tinkex.server.scheduler.fairness import Limits, over_limit, server_full
 from tinkex.server.scheduler.results import load_of
-from tinkex.server.scheduler.sample_worker import Tap
+from tinkex.server.scheduler.sample_worker import TokenStream
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Accepted, Model, NewRequest, RequestRow, Status
 from tinkex.wire.checkpoints import (
@@ -67,9 +67,9 @@ async def admit(
     """
     caller = caller_of(request)
     limits = Limits.of(context.settings, caller.limits)
-    context.dispatcher.allow(caller.owner, limits.max_training)
+    context.scheduler.training_limits.set(caller.owner, limits.max_training)
     load = context.futures.load(caller.owner)
-    refusal = over_limit(load, load_of(new), limits) or all_full(
+    refusal = over_limit(load, load_of(new), limits) or server_full(
         len(context.futures),
         context.settings.max_open,
         own=load.requests,
@@ -77,7 +77,7 @@ async def admit(
     )
     if refusal is None:
         return
-    if new.model_id is not None and context.dispatcher.awaits(new.model_id, new.seq_id or 0):
+    if new.model_id is not None and context.scheduler.is_blocked_by(new.model_id, new.seq_id or 0):
         return
     store = context.store
     if loss_number is not None and await store.models.has_custom_loss(
@@ -106,7 +106,7 @@ def sequence_ids(first: Accepted) -> list[str]:
     return [f"{first.request_id}-{index}" for index in range(first.sequences)]
 
 
-async def accept_request(context: Context, new: NewRequest, *, tap: Tap | None = None) -> Accepted:
+async def accept_request(context: Context, new: NewRequest, *, tap: TokenStream | None = None) -> Accepted:
     """
     Store and schedule a request, or find the first one that it repeats.
 
@@ -284,7 +284,7 @@ async def _record_refusal(request: Request, kind: Kind, reason: str) -> None:
         return  # not this owner's model, or its session is finished: no step waits behind it
     if address.forward_only and kind is Kind.FORWARD_BACKWARD:
         kind = Kind.FORWARD
-    await context.dispatcher.refuse(
+    await context.scheduler.refuse_step(
         model.model_id,
         address.seq_id,
         kind,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tinkex.server.scheduler.results import Futures
-from tinkex.server.scheduler.scheduler import Dispatcher
+from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.settings import Settings
 from tinkex.server.store import StorageError, Store
 from tinkex.server.store.retention import CheckpointName
@@ -80,13 +80,13 @@ class Cleanup:
         *,
         settings: Settings,
         store: Store,
-        dispatcher: Dispatcher,
+        scheduler: Scheduler,
         futures: Futures,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._settings = settings
         self._store = store
-        self._dispatcher = dispatcher
+        self._scheduler = scheduler
         self._futures = futures
         self._clock = clock
         self._orphans_checked_s = float("-inf")
@@ -156,7 +156,7 @@ class Cleanup:
         now_s = time.monotonic()
         due = [one for one in inactive if self._retry_at.get(one, (now_s, 0.0))[0] <= now_s]
         for model_id in due[:SNAPSHOTS_PER_PASS]:
-            if await self._dispatcher.snapshot(model_id):
+            if await self._scheduler.snapshot(model_id):
                 self._retry_at.pop(model_id, None)
             else:
                 # Its engine may be restarting, or the snapshot may never succeed.

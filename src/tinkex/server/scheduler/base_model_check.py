@@ -1,10 +1,11 @@
 """
-Whether a base model is still the one that runs were made on.
+Checks that a base model is still the one its runs were trained on.
 
-An adapter on other weights gives other numbers, and nothing shows it. So the content of every served
-folder is hashed at the start, and again whenever its engine has started anew, in a thread beside
-everything else. Runs remember the hash. One that was made on another content is refused; new runs and
-runs of other base models go on. Only what needs the hash waits for it.
+An adapter on other base weights gives wrong numbers without any error. So the files of every served
+model are hashed when the server starts, and again whenever an engine has restarted, in a background
+thread. Each run stores the hash of its base model. Requests of a run with another hash are refused;
+new runs, and runs of other base models, are not affected. Only requests that need the hash wait for
+it.
 """
 
 import asyncio
@@ -13,7 +14,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from tinkex.models.content_hash import Stopped, changed_parts, content_hash
@@ -25,144 +25,170 @@ log = logging.getLogger("tinkex.server.scheduler.base_model_check")
 
 #: In the data folder: hashes of files, so that a restart does not read them again.
 CACHE_FILE = "base-hashes.json"
-#: A look that takes longer is worth a line in the log.
-LONG_S = 1.0
+#: Hashing that takes longer is logged.
+SLOW_HASH_S = 1.0
 
 
-class BaseChanged(UserFailure):
-    """A run, or a checkpoint, whose base model is another one now."""
+class BaseModelChanged(UserFailure):
+    """The base model of a run or checkpoint has changed."""
 
 
-@dataclass(slots=True)
-class _Base:
-    folder: Path
-    #: The engine that was last looked for.
-    incarnation: int | None = None
-    #: Ends with the hash, or None where there is none.
-    look: asyncio.Task[str | None] | None = None
-    #: No run that is kept was made on another content.
-    agreed: bool = False
-    #: Runs that were, as the log says.
-    refused: int = 0
-
-
-class BaseCheck:
-    """`start` before work is taken up, `close` after."""
+class BaseModelChecks:
+    """The checks of all served base models. Call `start` before requests run, `close` after."""
 
     def __init__(
         self, store: Store, served: Sequence[ServedModel], *, folder: Path, accept: bool
     ) -> None:
-        self._store = store
-        self._cache_file = folder / CACHE_FILE
-        self._accept = accept
-        self._bases = {model.name: _Base(model.folder) for model in served}
-        # Of its own: gigabytes must not hold up other work with files.
+        # Its own thread: hashing gigabytes must not delay other file work.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tinkex-base-hash")
         self._stop = threading.Event()
+        self._checks = {
+            model.name: BaseModelCheck(
+                store,
+                model,
+                cache_file=folder / CACHE_FILE,
+                accept=accept,
+                pool=self._pool,
+                stop=self._stop,
+            )
+            for model in served
+        }
+
+    def get(self, base_model: str) -> "BaseModelCheck | None":
+        return self._checks.get(base_model)
 
     def start(self) -> None:
-        for name, base in self._bases.items():
-            base.look = asyncio.create_task(self._look(name, base))
+        for check in self._checks.values():
+            check.start()
 
     async def close(self) -> None:
         self._stop.set()
-        looks = [base.look for base in self._bases.values() if base.look is not None]
-        for look in looks:
-            look.cancel()
-        await asyncio.gather(*looks, return_exceptions=True)
+        await asyncio.gather(*(check.close() for check in self._checks.values()))
         self._pool.shutdown()
 
-    async def known(self, model_id: str, base_model: str) -> None:
-        """Wait for the hash if this run will be compared with it; before it takes a place."""
-        base = self._bases.get(base_model)
-        if base is None or base.look is None or base.look.done():
+
+class BaseModelCheck:
+    """The check of one base model."""
+
+    def __init__(
+        self,
+        store: Store,
+        served: ServedModel,
+        *,
+        cache_file: Path,
+        accept: bool,
+        pool: ThreadPoolExecutor,
+        stop: threading.Event,
+    ) -> None:
+        self._store = store
+        self._name = served.name
+        self._folder = served.folder
+        self._cache_file = cache_file
+        self._accept = accept
+        self._pool = pool
+        self._stop = stop
+        #: The engine incarnation that the last hash is for.
+        self._incarnation: int | None = None
+        #: Its result is the hash, or None where there is none.
+        self._hashing: asyncio.Task[str | None] | None = None
+        #: All stored runs of this base model have the current hash.
+        self._all_match = False
+        #: The number of runs with another hash in the last log message.
+        self._refused = 0
+
+    def start(self) -> None:
+        self._hashing = asyncio.create_task(self._hash())
+
+    async def close(self) -> None:
+        if self._hashing is not None:
+            self._hashing.cancel()
+            await asyncio.gather(self._hashing, return_exceptions=True)
+
+    async def wait_if_needed(self, model_id: str) -> None:
+        """Wait for the hash if this run needs it. Called before the run takes a training slot."""
+        if self._hashing is None or self._hashing.done():
             return
         if await self._store.base_hashes.of_run(model_id) is not None:
-            await asyncio.shield(base.look)
+            await asyncio.shield(self._hashing)
 
-    async def check_run(self, model_id: str, base_model: str, incarnation: int) -> None:
-        """`BaseChanged` unless this engine has the content that the run was made on."""
-        base = self._seen(base_model, incarnation)
-        if base is None or base.look is None:
+    async def check_run(self, model_id: str, incarnation: int) -> None:
+        """Raise `BaseModelChanged` unless this engine has the base model of the run."""
+        self._hash_again_after_restart(incarnation)
+        if self._hashing is None:
             return
-        made_on = await self._store.base_hashes.of_run(model_id)
-        if made_on is not None:
-            self._compare("run", base_model, made_on, await asyncio.shield(base.look))
-        elif base.look.done() and (found := await base.look) is not None:
-            # A new run. While the look goes on it is left to that.
+        expected = await self._store.base_hashes.of_run(model_id)
+        if expected is not None:
+            self._compare("run", expected, await asyncio.shield(self._hashing))
+        elif self._hashing.done() and (found := await self._hashing) is not None:
+            # A new run. While the hash is being computed, `_hash` fills it in at the end.
             self._store.base_hashes.fill_run(model_id, found)
 
-    async def check_version(
-        self, version_id: str, base_model: str, incarnation: int | None = None
-    ) -> None:
+    async def check_version(self, version_id: str, incarnation: int | None = None) -> None:
         """The same for a checkpoint, by the run that saved it."""
-        base = self._seen(base_model, incarnation)
-        if base is None or base.look is None or base.agreed:
+        self._hash_again_after_restart(incarnation)
+        if self._hashing is None or self._all_match:
             return
-        made_on = await self._store.base_hashes.of_version(version_id)
-        if made_on is not None:
-            self._compare("checkpoint", base_model, made_on, await asyncio.shield(base.look))
+        expected = await self._store.base_hashes.of_version(version_id)
+        if expected is not None:
+            self._compare("checkpoint", expected, await asyncio.shield(self._hashing))
 
-    def _seen(self, base_model: str, incarnation: int | None) -> _Base | None:
-        """The state of a base model; a new engine has read the folder anew, so it is looked at."""
-        base = self._bases.get(base_model)
-        if base is None or incarnation is None or incarnation == base.incarnation:
-            return base
-        if base.look is not None and base.look.done():
-            base.incarnation = incarnation
-            base.agreed = False
-            base.look = asyncio.create_task(self._look(base_model, base))
-        return base
-
-    def _compare(self, what: str, base_model: str, made_on: str, found: str | None) -> None:
-        if found is None or made_on == found:
+    def _hash_again_after_restart(self, incarnation: int | None) -> None:
+        """A new engine has read the files again, and they may have changed."""
+        if incarnation is None or incarnation == self._incarnation:
             return
-        parts = " and ".join(changed_parts(made_on, found)) or "content"
-        raise BaseChanged(
-            f"the base model {base_model} has changed since this {what} was made: its {parts} "
-            f"differ from then, so the numbers would be others. Nothing was done. Serve the earlier "
-            f"files under this name again, or start the server with --accept-changed-base to go on "
-            f"with the new ones; new runs on {base_model} are not affected."
+        if self._hashing is not None and self._hashing.done():
+            self._incarnation = incarnation
+            self._all_match = False
+            self._hashing = asyncio.create_task(self._hash())
+
+    def _compare(self, what: str, expected: str, found: str | None) -> None:
+        if found is None or expected == found:
+            return
+        parts = " and ".join(changed_parts(expected, found)) or "content"
+        raise BaseModelChanged(
+            f"the base model {self._name} has changed since this {what} was made: its {parts} "
+            f"differ, so the results would differ too. Nothing was done. Serve the earlier files "
+            f"under this name again, or start the server with --accept-changed-base to continue "
+            f"with the new ones; new runs on {self._name} are not affected."
         )
 
-    async def _look(self, name: str, base: _Base) -> str | None:
+    async def _hash(self) -> str | None:
         began_s = time.monotonic()
         loop = asyncio.get_running_loop()
         try:
             found = await loop.run_in_executor(
                 self._pool,
-                lambda: content_hash(base.folder, self._cache_file, stopped=self._stop.is_set),
+                lambda: content_hash(self._folder, self._cache_file, stopped=self._stop.is_set),
             )
-            return await self._note(name, base, found, took_s=time.monotonic() - began_s)
+            took_s = time.monotonic() - began_s
+            if took_s > SLOW_HASH_S:
+                log.info("hashed the files of %s in %.1f s", self._name, took_s)
+            if found is not None:
+                await self._update_runs(found)
         except (OSError, StorageError, Stopped) as error:
             if not self._stop.is_set():
-                log.warning("whether %s has changed cannot be told: %s", name, error)
+                log.warning("cannot check whether %s has changed: %s", self._name, error)
             return None
+        return found
 
-    async def _note(
-        self, name: str, base: _Base, found: str | None, *, took_s: float
-    ) -> str | None:
-        if took_s > LONG_S:
-            log.info("hashed the files of %s in %.1f s", name, took_s)
-        if found is None:
-            return None
-        others = await self._store.base_hashes.fill(name, found)
+    async def _update_runs(self, found: str) -> None:
+        """Store the hash with runs that have none, and handle those that have another."""
+        others = await self._store.base_hashes.fill(self._name, found)
         if others and self._accept:
-            await self._store.base_hashes.replace(name, found)
+            await self._store.base_hashes.replace(self._name, found)
             log.warning(
-                "%s has changed: %d runs that were made on other files go on with these, as "
-                "--accept-changed-base says; their numbers will be others",
-                name,
+                "%s has changed: %d runs that were made on other files continue with these, "
+                "because of --accept-changed-base; their results will differ",
+                self._name,
                 others,
             )
-        elif others and others != base.refused:
+        elif others and others != self._refused:
             log.warning(
                 "%s has changed: steps and samples of %d runs that were made on other files are "
                 "refused. New runs are served. Serve the earlier files under this name again, or "
-                "start with --accept-changed-base to go on with these",
-                name,
+                "start with --accept-changed-base to continue with these",
+                self._name,
                 others,
             )
-        base.refused = others
-        base.agreed = self._accept or not others
-        return found
+        self._refused = others
+        self._all_match = self._accept or not others

@@ -1,4 +1,8 @@
-"""Saving and loading as steps of a model: names, versions, samplers. The engine only moves files."""
+"""
+Save and load steps: checkpoint names, versions, quotas and samplers.
+
+The engine reads and writes the files; everything else about a checkpoint is decided here.
+"""
 
 import asyncio
 import json
@@ -9,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.server.executor import Outcome, Task, Work, WorkFailed
-from tinkex.server.scheduler.base_model_check import BaseCheck
+from tinkex.server.scheduler.base_model_check import BaseModelCheck
 from tinkex.server.scheduler.step_queue import Kind, Step
 from tinkex.server.store import Model, OverQuota, Sampler, Store, Version
 from tinkex.server.store.blobs import check_recipients, encrypt_files
@@ -35,27 +39,27 @@ TRAINING = "weights"
 SAMPLER = "sampler_weights"
 EXTERNAL = "external_weights"
 
-LONGEST_NAME = 200
-SHORTEST_TTL_S = 3600
-LONGEST_TTL_S = 10 * 365 * 24 * 3600
-# A save that the disk does not take is tried again after this, then after twice as long each time,
-# up to so long; and is given up in the end. Each try may fill the disk for a moment.
-ROOM_RETRY_S = 2.0
-ROOM_RETRY_MOST_S = 16.0
-ROOM_PATIENCE_S = 600.0
+MAX_NAME_BYTES = 200
+MIN_TTL_S = 3600
+MAX_TTL_S = 10 * 365 * 24 * 3600
+# A save that the disk cannot take is retried after this, then after twice as long each time up to a
+# maximum, and fails in the end. Each attempt may fill the disk for a moment.
+DISK_RETRY_S = 2.0
+MAX_DISK_RETRY_S = 16.0
+DISK_WAIT_S = 600.0
 
 RunWork = Callable[[Work], Awaitable[Outcome]]
 
 
-class Saving:
-    """What `save_weights`, `save_weights_for_sampler` and `load_weights` do when their turn comes."""
+class CheckpointSteps:
+    """Runs `save_weights`, `save_weights_for_sampler`, `save_weights_external` and `load_weights`."""
 
-    def __init__(self, store: Store, base_check: BaseCheck | None = None) -> None:
+    def __init__(self, store: Store, base_check: BaseModelCheck | None = None) -> None:
         self._store = store
         self._base_check = base_check
 
     async def save(self, model: Model, step: Step, payload: bytes, run: RunWork) -> bytes:
-        """Save and commit; the result is already on disk when this answers."""
+        """Save and commit. The returned result is stored already."""
         if step.kind is Kind.SAVE_WEIGHTS:
             return await self._save_training(model, step, payload, run)
         if step.kind is Kind.SAVE_EXTERNAL:
@@ -76,12 +80,12 @@ class Saving:
     async def load(
         self, model: Model, payload: bytes, run: RunWork, *, version_id: str | None
     ) -> tuple[bytes, str]:
-        """Load a checkpoint; the result, and the version it was (again `version_id` if given)."""
+        """Load a checkpoint. Returns the result and the version, which is `version_id` if given."""
         request = decode_json(LoadWeightsRequest, payload)
         version = await self._version(model, request.path, version_id)
         refuse_external(version)
         if self._base_check is not None:
-            await self._base_check.check_version(version.version_id, model.base_model)
+            await self._base_check.check_version(version.version_id)
         if version.kind != TRAINING and request.optimizer:
             raise UserFailure(
                 f"{request.path} was saved for sampling and holds no optimizer state. "
@@ -119,7 +123,7 @@ class Saving:
 
     async def _save_training(self, model: Model, step: Step, payload: bytes, run: RunWork) -> bytes:
         request = decode_json(SaveWeightsRequest, payload)
-        # Old clients may save without a name; the step's number is one nobody else has.
+        # Old clients may save without a name; the step's number is unique in the run.
         name = request.path if request.path is not None else f"{step.seq_id:06d}"
         path = tinker_path(model.model_id, TRAINING, name)
         result = encode_json(SaveWeightsResponse(path=path, type="save_weights"))
@@ -128,7 +132,7 @@ class Saving:
         return result
 
     async def _save_external(self, model: Model, step: Step, payload: bytes, run: RunWork) -> bytes:
-        """Files for other programs, locked if keys were given."""
+        """Save files for other programs, encrypted if keys were given."""
         request = decode_json(SaveWeightsExternalRequest, payload)
         check_name(request.path)
         recipients = request.age_encryption_recipients or []
@@ -142,10 +146,10 @@ class Saving:
             owner=model.owner, model_id=model.model_id, kind=EXTERNAL, name=request.path
         )
         folder = Path(checkpoints.folder(version))
-        # What is to be locked never has the name that is served.
+        # Plaintext is written under a hidden name, so it cannot be downloaded before encryption.
         written = folder.with_name(f".{folder.name}.open") if recipients else folder
         work = Work(task=Task.SAVE, model_id=model.model_id, folder=str(written))
-        outcome = await self._with_room(run, work)
+        outcome = await self._run_with_disk_retry(run, work)
         size_bytes: int = json.loads(outcome.result)["size_bytes"]
         if recipients:
             size_bytes = await asyncio.to_thread(encrypt_files, written, folder, recipients)
@@ -173,16 +177,16 @@ class Saving:
         if taken and not naming.overwrite:
             raise UserFailure(_name_taken(model, kind, name))
         await self._refuse_over_quota(model, checkpoints=int(not taken))
-        version = await self._written(model, kind, name, run)
+        version = await self._write_version(model, kind, name, run)
         await self._commit_named(model, step, version, naming, result)
 
     async def _is_taken(self, model: Model, kind: str, name: str) -> bool:
-        """Asked before the work for a quick refusal; the commit asks again, and decides."""
+        """Checked before the work to fail early; the commit checks again and decides."""
         checkpoints = self._store.checkpoints
         return await checkpoints.is_taken(model_id=model.model_id, kind=kind, name=name)
 
     async def _refuse_over_quota(self, model: Model, *, checkpoints: int) -> None:
-        """The same for what their owner may keep."""
+        """The same for the quotas of the owner."""
         quotas, owner = self._store.quotas, model.owner
         await self._store.quotas.within(
             owner, lambda: quotas.refuse_save(owner, checkpoints=checkpoints)
@@ -197,7 +201,7 @@ class Saving:
         naming: Naming | None = None,
         sampler: tuple[Sampler, int] | None = None,
     ) -> None:
-        """The save is there for everybody who may see it, or its files are gone."""
+        """Publish the version, or delete its files."""
         checkpoints = self._store.checkpoints
         written = await checkpoints.store_files(version)
         try:
@@ -236,7 +240,7 @@ class Saving:
         session = await self._store.sessions.session(model.session_id)
         dialect = SdkVersion.of(session.sdk_version if session else None)
         await self._refuse_over_quota(model, checkpoints=0)
-        version = await self._written(model, SAMPLER, None, run)
+        version = await self._write_version(model, SAMPLER, None, run)
         path = tinker_path(model.model_id, SAMPLER, f".{version.version_id}")
         sampler = Sampler(
             sampling_session_id=f"{model.session_id}:sample:{number}",
@@ -262,8 +266,10 @@ class Saving:
             ) from None
         return result
 
-    async def _written(self, model: Model, kind: str, name: str | None, run: RunWork) -> Version:
-        """The engine writes the files; nobody can find them until the commit."""
+    async def _write_version(
+        self, model: Model, kind: str, name: str | None, run: RunWork
+    ) -> Version:
+        """The engine writes the files; they are not visible until the commit."""
         checkpoints = self._store.checkpoints
         version = checkpoints.new_version(
             owner=model.owner, model_id=model.model_id, kind=kind, name=name
@@ -274,14 +280,14 @@ class Saving:
             folder=checkpoints.folder(version),
             optimizer=kind == TRAINING,
         )
-        outcome = await self._with_room(run, work)
+        outcome = await self._run_with_disk_retry(run, work)
         return version.with_size(json.loads(outcome.result)["size_bytes"])
 
-    async def _with_room(self, run: RunWork, work: Work) -> Outcome:
-        """A save was accepted: while the disk does not take it, it waits; the log says that once."""
+    async def _run_with_disk_retry(self, run: RunWork, work: Work) -> Outcome:
+        """Retry while the disk is full; logged once."""
         began_s = time.monotonic()
-        wait_s = ROOM_RETRY_S
-        waits = False
+        wait_s = DISK_RETRY_S
+        waiting = False
         while True:
             try:
                 outcome = await run(work)
@@ -290,31 +296,33 @@ class Saving:
                 if (problem := storage_problem(error)) is None:
                     raise
                 waited_s = time.monotonic() - began_s
-                if waited_s > ROOM_PATIENCE_S:
-                    log.error("a save of %s is given up after %.0f s", work.model_id, waited_s)
+                if waited_s > DISK_WAIT_S:
+                    log.error(
+                        "a save of %s failed after %.0f s of retries", work.model_id, waited_s
+                    )
                     raise
-                if not waits:
-                    waits = True
-                    # Only the first time: there may be room for everything but this.
+                if not waiting:
+                    waiting = True
+                    # Only the first time: there may be enough space for everything else.
                     self._store.health.record(error, FILES)
                     log.error(
                         "a save of %s waits up to %.0f s: %s. %s",
-                        *(work.model_id, ROOM_PATIENCE_S, failed.message, problem.advice),
+                        *(work.model_id, DISK_WAIT_S, failed.message, problem.advice),
                     )
             else:
-                if waits:
+                if waiting:
                     waited_s = time.monotonic() - began_s
                     log.warning("the save of %s was written after %.0f s", work.model_id, waited_s)
                 return outcome
             await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, ROOM_RETRY_MOST_S)
+            wait_s = min(2 * wait_s, MAX_DISK_RETRY_S)
 
 
 def check_name(name: str) -> None:
-    """Names become folders and parts of paths: refuse what cannot be both."""
+    """Refuse names that cannot be a folder and a part of a path."""
     problem = None
-    if not name or len(name.encode()) > LONGEST_NAME:
-        problem = f"it has {len(name.encode())} bytes, and 1 to {LONGEST_NAME} are allowed"
+    if not name or len(name.encode()) > MAX_NAME_BYTES:
+        problem = f"it has {len(name.encode())} bytes, and 1 to {MAX_NAME_BYTES} are allowed"
     elif "/" in name or "\\" in name or not name.isprintable():
         problem = "slashes and control characters are not allowed"
     elif name.startswith("."):
@@ -338,7 +346,7 @@ def no_checkpoint(path: str) -> str:
 
 
 def refuse_external(version: Version) -> None:
-    """Files for other programs are not read back here: they may be locked."""
+    """Refuse to load files that were made for other programs: they may be encrypted."""
     if version.kind == EXTERNAL:
         raise UserFailure(
             f"{tinker_path(version.model_id, EXTERNAL, version.name or '')} was made for other "
@@ -348,10 +356,10 @@ def refuse_external(version: Version) -> None:
 
 
 def check_ttl(ttl_s: int | None) -> None:
-    """Refuse a time to live that is too short or too long."""
-    if ttl_s is not None and not SHORTEST_TTL_S <= ttl_s <= LONGEST_TTL_S:
+    """Refuse a time to live that is out of range."""
+    if ttl_s is not None and not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
         raise UserFailure(
-            f"ttl_seconds is {ttl_s}; {SHORTEST_TTL_S} (one hour) to {LONGEST_TTL_S} (ten years) "
+            f"ttl_seconds is {ttl_s}; {MIN_TTL_S} (one hour) to {MAX_TTL_S} (ten years) "
             "are allowed. Leave it out to keep the checkpoint."
         )
 
@@ -367,4 +375,4 @@ def _naming(ttl_s: int | None, user_metadata: dict[str, Any] | None, *, overwrit
 
 def _name_taken(model: Model, kind: str, name: str) -> str:
     advice = " Save with overwrite=True to replace it, or" if kind == TRAINING else " Please"
-    return f"{tinker_path(model.model_id, kind, name)} exists already.{advice} choose another name."
+    return f"{tinker_path(model.model_id, kind, name)} already exists.{advice} choose another name."

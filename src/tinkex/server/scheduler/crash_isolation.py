@@ -1,9 +1,14 @@
 """
-Whether a death counts against the requests that were with an engine when it happened. Pure.
+Isolates requests that crash an engine.
 
-A death that the web process saw, it counts itself. These rules are for what its successor finds: a
-web process that ended without a word, and requests that were with an engine at that moment. Whoever
-restarts a server, or kills its web process, must not fail anybody's work by it.
+An engine that crashes takes down every request it was running. Most crashes have nothing to do with
+the requests, so after one crash they simply run again. A request that was in two crashes runs
+isolated: alone, or in small groups while there are many. If the engine crashes while the request is
+alone with it, the request fails, and the counts of the others are cleared.
+
+Crash counts are stored when an engine crashes, so they survive the web process. If the web process
+itself dies without storing anything, the in-flight file tells the next one which requests the engine
+had.
 """
 
 import asyncio
@@ -22,96 +27,242 @@ from pathlib import Path
 
 from tinkex.wire import engine_protocol
 
-#: Ends of a web process that somebody else brought about.
-_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+#: A request that was in this many crashes, the last time alone, fails.
+MAX_CRASHES = 3
+#: A request that was in this many crashes runs isolated.
+ISOLATE_AFTER = MAX_CRASHES - 1
+#: Up to this many isolated requests run one by one; more run in this many groups at first.
+MAX_SINGLY = 16
+GROUPS = 8
+#: The name in the in-flight file of work that is not a request.
+OTHER_WORK = ("snapshot",)
 
 
-class Engine(enum.StrEnum):
-    """What an engine was doing last, as far as it is written down."""
+def group_size(isolated: int, crashes: int) -> int:
+    """How many of this many isolated requests run together after this many crashes."""
+    if isolated <= MAX_SINGLY:
+        return 1
+    return max(1, int(isolated / GROUPS ** (crashes - ISOLATE_AFTER + 1)))
 
-    NONE = "none"  # not up yet, or seen to end and counted by whoever saw it
-    UP = "up"  # it worked
-    LEFT = "left"  # it outlived its web process, and left because that was gone
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One step batch of a model, or one sample, on an engine."""
+
+    crashes: int
+    #: Nothing else was on the engine at any time during this attempt.
+    alone: bool = True
+    names: Sequence[str] = OTHER_WORK
+    lines: Sequence[int] = ()
+    _started: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_isolated(self) -> bool:
+        return self.crashes >= ISOLATE_AFTER
+
+
+class CrashIsolation:
+    """Admits attempts to one engine, in order of arrival."""
+
+    def __init__(self, in_flight_file: "InFlightFile | None" = None) -> None:
+        self._file = in_flight_file
+        self._crashes: dict[str, int] = {}
+        #: Requests that an earlier process found to crash the engine, with the reason.
+        self._failed: dict[str, str] = {}
+        self._running: set[Attempt] = set()
+        self._isolated_running = 0
+        self._waiting: deque[Attempt] = deque()
+        self._held: set[str] = set()
+
+    @contextlib.asynccontextmanager
+    async def attempt(self, *request_ids: str) -> AsyncIterator[Attempt]:
+        """Run on the engine; waits while isolated requests must not have company."""
+        crashes = max(map(self.crashes, request_ids), default=0)
+        attempt = Attempt(crashes, names=request_ids or OTHER_WORK)
+        self._waiting.append(attempt)
+        self._admit()
+        try:
+            if not attempt._started.is_set():
+                self._held.update(request_ids)
+                await attempt._started.wait()
+                self._held.difference_update(request_ids)
+            yield attempt
+        finally:
+            self._held.difference_update(request_ids)
+            if attempt in self._running:
+                self._running.discard(attempt)
+                self._isolated_running -= attempt.is_isolated
+            else:
+                self._waiting.remove(attempt)
+            if self._file is not None:
+                self._file.remove(attempt.lines)
+            self._admit()
+
+    def record_crash(self, request_id: str, attempt: Attempt, *, times: int = 1) -> bool:
+        """A request was lost with its engine; True if it is the one that crashes it."""
+        crashes = self._crashes[request_id] = self.crashes(request_id) + times
+        caused = attempt.alone and crashes >= MAX_CRASHES
+        if caused:
+            # It crashed the engine in the earlier attempts too: the others are cleared.
+            self._crashes.clear()
+        return caused
+
+    def crashes(self, request_id: str) -> int:
+        """How many crashes this request was in."""
+        return self._crashes.get(request_id, 0)
+
+    @property
+    def crash_counts(self) -> Mapping[str, int]:
+        return self._crashes
+
+    def failure_reason(self, request_id: str) -> str | None:
+        """Why this request must not run again; None if it may."""
+        return self._failed.get(request_id)
+
+    def is_held(self, request_id: str) -> bool:
+        """Whether it waits because of an isolated request, or because it is one."""
+        return request_id in self._held
+
+    def restore(self, request_id: str, crashes: int, *, reason: str = "") -> None:
+        """Set a count of an earlier process; with a reason, the request must not run again."""
+        self._crashes[request_id] = crashes
+        if reason:
+            self._failed[request_id] = reason
+
+    def forget(self, request_id: str) -> None:
+        """The request is finished."""
+        self._crashes.pop(request_id, None)
+        self._failed.pop(request_id, None)
+
+    def take_leftover(self) -> "LeftoverState | None":
+        """What the previous web process left in the in-flight file; None the second time."""
+        if self._file is None:
+            return None
+        leftover, self._file.leftover = self._file.leftover, None
+        return leftover
+
+    def _admit(self) -> None:
+        # Strictly in order, so neither isolated requests nor the others wait forever.
+        while self._waiting and self._may_start(self._waiting[0]):
+            attempt = self._waiting.popleft()
+            if self._running:
+                attempt.alone = False
+                # With several running, all have lost the flag already.
+                if len(self._running) == 1:
+                    next(iter(self._running)).alone = False
+            self._running.add(attempt)
+            self._isolated_running += attempt.is_isolated
+            if self._file is not None:
+                attempt.lines = self._file.add(attempt.names)
+            attempt._started.set()
+
+    def _may_start(self, attempt: Attempt) -> bool:
+        if not attempt.is_isolated:
+            return not self._isolated_running
+        if len(self._running) > self._isolated_running:
+            return False
+        isolated = self._isolated_running + sum(other.is_isolated for other in self._waiting)
+        return len(self._running) < group_size(isolated, attempt.crashes)
+
+
+#: Signals that end a web process from outside.
+_EXTERNAL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+
+
+class EngineState(enum.StrEnum):
+    """The last state of an engine in the in-flight file."""
+
+    NONE = "none"  # not up yet, or its end was observed and counted
+    UP = "up"
+    LEFT = "left"  # it outlived its web process, and exited because that was gone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Remains:
-    """What a web process left behind of one engine."""
+class LeftoverState:
+    """What a web process left in the in-flight file of one engine."""
 
-    engine: Engine
-    #: Of the machine: another one after each start of it.
+    engine: EngineState
+    #: Changes with every start of the machine.
     boot_id: str
-    #: Who was with the engine: request ids, and names of other work.
-    inside: tuple[str, ...]
+    #: The request ids, and names of other work, that the engine had.
+    in_flight: tuple[str, ...]
 
 
-def crashed(status: int, *, oom_kills: int) -> bool:
+def web_process_crashed(status: int, *, oom_kills: int) -> bool:
     """
-    Whether a web process that nobody had told to stop died of what it did.
+    Whether a web process that was not told to stop crashed by itself.
 
     `status` is its exit status, negative for a signal; `oom_kills` is how many processes the system
-    killed for memory while it lived. Without one of those, a SIGKILL is somebody's hand.
+    killed for memory while it ran. Without one of those, SIGKILL came from a person or a tool.
     """
-    if status >= 0 or -status not in _FROM_OUTSIDE:
+    if status >= 0 or -status not in _EXTERNAL_SIGNALS:
         return True
     return -status == signal.SIGKILL and oom_kills > 0
 
 
-def counts(remains: Remains, *, boot_id: str, web_crashed: bool) -> bool:
-    """Whether what was with this engine is to be counted as lost with it once more."""
-    if remains.boot_id != boot_id:
-        return False  # the machine went down with everything on it
-    if remains.engine is Engine.UP:
-        return True  # it died as well, and nobody was left to see it
-    # An engine that was well at the end is no witness against its work, unless that came back to
-    # the web process and broke it there.
-    return remains.engine is Engine.LEFT and web_crashed
+def counts_as_crash(leftover: LeftoverState, *, boot_id: str, web_crashed: bool) -> bool:
+    """
+    Whether the leftover requests were in a crash that was not counted yet.
+
+    Restarting a server, or killing its web process, must not fail any request.
+    """
+    if leftover.boot_id != boot_id:
+        return False  # the machine itself went down
+    if leftover.engine is EngineState.UP:
+        return True  # the engine died too, and no process was left to count it
+    # The engine was fine to the end. Its requests count only if the web process crashed, because
+    # one of their results may have caused that.
+    return leftover.engine is EngineState.LEFT and web_crashed
 
 
-# MERGED: Who is with an engine, in a file that outlives the web process. Written at every hand-out, so a word costs one small write to the system's memory and nothing is synced: a machine that goes down blames nobody anyway (`blame`). The engine holds the same file open and says there that it leaves because its web process is gone. Nothing here may stop the work: what cannot be written is left out.
+# One line each: the engine's state and the boot id first, then a request id or blanks.
+LINE_BYTES = 64
+STATE_BYTES = len(engine_protocol.LEFT)
+#: How long to wait for an engine without a web process to exit.
+ENGINE_EXIT_S = 5.0
+_POLL_S = 0.02
 
 
-# One line each: the engine's state and the machine's start first, then a request or blanks.
-LINE = 64
-STATE = len(engine_protocol.CLEAN_EXIT)
-#: How long an engine without its web process may take to leave before nobody waits for it.
-LEAVES_S = 5.0
-_LOOK_S = 0.02
-
-
-def boot_id() -> str:
-    """Another one after each start of the machine; empty where the system does not tell."""
+def current_boot_id() -> str:
+    """An id that changes with every start of the machine; empty where the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
 
 
-class Roll:
-    """Of one engine. `remains` is what the last web process on this file left behind."""
+class InFlightFile:
+    """
+    The requests that one engine is running, in a file that outlives the web process.
+
+    It is written for every attempt, so a write is one small `pwrite` without a sync: after a machine
+    crash the file does not count anyway. The engine holds the same file open and writes LEFT when it
+    exits because its web process is gone. Write errors are ignored: they must not stop the work.
+
+    `leftover` is what the previous web process left in the file.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
         file.parent.mkdir(parents=True, exist_ok=True)
-        self.remains = _taken_over(file)
-        # A new file: an engine that is still about writes into the old one.
+        self.leftover = _take_over(file)
+        # A new file: an engine that is still running writes into the old one.
         self.descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self.descriptor, fcntl.LOCK_EX)
         self._lines = 1
         self._free: list[int] = []
-        self._write(0, f"{Engine.NONE:<{STATE}}{boot_id()}")
+        self._write(0, f"{EngineState.NONE:<{STATE_BYTES}}{current_boot_id()}")
 
     @classmethod
-    def of(cls, folder: Path, base_model: str) -> "Roll":
+    def for_base_model(cls, folder: Path, base_model: str) -> "InFlightFile":
         return cls(folder / hashlib.sha256(base_model.encode()).hexdigest()[:16])
 
-    def engine(self, state: Engine) -> None:
-        """The engine is up, or has been seen to end."""
+    def set_engine_state(self, state: EngineState) -> None:
         with contextlib.suppress(OSError):
-            os.pwrite(self.descriptor, f"{state:<{STATE}}".encode(), 0)
+            os.pwrite(self.descriptor, f"{state:<{STATE_BYTES}}".encode(), 0)
 
-    def enter(self, names: Iterable[str]) -> Sequence[int]:
-        """These are with the engine now; what `leave` takes."""
+    def add(self, names: Iterable[str]) -> Sequence[int]:
+        """The engine has these now. Returns their lines, for `remove`."""
         lines = []
         for name in names:
             if self._free:
@@ -123,193 +274,58 @@ class Roll:
             lines.append(line)
         return lines
 
-    def leave(self, lines: Sequence[int]) -> None:
+    def remove(self, lines: Sequence[int]) -> None:
         for line in lines:
             self._write(line, "")
             heapq.heappush(self._free, line)
 
     def close(self) -> None:
-        """An end in order leaves nothing behind."""
+        """Delete the file: after a clean shutdown there is nothing to count."""
         self._file.unlink(missing_ok=True)
         os.close(self.descriptor)
 
     def _write(self, line: int, text: str) -> None:
         with contextlib.suppress(OSError):
-            os.pwrite(self.descriptor, f"{text:<{LINE - 1}}\n".encode(), line * LINE)
+            os.pwrite(self.descriptor, f"{text:<{LINE_BYTES - 1}}\n".encode(), line * LINE_BYTES)
 
 
-def _taken_over(file: Path) -> Remains | None:
-    """What is in the file, once nobody holds it any more; the file is gone then."""
+def _take_over(file: Path) -> LeftoverState | None:
+    """Read and delete an old file, once its engine has exited."""
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     with os.fdopen(descriptor, "rb") as old:
-        stays = not _freed(descriptor)
-        remains = _parsed(old.read(), stays=stays)
+        still_running = not _wait_for_exit(descriptor)
+        leftover = _parse(old.read(), still_running=still_running)
     file.unlink(missing_ok=True)
-    return remains
+    return leftover
 
 
-def _freed(descriptor: int) -> bool:
-    """Whether the old engine has left, or died, within its time."""
-    until_s = time.monotonic() + LEAVES_S
+def _wait_for_exit(descriptor: int) -> bool:
+    """Whether the old engine released the file within the timeout."""
+    until_s = time.monotonic() + ENGINE_EXIT_S
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > until_s:
                 return False
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         else:
             return True
 
 
-def _parsed(data: bytes, *, stays: bool) -> Remains | None:
-    """What a file says; nothing, if it is none of ours."""
+def _parse(data: bytes, *, still_running: bool) -> LeftoverState | None:
+    """The content of a file; None if it is not an in-flight file."""
     head, *lines = data.decode(errors="replace").splitlines() or [""]
     try:
-        engine = Engine(head[:STATE].strip())
+        engine = EngineState(head[:STATE_BYTES].strip())
     except ValueError:
         return None
-    return Remains(
-        # One that is still there has outlived its web process.
-        engine=Engine.LEFT if stays and engine is Engine.UP else engine,
-        boot_id=head[STATE:].strip(),
-        inside=tuple(name for line in lines if (name := line.strip())),
+    return LeftoverState(
+        # An engine that is still running has outlived its web process.
+        engine=EngineState.LEFT if still_running and engine is EngineState.UP else engine,
+        boot_id=head[STATE_BYTES:].strip(),
+        in_flight=tuple(name for line in lines if (name := line.strip())),
     )
-
-
-# MERGED: Who is with an engine together, so that one that kills it is found and the others are not blamed. An engine takes everything with it that it was working on. What was lost once is simply tried again: most deaths have nothing to do with the work. What was lost twice is a suspect, and is tried apart from everybody else, alone or at first in small groups. What dies alone is the culprit; the others are cleared. Counts outlive this process: `Desk` writes them down when an engine dies, and a roll tells the next process who was with an engine when this one ended without a word.
-
-
-#: Lost so often, the last time alone: it is not tried again.
-MOST_DEATHS = 3
-#: Lost so often: tried apart from the others.
-SUSPECT = MOST_DEATHS - 1
-#: So many suspects are tried one by one at once; more are narrowed down, this many groups at a time.
-FEW = 16
-GROUPS = 8
-#: On the roll, work that is no request.
-OTHER = ("snapshot",)
-
-
-def width(suspects: int, deaths: int) -> int:
-    """How many suspects run together, of so many that were lost so often."""
-    if suspects <= FEW:
-        return 1
-    return max(1, int(suspects / GROUPS ** (deaths - SUSPECT + 1)))
-
-
-@dataclass(slots=True, eq=False)
-class Visit:
-    """One turn of a model, or one sample, with an engine."""
-
-    deaths: int
-    #: Nobody else was with the engine at any time of this visit.
-    alone: bool = True
-    names: Sequence[str] = OTHER
-    lines: Sequence[int] = ()
-    _enter: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def is_suspect(self) -> bool:
-        return self.deaths >= SUSPECT
-
-
-class Company:
-    """The visitors of one base model's engine, in the order in which they came."""
-
-    def __init__(self, roll: Roll | None = None) -> None:
-        self._roll = roll
-        self._deaths: dict[str, int] = {}
-        #: Found guilty by an earlier process, with the reason.
-        self._condemned: dict[str, str] = {}
-        self._inside: set[Visit] = set()
-        self._suspects_inside = 0
-        self._waiting: deque[Visit] = deque()
-        self._kept_out: set[str] = set()
-
-    def deaths(self, request_id: str) -> int:
-        """How often this request was with an engine that died."""
-        return self._deaths.get(request_id, 0)
-
-    def keeps_out(self, request_id: str) -> bool:
-        """Whether it waits because suspects are tried, or because it is one."""
-        return request_id in self._kept_out
-
-    @property
-    def counted(self) -> Mapping[str, int]:
-        """Everybody who was lost, and how often."""
-        return self._deaths
-
-    def remember(self, request_id: str, deaths: int, *, reason: str = "") -> None:
-        """It was lost so often before; with a reason it is what killed the engines."""
-        self._deaths[request_id] = deaths
-        if reason:
-            self._condemned[request_id] = reason
-
-    def condemned(self, request_id: str) -> str | None:
-        """Why it is not tried again, if it is not."""
-        return self._condemned.get(request_id)
-
-    def lost(self, request_id: str, visit: Visit, *, times: int = 1) -> bool:
-        """A request was lost with its engine; whether it is the one that kills it."""
-        deaths = self._deaths[request_id] = self.deaths(request_id) + times
-        guilty = visit.alone and deaths >= MOST_DEATHS
-        if guilty:
-            # Whoever shared an engine with it was lost because of it.
-            self._deaths.clear()
-        return guilty
-
-    def over(self, request_id: str) -> None:
-        """A request has its result."""
-        self._deaths.pop(request_id, None)
-        self._condemned.pop(request_id, None)
-
-    @contextlib.asynccontextmanager
-    async def visit(self, *request_ids: str) -> AsyncIterator[Visit]:
-        """With the engine, once those may come in who have been lost as often as these."""
-        deaths = max(map(self.deaths, request_ids), default=0)
-        visit = Visit(deaths, names=request_ids or OTHER)
-        self._waiting.append(visit)
-        self._let_in()
-        try:
-            if not visit._enter.is_set():
-                self._kept_out.update(request_ids)
-                await visit._enter.wait()
-                self._kept_out.difference_update(request_ids)
-            yield visit
-        finally:
-            self._kept_out.difference_update(request_ids)
-            if visit in self._inside:
-                self._inside.discard(visit)
-                self._suspects_inside -= visit.is_suspect
-            else:
-                self._waiting.remove(visit)
-            if self._roll is not None:
-                self._roll.leave(visit.lines)
-            self._let_in()
-
-    def _let_in(self) -> None:
-        """Strictly in order: suspects keep nobody out for ever, and are not kept out either."""
-        while self._waiting and self._may_enter(self._waiting[0]):
-            visit = self._waiting.popleft()
-            if self._inside:
-                visit.alone = False
-                # Of several, none is alone any more.
-                if len(self._inside) == 1:
-                    next(iter(self._inside)).alone = False
-            self._inside.add(visit)
-            self._suspects_inside += visit.is_suspect
-            if self._roll is not None:
-                visit.lines = self._roll.enter(visit.names)
-            visit._enter.set()
-
-    def _may_enter(self, visit: Visit) -> bool:
-        if not visit.is_suspect:
-            return not self._suspects_inside
-        if len(self._inside) > self._suspects_inside:
-            return False
-        suspects = self._suspects_inside + sum(other.is_suspect for other in self._waiting)
-        return len(self._inside) < width(suspects, visit.deaths)

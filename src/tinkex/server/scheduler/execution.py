@@ -1,220 +1,226 @@
-"""What everything that runs requests shares: background tasks, engine time, results to the disk."""
+"""
+Shared by everything that runs requests: work for engines, background tasks, storing results.
+
+`Execution` is the part that all engines share, `ResultWriter` stores the results of steps in order,
+and `EngineClient` sends work to one engine.
+"""
 
 import asyncio
 import functools
 import logging
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tinkex.server.executor import EngineLost, Executor, Outcome, Work
-from tinkex.server.executor import Task as Doing
-from tinkex.server.scheduler import step_queue
-from tinkex.server.scheduler.base_model_check import BaseCheck
-from tinkex.server.scheduler.crash_isolation import Company, Roll, Visit
+from tinkex.server.executor import EngineLost, Executor, Outcome, Task, Work
+from tinkex.server.scheduler.base_model_check import BaseModelCheck
+from tinkex.server.scheduler.crash_isolation import Attempt, CrashIsolation, InFlightFile
 from tinkex.server.scheduler.fairness import Admission
-from tinkex.server.scheduler.jobs import Ending, Payloads, unstorable
-from tinkex.server.scheduler.model_state import Run, Unstored
-from tinkex.server.scheduler.results import Futures, Settled
-from tinkex.server.scheduler.step_queue import Cause, Kind, Step
-from tinkex.server.store import NewRequest, RequestRow, Store, accepted_work, request_writes
+from tinkex.server.scheduler.results import (
+    FinishedRequest,
+    Futures,
+    RequestOutcome,
+    storage_failure,
+)
+from tinkex.server.scheduler.session_status import SessionFailures
+from tinkex.server.scheduler.step_queue import PASSES, Cause, Kind, Step
+from tinkex.server.store import (
+    CustomLoss,
+    Model,
+    NewRequest,
+    RequestRow,
+    Store,
+    accepted_work,
+    request_writes,
+)
+from tinkex.server.store.requests import INLINE_BYTES
+from tinkex.wire.codec import encode_json
+from tinkex.wire.proto import frames_pb2
+
+if TYPE_CHECKING:
+    from tinkex.server.scheduler.model_worker import ModelState
 
 log = logging.getLogger("tinkex.server.scheduler")
 
-#: A result that was not stored is tried again after these, and then its request fails. Trouble of
-#: the disk or the database is not meant: that is waited for, however long it lasts.
-STORE_AGAIN_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+#: Waits between the attempts to store a result; then its request fails. Outages of the disk or the
+#: database are not counted: the store waits until they end.
+STORE_RETRY_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+#: Owners on the metrics page: the ones that used an engine last.
+MAX_OWNERS = 1_000
+#: Small payloads up to this size in total are cached; the rest are read from the store.
+PAYLOAD_CACHE_BYTES = 128 * 2**20
 
-#: Owners on the metrics page: those who used an engine last.
-MOST_OWNERS = 1_000
+
+def create_work(model: Model) -> Work:
+    return Work(
+        task=Task.CREATE,
+        model_id=model.model_id,
+        lora_config=encode_json(dict(model.lora_config)),
+        optimizer_config=encode_json(dict(model.optimizer_config)),
+    )
 
 
-class _Recent(defaultdict[str, float]):
-    """Numbers of the owners that were set last."""
+def training_work(model: Model, kind: Kind, payload: bytes | Path) -> Work:
+    """A forward pass, a forward and backward pass, or an optimizer step."""
+    return Work(
+        task=Task.OPTIM_STEP if kind is Kind.OPTIM_STEP else Task.PASS,
+        model_id=model.model_id,
+        backward=kind is Kind.FORWARD_BACKWARD,
+        session_id=model.session_id,
+        **_payload_fields(payload),
+    )
+
+
+def sample_work(
+    owner: str,
+    folder: str | None,
+    payload: bytes | Path,
+    on_tokens: Callable[[frames_pb2.Tokens], None] | None = None,
+) -> Work:
+    return Work(
+        task=Task.SAMPLE,
+        folder=folder,
+        owner=owner,
+        on_tokens=on_tokens,
+        **_payload_fields(payload),
+    )
+
+
+def register_loss_work(loss: CustomLoss) -> Work:
+    return Work(
+        task=Task.REGISTER_LOSS,
+        loss_id=loss.loss_id,
+        session_id=loss.session_id,
+        payload=loss.definition,
+    )
+
+
+def forget_losses_work(session_id: str) -> Work:
+    return Work(task=Task.FORGET_LOSSES, session_id=session_id)
+
+
+def drop_work(model_id: str) -> Work:
+    return Work(task=Task.DROP, model_id=model_id)
+
+
+def clear_gradients_work(model_id: str) -> Work:
+    return Work(task=Task.CLEAR_GRADIENTS, model_id=model_id)
+
+
+def payload_size(payload: bytes | Path) -> int:
+    return payload.stat().st_size if isinstance(payload, Path) else len(payload)
+
+
+def _payload_fields(payload: bytes | Path) -> dict[str, Any]:
+    return {"payload_file": payload} if isinstance(payload, Path) else {"payload": payload}
+
+
+class PayloadCache:
+    """Payloads between acceptance and execution. Large ones are files, which engines read."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._cache: dict[str, bytes] = {}
+        self._cache_bytes = 0
+
+    def add(self, request_id: str, payload: bytes) -> None:
+        fits = self._cache_bytes + len(payload) <= PAYLOAD_CACHE_BYTES
+        if len(payload) <= INLINE_BYTES and fits:
+            self._cache[request_id] = payload
+            self._cache_bytes += len(payload)
+
+    async def get(self, request_id: str) -> bytes | Path:
+        """The bytes, or the file that has them."""
+        if (payload := self._cache.get(request_id)) is not None:
+            return payload
+        return await self._store.requests.payload(request_id)
+
+    async def read(self, request_id: str) -> bytes:
+        payload = await self.get(request_id)
+        return await asyncio.to_thread(payload.read_bytes) if isinstance(payload, Path) else payload
+
+    def forget(self, request_id: str) -> None:
+        if (payload := self._cache.pop(request_id, None)) is not None:
+            self._cache_bytes -= len(payload)
+
+
+class _RecentOwners(defaultdict[str, float]):
+    """Keeps the owners whose numbers were set last."""
 
     def __setitem__(self, owner: str, value: float) -> None:
         self.pop(owner, None)
         super().__setitem__(owner, value)
-        if len(self) > MOST_OWNERS:
+        if len(self) > MAX_OWNERS:
             del self[next(iter(self))]
 
 
-class Desk:
-    """One for each dispatcher. A result is committed before its waiters are woken."""
+class ComputeUsage:
+    """What engines computed, for the metrics page."""
 
-    def __init__(
-        self,
-        *,
-        store: Store,
-        executor: Executor,
-        futures: Futures,
-        rolls: Mapping[str, Roll] | None = None,
-        base_check: BaseCheck | None = None,
-        max_sequences: int = 0,
-    ) -> None:
+    def __init__(self) -> None:
+        #: Number of operations and seconds of compute.
+        self.by_task: dict[Task, tuple[int, float]] = {}
+        #: Seconds of compute.
+        self.by_owner: defaultdict[str, float] = _RecentOwners(float)
+
+    def record(self, task: Task, owner: str, answer: asyncio.Future[Outcome]) -> None:
+        if answer.cancelled() or answer.exception() is not None:
+            return
+        compute_s = answer.result().compute_s
+        count, seconds = self.by_task.get(task, (0, 0.0))
+        self.by_task[task] = (count + 1, seconds + compute_s)
+        self.by_owner[owner] += compute_s
+
+
+class Execution:
+    """What all engines of a server share. A result is committed before its polls are woken."""
+
+    def __init__(self, *, store: Store, executor: Executor, futures: Futures) -> None:
         self.store = store
         self.executor = executor
         self.futures = futures
-        self.base_check = base_check
-        self.payloads = Payloads(store)
-        self.failures = Failures(store)
-        #: Accepted requests that this process has, until their results are on disk.
-        self.taken: set[str] = set()
-        #: By base model: who is with its engine together.
-        self.companies: defaultdict[str, Company] = defaultdict(Company)
-        self.companies.update({name: Company(roll) for name, roll in (rolls or {}).items()})
-        #: By base model: what outside the order of steps goes to its engine next.
-        self._admissions: dict[str, Admission] = {}
-        self._max_sequences = max_sequences
-        #: Base models of which an engine died, and whose counts are not written down yet.
-        self._to_count: set[str] = set()
+        self.payloads = PayloadCache(store)
+        self.failures = SessionFailures(store)
+        self.usage = ComputeUsage()
+        #: Accepted requests that this process runs, until their results are stored.
+        self.claimed: set[str] = set()
         self.closing = False
-        #: Seconds of computing and number of operations, by task; for the metrics page.
-        self.computed: dict[Doing, tuple[int, float]] = {}
-        #: Seconds of computing by owner: who has which share.
-        self.used_s: defaultdict[str, float] = _Recent(float)
-        #: Done once the last request whose commit was asked for has been told of.
-        self._told: asyncio.Future[None] | None = None
+        #: Done once the polls of the last commit were woken.
+        self._last_woken: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def take(self, row: RequestRow) -> bool:
-        """Whether this process takes a request now: False when it has it, or has finished it."""
-        if row.request_id in self.taken or self.futures.is_kept(row.request_id):
+    def claim(self, row: RequestRow) -> bool:
+        """Take a request; False when this process has it already, or has finished it."""
+        if row.request_id in self.claimed or self.futures.is_cached(row.request_id):
             return False
-        self.taken.add(row.request_id)
-        self.futures.expect(row)
+        self.claimed.add(row.request_id)
+        self.futures.track(row)
         return True
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """In the background, until it is done or the server stops; its reads wait for the database."""
+        """Run in the background until the server stops; its reads wait for the database."""
         task = asyncio.create_task(work, context=accepted_work())
         self._tasks.add(task)
-        task.add_done_callback(self._over)
+        task.add_done_callback(self._task_done)
         return task
 
-    def _over(self, task: asyncio.Task[None]) -> None:
+    def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a background task failed", exc_info=error)
 
     async def stop(self) -> None:
-        for admission in self._admissions.values():
-            admission.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def send(
-        self, base_model: str, work: Work, *, owner: str, incarnation: int | None = None
-    ) -> asyncio.Future[Outcome]:
-        """
-        Hand work to an engine, on its owner's account; what is answered is its outcome.
-
-        The engine has it when this returns: what is sent later comes later.
-        """
-        answer = await self.executor.send(base_model, work, incarnation=incarnation)
-        answer.add_done_callback(functools.partial(self._count_work, work.task, owner))
-        return answer
-
-    async def run(
-        self, base_model: str, work: Work, *, owner: str, incarnation: int | None = None
-    ) -> Outcome:
-        """Let an engine do this, on its owner's account."""
-        return await (await self.send(base_model, work, owner=owner, incarnation=incarnation))
-
-    def _count_work(self, task: Doing, owner: str, answer: asyncio.Future[Outcome]) -> None:
-        if answer.cancelled() or answer.exception() is not None:
-            return
-        compute_s = answer.result().compute_s
-        count, seconds = self.computed.get(task, (0, 0.0))
-        self.computed[task] = (count + 1, seconds + compute_s)
-        self.used_s[owner] += compute_s
-
-    async def insist(
-        self, row: RequestRow, prepare: Callable[[], Awaitable[Work]], *, base_model: str = ""
-    ) -> Outcome:
-        """
-        The same for a request outside the order of steps, however often its engine dies.
-
-        The work is prepared when its turn comes, so that what waits takes no memory.
-        """
-        base_model = base_model or row.base_model
-        company, admission = self.companies[base_model], self._admission(base_model)
-        try:
-            if (reason := company.condemned(row.request_id)) is not None:
-                raise EngineLost(reason)
-            while True:
-                await admission.enter(row.owner)
-                try:
-                    work = await prepare()
-                    async with company.visit(row.request_id) as visit:
-                        try:
-                            return await self.run(base_model, work, owner=row.owner)
-                        except EngineLost:
-                            if self.closing:
-                                raise
-                            admission.lost()
-                            if self.lost(base_model, row.request_id, visit):
-                                raise
-                finally:
-                    admission.leave(row.owner)
-        finally:
-            company.over(row.request_id)
-
-    def _admission(self, base_model: str) -> Admission:
-        if (admission := self._admissions.get(base_model)) is None:
-            ready = functools.partial(self.executor.ready, base_model)
-            admission = Admission(ready, max_sequences=self._max_sequences)
-            self._admissions[base_model] = admission
-        return admission
-
-    def lost(self, base_model: str, request_id: str, visit: Visit, *, times: int = 1) -> bool:
-        """A request was lost with its engine; whether it is the one that kills it."""
-        if self.futures.closing:
-            return False  # the server was told to stop, and its engines may have been too
-        guilty = self.companies[base_model].lost(request_id, visit, times=times)
-        # Everybody who was lost at once is written down at once.
-        if not self._to_count:
-            self.spawn(self._count())
-        self._to_count.add(base_model)
-        return guilty
-
-    async def _count(self) -> None:
-        """Write down who was lost how often: another process may have to go on with it."""
-        while self._to_count:
-            base_model = self._to_count.pop()
-            counted = dict(self.companies[base_model].counted)
-            if counted:
-                await self.store.crash_counts.set(counted)
-            else:
-                await self.store.crash_counts.clear(base_model)
-
-    async def kept(self, request_id: str, ending: Ending) -> request_writes.FinalState:
-        """What is to be written of a request; a large result is on disk already."""
-        if ending.error is not None:
-            category = ending.category or "server"
-            return request_writes.failure(
-                request_id, ending.error, category=category, cause=ending.cause
-            )
-        place = await self.store.requests.store_result(ending.result)
-        return request_writes.success(request_id, ending.result, place)
-
-    async def insist_on_storing(self, attempt: Callable[[], Awaitable[None]]) -> None:
-        """Store something that was promised. Raises what the last attempt of many raised."""
-        for wait_s in STORE_AGAIN_S:
-            try:
-                return await attempt()
-            except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
-                log.warning("a result was not stored; again in %.1f s: %r", wait_s, error)
-            await asyncio.sleep(wait_s)
-        await attempt()
-
-    async def settle(self, row: RequestRow, ending: Ending) -> None:
-        """A request outside the order of steps is over."""
+    async def finish(self, row: RequestRow, outcome: RequestOutcome) -> None:
+        """Store the outcome of a request that is not a step, and wake its polls."""
         self.payloads.forget(row.request_id)
-        self.failures.settled(
-            ending,
+        self.failures.update(
+            outcome,
             request_id=row.request_id,
             kind=Kind(row.kind),
             session_id=row.session_id,
@@ -223,113 +229,163 @@ class Desk:
         )
         while True:
             try:
-                return await self.insist_on_storing(functools.partial(self._settle, row, ending))
+                return await self.store_with_retries(
+                    functools.partial(self._store_and_wake, row, outcome)
+                )
             except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
-                ending = unstorable(error)
+                outcome = storage_failure(error)
 
-    async def _settle(self, row: RequestRow, ending: Ending) -> None:
-        """Store what became of a request, and tell everybody in the order of the commits."""
-        kept = await self.kept(row.request_id, ending)
-        commit = self.store.requests.finish_one(kept)
-        before, told = self._told, asyncio.get_running_loop().create_future()
-        # With nothing between this and the commit, so both have one order.
-        self._told = told
+    async def _store_and_wake(self, row: RequestRow, outcome: RequestOutcome) -> None:
+        write = await self.prepare_write(row.request_id, outcome)
+        commit = self.store.requests.finish_one(write)
+        previous, woken = self._last_woken, asyncio.get_running_loop().create_future()
+        # No `await` since the commit was queued: polls are woken in the order of the commits.
+        self._last_woken = woken
         try:
             event = await commit
-            if before is not None and not before.done():
-                await asyncio.wait({before})
-            self.wake(row.request_id, row.owner, Kind(row.kind), row.session_id, ending)
-            # After the result: who hears of it fetches it at once.
+            if previous is not None and not previous.done():
+                await asyncio.wait({previous})
+            self.wake(row.request_id, row.owner, Kind(row.kind), row.session_id, outcome)
+            # After the result: a client that reads the event fetches the result immediately.
             if event is not None:
-                self.futures.completions.add(event)
+                self.futures.completion_log.add(event)
         finally:
-            told.set_result(None)
+            woken.set_result(None)
+
+    async def prepare_write(
+        self, request_id: str, outcome: RequestOutcome
+    ) -> request_writes.FinalState:
+        """The row update of an outcome; a large result is written to a file here."""
+        if outcome.error is not None:
+            category = outcome.category or "server"
+            return request_writes.failure(
+                request_id, outcome.error, category=category, cause=outcome.cause
+            )
+        place = await self.store.requests.store_result(outcome.result)
+        return request_writes.success(request_id, outcome.result, place)
+
+    async def store_with_retries(self, attempt: Callable[[], Awaitable[None]]) -> None:
+        """Raises the error of the last attempt."""
+        for wait_s in STORE_RETRY_S:
+            try:
+                return await attempt()
+            except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
+                log.warning("a result was not stored; retrying in %.1f s: %r", wait_s, error)
+            await asyncio.sleep(wait_s)
+        await attempt()
 
     def wake(
-        self, request_id: str, owner: str, kind: Kind, session_id: str | None, ending: Ending
+        self,
+        request_id: str,
+        owner: str,
+        kind: Kind,
+        session_id: str | None,
+        outcome: RequestOutcome,
     ) -> None:
-        self.taken.discard(request_id)
-        self.futures.settle(
-            Settled(
+        """The result is stored: wake the polls that wait for it."""
+        self.claimed.discard(request_id)
+        self.futures.finish(
+            FinishedRequest(
                 request_id=request_id,
                 owner=owner,
                 kind=kind,
                 session_id=session_id,
-                result=ending.result,
-                error=ending.error,
-                category=ending.category,
+                result=outcome.result,
+                error=outcome.error,
+                category=outcome.category,
             )
         )
 
 
-# MERGED: What became of the steps of a model, on its way to the disk: strictly in the order of the steps. So the log on disk is always what the model was after one of its steps. A result that cannot be stored is tried again. If that does not help, its step fails, and the model goes back to the step before it: nobody was told what came after, and those steps run again.
+@dataclass(frozen=True, slots=True)
+class UnstoredResult:
+    step: Step
+    outcome: RequestOutcome
+    #: `StepQueue.gradient_error` before the step.
+    gradient_error: str | None
+
+    @property
+    def is_late(self) -> bool:
+        """It was never in the queue of its model."""
+        return self.outcome.cause is Cause.LATE
 
 
-class Results:
-    """One task for each model that has something to store."""
+class ResultWriter:
+    """
+    Stores the results of steps in order, with one task for each model that has some.
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        #: Called when steps of a model wait again.
-        self.went_back: Callable[[Run], None] = lambda run: None
+    A result that cannot be stored is tried again. If that does not help, its step fails and the model
+    is rewound to the step before it. The results of later steps were not published, so those steps
+    run again.
+    """
 
-    def add(self, run: Run, step: Step, ending: Ending, *, spoiled: str | None) -> None:
-        """The step is over; `spoiled` is what its line said before it."""
-        model = run.model
+    def __init__(self, execution: Execution, on_rewind: Callable[["ModelState"], None]) -> None:
+        self._execution = execution
+        self._on_rewind = on_rewind
+
+    def add(
+        self,
+        state: "ModelState",
+        step: Step,
+        outcome: RequestOutcome,
+        *,
+        gradient_error: str | None,
+    ) -> None:
+        """A step has finished; `gradient_error` is that of the queue before it."""
+        model = state.model
         if step.request_id:
-            self._desk.payloads.forget(step.request_id)
-            self._desk.failures.settled(
-                ending,
+            self._execution.payloads.forget(step.request_id)
+            self._execution.failures.update(
+                outcome,
                 request_id=step.request_id,
                 kind=step.kind,
                 session_id=model.session_id,
                 model_id=model.model_id,
-                creates=step.kind is Kind.CREATE_MODEL or step.creates,
+                creates_model=step.kind is Kind.CREATE_MODEL or step.creates_model,
             )
-        run.unstored.append(Unstored(step, ending, spoiled))
-        if run.storing is None:
-            run.storing = self._desk.spawn(self._store_all(run))
+        state.unstored.append(UnstoredResult(step, outcome, gradient_error))
+        if state.storing is None:
+            state.storing = self._execution.spawn(self._store_all(state))
 
-    async def _store_all(self, run: Run) -> None:
+    async def _store_all(self, state: "ModelState") -> None:
         try:
-            while run.unstored:
-                await self._store_next(run)
+            while state.unstored:
+                await self._store_next(state)
         finally:
-            run.storing = None
+            state.storing = None
 
-    async def _store_next(self, run: Run) -> None:
-        group = _together(run.unstored)
+    async def _store_next(self, state: "ModelState") -> None:
+        group = _storable_together(state.unstored)
+        store = self._execution.store_with_retries
         try:
             try:
-                await self._desk.insist_on_storing(lambda: self._commit(run, group))
+                await store(lambda: self._commit(state, group))
             except Exception:
                 if len(group) == 1:
                     raise
-                # The first alone, so that it does not fail for one behind it.
+                # The first alone, so that it does not fail because of one behind it.
                 group = group[:1]
-                await self._desk.insist_on_storing(lambda: self._commit(run, group))
+                await store(lambda: self._commit(state, group))
         except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
-            self._go_back(run, group[0], unstorable(error))
+            self._rewind(state, group[0], storage_failure(error))
             return
+        model = state.model
         for one in group:
-            run.unstored.popleft()
-            if one.step.request_id:
-                self._desk.wake(
-                    one.step.request_id,
-                    run.model.owner,
-                    one.step.kind,
-                    run.model.session_id,
-                    one.ending,
+            state.unstored.popleft()
+            step = one.step
+            if step.request_id:
+                self._execution.wake(
+                    step.request_id, model.owner, step.kind, model.session_id, one.outcome
                 )
 
-    async def _commit(self, run: Run, group: Sequence[Unstored]) -> None:
-        """All of a group in one transaction."""
-        requests = self._desk.store.requests
+    async def _commit(self, state: "ModelState", group: Sequence[UnstoredResult]) -> None:
+        """Store a group in one transaction."""
+        requests = self._execution.store.requests
         first = group[0]
-        if first.ending.committed:
+        if first.outcome.committed:
             return
         if not first.step.request_id:
-            model = run.model
+            model = state.model
             new = NewRequest(
                 owner=model.owner,
                 kind=first.step.kind,
@@ -339,49 +395,47 @@ class Results:
                 model_id=model.model_id,
                 seq_id=first.step.seq_id,
             )
-            await requests.store_refused(new, first.ending.error or "", cause=Cause.WORK)
+            await requests.file_refused(new, first.outcome.error or "", cause=Cause.WORK)
             return
-        endings = [await self._desk.kept(one.step.request_id, one.ending) for one in group]
-        await requests.finish_all(endings)
+        writes = [
+            await self._execution.prepare_write(one.step.request_id, one.outcome) for one in group
+        ]
+        await requests.finish_all(writes)
 
-    def _go_back(self, run: Run, failed: Unstored, ending: Ending) -> None:
-        """The step fails; what ran after it was not told to anybody, and runs again."""
-        if failed.ending.error is not None:
-            # It has changed nothing, so nothing after it is different without it.
-            again = replace(ending, cause=failed.ending.cause)
-            run.unstored[0] = replace(failed, ending=again)
+    def _rewind(self, state: "ModelState", failed: UnstoredResult, outcome: RequestOutcome) -> None:
+        """Fail the step, and requeue the steps that ran after it."""
+        if failed.outcome.error is not None:
+            # A failed step changed nothing, so the steps after it are still right.
+            again = replace(outcome, cause=failed.outcome.cause)
+            state.unstored[0] = replace(failed, outcome=again)
             return
-        behind = [one for one in list(run.unstored)[1:] if not one.is_late]
-        late = [one for one in list(run.unstored)[1:] if one.is_late]
-        run.unstored = deque([replace(failed, ending=ending), *late])
-        line = run.line
-        line.spoiled = failed.spoiled
-        line.learn(failed.step, ending.error)
-        # Not with the first of those put back: the number before it may be one that never came.
-        line.go_back(failed.step.seq_id + 1)
+        behind = [one for one in list(state.unstored)[1:] if not one.is_late]
+        late = [one for one in list(state.unstored)[1:] if one.is_late]
+        state.unstored = deque([replace(failed, outcome=outcome), *late])
+        queue = state.queue
+        queue.gradient_error = failed.gradient_error
+        queue.apply_result(failed.step, outcome.error)
+        # Not to the first requeued step: the number before it may be one that never arrived.
+        queue.rewind(failed.step.seq_id + 1)
         for one in behind:
             if one.step.request_id:
-                line.put_back([one.step])
+                queue.requeue([one.step])
             else:
-                line.put_back_refused(one.step, one.ending.error or "")
-        run.live_in = None
-        run.going_back = True
-        self.went_back(run)
+                queue.requeue_refused(one.step, one.outcome.error or "")
+        state.loaded_in = None
+        state.rewinding = True
+        self._on_rewind(state)
 
 
-def _together(unstored: Sequence[Unstored]) -> list[Unstored]:
+def _storable_together(unstored: Sequence[UnstoredResult]) -> list[UnstoredResult]:
     """
-    The passes in front, or the one step that is there.
+    The passes in front, or the one step in front if it is not a pass.
 
-    Everything else is stored once all before it is: it must not be on disk without them.
+    Every other step is stored after all before it: the store must not have it without them.
     """
-    group: list[Unstored] = []
+    group: list[UnstoredResult] = []
     for one in unstored:
-        alone = (
-            one.step.kind not in step_queue.PASSES
-            or not one.step.request_id
-            or one.ending.committed
-        )
+        alone = one.step.kind not in PASSES or not one.step.request_id or one.outcome.committed
         if group and alone:
             break
         group.append(one)
@@ -390,56 +444,91 @@ def _together(unstored: Sequence[Unstored]) -> list[Unstored]:
     return group
 
 
-# MERGED: Which sessions have failed: marked with the reason, until work of theirs succeeds again. A session has failed when the server could not do its work, or when a model of it was not created. What a user can mend in the next request, such as an unknown loss, fails that request only.
+class EngineClient:
+    """Sends work to the engine of one base model, and isolates requests that crash it."""
 
-
-LONGEST_MESSAGE = 2000
-
-
-class Failures:
-    """The marks, in memory and in the rows of their sessions."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._marked: set[str] = set()
-
-    async def start(self) -> None:
-        self._marked = set(await self._store.sessions.failed_sessions())
-
-    def settled(
+    def __init__(
         self,
-        ending: Ending,
+        base_model: str,
+        execution: Execution,
         *,
-        request_id: str,
-        kind: Kind,
-        session_id: str | None,
-        model_id: str | None = None,
-        sampling_session_id: str | None = None,
-        creates: bool = False,
+        in_flight_file: InFlightFile | None = None,
+        base_check: BaseModelCheck | None = None,
+        max_sequences: int = 0,
     ) -> None:
-        """Called for each result before it is stored, so that both are written together."""
-        if session_id is None:
-            return
-        if ending.error is None:
-            if session_id in self._marked:
-                self._marked.discard(session_id)
-                self._store.sessions.mark_failed(session_id, None)
-            return
-        if ending.category != "server" and not creates:
-            return
-        reason: dict[str, Any] = {
-            "type": "request",
-            "request_id": request_id,
-            "request_type": kind.value,
-        }
-        if model_id is not None and (creates or ending.lasting):
-            reason = {"type": "training_run", "training_run_id": model_id}
-        elif sampling_session_id is not None and ending.lasting:
-            reason = {"type": "sampling_session", "sampling_session_id": sampling_session_id}
-        self._marked.add(session_id)
-        failure = {
-            "category": "user" if ending.category == "user" else "internal",
-            "message": ending.error[:LONGEST_MESSAGE],
-            "reason": reason,
-        }
-        self._store.sessions.mark_failed(session_id, failure)
+        self.base_model = base_model
+        self.base_check = base_check
+        self.isolation = CrashIsolation(in_flight_file)
+        self._execution = execution
+        self._executor = execution.executor
+        self._admission = Admission(self.ready, max_sequences=max_sequences)
+        #: Crash counts have changed since they were stored.
+        self._counts_changed = False
+
+    def close(self) -> None:
+        self._admission.close()
+
+    async def ready(self) -> int:
+        """Wait until the engine is up. Returns its incarnation."""
+        return await self._executor.ready(self.base_model)
+
+    async def send(
+        self, work: Work, *, owner: str | None = None, incarnation: int | None = None
+    ) -> asyncio.Future[Outcome]:
+        """
+        Send work, counted as usage of the owner if there is one. Returns a future of the outcome.
+
+        The engine has the work when this returns, before anything that is sent later.
+        """
+        answer = await self._executor.send(self.base_model, work, incarnation=incarnation)
+        if owner is not None:
+            record = functools.partial(self._execution.usage.record, work.task, owner)
+            answer.add_done_callback(record)
+        return answer
+
+    async def run_request(self, row: RequestRow, prepare: Callable[[], Awaitable[Work]]) -> Outcome:
+        """
+        Run a request that is not a step, again after each crash until it is found to cause them.
+
+        The work is prepared after admission, so waiting requests take no memory.
+        """
+        try:
+            if (reason := self.isolation.failure_reason(row.request_id)) is not None:
+                raise EngineLost(reason)
+            while True:
+                await self._admission.enter(row.owner)
+                try:
+                    work = await prepare()
+                    async with self.isolation.attempt(row.request_id) as attempt:
+                        try:
+                            return await (await self.send(work, owner=row.owner))
+                        except EngineLost:
+                            if self._execution.closing:
+                                raise
+                            self._admission.engine_lost()
+                            if self.record_crash(row.request_id, attempt):
+                                raise
+                finally:
+                    self._admission.leave(row.owner)
+        finally:
+            self.isolation.forget(row.request_id)
+
+    def record_crash(self, request_id: str, attempt: Attempt, *, times: int = 1) -> bool:
+        """A request was lost with the engine; True if it is the one that crashes it."""
+        if self._execution.futures.closing:
+            return False  # the server is stopping, and its engines may have been stopped too
+        caused = self.isolation.record_crash(request_id, attempt, times=times)
+        # One write for all requests that were lost together.
+        if not self._counts_changed:
+            self._counts_changed = True
+            self._execution.spawn(self._store_crash_counts())
+        return caused
+
+    async def _store_crash_counts(self) -> None:
+        """Store the counts, so that they survive this process."""
+        self._counts_changed = False
+        deaths = self._execution.store.deaths
+        if counts := dict(self.isolation.crash_counts):
+            await deaths.note(counts)
+        else:
+            await deaths.clear(self.base_model)

@@ -1,30 +1,35 @@
 """
-Who may ask for how much, and whose turn to train is next. No clock, no sockets, no SQL.
+Limits per owner, and fair sharing of an engine between owners.
 
-Two decisions. `over_limit`: may this owner have one more request accepted? `Shares`: which owner's
-model goes to the engine next, so that many models of one do not starve the only one of another.
+- `over_limit` and `server_full` decide whether one more request is accepted.
+- `TrainingSlots` decides which owner's model trains next, so that many models of one owner do not
+  starve the only model of another. The policy is `FairShares`.
+- `Admission` decides which sample goes to the engine next when not all can go at once.
 """
 
 import asyncio
 import contextlib
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from tinkex.server.scheduler.model_state import Run
-from tinkex.server.scheduler.step_queue import Turn
+if TYPE_CHECKING:
+    from tinkex.server.scheduler.model_worker import ModelState
+    from tinkex.server.scheduler.step_queue import StepBatch
 
-# Models that are with an engine at once: as many as it can put into one batch to advantage.
-PLACES = 32
-# Of these each owner has no more than so many while others want some too: then the wait of a
-# newcomer is a few turns long, whatever is queued.
-CONTESTED_PLACES = 4
+# Models that train on an engine at the same time: as many as fit into one efficient batch.
+TRAINING_SLOTS = 32
+# The most slots one owner gets while other owners want some too. A newcomer then waits for a few
+# batches only, however much is queued.
+CONTESTED_SLOTS_PER_OWNER = 4
+#: How many sequences an engine samples at once unless it is configured otherwise.
+MAX_SEQUENCES = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What one owner may have at once; 0 is no limit."""
+    """What one owner may have at once; 0 means no limit."""
 
     max_requests: int = 0
     max_queued_tokens: int = 0
@@ -33,18 +38,18 @@ class Limits:
 
     @classmethod
     def of(cls, settings: object, own: Mapping[str, int]) -> "Limits":
-        """The server's, with those of a key in their place."""
+        """The server's limits, overridden by those of a key."""
         names = [field.name for field in fields(cls)]
         return cls(**{name: own.get(name, getattr(settings, name)) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What one owner has accepted and not finished."""
+    """The accepted and unfinished work of one owner."""
 
     requests: int = 0
     tokens: int = 0
-    #: Sequences being sampled.
+    #: Number of sequences being sampled.
     samples: int = 0
 
     def __add__(self, other: "Load") -> "Load":
@@ -59,250 +64,253 @@ class Load:
 
 
 def over_limit(load: Load, new: Load, limits: Limits) -> str | None:
-    """Why one more request is too many; None when it fits."""
+    """Why one more request would exceed the owner's limits; None when it fits."""
     if not load.requests:
-        # Alone, it may be as large as it is: otherwise it would never come in.
+        # An owner's only request is always accepted; if it exceeds the token limit by itself, it
+        # could never run otherwise.
         return None
     total = load + new
-    for has, more, most, what in (
+    for has, more, limit, what in (
         (load.requests, 1, limits.max_requests, "requests that are not finished"),
         (load.tokens, new.tokens, limits.max_queued_tokens, "tokens in unfinished requests"),
         (load.samples, new.samples, limits.max_samples, "sequences being sampled"),
     ):
-        if most and more and has + more > most:
+        if limit and more and has + more > limit:
             return (
-                f"you have {has} {what}, and {most} are allowed. Send this again when some are "
-                f"done ({total.requests - 1} requests are on their way)."
+                f"you have {has} {what}, and {limit} are allowed. Send this again when some are "
+                f"done ({total.requests - 1} of your requests are in progress)."
             )
     return None
 
 
-def all_full(unfinished: int, most: int, *, own: int, owners: int) -> str | None:
+def server_full(unfinished: int, limit: int, *, own: int, owners: int) -> str | None:
     """
-    Why the server takes nothing more from this owner; None when it does.
+    Why the server accepts nothing more from this owner; None when it does.
 
-    `owners` have something unfinished, or ask now. Who has less than an even share of a full
-    server is let in, up to twice what it takes: nobody can close it to others by filling it.
+    `owners` is how many owners have unfinished requests, including this one. An owner with less than
+    an even share is accepted up to twice the limit, so no owner can fill the server for the others.
     """
-    if not most or unfinished < most or (own < most // owners and unfinished < 2 * most):
+    if not limit or unfinished < limit or (own < limit // owners and unfinished < 2 * limit):
         return None
     return (
-        f"the server has {unfinished} requests that are not finished, and takes {most} at once. "
+        f"the server has {unfinished} requests that are not finished, and takes {limit} at once. "
         "Send this again when some are done."
     )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
-class Ask:
-    """One model that has a turn to take."""
-
-    owner: str
-    #: Models of this owner that may train at once; 0 is no limit.
-    most: int = 0
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Waiting:
-    """Why something waits: `queue_state` of the protocol, and the reason."""
+class QueueState:
+    """`queue_state` of the protocol, and the reason."""
 
     state: Literal["active", "paused_capacity", "paused_rate_limit"]
     reason: str | None = None
 
 
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class SlotRequest:
+    """One model with a step batch that is ready to run."""
+
+    owner: str
+    #: How many models of this owner may train at once; 0 means no limit.
+    max_running: int = 0
+
+
 @dataclass(slots=True)
-class Shares:
+class FairShares:
     """
-    The places of one engine for training, shared evenly by owners.
+    The training slots of one engine, shared evenly by owners. Pure: no clock, no waiting.
 
-    The next place goes to the owner with the fewest taken; among equals, to the one who has used
-    the least time; among those, to who asked first. Time while an owner wanted nothing is not
-    saved up.
+    The next slot goes to the owner with the fewest slots; among equals to the one with the least
+    compute time; then to the earliest request. An owner collects no credit while it wants nothing.
     """
 
-    places: int = PLACES
-    contested_places: int = CONTESTED_PLACES
-    _waiting: list[Ask] = field(default_factory=list)
-    _running: dict[Ask, None] = field(default_factory=dict)
-    #: Seconds of computing, by owner, of those who want some now.
+    slots: int = TRAINING_SLOTS
+    contested_slots: int = CONTESTED_SLOTS_PER_OWNER
+    _waiting: list[SlotRequest] = field(default_factory=list)
+    _running: dict[SlotRequest, None] = field(default_factory=dict)
+    #: Seconds of compute by owner, for the owners that want slots now.
     _used_s: dict[str, float] = field(default_factory=dict)
 
-    def ask(self, ask: Ask) -> None:
-        """A turn is ready to be taken."""
-        present = self._present()
-        if ask.owner not in present:
-            least = min((self._used_s[owner] for owner in present), default=0.0)
-            self._used_s[ask.owner] = max(least, self._used_s.get(ask.owner, 0.0))
-        self._waiting.append(ask)
+    def add(self, request: SlotRequest) -> None:
+        owners = self._owners()
+        if request.owner not in owners:
+            least = min((self._used_s[owner] for owner in owners), default=0.0)
+            self._used_s[request.owner] = max(least, self._used_s.get(request.owner, 0.0))
+        self._waiting.append(request)
 
-    def take(self) -> Ask | None:
-        """Who goes next; None while all places are taken or nobody may."""
-        if len(self._running) >= self.places:
+    def grant_next(self) -> SlotRequest | None:
+        """Give a slot to the next request; None while no request may have one."""
+        if len(self._running) >= self.slots:
             return None
-        taken, contested = self._taken(), self.contested
-        free = [ask for ask in self._waiting if self._why_not(ask, taken, contested) is None]
-        if not free:
+        taken, contested = self._slots_by_owner(), self.contested
+        ready = [one for one in self._waiting if self._blocked(one, taken, contested) is None]
+        if not ready:
             return None
         # `min` keeps the first of equals.
-        best = min(free, key=lambda ask: (taken[ask.owner], self._used_s[ask.owner]))
+        best = min(ready, key=lambda one: (taken[one.owner], self._used_s[one.owner]))
         self._waiting.remove(best)
         self._running[best] = None
         return best
 
-    def done(self, ask: Ask, *, used_s: float) -> None:
-        """A turn is over, or given up while it waited."""
-        if ask in self._running:
-            del self._running[ask]
-            self._used_s[ask.owner] += used_s
-        elif ask in self._waiting:
-            self._waiting.remove(ask)
-        if not self._present():
+    def release(self, request: SlotRequest, *, used_s: float) -> None:
+        """A batch has finished, or was given up while it waited."""
+        if request in self._running:
+            del self._running[request]
+            self._used_s[request.owner] += used_s
+        elif request in self._waiting:
+            self._waiting.remove(request)
+        if not self._owners():
             self._used_s.clear()
 
-    def why(self, ask: Ask) -> Waiting:
-        """How an ask stands."""
-        if ask not in self._waiting:
-            return Waiting(state="active")
-        waits = self._why_not(ask, self._taken(), self.contested)
-        return waits or Waiting(state="active")
+    def queue_state(self, request: SlotRequest) -> QueueState:
+        if request not in self._waiting:
+            return QueueState(state="active")
+        blocked = self._blocked(request, self._slots_by_owner(), self.contested)
+        return blocked or QueueState(state="active")
 
     @property
     def contested(self) -> bool:
-        """Whether more than one owner wants places."""
-        return len(self._present()) > 1
+        """Whether more than one owner wants slots."""
+        return len(self._owners()) > 1
 
-    def _why_not(self, ask: Ask, taken: Counter[str], contested: bool) -> Waiting | None:
-        mine = taken[ask.owner]
-        if ask.most and mine >= ask.most:
-            return Waiting(
+    def _blocked(
+        self, request: SlotRequest, taken: Counter[str], contested: bool
+    ) -> QueueState | None:
+        own = taken[request.owner]
+        if request.max_running and own >= request.max_running:
+            return QueueState(
                 state="paused_rate_limit",
-                reason=f"{mine} of your models are training, and {ask.most} may at once",
+                reason=f"{own} of your models are training, and {request.max_running} may train "
+                "at once",
             )
-        if len(self._running) >= self.places:
-            return Waiting(
+        if len(self._running) >= self.slots:
+            return QueueState(
                 state="paused_capacity",
                 reason=f"{len(self._running)} models are training, and {len(self._waiting)} wait",
             )
-        if contested and mine >= self.contested_places:
-            return Waiting(
+        if contested and own >= self.contested_slots:
+            return QueueState(
                 state="paused_capacity",
-                reason=f"{mine} of your models are training, and other owners want their share",
+                reason=f"{own} of your models are training, and other owners want their share",
             )
         return None
 
-    def _taken(self) -> Counter[str]:
-        return Counter(ask.owner for ask in self._running)
+    def _slots_by_owner(self) -> Counter[str]:
+        return Counter(request.owner for request in self._running)
 
-    def _present(self) -> set[str]:
-        return {ask.owner for ask in self._waiting} | {ask.owner for ask in self._running}
-
-
-# MERGED: Places for training in each engine, handed out fairly: a turn runs once it has one.
+    def _owners(self) -> set[str]:
+        return {one.owner for one in self._waiting} | {one.owner for one in self._running}
 
 
-class Places:
-    """Who is next is decided in `shares`; this wakes them."""
+class TrainingLimits:
+    """How many models of an owner may train at once on one engine; 0 means no limit."""
 
-    def __init__(self, *, max_training: int = 0) -> None:
-        #: Of each owner who was not given a number of their own; 0 is any number.
-        self._max_training_each = max_training
-        self._shares: defaultdict[str, Shares] = defaultdict(Shares)
-        #: Turns that have a place, or wait for one; and the requests in those turns.
-        self._given: dict[Ask, asyncio.Event] = {}
-        self._asking: dict[str, tuple[Shares, Ask]] = {}
-        self._max_training: dict[str, int] = {}
-        #: Called when a turn is over: others may do what they could not before.
-        self.freed: Callable[[], None] = lambda: None
+    def __init__(self, default: int = 0) -> None:
+        self._default = default
+        self._by_owner: dict[str, int] = {}
 
-    def allow(self, owner: str, max_training: int) -> None:
-        """From now on so many models of this owner may train at once; 0 is any number."""
-        if max_training == self._max_training_each:
-            self._max_training.pop(owner, None)
+    def set(self, owner: str, max_training: int) -> None:
+        if max_training == self._default:
+            self._by_owner.pop(owner, None)
         else:
-            self._max_training[owner] = max_training
+            self._by_owner[owner] = max_training
 
-    def why(self, request_id: str) -> Waiting | None:
-        """How a request stands that has a place or waits for one."""
-        if (held := self._asking.get(request_id)) is None:
-            return None
-        shares, ask = held
-        return shares.why(ask)
+    def of(self, owner: str) -> int:
+        return self._by_owner.get(owner, self._default)
 
-    def contested(self, base_model: str) -> bool:
-        """Whether several owners train on this engine, or wait to."""
-        return self._shares[base_model].contested
+
+class TrainingSlots:
+    """The training slots of one engine: a step batch runs once it has one."""
+
+    def __init__(self, limits: TrainingLimits) -> None:
+        self._limits = limits
+        self._shares = FairShares()
+        self._granted: dict[SlotRequest, asyncio.Event] = {}
+        #: The slot request of each step that has a slot or waits for one, by request id.
+        self._requests: dict[str, SlotRequest] = {}
+        #: Called when a slot is released.
+        self.on_release: Callable[[], None] = lambda: None
 
     @contextlib.asynccontextmanager
-    async def place(self, run: Run, turn: Turn) -> AsyncIterator[None]:
-        """One of the engine's places for training, once this owner's turn for it has come."""
-        shares = self._shares[run.model.base_model]
-        owner = run.model.owner
-        ask = Ask(owner=owner, most=self._max_training.get(owner, self._max_training_each))
-        given = self._given[ask] = asyncio.Event()
-        self._asking.update({step.request_id: (shares, ask) for step in turn.steps})
-        computed_s = run.computed_s
-        shares.ask(ask)
+    async def acquire(self, state: "ModelState", batch: "StepBatch") -> AsyncIterator[None]:
+        """Hold a slot; waits until the owner is next."""
+        owner = state.model.owner
+        request = SlotRequest(owner=owner, max_running=self._limits.of(owner))
+        granted = self._granted[request] = asyncio.Event()
+        self._requests.update({step.request_id: request for step in batch.steps})
+        compute_s = state.compute_s
+        self._shares.add(request)
         try:
-            self._give(shares)
-            await given.wait()
+            self._grant()
+            await granted.wait()
             yield
         finally:
-            del self._given[ask]
-            for step in turn.steps:
-                self._asking.pop(step.request_id, None)
-            shares.done(ask, used_s=run.computed_s - computed_s)
-            self._give(shares)
-            self.freed()
+            del self._granted[request]
+            for step in batch.steps:
+                self._requests.pop(step.request_id, None)
+            self._shares.release(request, used_s=state.compute_s - compute_s)
+            self._grant()
+            self.on_release()
 
-    def _give(self, shares: Shares) -> None:
-        while (ask := shares.take()) is not None:
-            self._given[ask].set()
+    @property
+    def contested(self) -> bool:
+        """Whether several owners train on this engine, or wait to."""
+        return self._shares.contested
 
+    def queue_state(self, request_id: str) -> QueueState | None:
+        """The state of a step that has a slot or waits for one; None for anything else."""
+        request = self._requests.get(request_id)
+        return None if request is None else self._shares.queue_state(request)
 
-# MERGED: Which request outside the order of steps goes to an engine next, when not all can go at once. An engine that has just started is given what waits by turns of owners, those who have the least with it first. So one owner's thousands do not hold up another's single sample.
-
-
-#: What an engine samples at once unless it is told otherwise.
-MAX_SEQUENCES = 256
+    def _grant(self) -> None:
+        while (request := self._shares.grant_next()) is not None:
+            self._granted[request].set()
 
 
 class Admission:
-    """Of one engine. While it is up and has few requests of an owner, nobody waits here."""
+    """
+    Decides which sample goes to one engine next.
+
+    A sample goes straight through while the engine is up and has few of its owner's. An engine that
+    has just started gets the waiting samples of the owners in turn, those with the fewest on the
+    engine first, so the thousands of one owner do not delay the single sample of another.
+    """
 
     def __init__(self, ready: Callable[[], Awaitable[object]], *, max_sequences: int = 0) -> None:
         self._ready = ready
-        #: Requests of one owner that are with the engine at once: more than it samples at a time,
-        #: and few enough that another owner's order is soon read behind them.
-        self._most_each = 2 * (max_sequences or MAX_SEQUENCES)
+        #: Samples of one owner on the engine: more than it runs at once, so that it never waits,
+        #: and few enough that it soon reads another owner's.
+        self._max_per_owner = 2 * (max_sequences or MAX_SEQUENCES)
         self._up = False
-        self._inside: Counter[str] = Counter()
+        self._admitted: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._starting: asyncio.Task[None] | None = None
 
     async def enter(self, owner: str) -> None:
-        """Wait for this owner's turn; `leave` afterwards."""
-        if self._up and owner not in self._waiting and self._inside[owner] < self._most_each:
-            self._inside[owner] += 1
+        """Wait for admission; call `leave` afterwards."""
+        if self._up and owner not in self._waiting and self._admitted[owner] < self._max_per_owner:
+            self._admitted[owner] += 1
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(turn)
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(admitted)
         self._start_for_waiting()
         try:
-            await turn
+            await admitted
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if admitted.done() and not admitted.cancelled():
                 self.leave(owner)
             raise
 
     def leave(self, owner: str) -> None:
-        self._inside[owner] -= 1
-        if not self._inside[owner]:
-            del self._inside[owner]
-        self._let_in()
+        self._admitted[owner] -= 1
+        if not self._admitted[owner]:
+            del self._admitted[owner]
+        self._admit()
 
-    def lost(self) -> None:
-        """The engine died: whoever waits, or comes now, waits for the next one."""
+    def engine_lost(self) -> None:
+        """The engine crashed: everything waits for the next one."""
         self._up = False
-        # Not left to whoever was lost: a request that has failed does not come back.
+        # Start it here: the lost requests may have failed, and then none of them would.
         self._start_for_waiting()
 
     def close(self) -> None:
@@ -315,24 +323,24 @@ class Admission:
 
     async def _start(self) -> None:
         try:
-            # What it raises, whoever is let in meets as well, and says so.
+            # An error here also meets the admitted requests, and they report it.
             with contextlib.suppress(Exception):
                 await self._ready()
         finally:
             self._starting = None
         self._up = True
-        self._let_in()
+        self._admit()
 
-    def _let_in(self) -> None:
-        while self._up and self._waiting and (owner := self._next()) is not None:
+    def _admit(self) -> None:
+        while self._up and self._waiting and (owner := self._next_owner()) is not None:
             waiting = self._waiting[owner]
-            turn = waiting.popleft()
+            admitted = waiting.popleft()
             if not waiting:
                 del self._waiting[owner]
-            if not turn.cancelled():
-                self._inside[owner] += 1
-                turn.set_result(None)
+            if not admitted.cancelled():
+                self._admitted[owner] += 1
+                admitted.set_result(None)
 
-    def _next(self) -> str | None:
-        free = (owner for owner in self._waiting if self._inside[owner] < self._most_each)
-        return min(free, key=self._inside.__getitem__, default=None)
+    def _next_owner(self) -> str | None:
+        ready = (owner for owner in self._waiting if self._admitted[owner] < self._max_per_owner)
+        return min(ready, key=self._admitted.__getitem__, default=None)

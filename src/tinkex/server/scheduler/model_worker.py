@@ -1,11 +1,19 @@
-"""One step of a model: what the engine does for it, and its way to the disk and its waiters."""
+"""
+Runs the steps of models on one engine.
+
+Each model with waiting steps has one worker task. It takes batch after batch from the model's queue
+(`step_queue`), waits for a training slot, makes sure that the engine has the model, and sends the
+steps. Results are stored strictly in the order of the steps, so the log always describes a state that
+the model had between two steps.
+"""
 
 import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,310 +26,394 @@ from tinkex.server.executor import (
     Work,
     WorkFailed,
 )
-from tinkex.server.scheduler import jobs, step_queue
-from tinkex.server.scheduler.base_model_check import BaseChanged
-from tinkex.server.scheduler.checkpoints import Saving
-from tinkex.server.scheduler.crash_isolation import SUSPECT, Visit
-from tinkex.server.scheduler.execution import Desk, Results
-from tinkex.server.scheduler.fairness import Places
-from tinkex.server.scheduler.jobs import Ending, bug, deadly
-from tinkex.server.scheduler.model_state import Run, step_of
-from tinkex.server.scheduler.recovery import Rebuilding, Revival, Snapshots
-from tinkex.server.scheduler.step_queue import Cause, Kind, Step, Turn
-from tinkex.server.store import Damaged, StorageError
+from tinkex.server.scheduler.base_model_check import BaseModelChanged
+from tinkex.server.scheduler.checkpoints import CheckpointSteps
+from tinkex.server.scheduler.crash_isolation import ISOLATE_AFTER, Attempt
+from tinkex.server.scheduler.execution import (
+    EngineClient,
+    Execution,
+    ResultWriter,
+    UnstoredResult,
+    clear_gradients_work,
+    create_work,
+    payload_size,
+    training_work,
+)
+from tinkex.server.scheduler.fairness import TrainingSlots
+from tinkex.server.scheduler.recovery import RebuildQueue, Recovery, Snapshots
+from tinkex.server.scheduler.results import (
+    RequestOutcome,
+    crash_outcome,
+    internal_error,
+)
+from tinkex.server.scheduler.step_queue import (
+    Cause,
+    Gap,
+    Kind,
+    Step,
+    StepBatch,
+    StepQueue,
+    arrived_late,
+)
+from tinkex.server.store import Damaged, Model, RequestRow, StorageTrouble
 from tinkex.wire.codec import encode_json
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import CreateModelResponse
 
-# After these the next step may start before the result is on disk: if the process dies in
-# between, the step simply runs again.
-SETTLED_BEHIND = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP})
-
-
-class Steps:
-    """Runs steps whose turn has come; whose turn it is, others know."""
-
-    def __init__(self, desk: Desk, revival: Revival, saving: Saving, results: Results) -> None:
-        self._desk = desk
-        self._revival = revival
-        self._saving = saving
-        self._results = results
-
-    async def begin(
-        self, run: Run, step: Step, payload: bytes | Path | BaseException, incarnation: int
-    ) -> asyncio.Task[None]:
-        """
-        Send the engine what a step is, and follow it to its end, good or bad.
-
-        A pass is with the engine when this returns, so a later one comes later. What is answered
-        raises EngineLost if the step is to be tried again.
-        """
-        doing: Awaitable[Ending]
-        if isinstance(payload, BaseException):
-            doing = _raised(payload)
-        elif step.kind in SETTLED_BEHIND:
-            try:
-                run.bytes_since += jobs.size(payload)
-                work = jobs.pass_or_step(run.model, step.kind, payload)
-                doing = _computed(await self._revival.send(run, work, incarnation))
-            except Exception as error:  # noqa: BLE001  as if the engine had answered it
-                doing = _raised(error)
-        else:
-            doing = self._perform(run, step, incarnation)
-        return asyncio.create_task(self._follow(run, step, doing))
-
-    async def _follow(self, run: Run, step: Step, doing: Awaitable[Ending]) -> None:
-        try:
-            ending = await doing
-        except EngineLost:
-            raise  # whether it is tried again, its turn decides
-        except WorkFailed as failed:
-            ending = Ending(error=failed.message, category=failed.category)
-        except UserFailure as failed:
-            ending = Ending(error=str(failed), category="user")
-        except Exception as error:  # noqa: BLE001  a bug must fail one step, not stop the model
-            ending = bug(error)
-        if ending.category == "server":
-            # Half a step may have happened: the model is built again before its next one.
-            run.live_in = None
-        await self.end(run, step, ending)
-
-    async def _perform(self, run: Run, step: Step, incarnation: int) -> Ending:
-        model = run.model
-        requests = self._desk.store.requests
-
-        async def work(order: Work) -> Outcome:
-            return await self._revival.work(run, order, incarnation)
-
-        match step.kind:
-            case Kind.CREATE_MODEL:
-                await work(jobs.create(model))
-                return Ending(result=encode_json(CreateModelResponse(model_id=model.model_id)))
-            case Kind.SAVE_WEIGHTS | Kind.SAVE_FOR_SAMPLER | Kind.SAVE_EXTERNAL:
-                payload = await self._desk.payloads.read(step.request_id)
-                result = await self._saving.save(model, step, payload, work)
-                return Ending(result=result, committed=True)
-            case Kind.LOAD_WEIGHTS:
-                if step.creates:
-                    await work(jobs.create(model))
-                payload = await self._desk.payloads.read(step.request_id)
-                # Another owner's checkpoint was found when the request came.
-                row = await requests.get(step.request_id)
-                given = None if row is None else row.version_id
-                result, version_id = await self._saving.load(model, payload, work, version_id=given)
-                await requests.finish_load(step.request_id, result, version_id)
-                return Ending(result=result, committed=True)
-            case _:
-                raise ValueError(f"{step.kind} is not a step of a model")
-
-    async def end(self, run: Run, step: Step, ending: Ending) -> None:
-        """The step is over: let the line go on, store the result, wake the waiters."""
-        self._desk.companies[run.model.base_model].over(step.request_id)
-        if run.going_back:
-            # What it was computed from is not what the log says.
-            run.line.put_back([step])
-            return
-        self._file(run, step, ending)
-        run.stepped = step.kind is Kind.OPTIM_STEP
-        if step.kind not in SETTLED_BEHIND:
-            await run.settled()
-
-    def file_refused(self, run: Run, step: Step, reason: str) -> None:
-        """A step that was never accepted, and has failed: nobody waits for it."""
-        if run.going_back:
-            run.line.put_back_refused(step, reason)
-        else:
-            self._file(run, step, Ending(error=reason, category="user"))
-
-    def _file(self, run: Run, step: Step, ending: Ending) -> None:
-        spoiled = run.line.spoiled
-        run.line.finish(step, failure=ending.error)
-        run.steps_since += 1
-        self._results.add(run, step, ending, spoiled=spoiled)
-
-
-async def _computed(answer: asyncio.Future[Outcome]) -> Ending:
-    return Ending(result=(await answer).result)
-
-
-async def _raised(error: BaseException) -> Ending:
-    raise error
-
-
-# MERGED: Turn after turn of each model, for as long as its next step is there. What runs when is decided in `plan`; this is the loop around it.
-
-
 log = logging.getLogger("tinkex.server.scheduler")
 
-#: A gap is not closed while the database cannot be read; this long after, it is tried again.
-GAP_AGAIN_S = 1.0
+# The next step may start before the results of these are stored: if the process dies in between,
+# the step runs again.
+PIPELINED = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP})
+#: A gap is not closed while the database cannot be read; it is tried again after this.
+GAP_RETRY_S = 1.0
 
 
-class Turns:
-    """At most one driver for each model: it alone runs steps, or stands in their way."""
+@dataclass(slots=True)
+class ModelState:
+    """A model that has had work since this process started. Its worker changes it."""
+
+    model: Model
+    queue: StepQueue
+    #: The engine incarnation that has this model in memory, in the state that its log describes.
+    loaded_in: int | None = None
+    worker: asyncio.Task[None] | None = None
+    gap_timer: asyncio.TimerHandle | None = None
+    #: Results in the order of their steps, and the task that stores them.
+    unstored: deque[UnstoredResult] = field(default_factory=deque)
+    storing: asyncio.Task[None] | None = None
+    #: A result could not be stored: running steps are requeued, and the model is rebuilt.
+    rewinding: bool = False
+    #: Seconds that engines computed for it.
+    compute_s: float = 0.0
+    #: Writes a snapshot while the model goes on.
+    snapshot_task: asyncio.Task[None] | None = None
+    steps_since_snapshot: int = 0
+    #: Bytes of payloads.
+    bytes_since_snapshot: int = 0
+    #: The last step was an optimizer step, so there are no gradients.
+    after_optim_step: bool = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing of it runs, waits, or exists only in memory."""
+        has_steps = self.queue.waiting or self.queue.running or self.queue.refused
+        return self.worker is None and self.storing is None and not has_steps
+
+    async def send(
+        self, engine: EngineClient, work: Work, incarnation: int
+    ) -> asyncio.Future[Outcome]:
+        """Send work for this model to the incarnation that has it."""
+        answer = await engine.send(work, owner=self.model.owner, incarnation=incarnation)
+        answer.add_done_callback(self._count_compute)
+        return answer
+
+    async def run(self, engine: EngineClient, work: Work, incarnation: int) -> Outcome:
+        return await (await self.send(engine, work, incarnation))
+
+    def _count_compute(self, answer: asyncio.Future[Outcome]) -> None:
+        if not answer.cancelled() and answer.exception() is None:
+            self.compute_s += answer.result().compute_s
+
+    async def results_stored(self) -> None:
+        """Wait until every result of this model is stored."""
+        while self.storing is not None:
+            await asyncio.wait({self.storing})
+
+    async def snapshot_written(self) -> None:
+        """Wait until no snapshot of this model is being written."""
+        if self.snapshot_task is not None:
+            await asyncio.wait({self.snapshot_task})
+            self.snapshot_task = None
+
+
+def step_of(row: RequestRow) -> Step:
+    return Step(
+        seq_id=row.seq_id or 0,
+        request_id=row.request_id,
+        kind=Kind(row.kind),
+        creates_model=row.kind == Kind.LOAD_WEIGHTS and row.seq_id == 0,
+        tokens=row.tokens,
+    )
+
+
+class StepRunner:
+    """Runs single steps on one engine and passes their results to the writer."""
 
     def __init__(
         self,
-        desk: Desk,
+        execution: Execution,
+        engine: EngineClient,
+        checkpoints: CheckpointSteps,
+        results: ResultWriter,
+    ) -> None:
+        self._execution = execution
+        self._engine = engine
+        self._checkpoints = checkpoints
+        self._results = results
+
+    async def begin(
+        self,
+        state: ModelState,
+        step: Step,
+        payload: bytes | Path | BaseException,
+        incarnation: int,
+    ) -> asyncio.Task[None]:
+        """
+        Start a step. Returns the task that waits for its outcome and finishes it.
+
+        The engine has a pass when this returns, so passes reach it in order. The task raises
+        EngineLost if the step has to run again.
+        """
+        outcome: Awaitable[RequestOutcome]
+        if isinstance(payload, BaseException):
+            outcome = _raise(payload)
+        elif step.kind in PIPELINED:
+            try:
+                state.bytes_since_snapshot += payload_size(payload)
+                work = training_work(state.model, step.kind, payload)
+                outcome = _outcome_of(await state.send(self._engine, work, incarnation))
+            except Exception as error:  # noqa: BLE001  handled like an error of the engine
+                outcome = _raise(error)
+        else:
+            outcome = self._run_other(state, step, incarnation)
+        return asyncio.create_task(self._wait_and_finish(state, step, outcome))
+
+    async def _wait_and_finish(
+        self, state: ModelState, step: Step, waiting: Awaitable[RequestOutcome]
+    ) -> None:
+        try:
+            outcome = await waiting
+        except EngineLost:
+            raise  # the worker decides whether the step runs again
+        except WorkFailed as failed:
+            outcome = RequestOutcome(error=failed.message, category=failed.category)
+        except UserFailure as failed:
+            outcome = RequestOutcome(error=str(failed), category="user")
+        except Exception as error:  # noqa: BLE001  a bug must fail one step, not stop the model
+            outcome = internal_error(error)
+        if outcome.category == "server":
+            # The engine may have done half of the step: rebuild the model before its next one.
+            state.loaded_in = None
+        await self.finish(state, step, outcome)
+
+    async def _run_other(self, state: ModelState, step: Step, incarnation: int) -> RequestOutcome:
+        """Create, save and load."""
+        model = state.model
+        requests, payloads = self._execution.store.requests, self._execution.payloads
+
+        async def run(work: Work) -> Outcome:
+            return await state.run(self._engine, work, incarnation)
+
+        match step.kind:
+            case Kind.CREATE_MODEL:
+                await run(create_work(model))
+                response = CreateModelResponse(model_id=model.model_id)
+                return RequestOutcome(result=encode_json(response))
+            case Kind.SAVE_WEIGHTS | Kind.SAVE_FOR_SAMPLER | Kind.SAVE_EXTERNAL:
+                payload = await payloads.read(step.request_id)
+                result = await self._checkpoints.save(model, step, payload, run)
+                return RequestOutcome(result=result, committed=True)
+            case Kind.LOAD_WEIGHTS:
+                if step.creates_model:
+                    await run(create_work(model))
+                payload = await payloads.read(step.request_id)
+                # For another owner's checkpoint, the version was resolved on acceptance.
+                row = await requests.get(step.request_id)
+                known = None if row is None else row.version_id
+                result, version_id = await self._checkpoints.load(
+                    model, payload, run, version_id=known
+                )
+                await requests.finish_load(step.request_id, result, version_id)
+                return RequestOutcome(result=result, committed=True)
+            case _:
+                raise ValueError(f"{step.kind} is not a step of a model")
+
+    async def finish(self, state: ModelState, step: Step, outcome: RequestOutcome) -> None:
+        """Pass the result to the writer; wait until it is stored if the next step has to."""
+        self._engine.isolation.forget(step.request_id)
+        if state.rewinding:
+            # It was computed from a state that the log does not have.
+            state.queue.requeue([step])
+            return
+        self._add_result(state, step, outcome)
+        state.after_optim_step = step.kind is Kind.OPTIM_STEP
+        if step.kind not in PIPELINED:
+            await state.results_stored()
+
+    def finish_refused(self, state: ModelState, step: Step, reason: str) -> None:
+        """A step that was refused on arrival fails; it has no row, and no poll waits for it."""
+        if state.rewinding:
+            state.queue.requeue_refused(step, reason)
+        else:
+            self._add_result(state, step, RequestOutcome(error=reason, category="user"))
+
+    def _add_result(self, state: ModelState, step: Step, outcome: RequestOutcome) -> None:
+        gradient_error = state.queue.gradient_error
+        state.queue.finish(step, failure=outcome.error)
+        state.steps_since_snapshot += 1
+        self._results.add(state, step, outcome, gradient_error=gradient_error)
+
+
+async def _outcome_of(answer: asyncio.Future[Outcome]) -> RequestOutcome:
+    return RequestOutcome(result=(await answer).result)
+
+
+async def _raise(error: BaseException) -> RequestOutcome:
+    raise error
+
+
+class ModelWorkers:
+    """The workers of the models on one engine: at most one task for each model."""
+
+    def __init__(
+        self,
+        execution: Execution,
+        engine: EngineClient,
         *,
-        revival: Revival,
-        rebuilding: Rebuilding,
-        results: Results,
-        steps: Steps,
-        places: Places,
+        recovery: Recovery,
+        rebuilds: RebuildQueue,
+        checkpoints: CheckpointSteps,
+        slots: TrainingSlots,
         snapshots: Snapshots,
         gap_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._desk = desk
-        self._revival = revival
-        self._rebuilding = rebuilding
-        self._results = results
-        results.went_back = self._drive
-        self._steps = steps
-        self._places = places
+        self._execution = execution
+        self._engine = engine
+        self._recovery = recovery
+        self._rebuilds = rebuilds
+        self._slots = slots
         self._snapshots = snapshots
+        self._results = ResultWriter(execution, self._start_worker)
+        self._steps = StepRunner(execution, engine, checkpoints, self._results)
         self._gap_s = gap_s
         self._clock = clock
 
-    def arrive(self, run: Run, step: Step) -> None:
-        """A step has come: it runs when its turn comes."""
-        if run.line.arrive(step, now_s=self._clock()):
-            self._drive(run)
+    def add_step(self, state: ModelState, step: Step) -> None:
+        """Queue a step; it fails if the queue has already passed its number."""
+        if state.queue.add(step, now_s=self._clock()):
+            self._start_worker(state)
         else:
-            late = Ending(error=step_queue.late(step.seq_id), category="user", cause=Cause.LATE)
-            self._results.add(run, step, late, spoiled=None)
+            late = RequestOutcome(
+                error=arrived_late(step.seq_id), category="user", cause=Cause.LATE
+            )
+            self._results.add(state, step, late, gradient_error=None)
 
-    async def find(self, run: Run) -> None:
-        """Let steps of this model arrive that are on disk and not here."""
-        for row in await self._desk.store.requests.waiting_steps(run.model.model_id):
-            if self._desk.take(row):
-                self.arrive(run, step_of(row))
+    async def add_waiting_steps(self, state: ModelState) -> None:
+        """Queue the steps of this model that are in the store and not here."""
+        for row in await self._execution.store.requests.waiting_steps(state.model.model_id):
+            if self._execution.claim(row):
+                self.add_step(state, step_of(row))
 
-    def refuse(self, run: Run, seq_id: int, kind: Kind, reason: str) -> None:
-        """A step was malformed: those behind it need not wait for its number."""
-        run.line.refuse(seq_id, kind, reason)
-        self._drive(run)
+    def refuse_step(self, state: ModelState, seq_id: int, kind: Kind, reason: str) -> None:
+        """A step was malformed: the steps behind it do not wait for its number."""
+        state.queue.refuse(seq_id, kind, reason)
+        self._start_worker(state)
 
-    def between(self, run: Run, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Do this in the driver's place, so that a step that comes now waits for it."""
+    def run_between_steps(
+        self, state: ModelState, work: Coroutine[Any, Any, None]
+    ) -> asyncio.Task[None]:
+        """Run this in place of the worker, so that new steps wait for it."""
 
-        async def drive() -> None:
+        async def run() -> None:
             try:
-                await run.written()
+                await state.snapshot_written()
                 await work
             finally:
                 work.close()
-                run.driver = None
-                self._drive(run)
+                state.worker = None
+                self._start_worker(state)
 
-        run.driver = self._desk.spawn(drive())
-        return run.driver
+        state.worker = self._execution.spawn(run())
+        return state.worker
 
-    def _drive(self, run: Run) -> None:
-        if run.driver is None and not self._desk.closing:
-            run.driver = self._desk.spawn(self._drive_on(run))
+    def _start_worker(self, state: ModelState) -> None:
+        if state.worker is None and not self._execution.closing:
+            state.worker = self._execution.spawn(self._work(state))
 
-    async def _drive_on(self, run: Run) -> None:
-        """Take turn after turn until the next step has not come."""
+    async def _work(self, state: ModelState) -> None:
+        """Run batch after batch until the next step has not arrived."""
         try:
-            while not self._desk.closing:
-                # Nothing of it runs now, so everything that had to be put back is.
-                run.going_back = False
-                turn = run.line.take(now_s=self._clock(), most=self._most(run))
-                if turn is None:
+            while not self._execution.closing:
+                # Nothing is running now, so everything that had to be requeued is.
+                state.rewinding = False
+                batch = state.queue.next_batch(
+                    now_s=self._clock(), max_passes=self._max_passes(state)
+                )
+                if batch is None:
                     break
-                await self._take(run, turn)
-                if self._snapshots.due(run):
-                    await self._snapshots.begin(run)
+                await self._process(state, batch)
+                if self._snapshots.is_due(state):
+                    await self._snapshots.begin(state)
         finally:
-            run.driver = None
-            self._watch_gap(run)
+            state.worker = None
+            self._start_gap_timer(state)
 
-    def _most(self, run: Run) -> int | None:
-        """After a death one at a time, to learn which step it was."""
-        company = self._desk.companies[run.model.base_model]
-        first = run.line.held.get(run.line.next_seq)
-        return 1 if first is not None and company.deaths(first.request_id) else None
+    def _max_passes(self, state: ModelState) -> int | None:
+        """After a crash one step at a time, to find the one that causes it."""
+        first = state.queue.waiting.get(state.queue.next_seq)
+        return 1 if first is not None and self._engine.isolation.crashes(first.request_id) else None
 
-    async def _take(self, run: Run, turn: Turn) -> None:
-        company = self._desk.companies[run.model.base_model]
+    async def _process(self, state: ModelState, batch: StepBatch) -> None:
+        """Run, refuse or fail a batch. Never raises because of its content."""
+        isolation, model_id = self._engine.isolation, state.model.model_id
         try:
-            if turn.refusal is not None:
-                await self._refuse(run, turn)
+            if batch.refusal is not None:
+                await self._refuse(state, batch)
                 return
-            if (guilt := company.condemned(turn.steps[0].request_id)) is not None:
-                await self._fail(run, turn, deadly(guilt))
+            if (reason := isolation.failure_reason(batch.steps[0].request_id)) is not None:
+                await self._fail(state, batch, crash_outcome(reason))
                 return
-            if turn.steps[0].kind not in SETTLED_BEHIND:
-                # It is stored by itself, and must not be on disk without what was before it.
-                await run.settled()
-            if run.live_in is None and (check := self._desk.base_check) is not None:
-                await check.known(run.model.model_id, run.model.base_model)
+            if batch.steps[0].kind not in PIPELINED:
+                # It is committed by itself, and the store must not have it without those before it.
+                await state.results_stored()
+            if state.loaded_in is None and (check := self._engine.base_check) is not None:
+                await check.wait_if_needed(model_id)
             async with (
-                self._places.place(run, turn),
-                company.visit(*(step.request_id for step in turn.steps)) as visit,
+                self._slots.acquire(state, batch),
+                isolation.attempt(*(step.request_id for step in batch.steps)) as attempt,
             ):
                 try:
-                    await self._run(run, turn)
+                    await self._run(state, batch)
                 except EngineLost as lost:
-                    await self._lost(run, turn, visit, lost)
-        except BaseChanged as changed:
-            await self._fail(run, turn, Ending(error=str(changed), category="user"))
+                    await self._handle_loss(state, batch, attempt, lost)
+        except BaseModelChanged as changed:
+            await self._fail(state, batch, RequestOutcome(error=str(changed), category="user"))
         except EngineRefused as refused:
-            await self._fail(run, turn, Ending(error=str(refused), category="server", lasting=True))
+            outcome = RequestOutcome(error=str(refused), category="server", permanent=True)
+            await self._fail(state, batch, outcome)
         except WorkFailed as failed:
-            # Not a step but building the model again: it is tried anew at the next step.
-            run.live_in = None
-            text = f"this model could not be built again from its log: {failed.message}"
-            await self._fail(run, turn, Ending(error=text, category="server", lasting=True))
+            # The rebuild failed, not a step. The next step tries it again.
+            state.loaded_in = None
+            text = f"this model could not be rebuilt from its log: {failed.message}"
+            outcome = RequestOutcome(error=text, category="server", permanent=True)
+            await self._fail(state, batch, outcome)
         except Damaged as damaged:
-            run.live_in = None
-            reason = Damaged(f"this model cannot be built again: {damaged}")
-            await self._fail(run, turn, replace(bug(reason), lasting=True))
+            state.loaded_in = None
+            rebuild_error = Damaged(f"this model cannot be rebuilt: {damaged}")
+            await self._fail(state, batch, replace(internal_error(rebuild_error), permanent=True))
         except Exception as error:  # noqa: BLE001  a bug must fail steps, not stop the model
-            run.live_in = None
-            await self._fail(run, turn, bug(error))
+            state.loaded_in = None
+            await self._fail(state, batch, internal_error(error))
 
-    async def _lost(self, run: Run, turn: Turn, visit: Visit, lost: EngineLost) -> None:
-        """What was with an engine that died is tried again, unless it is what killed it."""
-        muddled = isinstance(lost, BatchFailed)
-        if muddled or isinstance(lost, ModelNotLoaded):
-            # That engine lives, and what it holds of this model is not what the log says.
-            run.live_in = None
-        unfinished = [step for step in turn.steps if step.seq_id in run.line.running]
-        guilty = False
-        if not self._desk.closing:
-            # Neighbours in a batch are told apart at once: each is alone the next time.
-            times = SUSPECT if muddled else 1
-            base_model = run.model.base_model
-            found = [
-                self._desk.lost(base_model, step.request_id, visit, times=times)
-                for step in unfinished
-            ]
-            guilty = found == [True]
-        if guilty:
-            await self._steps.end(run, unfinished[0], deadly(str(lost)))
-        else:
-            run.line.put_back(unfinished)
-
-    async def _run(self, run: Run, turn: Turn) -> None:
-        incarnation = await self._revival.alive(run)
-        await self._rebuilding.give_way(run, turn)
-        # At hand before any step starts: while a large one is being found, a small one behind it
-        # would overtake it on the way to the engine.
+    async def _run(self, state: ModelState, batch: StepBatch) -> None:
+        incarnation = await self._recovery.ensure_loaded(state)
+        await self._rebuilds.yield_to_rebuilds(state, batch)
+        # Read all payloads before any step starts: while a large one is being read, a small one
+        # behind it would reach the engine first.
         payloads = await asyncio.gather(
-            *(self._desk.payloads.get(step.request_id) for step in turn.steps),
+            *(self._execution.payloads.get(step.request_id) for step in batch.steps),
             return_exceptions=True,
         )
-        if run.going_back:
-            run.line.put_back(turn.steps)
+        if state.rewinding:
+            state.queue.requeue(batch.steps)
             return
         running: list[asyncio.Task[None]] = []
         try:
-            # One is with the engine before the next one is sent.
-            for step, payload in zip(turn.steps, payloads, strict=True):
-                running.append(await self._steps.begin(run, step, payload, incarnation))
+            # The engine has one before the next is sent.
+            for step, payload in zip(batch.steps, payloads, strict=True):
+                running.append(await self._steps.begin(state, step, payload, incarnation))
             outcomes = await asyncio.gather(*running, return_exceptions=True)
         except asyncio.CancelledError:
             for task in running:
@@ -331,52 +423,76 @@ class Turns:
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    async def _fail(self, run: Run, turn: Turn, ending: Ending) -> None:
-        for step in turn.steps:
-            if step.seq_id not in run.line.running:
+    async def _handle_loss(
+        self, state: ModelState, batch: StepBatch, attempt: Attempt, lost: EngineLost
+    ) -> None:
+        """Requeue the unfinished steps, unless they crash the engine."""
+        mixed_batch = isinstance(lost, WorkMuddled)
+        if mixed_batch or isinstance(lost, ModelMissing):
+            # The engine is up, but its copy of this model is not what the log describes.
+            state.loaded_in = None
+        unfinished = [step for step in batch.steps if step.seq_id in state.queue.running]
+        caused = False
+        if not self._execution.closing:
+            # Requests that failed in one batch are isolated immediately: each runs alone next.
+            times = ISOLATE_AFTER if mixed_batch else 1
+            found = [
+                self._engine.record_crash(step.request_id, attempt, times=times)
+                for step in unfinished
+            ]
+            caused = found == [True]
+        if caused:
+            await self._steps.finish(state, unfinished[0], crash_outcome(str(lost)))
+        else:
+            state.queue.requeue(unfinished)
+
+    async def _fail(self, state: ModelState, batch: StepBatch, outcome: RequestOutcome) -> None:
+        for step in batch.steps:
+            if step.seq_id not in state.queue.running:
                 continue
-            if turn.unfiled:  # it has failed already, and nobody waits for it
-                self._steps.file_refused(run, step, turn.refusal or "")
+            if batch.has_no_row:
+                self._steps.finish_refused(state, step, batch.refusal or "")
             else:
-                await self._steps.end(run, step, ending)
+                await self._steps.finish(state, step, outcome)
 
-    async def _refuse(self, run: Run, turn: Turn) -> None:
-        if turn.clears_gradients and run.line.stillborn is None:
-            work = jobs.clear_gradients(run.model.model_id)
-            # Gradients that died with their engine are gone. What is built again from the log
-            # stops at these refusals: put back, the steps would run as if nothing were missing.
+    async def _refuse(self, state: ModelState, batch: StepBatch) -> None:
+        if batch.clears_gradients and state.queue.creation_error is None:
+            # If the engine is lost, its gradients are gone too, and the rebuild applies these
+            # refusals. If the steps were requeued instead, they would run as if nothing were missing.
             with contextlib.suppress(EngineLost):
-                await self._revival.work(run, work, await self._revival.alive(run))
-        for step in turn.steps:
-            if turn.unfiled:
-                self._steps.file_refused(run, step, turn.refusal or "")
+                incarnation = await self._recovery.ensure_loaded(state)
+                work = clear_gradients_work(state.model.model_id)
+                await state.run(self._engine, work, incarnation)
+        for step in batch.steps:
+            if batch.has_no_row:
+                self._steps.finish_refused(state, step, batch.refusal or "")
                 continue
-            refused = Ending(error=turn.refusal, category="user", cause=turn.cause)
-            await self._steps.end(run, step, refused)
+            refused = RequestOutcome(error=batch.refusal, category="user", cause=batch.cause)
+            await self._steps.finish(state, step, refused)
 
-    def _watch_gap(self, run: Run) -> None:
-        """Set the clock for a number that others wait for."""
-        if run.gap_timer is not None:
-            run.gap_timer.cancel()
-            run.gap_timer = None
-        gap = run.line.gap()
-        if gap is None or self._desk.closing:
+    def _start_gap_timer(self, state: ModelState) -> None:
+        if state.gap_timer is not None:
+            state.gap_timer.cancel()
+            state.gap_timer = None
+        gap = state.queue.gap()
+        if gap is None or self._execution.closing:
             return
         left_s = gap.since_s + self._gap_s - self._clock()
-        left_s = max(left_s, min(GAP_AGAIN_S, self._gap_s))
-        run.gap_timer = asyncio.get_running_loop().call_later(left_s, self._gap_over, run, gap)
+        left_s = max(left_s, min(GAP_RETRY_S, self._gap_s))
+        loop = asyncio.get_running_loop()
+        state.gap_timer = loop.call_later(left_s, self._on_gap_timeout, state, gap)
 
-    def _gap_over(self, run: Run, gap: step_queue.Gap) -> None:
-        run.gap_timer = None
-        if run.line.gap() == gap and run.driver is None:
-            self.between(run, self._close_gap(run, gap))
+    def _on_gap_timeout(self, state: ModelState, gap: Gap) -> None:
+        state.gap_timer = None
+        if state.queue.gap() == gap and state.worker is None:
+            self.run_between_steps(state, self._close_gap(state, gap))
 
-    async def _close_gap(self, run: Run, gap: step_queue.Gap) -> None:
-        # What was accepted has arrived, even if it was not handed on.
+    async def _close_gap(self, state: ModelState, gap: Gap) -> None:
+        # The missing step may have been accepted without reaching the scheduler.
         try:
-            await self.find(run)
+            await self.add_waiting_steps(state)
         except StorageError as error:
-            log.info("a missing step of %s is given up later: %s", run.model.model_id, error)
+            log.info("a gap of %s is closed later: %s", state.model.model_id, error)
             return
-        if run.line.gap() == gap:
-            await self._take(run, run.line.close_gap(now_s=self._clock()))
+        if state.queue.gap() == gap:
+            await self._process(state, state.queue.close_gap(now_s=self._clock()))

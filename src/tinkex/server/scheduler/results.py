@@ -1,15 +1,24 @@
-"""Those who sleep until something happens, their time is up, or they are gone themselves."""
+"""
+Results of requests, and the polls that wait for them.
+
+- `RequestOutcome` is what became of a request, before it is stored.
+- `Futures` holds the unfinished requests of this process and a cache of finished ones. A poll waits
+  here and is woken by the commit of the result; nothing polls the database.
+- `CompletionLog` does the same for clients that wait for many samples with one poll.
+"""
 
 import asyncio
 import logging
+import secrets
 import time
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tinkex.server.scheduler.crash_isolation import MAX_CRASHES
 from tinkex.server.scheduler.fairness import Load
-from tinkex.server.scheduler.step_queue import Kind
+from tinkex.server.scheduler.step_queue import Cause, Kind
 from tinkex.server.store import (
     Completion,
     Damaged,
@@ -22,12 +31,96 @@ from tinkex.server.store import (
 from tinkex.server.store.request_writes import issued_s
 from tinkex.server.store.requests import ResultGone
 
-#: Is given what wakes a sleeper, for when nobody is there any more who would hear of it.
-Leaving = Callable[[Callable[[], None]], None]
+log = logging.getLogger("tinkex.server.scheduler.results")
+
+# Finished results are cached for the poll that is about to come; the rest are read from the store.
+CACHE_BYTES = 64 * 2**20
+# Ids with an earlier time are not from any server: none existed before 2025.
+EARLIEST_REQUEST_S = 1735689600.0
+# Tails of completion logs in memory. The database has everything that is dropped here.
+MAX_CLIENTS = 4_000
+MAX_EVENTS_PER_CLIENT = 20_000
+UNREAD_TTL_S = 120.0
+# The next poll, from its cursor on, gets the next events immediately.
+MAX_EVENTS_PER_POLL = 1_000
+# How long a poll is held when the database cannot be read.
+STORAGE_RETRY_S = 1.0
+
+NO_LOAD = Load()
+
+#: Registers a callback for when the client of a poll disconnects.
+OnDisconnect = Callable[[Callable[[], None]], None]
 
 
-class Sleepers:
-    """Belongs to one event loop."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestOutcome:
+    """The result of a request, or its error."""
+
+    result: bytes = b""
+    error: str | None = None
+    category: str | None = None
+    cause: Cause = Cause.WORK
+    #: The result is already committed, in one transaction with other rows.
+    committed: bool = False
+    #: The next request of this kind would fail the same way.
+    permanent: bool = False
+
+
+def crash_outcome(reason: str) -> RequestOutcome:
+    """The request crashes the engine, so it must not run again beside others."""
+    return RequestOutcome(
+        error=f"the engine died {MAX_CRASHES} times while this request was running, the last time "
+        f"with nothing else beside it, so it is not tried again: {reason}. "
+        "The server's log has more details.",
+        category="server",
+    )
+
+
+def storage_failure(error: Exception) -> RequestOutcome:
+    """The result was computed and could not be stored."""
+    error_id = secrets.token_hex(4)
+    log.error("a result could not be stored (%s)", error_id, exc_info=error)
+    return RequestOutcome(
+        error=f"its result could not be stored ({type(error).__name__}), so it counts as not done. "
+        f"Send the work again. The server's log has the details under the id {error_id}.",
+        category="server",
+    )
+
+
+def internal_error(error: Exception) -> RequestOutcome:
+    """An unexpected error; the log has it under the id that the user sees."""
+    error_id = secrets.token_hex(4)
+    if isinstance(error, Damaged):
+        log.error("damaged data %s: %s", error_id, error)
+        text = f"{error}. The server's log has this under the id {error_id}."
+        return RequestOutcome(error=text, category="server")
+    log.error("bug %s", error_id, exc_info=error)
+    return RequestOutcome(
+        error=f"the server failed unexpectedly ({type(error).__name__}). "
+        f"Its log has the details under the id {error_id}.",
+        category="server",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedRequest:
+    """A stored result, or the error."""
+
+    request_id: str
+    owner: str
+    kind: Kind
+    session_id: str | None
+    result: bytes = b""
+    error: str | None = None
+    category: str | None = None
+
+
+class UnknownRequest(LookupError):
+    """No request has this id."""
+
+
+class Waiters:
+    """Coroutines that wait until an event, a timeout, or a disconnect. For one event loop."""
 
     __slots__ = ("_waiters",)
 
@@ -39,16 +132,16 @@ class Sleepers:
 
     def wake(self) -> None:
         for waiter in self._waiters:
-            _let_go(waiter)
+            _wake_one(waiter)
 
-    async def sleep(self, within_s: float, leaving: Leaving | None) -> None:
+    async def wait(self, timeout_s: float, on_disconnect: OnDisconnect | None) -> None:
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
         self._waiters.add(waiter)
-        # One timer and no task for each: thousands sleep at once.
-        timer = loop.call_later(within_s, _let_go, waiter)
-        if leaving is not None:
-            leaving(lambda: _let_go(waiter))
+        # One timer each and no task: thousands wait at the same time.
+        timer = loop.call_later(timeout_s, _wake_one, waiter)
+        if on_disconnect is not None:
+            on_disconnect(lambda: _wake_one(waiter))
         try:
             await waiter
         finally:
@@ -56,98 +149,60 @@ class Sleepers:
             self._waiters.discard(waiter)
 
 
-def _let_go(waiter: "asyncio.Future[None]") -> None:
+def _wake_one(waiter: "asyncio.Future[None]") -> None:
     if not waiter.done():
         waiter.set_result(None)
 
 
-# MERGED: Results that were promised: who waits for one sleeps, and is woken by the commit.
-
-
-log = logging.getLogger("tinkex.server.scheduler.results")
-
-# Finished results are kept in memory for the poll that is about to come; the rest are read back.
-KEPT_BYTES = 64 * 2**20
-# No server gave out a request before 2025.
-FIRST_S = 1735689600.0
-
-NOTHING = Load()
-
-
-class UnknownRequest(LookupError):
-    """No request has this id."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settled:
-    """A finished request: its result, or why there is none."""
-
-    request_id: str
-    owner: str
-    kind: Kind
-    session_id: str | None
-    result: bytes = b""
-    error: str | None = None
-    category: str | None = None
-
-
 @dataclass(slots=True)
-class _Promise:
+class _Unfinished:
     owner: str
     base_model: str
     load: Load
-    settled: Settled | None = None
-    #: How often somebody has begun to wait for it, and who waits now.
-    asked: int = 0
-    sleepers: Sleepers = field(default_factory=Sleepers)
+    finished: FinishedRequest | None = None
+    #: How many polls have begun to wait for it.
+    polls: int = 0
+    waiters: Waiters = field(default_factory=Waiters)
 
 
 class Futures:
-    """The promises of this process. Nothing here polls."""
+    """The unfinished requests of this process, and recent results."""
 
-    def __init__(self, store: Store, *, kept_s: float = 3600.0) -> None:
+    def __init__(self, store: Store, *, retention_s: float = 3600.0) -> None:
         self._store = store
-        #: Results are kept at least this long.
-        self._kept_s = kept_s
-        self._open: dict[str, _Promise] = {}
+        #: Results are stored for at least this long.
+        self._retention_s = retention_s
+        self._unfinished: dict[str, _Unfinished] = {}
         self._loads: dict[str, Load] = {}
-        self._kept: OrderedDict[str, Settled] = OrderedDict()
-        self._kept_bytes = 0
-        #: The server is stopping: nothing is waited for any more.
+        self._cache: OrderedDict[str, FinishedRequest] = OrderedDict()
+        self._cache_bytes = 0
+        #: The server is stopping: polls return immediately.
         self.closing = False
-        #: The same events once more, for clients that wait for many at once.
-        self.completions = Completions(store)
+        self.completion_log = CompletionLog(store)
 
     async def start(self) -> None:
-        await self.completions.start()
+        await self.completion_log.start()
 
-    def expect(self, row: RequestRow) -> None:
-        """This process will settle that request."""
-        if row.request_id in self._open:
+    def track(self, row: RequestRow) -> None:
+        """This process will finish the request."""
+        if row.request_id in self._unfinished:
             return
         load = load_of(row)
-        self._open[row.request_id] = _Promise(owner=row.owner, base_model=row.base_model, load=load)
+        self._unfinished[row.request_id] = _Unfinished(
+            owner=row.owner, base_model=row.base_model, load=load
+        )
         self._loads[row.owner] = self.load(row.owner) + load
 
-    @property
-    def loads(self) -> Mapping[str, Load]:
-        """What each owner has accepted and not finished."""
-        return self._loads
-
-    def load(self, owner: str) -> Load:
-        """What of an owner is accepted and not finished."""
-        return self._loads.get(owner, NOTHING)
-
-    def settle(self, settled: Settled) -> None:
-        """The result is on disk: wake everybody who waits for it."""
-        promise = self._open.pop(settled.request_id, None)
-        if promise is not None:
-            promise.settled = settled
-            promise.sleepers.wake()
-            self._loads[promise.owner] -= promise.load
-            if not self._loads[promise.owner].requests:
-                del self._loads[promise.owner]
-        self._keep(settled)
+    def finish(self, finished: FinishedRequest) -> None:
+        """The result is stored: wake the polls that wait for it."""
+        unfinished = self._unfinished.pop(finished.request_id, None)
+        if unfinished is not None:
+            unfinished.finished = finished
+            unfinished.waiters.wake()
+            self._loads[unfinished.owner] -= unfinished.load
+            if not self._loads[unfinished.owner].requests:
+                del self._loads[unfinished.owner]
+        self._cache_result(finished)
 
     async def wait(
         self,
@@ -155,71 +210,83 @@ class Futures:
         *,
         owner: str,
         within_s: float,
-        leaving: Leaving | None = None,
-    ) -> Settled | None:
-        """
-        The finished request, or None when it is not finished by then.
-
-        `leaving` is given what ends the wait at once, for when nobody is there any more.
-        """
-        if (kept := self._kept.get(request_id)) is not None:
-            return self._owned(kept, owner)
-        promise = self._open.get(request_id)
-        if promise is None:
-            settled = await self._read(request_id, owner)
-            if settled is not None:
-                return settled
-            # It waits, and nobody here has taken it up yet; that follows.
-            promise = self._open[request_id]
-        if promise.owner != owner:
+        on_disconnect: OnDisconnect | None = None,
+    ) -> FinishedRequest | None:
+        """The finished request; None if it is not finished within the time."""
+        if (cached := self._cache.get(request_id)) is not None:
+            if cached.owner != owner:
+                raise UnknownRequest(request_id)
+            return cached
+        unfinished = self._unfinished.get(request_id)
+        if unfinished is None:
+            finished = await self._read(request_id, owner)
+            if finished is not None:
+                return finished
+            # The scheduler has not picked it up yet, and will.
+            unfinished = self._unfinished[request_id]
+        if unfinished.owner != owner:
             raise UnknownRequest(request_id)
-        promise.asked += 1
+        unfinished.polls += 1
         if within_s <= 0 or self.closing:
-            return promise.settled
-        await promise.sleepers.sleep(within_s, leaving)
-        return promise.settled
+            return unfinished.finished
+        await unfinished.waiters.wait(within_s, on_disconnect)
+        return unfinished.finished
 
-    def is_kept(self, request_id: str) -> bool:
-        """Whether it was finished, and its result is still here."""
-        return request_id in self._kept
+    @property
+    def loads(self) -> Mapping[str, Load]:
+        """The accepted and unfinished work of each owner."""
+        return self._loads
 
-    def asked(self, request_id: str) -> int:
-        """How often somebody has begun to wait for an open request."""
-        promise = self._open.get(request_id)
-        return 0 if promise is None else promise.asked
+    def load(self, owner: str) -> Load:
+        return self._loads.get(owner, NO_LOAD)
 
-    def awaited(self, request_id: str) -> bool:
-        """Whether somebody waits for an open request now."""
-        promise = self._open.get(request_id)
-        return promise is not None and bool(promise.sleepers)
+    def is_cached(self, request_id: str) -> bool:
+        """Whether it is finished and its result is in memory."""
+        return request_id in self._cache
+
+    def poll_count(self, request_id: str) -> int:
+        """How many polls have begun to wait for an unfinished request."""
+        unfinished = self._unfinished.get(request_id)
+        return 0 if unfinished is None else unfinished.polls
+
+    def is_polled(self, request_id: str) -> bool:
+        """Whether a poll waits for an unfinished request now."""
+        unfinished = self._unfinished.get(request_id)
+        return unfinished is not None and bool(unfinished.waiters)
 
     def base_model(self, request_id: str) -> str | None:
-        """What an open request computes on."""
-        promise = self._open.get(request_id)
-        return None if promise is None else promise.base_model
+        """The base model of an unfinished request."""
+        unfinished = self._unfinished.get(request_id)
+        return None if unfinished is None else unfinished.base_model
 
     def __len__(self) -> int:
-        """Requests that are not finished."""
-        return len(self._open)
+        """The number of unfinished requests."""
+        return len(self._unfinished)
 
     def release(self) -> None:
-        """The server is stopping: let every waiting poll go, it comes back to the next one."""
+        """The server is stopping: end all polls; clients poll again at the next start."""
         self.closing = True
-        for promise in self._open.values():
-            promise.sleepers.wake()
-        self.completions.release()
+        for unfinished in self._unfinished.values():
+            unfinished.waiters.wake()
+        self.completion_log.release()
 
-    async def _read(self, request_id: str, owner: str) -> Settled | None:
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Their results were deleted from the store."""
+        for request_id in request_ids:
+            if (dropped := self._cache.pop(request_id, None)) is not None:
+                self._cache_bytes -= _weight(dropped)
+
+    async def _read(self, request_id: str, owner: str) -> FinishedRequest | None:
         row = await self._store.requests.get(request_id)
-        if row is None and _is_old(request_id, self._kept_s):
+        if row is None and _may_be_deleted(request_id, self._retention_s):
             raise ResultGone(request_id)
         if row is None or row.owner != owner:
             raise UnknownRequest(request_id)
         if row.status is Status.WAITING:
-            # It may have been finished since it was read.
-            if (kept := self._kept.get(request_id)) is None:
-                self.expect(row)
-            return kept
+            # It may have finished since it was read.
+            if (cached := self._cache.get(request_id)) is None:
+                self.track(row)
+            return cached
         result = b""
         if row.status is Status.DONE:
             try:
@@ -227,45 +294,34 @@ class Futures:
             except Damaged as damaged:
                 log.error("%s", damaged)
                 row = replace(row, error=f"{damaged}. The work was done.", category="server")
-        settled = settled_from(row, result)
-        self._keep(settled)
-        return settled
+        finished = _finished_from(row, result)
+        self._cache_result(finished)
+        return finished
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Their results have been deleted."""
-        for request_id in request_ids:
-            if (dropped := self._kept.pop(request_id, None)) is not None:
-                self._kept_bytes -= _weight(dropped)
-
-    def _owned(self, settled: Settled, owner: str) -> Settled:
-        if settled.owner != owner:
-            raise UnknownRequest(settled.request_id)
-        return settled
-
-    def _keep(self, settled: Settled) -> None:
-        if settled.request_id in self._kept:
+    def _cache_result(self, finished: FinishedRequest) -> None:
+        if finished.request_id in self._cache:
             return
-        self._kept[settled.request_id] = settled
-        self._kept_bytes += _weight(settled)
-        while self._kept_bytes > KEPT_BYTES:
-            _, dropped = self._kept.popitem(last=False)
-            self._kept_bytes -= _weight(dropped)
+        self._cache[finished.request_id] = finished
+        self._cache_bytes += _weight(finished)
+        while self._cache_bytes > CACHE_BYTES:
+            _, dropped = self._cache.popitem(last=False)
+            self._cache_bytes -= _weight(dropped)
 
 
 def load_of(request: NewRequest | RequestRow) -> Load:
-    """What a request adds to its owner's account."""
+    """What a request adds to its owner's load."""
     samples = request.sequences if request.kind == Kind.SAMPLE else 0
     return Load(requests=1, tokens=request.tokens, samples=samples)
 
 
-def _is_old(request_id: str, kept_s: float) -> bool:
-    """Whether this may be a request whose row has been deleted."""
+def _may_be_deleted(request_id: str, retention_s: float) -> bool:
+    """Whether this may be a request whose row was deleted after its retention time."""
     at_s = issued_s(request_id)
-    return at_s is not None and FIRST_S < at_s < time.time() - kept_s
+    return at_s is not None and EARLIEST_REQUEST_S < at_s < time.time() - retention_s
 
 
-def settled_from(row: RequestRow, result: bytes) -> Settled:
-    return Settled(
+def _finished_from(row: RequestRow, result: bytes) -> FinishedRequest:
+    return FinishedRequest(
         request_id=row.request_id,
         owner=row.owner,
         kind=Kind(row.kind),
@@ -276,42 +332,30 @@ def settled_from(row: RequestRow, result: bytes) -> Settled:
     )
 
 
-def _weight(settled: Settled) -> int:
-    # The object itself counts too: a flood of tiny results is bounded by it.
-    return len(settled.result) + 1024
+def _weight(finished: FinishedRequest) -> int:
+    # The fixed part bounds the number of very small results.
+    return len(finished.result) + 1024
 
-
-# MERGED: Which samples of a sampling client have finished: its poll sleeps until the next one does. The log is in the database, written with each result. Its newest part is here as well, from the first poll of a client on, so that a poll that follows another reads nothing from disk.
-
-
-# What nobody reads any more is dropped, and read from the database should it be asked for.
-MOST_LOGS = 4_000
-MOST_EVENTS = 20_000
-UNREAD_S = 120.0
-# In one answer; the next poll, from its cursor on, gets the next ones at once.
-MOST_TOLD = 1_000
-# How long a poll is held that the database cannot answer.
-TROUBLE_S = 1.0
 
 _Client = tuple[str, int]
 
 
 @dataclass(slots=True)
 class _Tail:
-    """Every event of one client after `floor`."""
+    """All events of one client after the position `floor`."""
 
     floor: int
     events: list[Completion] = field(default_factory=list)
-    #: Who sleeps until the next event, and how many use this at all.
-    sleepers: Sleepers = field(default_factory=Sleepers)
-    waiting: int = 0
+    waiters: Waiters = field(default_factory=Waiters)
+    #: Polls that use this tail, waiting or reading.
+    polls: int = 0
     read_s: float = 0.0
 
     def after(self, cursor: int) -> list[Completion]:
         return self.events[bisect_right(self.events, cursor, key=_position) :]
 
-    def seen(self, cursor: int) -> None:
-        """The client has these: should it ask again, the database has them too."""
+    def acknowledge(self, cursor: int) -> None:
+        """The client has these events; the database keeps them."""
         if known := bisect_right(self.events, cursor, key=_position):
             self.floor = self.events[known - 1].position
             del self.events[:known]
@@ -321,13 +365,18 @@ def _position(event: Completion) -> int:
     return event.position
 
 
-class Completions:
-    """The logs of this process. Nothing here polls."""
+class CompletionLog:
+    """
+    Which samples of a sampling client have finished, in order.
+
+    The log is in the database, written with each result. From the first poll of a client on, its
+    newest part is here too, so the following polls read nothing from disk.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._tails: OrderedDict[_Client, _Tail] = OrderedDict()
-        #: Position of the newest event that was told here; earlier ones are in the database.
+        #: Position of the newest event added here; earlier ones are in the database.
         self._newest = 0
         self._closing = False
 
@@ -335,19 +384,15 @@ class Completions:
         self._newest = await self._store.requests.last_position()
 
     def add(self, event: Completion) -> None:
-        """
-        The event is on disk: wake who waits for it.
-
-        Commits are told in their order, so nothing older can come after this.
-        """
+        """The event is stored: wake its polls. Called in the order of the commits."""
         self._newest = max(self._newest, event.position)
         client = (event.sampling_session_id, event.clone_id)
         tail = self._tails.get(client)
         if tail is None:
             return
         tail.events.append(event)
-        tail.sleepers.wake()
-        if len(tail.events) > MOST_EVENTS and not tail.waiting:
+        tail.waiters.wake()
+        if len(tail.events) > MAX_EVENTS_PER_CLIENT and not tail.polls:
             del self._tails[client]
 
     async def after(
@@ -357,52 +402,48 @@ class Completions:
         *,
         cursor: int,
         within_s: float,
-        leaving: Leaving | None = None,
+        on_disconnect: OnDisconnect | None = None,
     ) -> Sequence[Completion]:
-        """
-        The client's next events after a position, once there is one; none when time is up.
-
-        `leaving` is given what ends the wait at once, for when nobody is there any more.
-        """
+        """The client's next events after a position; waits for one, and is empty at the timeout."""
         tail = self._tail((sampling_session_id, clone_id))
-        tail.waiting += 1
+        tail.polls += 1
         try:
             older = await self._older(tail, sampling_session_id, clone_id, cursor)
-            tail.seen(cursor)
-            if len(older) == MOST_TOLD:  # there may be more of these before those here
+            tail.acknowledge(cursor)
+            if len(older) == MAX_EVENTS_PER_POLL:  # there may be more before those in memory
                 return older
             if older or tail.events or within_s <= 0 or self._closing:
-                return [*older, *tail.events[: MOST_TOLD - len(older)]]
-            await tail.sleepers.sleep(within_s, leaving)
+                return [*older, *tail.events[: MAX_EVENTS_PER_POLL - len(older)]]
+            await tail.waiters.wait(within_s, on_disconnect)
         except StorageError:
-            # Nothing may be told before what cannot be read now. The client asks again from the
-            # same place, and not at once.
-            await asyncio.sleep(min(within_s, TROUBLE_S))
+            # Later events must not be sent before the ones that cannot be read now. The client
+            # polls again from the same cursor; the sleep keeps it from doing so in a tight loop.
+            await asyncio.sleep(min(within_s, STORAGE_RETRY_S))
             return []
         finally:
-            tail.waiting -= 1
+            tail.polls -= 1
             tail.read_s = time.monotonic()
-        return tail.after(cursor)[:MOST_TOLD]
+        return tail.after(cursor)[:MAX_EVENTS_PER_POLL]
 
     async def _older(
         self, tail: _Tail, sampling_session_id: str, clone_id: int, cursor: int
     ) -> list[Completion]:
-        """What is only in the database of what the client has not seen; the first of it."""
+        """The first events after the cursor that are only in the database."""
         older: list[Completion] = []
         floor = cursor
-        # Another poll of the same client may have moved events there in the meantime.
+        # Another poll of the same client may have moved the floor in the meantime.
         while floor < tail.floor:
             floor = tail.floor
             older = await self._store.requests.completions(
-                sampling_session_id, clone_id, after=cursor, up_to=floor, limit=MOST_TOLD
+                sampling_session_id, clone_id, after=cursor, up_to=floor, limit=MAX_EVENTS_PER_POLL
             )
         return older
 
     def release(self) -> None:
-        """The server is stopping: let every waiting poll go, it comes back to the next one."""
+        """The server is stopping: end all polls; clients poll again at the next start."""
         self._closing = True
         for tail in self._tails.values():
-            tail.sleepers.wake()
+            tail.waiters.wake()
 
     def _tail(self, client: _Client) -> _Tail:
         tail = self._tails.get(client)
@@ -414,14 +455,14 @@ class Completions:
         return tail
 
     def _drop_unread(self) -> None:
-        """Logs of clients that are gone, and those read longest ago when there are too many."""
-        fresh_s = time.monotonic() - UNREAD_S
-        too_many = len(self._tails) + 1 - MOST_LOGS
-        gone: list[_Client] = []
+        """Drop tails that were not read lately, and the least recently read if there are too many."""
+        fresh_s = time.monotonic() - UNREAD_TTL_S
+        too_many = len(self._tails) + 1 - MAX_CLIENTS
+        unread: list[_Client] = []
         for client, tail in self._tails.items():
-            if tail.read_s > fresh_s and len(gone) >= too_many:
+            if tail.read_s > fresh_s and len(unread) >= too_many:
                 break
-            if not tail.waiting:
-                gone.append(client)
-        for client in gone:
+            if not tail.polls:
+                unread.append(client)
+        for client in unread:
             del self._tails[client]

@@ -1,167 +1,174 @@
-"""A sample that is read while it is drawn, by any number of readers."""
+"""Runs requests that are not steps: samples, and the creation of custom losses."""
 
 import asyncio
 import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from tinkex.server.executor import EngineLost, EngineRefused, Work, WorkFailed
-from tinkex.server.scheduler import jobs
-from tinkex.server.scheduler.base_model_check import BaseChanged
-from tinkex.server.scheduler.execution import Desk
-from tinkex.server.scheduler.jobs import Ending, bug, deadly
-from tinkex.server.scheduler.model_state import Runs
-from tinkex.server.scheduler.recovery import Revival
+from tinkex.server.scheduler.base_model_check import BaseModelChanged
+from tinkex.server.scheduler.execution import (
+    EngineClient,
+    Execution,
+    register_loss_work,
+    sample_work,
+)
+from tinkex.server.scheduler.results import RequestOutcome, crash_outcome, internal_error
 from tinkex.server.store import RequestRow
 from tinkex.wire.codec import encode_json
 from tinkex.wire.custom_loss import CreateCustomLossResponse
-from tinkex.wire.partial_sample import PartialSample
+from tinkex.wire.partial_sample import Growing
 from tinkex.wire.proto import frames_pb2
 
+if TYPE_CHECKING:
+    from tinkex.server.scheduler.engine_scheduler import EngineScheduler
+    from tinkex.server.scheduler.scheduler import ModelStates
 
-class Tap:
-    """What an engine has told of a sample so far. Belongs to one event loop."""
+
+class TokenStream:
+    """The tokens of a running sample, for any number of readers. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self.growing = PartialSample()
-        #: Done at the next token; then there is another one.
-        self.changed = self._next()
+        #: Done at the next token, and then replaced.
+        self.changed = self._new_future()
 
-    def hear(self, told: frames_pb2.Tokens) -> None:
-        """An engine that was started again tells everything again; only what is new counts."""
-        if self.growing.add(told.sequence, told.tokens, told.logprobs, start=told.start):
-            changed, self.changed = self.changed, self._next()
+    def add(self, tokens: frames_pb2.Tokens) -> None:
+        """A restarted engine sends everything again; only new tokens count."""
+        if self.growing.add(tokens.sequence, tokens.tokens, tokens.logprobs, start=tokens.start):
+            changed, self.changed = self.changed, self._new_future()
             changed.set_result(None)
 
-    def _next(self) -> asyncio.Future[None]:
+    def _new_future(self) -> asyncio.Future[None]:
         return asyncio.get_running_loop().create_future()
 
 
-# MERGED: Samples: outside the order of steps, all at once, and given up when nobody wants them.
+class SampleWorker:
+    """Runs the samples of one engine, all at once; the engine batches them."""
 
-
-class Samples:
-    """Those that run or wait in an engine now."""
-
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        #: By request: cancelling one of these cancels the sample.
-        self._running: dict[str, tuple[str, asyncio.Task[Ending]]] = {}
-        #: Of those that are read while they are drawn.
-        self._taps: dict[str, Tap] = {}
+    def __init__(self, execution: Execution, engine: EngineClient) -> None:
+        self._execution = execution
+        self._engine = engine
+        #: By request id: the owner, and the task whose cancellation cancels the sample.
+        self._running: dict[str, tuple[str, asyncio.Task[RequestOutcome]]] = {}
+        self._token_streams: dict[str, TokenStream] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._running
 
+    def add_token_stream(self, request_id: str, stream: TokenStream) -> None:
+        """Called before the sample runs: its tokens go to this stream."""
+        self._token_streams[request_id] = stream
+
+    def token_stream(self, request_id: str) -> TokenStream | None:
+        """None if the sample is not running, or was started without a stream."""
+        return self._token_streams.get(request_id)
+
     def cancel(self, request_id: str, *, owner: str) -> None:
-        """Give one up that nobody waits for any more; harmless if it is not running."""
-        running_owner, work = self._running.get(request_id, (None, None))
-        if work is not None and running_owner == owner:
-            work.cancel()
+        """Cancel a sample; no effect if it is not running."""
+        running_owner, task = self._running.get(request_id, (None, None))
+        if task is not None and running_owner == owner:
+            task.cancel()
 
-    def open_tap(self, request_id: str, tap: Tap) -> None:
-        """Before it runs: its tokens are told to this one."""
-        self._taps[request_id] = tap
-
-    def tap(self, request_id: str) -> Tap | None:
-        """None if it does not run any more, or nobody asked for its tokens when it began."""
-        return self._taps.get(request_id)
-
-    async def abandon(self, request_id: str, *, owner: str, after_s: float) -> None:
-        """Give one up whose reader is gone, unless somebody asks for it in the meantime."""
-        futures = self._desk.futures
-        asked = futures.asked(request_id)
+    async def cancel_unless_polled(self, request_id: str, *, owner: str, after_s: float) -> None:
+        """The reader of a sample disconnected: cancel it unless it is polled within the time."""
+        futures = self._execution.futures
+        polls = futures.poll_count(request_id)
         await asyncio.sleep(after_s)
-        if futures.asked(request_id) == asked and not futures.awaited(request_id):
+        if futures.poll_count(request_id) == polls and not futures.is_polled(request_id):
             self.cancel(request_id, owner=owner)
 
     async def run(self, row: RequestRow) -> None:
-        """To its end, good or bad."""
-        work = asyncio.create_task(self._perform(row))
-        self._running[row.request_id] = (row.owner, work)
+        """Run a sample and store its outcome."""
+        task = asyncio.create_task(self._sample(row))
+        self._running[row.request_id] = (row.owner, task)
         try:
-            await asyncio.wait({work})
-            ending = work.result()
+            await asyncio.wait({task})
+            outcome = task.result()
         except asyncio.CancelledError:
-            if not work.cancelled():
-                # It is this task that was cancelled: the server stops, and the sample runs again.
-                work.cancel()
+            if not task.cancelled():
+                # This task was cancelled because the server stops: the sample runs again later.
+                task.cancel()
                 raise
-            ending = Ending(error="cancelled: the client gave up on it.", category="user")
-        except BaseChanged as changed:
-            ending = Ending(error=str(changed), category="user")
+            outcome = RequestOutcome(error="cancelled: the client gave up on it.", category="user")
+        except BaseModelChanged as changed:
+            outcome = RequestOutcome(error=str(changed), category="user")
         except (WorkFailed, EngineRefused) as failed:
             refused = isinstance(failed, EngineRefused)
             category = failed.category if isinstance(failed, WorkFailed) else "server"
-            ending = Ending(error=str(failed), category=category, lasting=refused)
+            outcome = RequestOutcome(error=str(failed), category=category, permanent=refused)
         except EngineLost as lost:
-            if self._desk.closing:
+            if self._execution.closing:
                 return
-            ending = deadly(str(lost))
-        except Exception as error:  # noqa: BLE001  a bug must fail one sample and be seen
-            ending = bug(error)
+            outcome = crash_outcome(str(lost))
+        except Exception as error:  # noqa: BLE001  a bug must fail one sample and be logged
+            outcome = internal_error(error)
         finally:
             del self._running[row.request_id]
-            self._taps.pop(row.request_id, None)
-        await self._desk.settle(row, ending)
+            self._token_streams.pop(row.request_id, None)
+        await self._execution.finish(row, outcome)
 
-    async def _perform(self, row: RequestRow) -> Ending:
-        outcome = await self._desk.insist(row, functools.partial(self._prepared, row))
-        return Ending(result=outcome.result)
+    async def _sample(self, row: RequestRow) -> RequestOutcome:
+        outcome = await self._engine.run_request(row, functools.partial(self._prepare, row))
+        return RequestOutcome(result=outcome.result)
 
-    async def _prepared(self, row: RequestRow) -> Work:
+    async def _prepare(self, row: RequestRow) -> Work:
         folder = None
         if row.version_id is not None:
-            if (check := self._desk.base_check) is not None:
-                incarnation = await self._desk.executor.ready(row.base_model)
-                await check.check_version(row.version_id, row.base_model, incarnation)
-            folder = await self._desk.store.checkpoints.open_cached(row.version_id)
-        payload = await self._desk.payloads.get(row.request_id)
-        tap = self._taps.get(row.request_id)
-        return jobs.sample(row.owner, folder, payload, None if tap is None else tap.hear)
+            if (check := self._engine.base_check) is not None:
+                await check.check_version(row.version_id, await self._engine.ready())
+            folder = await self._execution.store.checkpoints.open_cached(row.version_id)
+        payload = await self._execution.payloads.get(row.request_id)
+        stream = self._token_streams.get(row.request_id)
+        return sample_work(row.owner, folder, payload, None if stream is None else stream.add)
 
 
-# MERGED: Custom losses: every engine that has a model of the session looks at a new one.
+class CustomLossWorker:
+    """Registers a new custom loss in every engine that has a model of its session."""
 
+    def __init__(
+        self,
+        execution: Execution,
+        models: "ModelStates",
+        engine_of: "Callable[[str], EngineScheduler]",
+    ) -> None:
+        self._execution = execution
+        self._models = models
+        self._engine_of = engine_of
 
-class Losses:
-    """Outside the order of steps."""
-
-    def __init__(self, desk: Desk, runs: Runs, revival: Revival) -> None:
-        self._desk = desk
-        self._runs = runs
-        self._revival = revival
-
-    async def create(self, row: RequestRow) -> None:
-        """To its end, good or bad."""
+    async def run(self, row: RequestRow) -> None:
+        """Check and register the loss, and store the outcome."""
         try:
-            ending = await self._perform(row)
+            outcome = await self._register(row)
         except (WorkFailed, EngineRefused) as failed:
             category = failed.category if isinstance(failed, WorkFailed) else "server"
-            ending = Ending(error=str(failed), category=category)
+            outcome = RequestOutcome(error=str(failed), category=category)
         except EngineLost as lost:
-            if self._desk.closing:
+            if self._execution.closing:
                 return
-            ending = deadly(str(lost))
-        except Exception as error:  # noqa: BLE001  a bug must fail one request and be seen
-            ending = bug(error)
-        await self._desk.settle(row, ending)
+            outcome = crash_outcome(str(lost))
+        except Exception as error:  # noqa: BLE001  a bug must fail one request and be logged
+            outcome = internal_error(error)
+        await self._execution.finish(row, outcome)
 
-    async def _perform(self, row: RequestRow) -> Ending:
-        loss = await self._desk.store.models.custom_loss(row.request_id)
+    async def _register(self, row: RequestRow) -> RequestOutcome:
+        loss = await self._execution.store.models.custom_loss(row.request_id)
 
-        async def registering() -> Work:
-            return jobs.register(loss)
+        async def prepare() -> Work:
+            return register_loss_work(loss)
 
-        # Engines that meet a model of this session later get its losses then.
-        alive = {
-            run.model.base_model
-            for run in self._runs.opened()
-            if run.model.session_id == loss.session_id
-            # Or is on its way there, and may have looked for losses before there was this one.
-            and (run.live_in is not None or run.driver is not None)
+        # An engine that loads a model of this session later registers its losses then.
+        base_models = {
+            state.model.base_model
+            for state in self._models.opened()
+            if state.model.session_id == loss.session_id
+            # A model that is being loaded may have read the losses before this one was stored.
+            and (state.loaded_in is not None or state.worker is not None)
         }
-        for base_model in sorted(alive | {row.base_model}):
+        for base_model in sorted(base_models | {row.base_model}):
+            engine = self._engine_of(base_model)
             try:
-                await self._desk.insist(row, registering, base_model=base_model)
+                await engine.client.run_request(row, prepare)
             finally:
-                await self._revival.loss_was_checked(base_model, loss.session_id)
-        return Ending(result=encode_json(CreateCustomLossResponse(loss_id=loss.loss_id)))
+                await engine.recovery.loss_was_checked(loss.session_id)
+        return RequestOutcome(result=encode_json(CreateCustomLossResponse(loss_id=loss.loss_id)))

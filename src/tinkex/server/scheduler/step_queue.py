@@ -1,18 +1,24 @@
-"""Which step of a model runs next, and what becomes of it. No clock, no tensors, no sockets, no SQL."""
+"""
+Orders the steps of one model. Pure: no clock, no tensors, no sockets, no SQL.
+
+Steps arrive in any order and run strictly by sequence number, each once. A number that never arrives
+is a gap: after a timeout the steps behind it fail. A failed `forward_backward` leaves incomplete
+gradients, so the next `optim_step` fails too.
+"""
 
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-# Passes of one model that are with the engine together: enough that it never waits for the
-# next chunk, few enough that another model's turn comes soon.
-PASSES_TOGETHER = 4
-# Refused numbers that are remembered for a model; a client in order has one.
-MOST_REFUSED = 1000
+# Passes of one model that the engine has at the same time: enough that it never waits for the
+# next chunk, few enough that another model's batch starts soon.
+MAX_PASSES_PER_BATCH = 4
+# Refused numbers kept per model. A client that sends in order has at most one.
+MAX_REFUSED = 1000
 
 
 class Kind(enum.StrEnum):
-    """What a request asks for; also the `kind` column of its row."""
+    """The operation a request asks for; also the `kind` column of its row."""
 
     CREATE_MODEL = "create_model"  # step 0 of every model
     FORWARD = "forward"
@@ -22,18 +28,18 @@ class Kind(enum.StrEnum):
     SAVE_FOR_SAMPLER = "save_weights_for_sampler"
     SAVE_EXTERNAL = "save_weights_external"
     LOAD_WEIGHTS = "load_weights"
-    UNLOAD_MODEL = "unload_model"  # outside the order of steps
-    SAMPLE = "sample"  # outside the order of steps
-    CREATE_CUSTOM_LOSS = "create_custom_loss"  # outside the order of steps
+    UNLOAD_MODEL = "unload_model"  # not a step: runs outside the queue
+    SAMPLE = "sample"  # not a step
+    CREATE_CUSTOM_LOSS = "create_custom_loss"  # not a step
 
 
 class Cause(enum.StrEnum):
     """Why a step failed; also the `cause` column of its row."""
 
-    WORK = "work"  # it was tried, or refused for what it asks
-    SPOILED = "spoiled"  # an optim_step after a failed forward_backward
-    GAP = "gap"  # a number before it never came
-    LATE = "late"  # it came after its gap had been closed
+    WORK = "work"  # it ran and failed, or was refused for its content
+    INCOMPLETE_GRADIENTS = "spoiled"  # an optim_step after a failed forward_backward
+    GAP = "gap"  # an earlier number never arrived
+    LATE = "late"  # it arrived after its gap was closed
 
 
 PASSES = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD})
@@ -46,219 +52,235 @@ class Step:
     seq_id: int
     request_id: str
     kind: Kind
-    #: A `load_weights` that makes its model: step 0 of the newer way to start from a checkpoint.
-    creates: bool = False
-    #: Of the examples of a pass.
+    #: A `load_weights` with number 0 creates its model from a checkpoint.
+    creates_model: bool = False
+    #: Number of tokens in the examples of a pass.
     tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
-    """Steps whose turn has come; they run together, or are refused without running."""
+class StepBatch:
+    """Consecutive steps that run together, or fail without running."""
 
     steps: tuple[Step, ...]
-    #: Why they must not run: they fail as the user's with this text.
+    #: Why they must not run: they fail with this text, in the category `user`.
     refusal: str | None = None
     cause: Cause = Cause.WORK
     #: The engine must drop the gradients it holds for this model.
     clears_gradients: bool = False
-    #: The step was refused when it came, so nothing of it is stored yet.
-    unfiled: bool = False
+    #: The step was refused on arrival, so it has no row yet.
+    has_no_row: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gap:
-    """A number that has not come, while later ones wait behind it."""
+    """A number that has not arrived although later ones have."""
 
     missing: int
     since_s: float
 
 
-class Replayed(enum.Enum):
-    """What a finished step needs when its model is built again from its log."""
+class Replay(enum.Enum):
+    """What the rebuild of a model from its log does with a finished step."""
 
-    NOTHING = enum.auto()  # it changed nothing
-    RUN = enum.auto()  # run it again
-    CLEAR_GRADIENTS = enum.auto()  # it failed, and took the gradients with it
-
-
-CHANGES = frozenset({Kind.CREATE_MODEL, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP, Kind.LOAD_WEIGHTS})
+    SKIP = enum.auto()  # it changed nothing
+    RUN = enum.auto()
+    CLEAR_GRADIENTS = enum.auto()  # it failed and cleared the gradients
 
 
-def replayed(kind: Kind, failed: Cause | None) -> Replayed:
-    """How a finished step takes part in building its model again."""
+CHANGES_MODEL = frozenset(
+    {Kind.CREATE_MODEL, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP, Kind.LOAD_WEIGHTS}
+)
+
+
+def replay_of(kind: Kind, failed: Cause | None) -> Replay:
+    """What a rebuild does with a finished step; `failed` is None for one that succeeded."""
     if failed is None:
-        return Replayed.RUN if kind in CHANGES else Replayed.NOTHING
+        return Replay.RUN if kind in CHANGES_MODEL else Replay.SKIP
     if failed is Cause.GAP:
-        return Replayed.CLEAR_GRADIENTS
+        return Replay.CLEAR_GRADIENTS
     if kind is Kind.OPTIM_STEP and failed is not Cause.LATE:
-        return Replayed.CLEAR_GRADIENTS
-    return Replayed.NOTHING
+        return Replay.CLEAR_GRADIENTS
+    return Replay.SKIP
 
 
 @dataclass(slots=True)
-class Line:
-    """
-    The steps of one model, in the order of their numbers.
+class StepQueue:
+    """The steps of one model in the order of their numbers. Number 0 creates the model."""
 
-    Steps arrive in any order and leave strictly by number, each once. The creation is number 0.
-    """
-
-    #: The number whose turn is next.
+    #: The number that runs next.
     next_seq: int = 0
-    #: Steps that wait, by number.
-    held: dict[int, Step] = field(default_factory=dict)
-    #: Steps that were handed out and are not finished.
+    #: Steps that have arrived and not started, by number.
+    waiting: dict[int, Step] = field(default_factory=dict)
+    #: Steps that have started and not finished.
     running: dict[int, Step] = field(default_factory=dict)
-    #: Numbers whose requests were refused when they came, and why. Their senders may try again
-    #: with the same number, until a later one shows that they went on.
+    #: Numbers whose requests were refused on arrival, with the reason. The client may send the
+    #: same number again, until a later number shows that it went on.
     refused: dict[int, tuple[Kind, str]] = field(default_factory=dict)
-    #: Why gradients are incomplete: a pass since the last optimizer step failed.
-    spoiled: str | None = None
-    #: Why there is no model: its creation failed.
-    stillborn: str | None = None
+    #: Why the gradients are incomplete: a pass since the last optimizer step failed.
+    gradient_error: str | None = None
+    #: Why the model does not exist: its creation failed.
+    creation_error: str | None = None
     _gap_since_s: float | None = None
 
-    def arrive(self, step: Step, *, now_s: float) -> bool:
-        """Take a new step in; False when its turn has already gone by."""
+    def add(self, step: Step, *, now_s: float) -> bool:
+        """Add a step; False when the queue has already passed its number."""
         if step.seq_id < self.next_seq:
             return False
-        self.held[step.seq_id] = step
+        self.waiting[step.seq_id] = step
         self.refused.pop(step.seq_id, None)
-        self._mark_gap(now_s)
+        self._update_gap(now_s)
         return True
 
     def refuse(self, seq_id: int, kind: Kind, reason: str) -> None:
-        """A step was malformed: if later ones come, they need not wait for its number."""
-        taken = seq_id in self.held or seq_id < self.next_seq
-        if not taken and len(self.refused) < MOST_REFUSED:
+        """Record a malformed step: later steps do not wait for its number."""
+        known = seq_id in self.waiting or seq_id < self.next_seq
+        if not known and len(self.refused) < MAX_REFUSED:
             self.refused[seq_id] = (kind, reason)
 
-    def take(self, *, now_s: float, most: int | None = None) -> Turn | None:
-        """The steps that run now, or None while one is running or the next has not come."""
+    def next_batch(self, *, now_s: float, max_passes: int | None = None) -> StepBatch | None:
+        """Start the next steps; None while some are running or the next has not arrived."""
         if self.running:
             return None
-        if self.held and self.next_seq in self.refused:
-            return self._take_refused(now_s)
-        if self.next_seq not in self.held:
-            self._mark_gap(now_s)
+        if self.waiting and self.next_seq in self.refused:
+            return self._next_refused(now_s)
+        if self.next_seq not in self.waiting:
+            self._update_gap(now_s)
             return None
-        steps = tuple(self._head(most or PASSES_TOGETHER))
+        steps = tuple(self._first_steps(max_passes or MAX_PASSES_PER_BATCH))
         for step in steps:
-            self.running[step.seq_id] = self.held.pop(step.seq_id)
+            self.running[step.seq_id] = self.waiting.pop(step.seq_id)
         self.next_seq = steps[-1].seq_id + 1
         self._gap_since_s = None
-        self._mark_gap(now_s)
-        first = steps[0]
-        if self.stillborn is not None:
-            return Turn(steps=steps, refusal=self.stillborn)
-        if first.kind is Kind.OPTIM_STEP and self.spoiled is not None:
-            return Turn(
-                steps=steps, refusal=self.spoiled, cause=Cause.SPOILED, clears_gradients=True
+        self._update_gap(now_s)
+        if self.creation_error is not None:
+            return StepBatch(steps=steps, refusal=self.creation_error)
+        if steps[0].kind is Kind.OPTIM_STEP and self.gradient_error is not None:
+            return StepBatch(
+                steps=steps,
+                refusal=self.gradient_error,
+                cause=Cause.INCOMPLETE_GRADIENTS,
+                clears_gradients=True,
             )
-        return Turn(steps=steps)
+        return StepBatch(steps=steps)
 
     def finish(self, step: Step, *, failure: str | None) -> None:
-        """A handed-out step is done, or failed with this reason."""
+        """A running step succeeded, or failed with this reason."""
         self.running.pop(step.seq_id, None)
-        self.learn(step, failure)
+        self.apply_result(step, failure)
 
-    def put_back(self, steps: Iterable[Step]) -> None:
-        """Steps that were handed out and lost with the engine wait again, in front."""
+    def apply_result(self, step: Step, failure: str | None) -> None:
+        """Update what a finished step means for the steps behind it."""
+        if failure is not None and (step.kind is Kind.CREATE_MODEL or step.creates_model):
+            self.creation_error = f"this model was not created: {failure}"
+        elif step.kind is Kind.FORWARD_BACKWARD and failure is not None:
+            self.gradient_error = self.gradient_error or incomplete_gradients(step.seq_id, failure)
+        elif step.kind is Kind.OPTIM_STEP or (step.kind is Kind.LOAD_WEIGHTS and failure is None):
+            self.gradient_error = None
+
+    def requeue(self, steps: Iterable[Step]) -> None:
+        """Put steps that were lost with their engine back at the front."""
         for step in steps:
             self.running.pop(step.seq_id, None)
-            self.held[step.seq_id] = step
+            self.waiting[step.seq_id] = step
             self.next_seq = min(self.next_seq, step.seq_id)
 
-    def go_back(self, next_seq: int) -> None:
-        """Go on with an earlier number; steps that ran since then are put back one by one."""
-        self.next_seq = next_seq
-        self._gap_since_s = None
-
-    def put_back_refused(self, step: Step, reason: str) -> None:
-        """The same for a number whose request was refused: it counts as failed once more, later."""
+    def requeue_refused(self, step: Step, reason: str) -> None:
+        """The same for a number whose request was refused: it fails once more, later."""
         self.running.pop(step.seq_id, None)
         self.next_seq = min(self.next_seq, step.seq_id)
         self.refused[step.seq_id] = (step.kind, reason)
 
-    def awaits(self, seq_id: int) -> bool:
-        """Whether steps behind this number are here already, and wait for it."""
-        return any(number > seq_id for number in self.held)
+    def rewind(self, next_seq: int) -> None:
+        """Continue from an earlier number; the caller requeues the steps that ran since then."""
+        self.next_seq = next_seq
+        self._gap_since_s = None
+
+    def is_blocked_by(self, seq_id: int) -> bool:
+        """Whether later steps have arrived and wait for this number."""
+        return any(number > seq_id for number in self.waiting)
 
     def gap(self) -> Gap | None:
-        """The missing number that others wait for, once nothing else can run."""
-        if self._gap_since_s is None or self.running or not self.held:
+        """The missing number that blocks the queue, once nothing else can run."""
+        if self._gap_since_s is None or self.running or not self.waiting:
             return None
         return Gap(missing=self.next_seq, since_s=self._gap_since_s)
 
-    def close_gap(self, *, now_s: float) -> Turn:
-        """Give the missing number up: every step held up to the next gap fails, naming it."""
+    def close_gap(self, *, now_s: float) -> StepBatch:
+        """Give up on the missing number: every step up to the next gap fails."""
         missing = self.next_seq
-        first = min(self.held)
+        first = min(self.waiting)
         self.next_seq = first
         steps = []
-        while step := self.held.pop(self.next_seq, None):
+        while step := self.waiting.pop(self.next_seq, None):
             steps.append(step)
             self.running[step.seq_id] = step
             self.next_seq += 1
         self.refused = {n: why for n, why in self.refused.items() if n >= self.next_seq}
         self._gap_since_s = None
-        self._mark_gap(now_s)
+        self._update_gap(now_s)
         numbers = str(missing) if first == missing + 1 else f"{missing} to {first - 1}"
         refusal = (
             f"step {numbers} of this model never arrived, so the steps behind it were not run. "
             f"Submit the work again; the next step of this model is {self.next_seq}."
         )
-        # Whatever the missing step was, the gradients are not what its client thinks.
-        return Turn(steps=tuple(steps), refusal=refusal, cause=Cause.GAP, clears_gradients=True)
+        # The missing step may have been a pass: the client expects gradients that do not exist.
+        return StepBatch(
+            steps=tuple(steps), refusal=refusal, cause=Cause.GAP, clears_gradients=True
+        )
 
-    def _take_refused(self, now_s: float) -> Turn:
-        """A number whose request was refused, and whose sender went on: it has failed."""
+    def _next_refused(self, now_s: float) -> StepBatch:
+        """The client went on after a refused number: that number fails."""
         kind, reason = self.refused.pop(self.next_seq)
         step = Step(seq_id=self.next_seq, request_id="", kind=kind)
         self.running[step.seq_id] = step
         self.next_seq += 1
         self._gap_since_s = None
-        self._mark_gap(now_s)
-        return Turn(
+        self._update_gap(now_s)
+        return StepBatch(
             steps=(step,),
             refusal=reason,
-            # As after any optimizer step that failed.
+            # A failed optimizer step always clears the gradients.
             clears_gradients=kind is Kind.OPTIM_STEP,
-            unfiled=True,
+            has_no_row=True,
         )
 
-    def _head(self, most: int) -> Iterable[Step]:
-        """The next step, and with it the passes that follow a pass without a gap."""
-        first = self.held[self.next_seq]
+    def _first_steps(self, max_passes: int) -> Iterable[Step]:
+        """The next step, and if it is a pass, the passes that follow it without a gap."""
+        first = self.waiting[self.next_seq]
         yield first
         if first.kind not in PASSES:
             return
-        for seq_id in range(self.next_seq + 1, self.next_seq + most):
-            step = self.held.get(seq_id)
+        for seq_id in range(self.next_seq + 1, self.next_seq + max_passes):
+            step = self.waiting.get(seq_id)
             if step is None or step.kind not in PASSES:
                 return
             yield step
 
-    def learn(self, step: Step, failure: str | None) -> None:
-        """What a finished step means for those behind it."""
-        if failure is not None and (step.kind is Kind.CREATE_MODEL or step.creates):
-            self.stillborn = f"this model was not created: {failure}"
-        elif step.kind is Kind.FORWARD_BACKWARD and failure is not None:
-            self.spoiled = self.spoiled or spoiled_by(step.seq_id, failure)
-        elif step.kind is Kind.OPTIM_STEP or (step.kind is Kind.LOAD_WEIGHTS and failure is None):
-            self.spoiled = None
-
-    def _mark_gap(self, now_s: float) -> None:
-        """Start the clock when steps wait for a number that is not here; stop it when it is."""
-        if not self.held or self.next_seq in self.held:
+    def _update_gap(self, now_s: float) -> None:
+        """Start the gap clock when steps wait for a missing number; stop it when it arrives."""
+        if not self.waiting or self.next_seq in self.waiting:
             self._gap_since_s = None
         elif self._gap_since_s is None:
             self._gap_since_s = now_s
 
 
-def spoiled_by(seq_id: int, failure: str) -> str:
-    """What an optimizer step answers after a pass before it failed."""
+def restore_queue(
+    finished: Sequence[tuple[Step, str | None]],
+    *,
+    next_seq: int = 0,
+    gradient_error: str | None = None,
+) -> StepQueue:
+    """The queue of a model after its finished steps, in order; after a snapshot if given."""
+    queue = StepQueue(next_seq=next_seq, gradient_error=gradient_error)
+    for step, failure in finished:
+        queue.apply_result(step, failure)
+        queue.next_seq = max(queue.next_seq, step.seq_id + 1)
+    return queue
+
+
+def incomplete_gradients(seq_id: int, failure: str) -> str:
+    """The error of an optimizer step after a failed pass."""
     return (
         f"forward_backward step {seq_id} before this optim_step failed ({failure}), so its "
         "gradients are incomplete. No step was taken and the gradients were cleared; submit the "
@@ -266,28 +288,18 @@ def spoiled_by(seq_id: int, failure: str) -> str:
     )
 
 
-def restored(
-    finished: Sequence[tuple[Step, str | None]], *, next_seq: int = 0, spoiled: str | None = None
-) -> Line:
-    """The line of a model as its finished steps, in order, left it; from a snapshot if given."""
-    line = Line(next_seq=next_seq, spoiled=spoiled)
-    for step, failure in finished:
-        line.learn(step, failure)
-        line.next_seq = max(line.next_seq, step.seq_id + 1)
-    return line
-
-
-def forgotten() -> str:
-    """What a step answers whose model was silent for so long that its state was deleted."""
+def model_deleted() -> str:
+    """The error of a step whose model was idle for so long that its state was deleted."""
     return (
-        "this model is not kept any more: its session ended or was silent for too long. Its "
-        "checkpoints are: make a new model from one with create_training_client_from_state."
+        "this model is no longer stored: its session ended or was idle for too long. Its "
+        "checkpoints are kept: create a new model from one with "
+        "create_training_client_from_state."
     )
 
 
-def late(seq_id: int) -> str:
-    """What a step answers that comes after its gap was closed."""
+def arrived_late(seq_id: int) -> str:
+    """The error of a step that arrived after its gap was closed."""
     return (
-        f"step {seq_id} arrived after the steps behind it had been given up waiting for it, so it "
-        "was not run. Submit the work again with a new number."
+        f"step {seq_id} arrived after the server had stopped waiting for it and failed the steps "
+        "behind it, so it was not run. Submit the work again with a new number."
     )

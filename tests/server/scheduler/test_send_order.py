@@ -1,4 +1,4 @@
-"""What an engine gets of a model comes in the order of its steps, whatever is waited for on the way."""
+"""An engine gets the work of a model in the order of its steps, whatever delays there are."""
 
 import asyncio
 import random
@@ -9,7 +9,7 @@ import pytest
 
 from server.echo import BASE, EchoExecutor
 from server.hosting import hosted
-from server.test_pickup import numbered_sample
+from server.scheduler.test_pickup import numbered_sample
 from server.waiting import until
 from tinkex.server.executor import Outcome, Task, Work
 from tinkex.wire.protobuf import decode_forward_backward_request
@@ -17,23 +17,23 @@ from tinkex.wire.protobuf import decode_forward_backward_request
 pytestmark = pytest.mark.anyio
 
 
-async def dawdle(dice: random.Random) -> None:
-    for _ in range(dice.randrange(8)):
+async def random_delay(source: random.Random) -> None:
+    for _ in range(source.randrange(8)):
         await asyncio.sleep(0)
 
 
-class Dawdling(EchoExecutor):
-    """An engine that is far away: handing something to it takes now more time, now less."""
+class SlowToSend(EchoExecutor):
+    """Sending work to this engine takes a random time."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.got: list[Work] = []
-        self._dice = random.Random(seed)
+        self._random = random.Random(seed)
 
     async def send(
         self, base_model: str, work: Work, *, incarnation: int | None = None
     ) -> asyncio.Future[Outcome]:
-        await dawdle(self._dice)
+        await random_delay(self._random)
         if work.task is Task.SNAPSHOT:
             # Long enough for a later step to overtake it.
             for _ in range(200):
@@ -46,7 +46,7 @@ class Dawdling(EchoExecutor):
         return await (await self.send(base_model, work, incarnation=incarnation))
 
     def sizes(self) -> list[int]:
-        """The tokens of each pass, as they came."""
+        """The tokens of each pass, in order of arrival."""
         found = []
         for work in self.got:
             if work.task is Task.PASS:
@@ -56,8 +56,8 @@ class Dawdling(EchoExecutor):
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_steps_reach_an_engine_in_their_order(seed: int, tmp_path: Path) -> None:
-    echo = Dawdling(seed)
+async def test_steps_reach_an_engine_in_order(seed: int, tmp_path: Path) -> None:
+    echo = SlowToSend(seed)
     async with hosted(echo, tmp_path, janitor_s=0, snapshot_steps=0) as api, asyncio.timeout(30):
         model = await api.model()
         echo.open.clear()
@@ -68,7 +68,7 @@ async def test_steps_reach_an_engine_in_their_order(seed: int, tmp_path: Path) -
         echo.open.set()
         assert await api.value(stepped) == sum(sizes)
         assert echo.sizes() == sizes
-        # Built again from its log, too.
+        # The same for a rebuild from the log.
         echo.die()
         echo.got.clear()
         assert await api.value(await api.optim_step(model, 14)) == 2 * sum(sizes)
@@ -76,8 +76,8 @@ async def test_steps_reach_an_engine_in_their_order(seed: int, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_a_snapshot_is_of_the_step_that_it_says(seed: int, tmp_path: Path) -> None:
-    echo = Dawdling(seed)
+async def test_a_snapshot_has_the_state_of_its_step(seed: int, tmp_path: Path) -> None:
+    echo = SlowToSend(seed)
     async with hosted(echo, tmp_path, janitor_s=0, snapshot_steps=4) as api, asyncio.timeout(30):
         model = await api.model()
         value = 0
@@ -92,36 +92,36 @@ async def test_a_snapshot_is_of_the_step_that_it_says(seed: int, tmp_path: Path)
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_finished_samples_are_told_in_the_order_of_their_commits(
+async def test_completions_are_published_in_commit_order(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dice = random.Random(seed)
+    source = random.Random(seed)
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api, asyncio.timeout(30):
         assert api.app
         context = api.app.state.context
-        database, told = context.store._database, []
-        submit_batched, add = database.submit_batched, context.futures.completions.add
+        database, published = context.store._database, []
+        submit_batched, add = database.submit_batched, context.futures.completion_log.add
 
-        async def heard_late(promise: asyncio.Future[Any]) -> Any:
+        async def delayed(promise: asyncio.Future[Any]) -> Any:
             answer = await promise
-            await dawdle(dice)
+            await random_delay(source)
             return answer
 
         def submit(many: Any, item: Any, *, required: bool = False) -> asyncio.Future[Any]:
-            return asyncio.ensure_future(heard_late(submit_batched(many, item, required=required)))
+            return asyncio.ensure_future(delayed(submit_batched(many, item, required=required)))
 
         def adds(event: Any) -> None:
-            told.append(event.position)
+            published.append(event.position)
             add(event)
 
         session = await api.session()
         body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
         assert (await api.post("create_sampling_session", body)).status == 200
         monkeypatch.setattr(database, "submit_batched", submit)
-        monkeypatch.setattr(context.futures.completions, "add", adds)
+        monkeypatch.setattr(context.futures.completion_log, "add", adds)
         asked = [{**numbered_sample(session), "seq_id": number} for number in range(1, 41)]
         answers = await asyncio.gather(*(api.post("asample", one) for one in asked))
         for answer in answers:
             await api.result(answer.json["request_id"])
-        await until(lambda: len(told) == len(asked))
-    assert told == sorted(told)
+        await until(lambda: len(published) == len(asked))
+    assert published == sorted(published)

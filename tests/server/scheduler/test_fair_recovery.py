@@ -1,4 +1,4 @@
-"""After an engine died, owners take turns: one's flood does not hold up another's small work."""
+"""After an engine crash owners are served in turn: much work of one does not delay another's."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,8 +9,8 @@ import pytest
 
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
+from server.scheduler.test_pickup import sample
 from server.tenants import new_key, with_key
-from server.test_pickup import sample
 from server.waiting import until
 from tinkex.engine.settings import EngineSettings
 from tinkex.server.executor import Outcome, Task, Work
@@ -22,16 +22,16 @@ FLOOD = 40
 
 
 class Starting(EchoExecutor):
-    """An engine that takes a while to come up again; it says for whom it samples."""
+    """An engine that takes a while to restart, and records the owners of its samples."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up = asyncio.Event()
         self.up.set()
-        #: How many wait until it is up.
+        #: Calls that wait until it is up.
         self.waiting = 0
-        #: Owners of samples, models of everything else, in the order in which the engine did it.
-        self.did: list[str] = []
+        #: In order: the owner of each sample, and the model of all other work.
+        self.done: list[str] = []
 
     async def ready(self, base_model: str) -> int:
         self.waiting += 1
@@ -41,27 +41,27 @@ class Starting(EchoExecutor):
 
     async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
         outcome = await super().run(base_model, work, incarnation=incarnation)
-        self.did.append(work.owner if work.task is Task.SAMPLE else work.model_id)
+        self.done.append(work.owner if work.task is Task.SAMPLE else work.model_id)
         return outcome
 
     def die(self) -> None:
-        """Until somebody says that it is up."""
+        """Stays down until `up` is set."""
         self.up.clear()
         super().die()
-        self.did.clear()
+        self.done.clear()
 
 
 @pytest.fixture
 def arrived(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Owners of what has come to an engine, and waits for it if it is not up."""
+    """The owners of requests that reached the admission of an engine, in order."""
     owners: list[str] = []
     enter = Admission.enter
 
-    async def noted(self: Admission, owner: str) -> None:
+    async def recorded(self: Admission, owner: str) -> None:
         owners.append(owner)
         await enter(self, owner)
 
-    monkeypatch.setattr(Admission, "enter", noted)
+    monkeypatch.setattr(Admission, "enter", recorded)
     return owners
 
 
@@ -73,7 +73,7 @@ async def alice_and_bob(executor: EchoExecutor, folder: Path) -> AsyncIterator[t
             yield alice, bob
 
 
-async def test_samples_go_to_a_new_engine_by_turns_of_owners(
+async def test_a_new_engine_gets_samples_of_owners_in_turn(
     tmp_path: Path, arrived: list[str]
 ) -> None:
     executor = Starting()
@@ -90,22 +90,22 @@ async def test_samples_go_to_a_new_engine_by_turns_of_owners(
         executor.die()
         executor.open.set()
         small = (await bob.post("asample", sample(theirs, 1))).json["request_id"]
-        # Everybody who was with it waits for the next one.
+        # All its requests wait for the next engine.
         await until(lambda: len(arrived) == FLOOD + 1)
         executor.up.set()
         assert "sequences" in await bob.result(small)
         for request_id in flood:
             assert "sequences" in await alice.result(request_id)
-    assert executor.did.index("bob") <= 1
-    assert len(executor.did) == FLOOD + 1
+    assert executor.done.index("bob") <= 1
+    assert len(executor.done) == FLOOD + 1
 
 
-def count_of(did: list[str], model: str, *, until: str) -> int:
-    """How often a model was worked on before another was for the last time."""
-    return did[: len(did) - did[::-1].index(until)].count(model)
+def count_of(done: list[str], model: str, *, until: str) -> int:
+    """How often the engine worked on a model before its last work on another."""
+    return done[: len(done) - done[::-1].index(until)].count(model)
 
 
-async def test_models_are_built_again_by_turns_of_owners(tmp_path: Path) -> None:
+async def test_models_of_owners_are_rebuilt_in_turn(tmp_path: Path) -> None:
     executor = Starting()
     async with alice_and_bob(executor, tmp_path) as (alice, bob), asyncio.timeout(60):
         session = await alice.session()
@@ -123,16 +123,16 @@ async def test_models_are_built_again_by_turns_of_owners(tmp_path: Path) -> None
         await until(lambda: executor.waiting == len(models) + 1)
         executor.up.set()
         await bob.value(step)
-        before = set(executor.did[: len(executor.did) - executor.did[::-1].index(small)])
+        before = set(executor.done[: len(executor.done) - executor.done[::-1].index(small)])
         for one in later:
             await alice.value(one)
-    # While Bob's was built again, of Alice's only one was, and not beyond its beginning.
+    # While Bob's model was rebuilt, only the beginning of one of Alice's was.
     assert small in before
     assert len(before & set(models)) <= 1
-    assert sum(count_of(executor.did, model, until=small) for model in models) < 10
+    assert sum(count_of(executor.done, model, until=small) for model in models) < 10
 
 
-async def test_a_large_turn_gives_way_to_a_model_that_is_soon_there(tmp_path: Path) -> None:
+async def test_a_large_batch_waits_for_a_short_rebuild_of_another_owner(tmp_path: Path) -> None:
     executor = Starting()
     async with alice_and_bob(executor, tmp_path) as (alice, bob), asyncio.timeout(60):
         large, small = await alice.model(), await bob.model()
@@ -140,45 +140,45 @@ async def test_a_large_turn_gives_way_to_a_model_that_is_soon_there(tmp_path: Pa
             stepped = await bob.optim_step(small, seq_id)
         await bob.value(stepped)
         executor.die()
-        # Alice's has next to nothing to be built from, and a large pass waiting.
+        # Alice's model has almost no log, and a large pass that waits.
         passed = await alice.forward_backward(large, 1, tokens=2_000)
         step = await bob.optim_step(small, 6)
         await until(lambda: executor.waiting == 2)
         executor.up.set()
         await bob.value(step)
         await alice.passed(passed)
-    passes = [place for place, model in enumerate(executor.did) if model == large]
-    # Made again, and then the pass: behind the six steps of Bob's log.
-    assert executor.did[: passes[-1]].count(small) >= 6
+    passes = [index for index, model in enumerate(executor.done) if model == large]
+    # Created, and then the pass: after the six steps of Bob's log.
+    assert executor.done[: passes[-1]].count(small) >= 6
 
 
-async def test_an_owner_with_many_requests_has_some_of_them_with_an_engine() -> None:
+async def test_admission_limits_the_requests_of_one_owner() -> None:
     admission = Admission(lambda: asyncio.sleep(0), max_sequences=1)
-    inside: list[str] = []
+    admitted: list[str] = []
     go = asyncio.Event()
 
-    async def come(owner: str) -> None:
+    async def enter(owner: str) -> None:
         await admission.enter(owner)
-        inside.append(owner)
+        admitted.append(owner)
         try:
             await go.wait()
         finally:
             admission.leave(owner)
 
-    flood = [asyncio.create_task(come("a")) for _ in range(6)]
-    await until(lambda: len(inside) == 2)
-    other = asyncio.create_task(come("b"))
-    await until(lambda: "b" in inside)
-    # One that gives up waiting takes nobody's place.
+    flood = [asyncio.create_task(enter("a")) for _ in range(6)]
+    await until(lambda: len(admitted) == 2)
+    other = asyncio.create_task(enter("b"))
+    await until(lambda: "b" in admitted)
+    # A cancelled wait takes no slot.
     flood[-1].cancel()
     go.set()
     await asyncio.gather(*flood, other, return_exceptions=True)
-    assert inside == ["a", "a", "b", "a", "a", "a"]
-    assert not admission._inside
+    assert admitted == ["a", "a", "b", "a", "a", "a"]
+    assert not admission._admitted
     assert not admission._waiting
 
 
-async def test_an_owner_has_twice_as_many_requests_with_an_engine_as_it_samples_at_once(
+async def test_an_engine_gets_twice_as_many_samples_of_an_owner_as_it_runs_at_once(
     tmp_path: Path,
 ) -> None:
     executor = EchoExecutor()

@@ -13,7 +13,7 @@ from tinkex.server.executor import Task
 pytestmark = pytest.mark.anyio
 
 
-async def test_steps_that_arrive_in_reverse_order_run_in_order(
+async def test_steps_that_arrive_in_reverse_are_acknowledged_immediately_and_run_in_order(
     api: Api, echo: EchoExecutor
 ) -> None:
     model = await api.model()
@@ -45,7 +45,7 @@ async def test_a_repeated_step_answers_with_the_first_id_and_runs_once(
     assert len(echo.tasks(Task.PASS, Task.OPTIM_STEP)) == 2
 
 
-async def test_a_number_of_another_kind_of_step_is_refused(api: Api) -> None:
+async def test_a_number_that_was_used_for_another_kind_of_step_is_refused(api: Api) -> None:
     model = await api.model()
     await api.forward_backward(model, 1)
     answer = await api.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
@@ -60,7 +60,7 @@ async def test_two_models_do_not_wait_for_each_other(api: Api) -> None:
     assert await api.value(await api.optim_step(other, 1)) == 0
 
 
-async def test_a_gap_that_is_not_filled_fails_the_steps_behind_it(api: Api) -> None:
+async def test_a_gap_that_stays_open_fails_the_steps_behind_it(api: Api) -> None:
     model = await api.model()
     held = await api.forward_backward(model, 2)
     stepped = await api.optim_step(model, 3)
@@ -68,7 +68,7 @@ async def test_a_gap_that_is_not_filled_fails_the_steps_behind_it(api: Api) -> N
     assert failed["category"] == "user"
     assert "step 1 of this model never arrived" in failed["error"]
     assert (await api.result(stepped))["category"] == "user"
-    # The model continues after them, and the late step gets an error.
+    # The model continues after them, and the late step fails.
     late = await api.result(await api.forward_backward(model, 1))
     assert "step 1 arrived after" in late["error"]
     await api.forward_backward(model, 4, tokens=7)
@@ -79,19 +79,19 @@ async def test_a_failed_pass_fails_the_next_optim_step_with_the_reason(api: Api)
     model = await api.model()
     good = await api.forward_backward(model, 1, tokens=9)
     bad = await api.forward_backward(model, 2, loss="dro")
-    spoiled = await api.optim_step(model, 3)
+    refused = await api.optim_step(model, 3)
     await api.passed(good)
     assert "loss dro is not known" in (await api.result(bad))["error"]
-    failed = await api.result(spoiled)
+    failed = await api.result(refused)
     assert failed["category"] == "user"
     assert "forward_backward step 2" in failed["error"]
     assert "loss dro is not known" in failed["error"]
-    # The gradient of the good pass (nine tokens) is discarded too.
+    # The gradient of the good pass were cleared is discarded too.
     await api.forward_backward(model, 4, tokens=2)
     assert await api.value(await api.optim_step(model, 5)) == 2
 
 
-async def test_a_step_with_an_unknown_setting_fails_in_its_order(api: Api) -> None:
+async def test_a_step_with_an_unknown_setting_keeps_its_number_and_fails(api: Api) -> None:
     model = await api.model()
     unknown = await api.optim_step(model, 1, momentum=0.5)
     failed = await api.result(unknown)
@@ -101,7 +101,7 @@ async def test_a_step_with_an_unknown_setting_fails_in_its_order(api: Api) -> No
 
 
 async def test_a_number_over_32_bits_is_malformed(api: Api) -> None:
-    """If accepted, it would make every later step of the model late."""
+    """If it were accepted, every later step of the model would be late."""
     model = await api.model()
     for seq_id in (2**31, 2**63 - 1):
         body = {"model_id": model, "seq_id": seq_id, "adam_params": {}}
@@ -123,7 +123,7 @@ async def test_a_step_without_a_number_is_malformed(api: Api, seq_id: int | None
         assert answer.json["detail"][0]["loc"] == ["body", "seq_id"]
 
 
-async def test_a_repeated_model_creation_makes_one_model(api: Api, echo: EchoExecutor) -> None:
+async def test_creating_a_model_twice_creates_one(api: Api, echo: EchoExecutor) -> None:
     session = await api.session()
     body = {
         "session_id": session,
@@ -143,7 +143,7 @@ async def test_a_repeated_model_creation_makes_one_model(api: Api, echo: EchoExe
 async def test_a_repeated_model_creation_with_other_settings_is_refused(
     api: Api, echo: EchoExecutor, change: dict[str, Any]
 ) -> None:
-    """Otherwise the client would get the first model, with other settings than requested."""
+    """A repeated request with other the return the first model."""
     session = await api.session()
     body: dict[str, Any] = {
         "session_id": session,
@@ -166,7 +166,7 @@ async def test_a_repeated_model_creation_with_other_settings_is_refused(
     assert echo.tasks(Task.CREATE) == [Task.CREATE]
 
 
-async def test_a_repeated_creation_from_a_checkpoint_makes_one_model(
+async def test_creating_a_model_twice_from_a_checkpoint_creates_one(
     api: Api, echo: EchoExecutor
 ) -> None:
     model = await api.model()
@@ -184,7 +184,7 @@ async def test_a_repeated_creation_from_a_checkpoint_makes_one_model(
     assert other.status == 422
 
 
-async def test_steps_of_a_model_that_could_not_be_created_fail_with_the_reason(api: Api) -> None:
+async def test_steps_of_a_model_that_was_not_created_fail_with_the_reason(api: Api) -> None:
     session = await api.session()
     body = {
         "session_id": session,
@@ -199,15 +199,13 @@ async def test_steps_of_a_model_that_could_not_be_created_fail_with_the_reason(a
     assert "was not created: rank is too large" in step["error"]
 
 
-async def test_after_a_crash_the_model_is_rebuilt_from_its_log(
-    api: Api, echo: EchoExecutor
-) -> None:
+async def test_a_model_is_rebuilt_from_its_log_after_a_crash(api: Api, echo: EchoExecutor) -> None:
     model = await api.model()
     await api.forward_backward(model, 1, tokens=3)
     assert await api.value(await api.optim_step(model, 2)) == 3
     await api.passed(await api.forward_backward(model, 3, tokens=5))
     echo.die()
-    # The value and the pending gradient are restored: 2 * 3 + 5.
+    # The value and the gradient are the same as before: 2 * 3 + 5.
     assert await api.value(await api.optim_step(model, 4)) == 11
 
 
@@ -220,11 +218,13 @@ async def test_a_model_is_rebuilt_with_its_closed_gaps(api: Api, echo: EchoExecu
     assert "step 2 arrived after" in late["error"]
     await api.passed(await api.forward_backward(model, 4, tokens=2))
     echo.die()
-    # The gap discards the nine tokens, before the crash and in the rebuilt model.
+    # The nine tokens were cleared discards the nine tokens, before the crash and in the rebuild.
     assert await api.value(await api.optim_step(model, 5)) == 2
 
 
-async def test_work_of_a_crashed_engine_runs_again(api: Api, echo: EchoExecutor) -> None:
+async def test_requests_that_were_lost_with_an_engine_run_again(
+    api: Api, echo: EchoExecutor
+) -> None:
     model = await api.model()
     while not echo.entered.locked():
         await echo.entered.acquire()
@@ -257,7 +257,7 @@ async def test_a_step_that_crashes_every_engine_fails(api: Api, echo: EchoExecut
     assert "died 3 times" in failed["error"]
 
 
-async def test_accepted_work_runs_after_a_restart(tmp_path: Path) -> None:
+async def test_accepted_requests_are_picked_up_by_the_next_process(tmp_path: Path) -> None:
     first = EchoExecutor()
     async with hosted(first, tmp_path) as api:
         model = await api.model()
@@ -271,7 +271,7 @@ async def test_accepted_work_runs_after_a_restart(tmp_path: Path) -> None:
         assert await api.optim_step(model, 3) == stepped
 
 
-async def test_an_invalid_gradient_is_remembered_after_a_restart(tmp_path: Path) -> None:
+async def test_incomplete_gradients_are_known_to_the_next_process(tmp_path: Path) -> None:
     async with hosted(EchoExecutor(), tmp_path) as api:
         model = await api.model()
         bad = await api.forward_backward(model, 1, loss="dro")
@@ -281,10 +281,10 @@ async def test_an_invalid_gradient_is_remembered_after_a_restart(tmp_path: Path)
         assert "forward_backward step 1" in failed["error"]
 
 
-async def test_passes_reach_the_engine_in_order_though_one_is_large(
+async def test_passes_reach_the_engine_by_number_although_one_is_large(
     api: Api, echo: EchoExecutor
 ) -> None:
-    """A large payload is read from a file; a small one is in memory."""
+    """A large payload is read from a moment to open; a small one is in memory."""
     model = await api.model()
     second = await api.forward_backward(model, 2, tokens=2)
     first = await api.forward_backward(model, 1, tokens=5000)
@@ -293,12 +293,12 @@ async def test_passes_reach_the_engine_in_order_though_one_is_large(
     echo.die()
     await api.optim_step(model, 3)
     assert await api.value(await api.optim_step(model, 4)) == 2 * 5002
-    # The order is the same when the model is rebuilt from its log.
+    # The same when the model is rebuilt from its log.
     sizes = [work.payload_file is not None for work in echo.ran if work.task is Task.PASS]
     assert sizes == [True, False, True, False]
 
 
-async def test_a_closed_gap_stays_closed_after_an_engine_crash(
+async def test_a_gap_stays_closed_when_the_engine_crashes_meanwhile(
     api: Api, echo: EchoExecutor
 ) -> None:
     model = await api.model()
@@ -307,7 +307,7 @@ async def test_a_closed_gap_stays_closed_after_an_engine_crash(
         await echo.entered.acquire()
     echo.open.clear()
     held = await api.optim_step(model, 3)
-    await echo.entered.acquire()  # the gap has timed out: the gradients are being cleared
+    await echo.entered.acquire()  # the gap has timed being closed: the gradients are being cleared
     echo.open.set()
     echo.die()
     assert "step 2 of this model never arrived" in (await api.result(held))["error"]

@@ -1,4 +1,4 @@
-"""A base model that changed under its name: its old runs are refused, everything else goes on."""
+"""After a base model has changed, its old runs are refused; everything else continues."""
 
 import asyncio
 import shutil
@@ -75,7 +75,7 @@ async def test_old_runs_are_refused_until_the_change_is_accepted(
     assert None not in hashes(data).values()
     assert len(set(hashes(data).values())) == 1
 
-    async with hosted(executor(model), data) as api:  # the same: all goes on
+    async with hosted(executor(model), data) as api:  # unchanged: everything continues
         assert await sampled(api, shown) == before
         await api.forward_backward(run, 5, tokens=1)
         assert await api.value(await api.optim_step(run, 6)) == 11
@@ -86,30 +86,28 @@ async def test_old_runs_are_refused_until_the_change_is_accepted(
         is_refused(await sampled(api, shown), "its weights differ")
         is_refused(await api.result(await api.forward_backward(run, 7)), "its weights differ")
         is_refused(await api.result(await api.optim_step(run, 8)))
-        new = await api.model()  # is not affected, but may not begin from what is
+        new = await api.model()  # not affected, but must not load an affected checkpoint
         for number, path in enumerate((kept, copied), 1):
             load = {"model_id": new, "seq_id": number, "path": path, "optimizer": True}
             is_refused(await api.result(await api.step("load_weights", **load)))
         await api.forward_backward(new, 3, tokens=2)
         assert await api.value(await api.optim_step(new, 4)) == 2
-        # Old files can be fetched all the same.
+        # Old files can still be fetched.
         assert (await api.post("weights_info", {"tinker_path": kept})).status == 200
     assert "steps and samples of 2 runs that were made on other files are refused" in caplog.text
 
     async with hosted(executor(model), data, accept_changed_base=True) as api:
-        assert await sampled(api, shown) == before  # the echo does not look at weights
+        assert await sampled(api, shown) == before  # the echo executor does not use weights
         await api.forward_backward(run, 9, tokens=1)
         assert await api.value(await api.optim_step(run, 10)) == 23
-    assert "2 runs that were made on other files go on with these" in caplog.text
+    assert "2 runs that were made on other files continue with these" in caplog.text
 
     async with hosted(executor(model), data) as api:  # accepted once is accepted
         await api.forward_backward(run, 11, tokens=1)
         assert await api.value(await api.optim_step(run, 12)) == 47
 
 
-async def test_with_the_earlier_files_back_a_run_goes_on_where_it_was(
-    model: Path, tmp_path: Path
-) -> None:
+async def test_a_run_continues_when_the_earlier_files_are_back(model: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     async with hosted(executor(model), data) as api:
         run, _, shown = await a_run(api)
@@ -118,15 +116,15 @@ async def test_with_the_earlier_files_back_a_run_goes_on_where_it_was(
         is_refused(await api.result(await api.forward_backward(run, 5, tokens=9)))
     flip(model / "model.safetensors")
     async with hosted(executor(model), data) as api:
-        # The pass that was refused has failed, and takes the next step with it.
-        spoiled = await api.result(await api.optim_step(run, 6))
-        assert "has changed" in spoiled["error"]
+        # The refused pass has failed, so the next optimizer step fails too.
+        failed = await api.result(await api.optim_step(run, 6))
+        assert "has changed" in failed["error"]
         await api.forward_backward(run, 7, tokens=1)
         assert await api.value(await api.optim_step(run, 8)) == 11
         await sampled(api, shown)
 
 
-async def test_an_engine_that_starts_anew_on_other_files_is_noticed(
+async def test_changed_files_are_noticed_when_the_engine_restarts(
     model: Path, tmp_path: Path
 ) -> None:
     echo = executor(model)
@@ -162,7 +160,7 @@ async def test_runs_of_other_base_models_are_not_affected(
 async def test_runs_without_a_hash_get_one_at_their_first_start(
     model: Path, tmp_path: Path
 ) -> None:
-    """As 0.1 wrote them."""
+    """Rows as 0.1 wrote them."""
     data = tmp_path / "data"
     async with hosted(executor(model), data) as api:
         run, _, shown = await a_run(api)
@@ -177,10 +175,10 @@ async def test_runs_without_a_hash_get_one_at_their_first_start(
     assert hashes(data) == known
 
 
-async def test_only_what_needs_the_hash_waits_for_it(
+async def test_only_requests_that_need_the_hash_wait_for_it(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gigabytes take a while to read; a server is ready before, and new runs do not wait."""
+    """Hashing gigabytes takes a while; the server is ready before, and new runs do not wait."""
     data = tmp_path / "data"
     async with hosted(executor(model), data) as api:
         run, _, shown = await a_run(api)
@@ -192,14 +190,16 @@ async def test_only_what_needs_the_hash_waits_for_it(
 
     monkeypatch.setattr(base_model_check, "content_hash", slow)
     reached = set()
-    for name in ("known", "check_version"):
+    for name in ("wait_if_needed", "check_version"):
 
-        def noted(self: Any, *args: Any, name: str = name, check: Any = None) -> Any:
+        def recorded(self: Any, *args: Any, name: str = name, check: Any = None) -> Any:
             reached.add(name)
             return check(self, *args)
 
-        check = getattr(base_model_check.BaseCheck, name)
-        monkeypatch.setattr(base_model_check.BaseCheck, name, partialmethod(noted, check=check))
+        check = getattr(base_model_check.BaseModelCheck, name)
+        monkeypatch.setattr(
+            base_model_check.BaseModelCheck, name, partialmethod(recorded, check=check)
+        )
     try:
         async with hosted(executor(model), data, max_training=1) as api:
             old = [
@@ -210,7 +210,7 @@ async def test_only_what_needs_the_hash_waits_for_it(
             ]
             waiting = [asyncio.create_task(api.result(request_id)) for request_id in old]
             await until(lambda: len(reached) == 2)
-            # What came later is done, and they are not.
+            # Later requests are done, and these are not.
             new = await api.model()
             await api.forward_backward(new, 1, tokens=2)
             assert await api.value(await api.optim_step(new, 2)) == 2

@@ -1,4 +1,4 @@
-"""An engine keeps the losses of sessions that have a model in its memory, and no others."""
+"""An engine keeps the custom losses of sessions whose models it has, and no others."""
 
 import asyncio
 from pathlib import Path
@@ -19,8 +19,8 @@ from tinkex.wire.training import ForwardBackwardOutput
 pytestmark = pytest.mark.anyio
 
 
-class Keeping(EchoExecutor):
-    """Knows which losses it has; a pass whose loss it does not have fails."""
+class LossRecorder(EchoExecutor):
+    """Records its losses; a pass with a loss that it does not have fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,55 +59,55 @@ async def created(api: Api, session: str, number: int = 0) -> str:
     return str(made["loss_id"])
 
 
-async def test_losses_leave_with_the_last_model_of_their_session_and_come_back_with_it(
+async def test_losses_are_dropped_with_the_last_model_of_their_session_and_restored_with_it(
     tmp_path: Path,
 ) -> None:
-    keeping = Keeping()
-    async with hosted(keeping, tmp_path) as api:
+    engine = LossRecorder()
+    async with hosted(engine, tmp_path) as api:
         assert api.app is not None
-        dispatcher = api.app.state.context.dispatcher
+        scheduler = api.app.state.context.scheduler
         mine, other = await api.session(), await api.session()
         models = [await api.model(mine, number=number) for number in range(2)]
         foreign = await api.model(other)
         loss_id, theirs = await created(api, mine), await created(api, other)
         for model in models:
             assert "error" not in await api.result(await api.custom(model, 1, {"loss_id": loss_id}))
-        # One of two models leaves: the other still needs them.
+        # One of two models is unloaded: the other still needs them.
         await api.result(await api.step("unload_model", model_id=models[0]))
-        assert loss_id in keeping.losses
-        dispatcher.free_session(mine)
-        await until(lambda: loss_id not in keeping.losses)
-        assert theirs in keeping.losses
-        # Back with its model, and so are those that were made meanwhile.
+        assert loss_id in engine.losses
+        scheduler.unload_session(mine)
+        await until(lambda: loss_id not in engine.losses)
+        assert theirs in engine.losses
+        # They are registered again with the model, and so are new ones.
         later = await created(api, mine, 1)
-        assert later not in keeping.losses
+        assert later not in engine.losses
         for number, one in ((2, loss_id), (3, later)):
             passed = await api.custom(models[1], number, {"loss_id": one})
             assert "error" not in await api.result(passed)
         assert "error" not in await api.result(await api.custom(foreign, 1, {"loss_id": theirs}))
-        # A model that has to be built again does not keep them for ever either.
-        keeping.die()
-        dispatcher.free_session(mine)
-        dispatcher.free_session(other)
-        await until(lambda: not keeping.losses)
+        # A model that needs a rebuild does not keep them either.
+        engine.die()
+        scheduler.unload_session(mine)
+        scheduler.unload_session(other)
+        await until(lambda: not engine.losses)
         assert "error" not in await api.result(await api.custom(foreign, 2, {"loss_id": theirs}))
 
 
-async def test_losses_that_no_model_can_use_are_only_looked_at(tmp_path: Path) -> None:
-    keeping = Keeping()
-    async with hosted(keeping, tmp_path) as api:
+async def test_losses_that_no_model_can_use_are_only_checked(tmp_path: Path) -> None:
+    engine = LossRecorder()
+    async with hosted(engine, tmp_path) as api:
         session = await api.session()
         for number in range(20):
             await created(api, session, number)
         bad = await api.step("create_custom_loss", **loss(session, 20, name="refused"))
         assert (await api.result(bad))["category"] == "user"
-        await until(lambda: not keeping.losses)
-        assert len(keeping.tasks(Task.REGISTER_LOSS)) == 21
+        await until(lambda: not engine.losses)
+        assert len(engine.tasks(Task.REGISTER_LOSS)) == 21
 
 
-async def test_a_model_that_comes_while_losses_are_made_has_them_all(tmp_path: Path) -> None:
-    keeping = Keeping()
-    async with hosted(keeping, tmp_path) as api:
+async def test_a_model_that_is_loaded_while_losses_are_created_has_them_all(tmp_path: Path) -> None:
+    engine = LossRecorder()
+    async with hosted(engine, tmp_path) as api:
         session = await api.session()
         known: list[str] = []
 
@@ -116,7 +116,7 @@ async def test_a_model_that_comes_while_losses_are_made_has_them_all(tmp_path: P
                 made = await created(api, session, number)
                 known.append(made)
 
-        async def come_and_go(number: int) -> None:
+        async def load_and_unload(number: int) -> None:
             model = await api.model(session, number=number)
             for step in range(1, 12):
                 if known:
@@ -126,5 +126,5 @@ async def test_a_model_that_comes_while_losses_are_made_has_them_all(tmp_path: P
                 assert "error" not in await api.result(passed)
                 await api.result(await api.step("unload_model", model_id=model))
 
-        await asyncio.gather(make(), *(come_and_go(number) for number in range(3)))
-        await until(lambda: not keeping.losses)
+        await asyncio.gather(make(), *(load_and_unload(number) for number in range(3)))
+        await until(lambda: not engine.losses)

@@ -1,4 +1,4 @@
-"""A model that leaves an engine's memory, by request or by itself, comes back with its next step."""
+"""A model that was unloaded, by request or not, is rebuilt for its next step."""
 
 import asyncio
 from pathlib import Path
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Forgetful(EchoExecutor):
-    """Says so when it does not have a model, as engines do."""
+    """Raises the same error as a real engine when it does not have a model."""
 
     async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
         try:
@@ -25,7 +25,7 @@ class Forgetful(EchoExecutor):
             raise ModelNotLoaded("that model does not exist in this engine") from None
 
 
-async def test_a_model_that_is_unloaded_while_it_is_built_again_is_not_lost(
+async def test_a_model_that_is_unloaded_during_its_rebuild_is_not_lost(
     tmp_path: Path,
 ) -> None:
     echo = EchoExecutor()
@@ -46,12 +46,12 @@ async def test_a_model_that_is_unloaded_while_it_is_built_again_is_not_lost(
         assert await api.value(stepped) == 10
         assert (await api.result(unloaded))["model_id"] == model
         tasks = echo.tasks()
-        # Nothing came between building it again and its step.
+        # Nothing ran between the rebuild and the step.
         assert tasks.index(Task.DROP) > tasks.index(Task.OPTIM_STEP, 4)
         assert await api.value(await api.optim_step(model, 5)) == 20
 
 
-async def test_a_model_that_its_engine_does_not_have_is_built_again(tmp_path: Path) -> None:
+async def test_a_model_that_its_engine_does_not_have_is_rebuilt(tmp_path: Path) -> None:
     echo = Forgetful()
     async with hosted(echo, tmp_path, janitor_s=0) as api, asyncio.timeout(20):
         model = await api.model()
@@ -64,7 +64,7 @@ async def test_a_model_that_its_engine_does_not_have_is_built_again(tmp_path: Pa
         assert await api.value(await api.optim_step(model, 5)) == 20
 
 
-async def test_an_engine_says_that_it_does_not_have_a_model(
+async def test_an_engine_reports_that_it_does_not_have_a_model(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     executor = LocalExecutor(
@@ -86,17 +86,17 @@ async def unloading(api: Api, model: str) -> str:
     return await api.step("unload_model", model_id=model)
 
 
-async def test_nothing_is_dropped_beside_a_request_that_is_tried_alone(tmp_path: Path) -> None:
+async def test_no_model_is_unloaded_beside_an_isolated_request(tmp_path: Path) -> None:
     echo = EchoExecutor()
     async with hosted(echo, tmp_path, janitor_s=0) as api, asyncio.timeout(20):
         assert api.app
         model = await api.model()
-        company = api.app.state.context.dispatcher._desk.companies[BASE]
-        company.remember("suspect", 2)
-        async with company.visit("suspect") as visit:
+        isolation = api.app.state.context.scheduler.engine(BASE).client.isolation
+        isolation.restore("isolated", 2)
+        async with isolation.attempt("isolated") as attempt:
             unloaded = await unloading(api, model)
-            await until(lambda: bool(company._waiting))
+            await until(lambda: bool(isolation._waiting))
             assert Task.DROP not in echo.tasks()
-            assert visit.alone
+            assert attempt.alone
         assert (await api.result(unloaded))["model_id"] == model
         assert Task.DROP in echo.tasks()

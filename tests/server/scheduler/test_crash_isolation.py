@@ -1,4 +1,4 @@
-"""An engine that dies blames nobody who was beside the one that killed it."""
+"""Only the request that crashes an engine fails, not those that ran beside it."""
 
 import asyncio
 from pathlib import Path
@@ -10,40 +10,40 @@ from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.waiting import until
 from tinkex.server.executor import BatchFailed, EngineLost, Outcome, Task, Work, WorkFailed
-from tinkex.server.scheduler.crash_isolation import FEW, Company, width
+from tinkex.server.scheduler.crash_isolation import MAX_SINGLY, CrashIsolation, group_size
 from tinkex.wire.codec import decode_json
 from tinkex.wire.sampling import SampleRequest
 
 pytestmark = pytest.mark.anyio
 
-#: A prompt, or a number of tokens to train on, of which engines die.
+#: A prompt, or a number of tokens to train on, that crashes the engine.
 POISON = 13
 
 
-class Mortal(EchoExecutor):
-    """Dies of poison; everything that is with it is gone."""
+class CrashingExecutor(EchoExecutor):
+    """Crashes on poison, and loses everything it is running."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.deaths = 0
-        self.most_beside = 0
-        self._here: set[int] = set()
+        self.crashes = 0
+        self.max_running = 0
+        self._running: set[int] = set()
 
     async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
         mine = self._incarnation
-        self._here.add(id(work))
+        self._running.add(id(work))
         try:
-            # As real work: others come in meanwhile.
+            # Like real work: others start in the meantime.
             await asyncio.sleep(0.005)
             if self._is_poison(work):
-                self.deaths += 1
-                self.most_beside = max(self.most_beside, len(self._here))
+                self.crashes += 1
+                self.max_running = max(self.max_running, len(self._running))
                 self.die()
             if mine != self._incarnation:
                 raise EngineLost("died")
             return await super().run(base_model, work, incarnation=incarnation)
         finally:
-            self._here.discard(id(work))
+            self._running.discard(id(work))
 
     def _is_poison(self, work: Work) -> bool:
         if work.task is Task.SAMPLE:
@@ -66,8 +66,8 @@ async def sampled(api: Api, session: str, number: int, prompt: int) -> dict[str,
     return answer
 
 
-async def test_of_samples_that_share_an_engine_only_the_deadly_one_fails(tmp_path: Path) -> None:
-    executor = Mortal()
+async def test_of_samples_on_one_engine_only_the_one_that_crashes_it_fails(tmp_path: Path) -> None:
+    executor = CrashingExecutor()
     async with hosted(executor, tmp_path) as api:
         session = await api.session()
         prompts = [1, 2, 3, POISON, 4, 5, 6, 7]
@@ -77,16 +77,16 @@ async def test_of_samples_that_share_an_engine_only_the_deadly_one_fails(tmp_pat
         after = await sampled(api, session, 100, 8)
     failed = [prompt for prompt, answer in zip(prompts, answers, strict=True) if "error" in answer]
     assert failed == [POISON]
-    deadly = answers[prompts.index(POISON)]
-    assert deadly["category"] == "server"
-    assert "died 3 times" in deadly["error"]
-    assert executor.deaths == 3
-    assert executor.most_beside > 1
+    poisonous = answers[prompts.index(POISON)]
+    assert poisonous["category"] == "server"
+    assert "died 3 times" in poisonous["error"]
+    assert executor.crashes == 3
+    assert executor.max_running > 1
     assert "error" not in after
 
 
-async def test_many_suspects_are_narrowed_down_in_groups(tmp_path: Path) -> None:
-    executor = Mortal()
+async def test_many_isolated_requests_run_in_groups(tmp_path: Path) -> None:
+    executor = CrashingExecutor()
     async with hosted(executor, tmp_path) as api:
         session = await api.session()
         prompts = [1] * 200
@@ -95,15 +95,15 @@ async def test_many_suspects_are_narrowed_down_in_groups(tmp_path: Path) -> None
             *(sampled(api, session, number, prompt) for number, prompt in enumerate(prompts))
         )
     assert [number for number, answer in enumerate(answers) if "error" in answer] == [150]
-    assert executor.deaths <= 6
+    assert executor.crashes <= 6
 
 
-async def test_samples_that_wait_for_a_place_run_after_the_deadly_one_has_failed(
+async def test_samples_that_wait_for_admission_run_after_the_poisonous_one_failed(
     tmp_path: Path,
 ) -> None:
     executor = EchoExecutor()
     executor.open.clear()
-    # At most eight of an owner are with an engine.
+    # An engine has at most eight requests of an owner.
     async with hosted(executor, tmp_path, max_sequences=4) as api, asyncio.timeout(20):
         session = await api.session()
 
@@ -111,25 +111,25 @@ async def test_samples_that_wait_for_a_place_run_after_the_deadly_one_has_failed
             numbers = range(first, first + count)
             return [asyncio.create_task(sampled(api, session, number, 1)) for number in numbers]
 
-        inside = send(0, 8)
+        admitted = send(0, 8)
         for _ in range(2):
             for _ in range(8):
                 await executor.entered.acquire()
             executor.die()
-        # All are suspects now, and the first of them is tried alone.
+        # All are isolated now, and the first of them runs alone.
         await executor.entered.acquire()
-        outside = send(8, 4)
+        waiting = send(8, 4)
         assert api.app
         futures = api.app.state.context.futures
         await until(lambda: len(futures) == 12)
         executor.die()
         executor.open.set()
-        answers = await asyncio.gather(*inside, *outside)
+        answers = await asyncio.gather(*admitted, *waiting)
     assert ["error" in answer for answer in answers].count(True) == 1
 
 
-async def test_a_step_that_kills_engines_fails_and_other_models_go_on(tmp_path: Path) -> None:
-    executor = Mortal()
+async def test_a_step_that_crashes_engines_fails_and_other_models_continue(tmp_path: Path) -> None:
+    executor = CrashingExecutor()
     async with hosted(executor, tmp_path) as api:
         session = await api.session()
         models = [await api.model(session, number=number) for number in range(3)]
@@ -139,20 +139,20 @@ async def test_a_step_that_kills_engines_fails_and_other_models_go_on(tmp_path: 
         ]
         steps = [await api.optim_step(model, 2) for model in models]
         results = [await api.result(step) for step in steps]
-        deadly = await api.result(passes[1])
-        # The model itself is not lost: only that step is.
+        poisonous = await api.result(passes[1])
+        # Only that step fails; the model continues.
         await api.forward_backward(models[1], 3, tokens=4)
         again = await api.value(await api.optim_step(models[1], 4))
-    assert deadly["category"] == "server"
-    assert "died 3 times" in deadly["error"]
+    assert poisonous["category"] == "server"
+    assert "died 3 times" in poisonous["error"]
     assert results[0]["metrics"]["value:sum"] == results[2]["metrics"]["value:sum"] == 3
     assert "step 1 before this optim_step failed" in results[1]["error"]
     assert again == 4
-    assert executor.deaths == 3
+    assert executor.crashes == 3
 
 
-class Muddling(EchoExecutor):
-    """A batch that holds a poisonous pass beside others fails as a whole."""
+class SharedBatches(EchoExecutor):
+    """A batch with a poisonous pass fails as a whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,8 +178,8 @@ class Muddling(EchoExecutor):
         return await super().run(base_model, work, incarnation=incarnation)
 
 
-async def test_what_fails_in_a_shared_batch_is_tried_apart(tmp_path: Path) -> None:
-    executor = Muddling()
+async def test_requests_that_fail_in_a_shared_batch_run_alone_next(tmp_path: Path) -> None:
+    executor = SharedBatches()
     async with hosted(executor, tmp_path) as api:
         session = await api.session()
         models = [await api.model(session, number=number) for number in range(3)]
@@ -194,53 +194,53 @@ async def test_what_fails_in_a_shared_batch_is_tried_apart(tmp_path: Path) -> No
         bad = await api.result(passes[1])
     assert max(executor.batches) > 1
     assert bad["error"] == "the engine failed unexpectedly"
-    # Built again from the log: nothing is left of what was half added.
+    # Rebuilt from the log: nothing is left of the half-added gradients.
     assert results[0]["metrics"]["value:sum"] == results[2]["metrics"]["value:sum"] == 3
 
 
-def test_a_few_suspects_are_tried_one_by_one_and_many_in_ever_smaller_groups() -> None:
-    assert width(FEW, 2) == 1
-    assert [width(5000, deaths) for deaths in (2, 3, 4, 5, 6)] == [625, 78, 9, 1, 1]
+def test_few_isolated_requests_run_one_by_one_and_many_in_shrinking_groups() -> None:
+    assert group_size(MAX_SINGLY, 2) == 1
+    assert [group_size(5000, crashes) for crashes in (2, 3, 4, 5, 6)] == [625, 78, 9, 1, 1]
 
 
-async def test_visitors_come_in_by_turns_and_a_suspect_is_alone() -> None:
-    company = Company()
-    async with company.visit("a") as first:
-        company.lost("a", first)
-        company.lost("a", first)
-    inside: list[str] = []
-    leave = asyncio.Event()
+async def test_attempts_start_in_order_and_an_isolated_one_is_alone() -> None:
+    isolation = CrashIsolation()
+    async with isolation.attempt("a") as first:
+        isolation.record_crash("a", first)
+        isolation.record_crash("a", first)
+    running: list[str] = []
+    finish = asyncio.Event()
 
-    async def come(name: str) -> bool:
-        async with company.visit(name) as visit:
-            inside.append(name)
-            await leave.wait()
-            inside.remove(name)
-            return visit.alone
+    async def run(name: str) -> bool:
+        async with isolation.attempt(name) as attempt:
+            running.append(name)
+            await finish.wait()
+            running.remove(name)
+            return attempt.alone
 
     tasks = []
     for name in ("b", "a", "c", "d"):
-        tasks.append(asyncio.create_task(come(name)))
+        tasks.append(asyncio.create_task(run(name)))
         await asyncio.sleep(0)
-    assert inside == ["b"]
-    assert [name for name in "abcd" if company.keeps_out(name)] == ["a", "c", "d"]
-    leave.set()
+    assert running == ["b"]
+    assert [name for name in "abcd" if isolation.is_held(name)] == ["a", "c", "d"]
+    finish.set()
     assert await asyncio.gather(*tasks) == [True, True, False, False]
-    assert not any(company.keeps_out(name) for name in "abcd")
+    assert not any(isolation.is_held(name) for name in "abcd")
 
 
-async def test_one_that_gives_up_waiting_keeps_nobody_out() -> None:
-    company = Company()
-    async with company.visit("a") as visit:
-        company.lost("s", visit, times=2)
+async def test_a_cancelled_attempt_does_not_block_others() -> None:
+    isolation = CrashIsolation()
+    async with isolation.attempt("a") as attempt:
+        isolation.record_crash("s", attempt, times=2)
 
-        async def come() -> None:
-            async with company.visit("s"):
-                raise AssertionError("a suspect came in beside others")
+        async def run() -> None:
+            async with isolation.attempt("s"):
+                raise AssertionError("an isolated request ran beside others")
 
-        waiting = asyncio.create_task(come())
+        waiting = asyncio.create_task(run())
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        async with asyncio.timeout(5), company.visit("b"):
+        async with asyncio.timeout(5), isolation.attempt("b"):
             pass

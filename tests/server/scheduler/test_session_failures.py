@@ -1,4 +1,4 @@
-"""The `failed` status of sessions: its reasons, and the return to `active`."""
+"""The session fails with a reason, and is active again once a request of return succeeds."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from tinkex.server.executor import EngineRefused, Outcome, Task, Work, WorkFaile
 pytestmark = pytest.mark.anyio
 
 
-class Ailing(EchoExecutor):
+class FailingExecutor(EchoExecutor):
     """An engine that fails some tasks."""
 
     def __init__(self) -> None:
@@ -33,12 +33,12 @@ class Ailing(EchoExecutor):
 
 
 @pytest.fixture
-async def echo(anyio_backend: str) -> Ailing:
-    return Ailing()
+async def echo(anyio_backend: str) -> FailingExecutor:
+    return FailingExecutor()
 
 
 @pytest.fixture
-async def api(echo: Ailing, tmp_path: Path) -> AsyncIterator[Api]:
+async def api(echo: FailingExecutor, tmp_path: Path) -> AsyncIterator[Api]:
     async with hosted(echo, tmp_path, gap_s=60.0, long_poll_s=5.0) as api:
         yield api
 
@@ -55,7 +55,7 @@ async def status(api: Api, session_id: str) -> dict[str, Any]:
 
 
 async def test_a_failure_of_the_server_fails_the_session_until_work_succeeds(
-    api: Api, echo: Ailing
+    api: Api, echo: FailingExecutor
 ) -> None:
     session = await api.session()
     model = await api.model(session)
@@ -78,7 +78,7 @@ async def test_a_failure_of_the_server_fails_the_session_until_work_succeeds(
     assert await status(api, session) == {"type": "active"}
 
 
-async def test_a_user_error_fails_the_request_only(api: Api) -> None:
+async def test_an_error_that_the_user_can_fix_fails_only_the_request(api: Api) -> None:
     session = await api.session()
     model = await api.model(session)
     failed = await api.result(await api.forward_backward(model, 1, loss="dro"))
@@ -103,7 +103,7 @@ async def test_a_model_that_was_not_created_fails_its_session(api: Api) -> None:
 
 
 async def test_a_model_whose_engine_does_not_start_fails_its_session(
-    api: Api, echo: Ailing
+    api: Api, echo: FailingExecutor
 ) -> None:
     session = await api.session()
     model = await api.model(session)
@@ -115,7 +115,7 @@ async def test_a_model_whose_engine_does_not_start_fails_its_session(
 
 
 async def test_a_sampler_whose_engine_does_not_start_fails_its_session(
-    api: Api, echo: Ailing
+    api: Api, echo: FailingExecutor
 ) -> None:
     session = await api.session()
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
@@ -133,7 +133,9 @@ async def test_a_sampler_whose_engine_does_not_start_fails_its_session(
     assert reported["reason"] == {"type": "sampling_session", "sampling_session_id": sampler}
 
 
-async def test_the_status_that_the_client_reported_wins(api: Api, echo: Ailing) -> None:
+async def test_the_finish_reason_of_the_client_has_priority(
+    api: Api, echo: FailingExecutor
+) -> None:
     session = await api.session()
     model = await api.model(session)
     echo.failing[Task.PASS] = WorkFailed("server", "out of memory")
@@ -142,14 +144,14 @@ async def test_the_status_that_the_client_reported_wins(api: Api, echo: Ailing) 
     assert (await status(api, session))["type"] == "client_finished"
 
 
-async def test_a_failed_session_is_failed_after_a_restart_too(tmp_path: Path) -> None:
-    first = Ailing()
+async def test_a_failed_session_stays_failed_after_a_restart(tmp_path: Path) -> None:
+    first = FailingExecutor()
     async with hosted(first, tmp_path, long_poll_s=5.0) as api:
         session = await api.session()
         model = await api.model(session)
         first.failing[Task.PASS] = WorkFailed("server", "out of memory")
         await api.result(await api.forward_backward(model, 1))
-    async with hosted(Ailing(), tmp_path, long_poll_s=5.0) as api:
+    async with hosted(FailingExecutor(), tmp_path, long_poll_s=5.0) as api:
         assert (await status(api, session))["type"] == "failed"
         await api.passed(await api.forward_backward(model, 2))
         assert await status(api, session) == {"type": "active"}

@@ -1,4 +1,4 @@
-"""A model that is written down and built again by a real engine is the same to the last bit."""
+"""A model that a real engine rebuilds from a snapshot is the same to the last bit."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ import pytest
 
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
-from server.test_pickup import TROUBLE
+from server.scheduler.test_pickup import TROUBLE
 from serving import TINY
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import EngineOptions, Outcome, ServedModel, Task, Work
@@ -24,7 +24,7 @@ def whole(folder: Path) -> list[Path]:
 
 
 async def not_empty(folder: Path) -> None:
-    """Until it has something in it that is whole."""
+    """Wait until it has a complete entry."""
     for _ in range(2000):
         if whole(folder):
             return
@@ -37,7 +37,7 @@ async def loss(api: Api, model: str, seq_id: int) -> float:
     return passed.metrics["loss:sum"]
 
 
-async def test_an_engine_that_is_killed_goes_on_from_the_snapshot(
+async def test_a_model_continues_from_its_snapshot_after_the_engine_is_killed(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     served = ServedModel(name=TINY, folder=tiny_model)
@@ -62,7 +62,7 @@ async def test_an_engine_that_is_killed_goes_on_from_the_snapshot(
                 found.append(await loss(api, model, seq_id))
                 # The fifth step leaves a gradient that the sixth uses.
                 if seq_id == 5 and model == disturbed:
-                    # Written while the model could go on.
+                    # Written while the model can continue.
                     await not_empty(tmp_path / "snapshots" / model)
                     engine = executor.process_id(TINY)
                     assert engine
@@ -75,7 +75,7 @@ async def test_an_engine_that_is_killed_goes_on_from_the_snapshot(
 
 
 class SlowDisk(EchoExecutor):
-    """Copies a model at once, and takes its time to write the copy."""
+    """Copies a model immediately and writes the copy slowly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class SlowDisk(EchoExecutor):
         return outcome
 
 
-async def test_a_model_goes_on_while_its_snapshot_is_written(tmp_path: Path) -> None:
+async def test_a_model_continues_while_its_snapshot_is_written(tmp_path: Path) -> None:
     executor = SlowDisk()
     async with hosted(executor, tmp_path, snapshot_steps=3, janitor_s=0) as api:
         model = await api.model()
@@ -101,19 +101,19 @@ async def test_a_model_goes_on_while_its_snapshot_is_written(tmp_path: Path) -> 
             await api.forward_backward(model, seq_id, tokens=1)
             last = await api.optim_step(model, seq_id + 1)
         assert await api.value(last) == 31
-        # An engine that dies now: the model waits for its snapshot, and begins with it.
+        # If the engine dies now, the model waits for its snapshot and starts from it.
         executor.die()
         executor.write.set()
         await api.forward_backward(model, 9, tokens=2)
         assert await api.value(await api.optim_step(model, 10)) == 64
         assert Task.RESTORE in executor.tasks()
-        built_again = executor.ran[-1 - executor.tasks()[::-1].index(Task.RESTORE) :]
-        # The steps behind the snapshot and the new ones, none of those before it.
-        assert [work.task for work in built_again].count(Task.OPTIM_STEP) in (1, 4)
+        rebuilt = executor.ran[-1 - executor.tasks()[::-1].index(Task.RESTORE) :]
+        # The steps after the snapshot and the new ones, none from before it.
+        assert [work.task for work in rebuilt].count(Task.OPTIM_STEP) in (1, 4)
 
 
 class DiesOnce(EchoExecutor):
-    """As soon as it has answered its first optimizer step."""
+    """Dies after its first optimizer step."""
 
     died = False
 
@@ -126,7 +126,7 @@ class DiesOnce(EchoExecutor):
 
 
 @pytest.mark.parametrize("error", [TROUBLE, UserFailure("its checkpoint is gone")])
-async def test_a_model_goes_on_when_it_cannot_be_built_again_for_a_snapshot(
+async def test_a_model_continues_when_the_rebuild_for_a_snapshot_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     executor, raised = DiesOnce(), asyncio.Event()
@@ -151,12 +151,12 @@ async def test_a_model_goes_on_when_it_cannot_be_built_again_for_a_snapshot(
             await api.forward_backward(model, seq_id, tokens=3)
             last = await api.optim_step(model, seq_id + 1)
         executor.open.set()
-        # All of them are here, so no arrival starts the model's work again.
+        # All steps have arrived, so no arrival restarts the model's worker.
         assert await api.value(last) == 9
         assert raised.is_set()
 
 
-async def test_a_snapshot_waits_a_while_for_gradients_to_be_used(tmp_path: Path) -> None:
+async def test_a_snapshot_waits_a_while_for_an_optimizer_step(tmp_path: Path) -> None:
     executor = EchoExecutor()
     async with hosted(executor, tmp_path, snapshot_steps=20, janitor_s=0) as api:
         model = await api.model()
@@ -165,14 +165,14 @@ async def test_a_snapshot_waits_a_while_for_gradients_to_be_used(tmp_path: Path)
             await api.passed(await api.forward_backward(model, seq_id, tokens=1))
             await api.value(await api.optim_step(model, seq_id + 1))
         assert before_snapshots(executor) == [(20, Task.OPTIM_STEP)]
-        # But not for ever: for a tenth of the usual time.
+        # At most for a tenth of the interval.
         for seq_id in range(31, 45):
             await api.passed(await api.forward_backward(model, seq_id, tokens=1))
         assert before_snapshots(executor)[1:] == [(42, Task.PASS)]
 
 
 def before_snapshots(executor: EchoExecutor) -> list[tuple[int, Task]]:
-    """The number of the step before each, and what it was."""
+    """The number and the task of the step before each snapshot."""
     tasks = [task for task in executor.tasks() if task is not Task.CREATE]
-    places = [place for place, task in enumerate(tasks) if task is Task.SNAPSHOT]
-    return [(place - earlier, tasks[place - 1]) for earlier, place in enumerate(places)]
+    indexes = [index for index, task in enumerate(tasks) if task is Task.SNAPSHOT]
+    return [(index - earlier, tasks[index - 1]) for earlier, index in enumerate(indexes)]

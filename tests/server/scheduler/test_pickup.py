@@ -1,4 +1,4 @@
-"""What was committed is run, whatever happened between the commit and the dispatcher."""
+"""Committed requests run, whatever happens between the commit and the scheduler."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ def sample(session: str, number: int) -> dict[str, Any]:
 
 
 def numbered_sample(session: str) -> dict[str, Any]:
-    """Of a sampling session: a repeat of this finds its first self."""
+    """Of a sampling session: a repeated request finds the first one."""
     body = sample(session, 1)
     del body["session_id"], body["base_model"]
     return {**body, "sampling_session_id": f"{session}:sample:0"}
@@ -88,7 +88,7 @@ async def prepared(api: Api) -> str:
 
 
 def fail_after_the_commit(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every way to accept a request commits, and then fails as a read behind it does; once."""
+    """The next acceptance of a request commits and then fails, as if a later read had failed."""
     assert api.app
     store = api.app.state.context.store
 
@@ -109,7 +109,7 @@ def fail_after_the_commit(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def finished(api: Api, kind: Kind) -> list[str]:
-    """The requests of a kind that are finished well."""
+    """Wait until all requests of a kind are finished. Returns the kinds that are not."""
     assert api.app
     async with asyncio.timeout(10):
         while True:
@@ -120,10 +120,10 @@ async def finished(api: Api, kind: Kind) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", list(Kind))
-async def test_what_was_committed_and_not_handed_on_is_found_without_a_restart(
+async def test_a_committed_request_that_was_not_submitted_is_found_without_a_restart(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkex.server.scheduler.scheduler.LOOK_S", 0.05)
+    monkeypatch.setattr("tinkex.server.scheduler.scheduler.PICKUP_INTERVAL_S", 0.05)
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api:
         session = await prepared(api)
         with monkeypatch.context() as patched:
@@ -137,7 +137,7 @@ UNNUMBERED = {Kind.UNLOAD_MODEL}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in UNNUMBERED])
-async def test_a_repeat_of_what_was_not_handed_on_hands_it_on(
+async def test_a_repeated_request_that_was_not_submitted_is_submitted(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api:
@@ -157,7 +157,7 @@ async def test_a_repeat_of_what_was_not_handed_on_hands_it_on(
 async def test_a_step_is_not_lost_when_its_model_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkex.server.scheduler.scheduler.LOOK_S", 0.05)
+    monkeypatch.setattr("tinkex.server.scheduler.scheduler.PICKUP_INTERVAL_S", 0.05)
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api:
         model = await api.model()
         await api.value(await api.optim_step(model, 1))
@@ -183,7 +183,7 @@ async def test_a_step_is_not_lost_when_its_model_cannot_be_read(
         assert times > 2
 
 
-async def test_a_number_that_is_on_disk_is_not_given_up_as_one_that_never_came(
+async def test_a_stored_step_is_not_treated_as_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0, gap_s=0.2) as api:
@@ -196,7 +196,7 @@ async def test_a_number_that_is_on_disk_is_not_given_up_as_one_that_never_came(
             assert await api.value(await api.optim_step(model, 2)) == 0
 
 
-async def test_a_gap_is_closed_although_the_database_was_away_when_its_time_was_over(
+async def test_a_gap_is_closed_after_a_database_outage_at_its_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0, gap_s=0.1) as api:
@@ -220,7 +220,7 @@ async def test_a_gap_is_closed_although_the_database_was_away_when_its_time_was_
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-async def test_what_is_found_on_disk_counts_as_much_as_what_is_handed_on(
+async def test_requests_that_were_picked_up_count_in_the_load(
     tmp_path: Path, restarted: bool
 ) -> None:
     held = EchoExecutor()
@@ -231,7 +231,7 @@ async def test_what_is_found_on_disk_counts_as_much_as_what_is_handed_on(
         assert api.app
         context = api.app.state.context
         if not restarted:
-            found_before_it_is_handed_on(context)
+            pick_up_before_submit(context)
         await api.post("asample", {**body, "session_id": await api.session()})
         assert list(context.futures.loads.values()) == [Load(requests=1, tokens=100, samples=3)]
     if restarted:
@@ -242,35 +242,35 @@ async def test_what_is_found_on_disk_counts_as_much_as_what_is_handed_on(
             assert list(loads.values()) == [Load(requests=1, tokens=100, samples=3)]
 
 
-async def test_a_stream_is_told_tokens_although_its_sample_was_found_on_disk_first(
+async def test_a_stream_gets_tokens_although_pickup_found_its_sample_first(
     tmp_path: Path,
 ) -> None:
     echo = EchoExecutor()
     async with hosted(echo, tmp_path, janitor_s=0) as api:
         assert api.app
         session = await api.session()
-        found_before_it_is_handed_on(api.app.state.context)
+        pick_up_before_submit(api.app.state.context)
         answer = await api.post("stream_sample", sample(session, 1))
         assert answer.status == 200, answer
         (sampled,) = (work for work in echo.ran if work.task is Task.SAMPLE)
         assert sampled.on_tokens is not None
 
 
-def found_before_it_is_handed_on(context: Any) -> None:
-    """What is committed is read from the disk and taken up before its acceptor goes on."""
+def pick_up_before_submit(context: Any) -> None:
+    """Committed requests are picked up before the route that accepted them submits them."""
     requests = context.store.requests
     accept = requests.accept
 
     async def accepts(new: NewRequest) -> Any:
         first = await accept(new)
         for row in await unfinished(context.store):
-            context.dispatcher.take(row)
+            context.scheduler.submit(row)
         return first
 
     requests.accept = accepts
 
 
-async def test_a_poll_for_what_nobody_has_taken_up_yet_is_held(
+async def test_a_poll_for_a_request_that_was_not_submitted_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0, long_poll_s=0.3) as api:
@@ -285,31 +285,31 @@ async def test_a_poll_for_what_nobody_has_taken_up_yet_is_held(
         assert time.monotonic() - began_s >= 0.3
 
 
-async def test_owners_are_taken_up_by_turns_and_those_who_have_least_first(tmp_path: Path) -> None:
+async def test_requests_of_owners_are_picked_up_in_turn_smallest_first(tmp_path: Path) -> None:
     from tinkex.server.scheduler import scheduler
 
     store = opened(tmp_path)
     try:
-        for owner, count in (("flood", 2 * scheduler.PIECE + 1), ("few", 3), ("one", 1)):
+        for owner, count in (("flood", 2 * scheduler.PICKUP_BATCH + 1), ("few", 3), ("one", 1)):
             for number in range(count):
                 payload = json.dumps(number).encode()
                 new = NewRequest(owner=owner, kind=Kind.SAMPLE, base_model=BASE, payload=payload)
                 await store.requests.accept(new)
-        taken: list[str] = []
+        submitted: list[str] = []
         read = []
-        desk = SimpleNamespace(store=store, taken=set(), closing=False)
-        looking = scheduler.Pickup(desk, lambda row: taken.append(row.owner))  # type: ignore[arg-type]
+        execution = SimpleNamespace(store=store, claimed=set(), closing=False)
+        pickup = scheduler.Pickup(execution, lambda row: submitted.append(row.owner))  # type: ignore[arg-type]
         waiting_of = store.requests.waiting_of
 
-        async def piece(owner: str, *, after: Any, limit: int) -> Any:
+        async def batch(owner: str, *, after: Any, limit: int) -> Any:
             found = await waiting_of(owner, after=after, limit=limit)
             read.append(len(found[0]))
             return found
 
-        store.requests.waiting_of = piece  # type: ignore[method-assign]
-        await looking.look()
+        store.requests.waiting_of = batch  # type: ignore[method-assign]
+        await pickup.look()
     finally:
         store.close()
-    assert taken[:4] == ["one", "few", "few", "few"]
-    assert taken[4:] == ["flood"] * (2 * scheduler.PIECE + 1)
-    assert max(read) == scheduler.PIECE
+    assert submitted[:4] == ["one", "few", "few", "few"]
+    assert submitted[4:] == ["flood"] * (2 * scheduler.PICKUP_BATCH + 1)
+    assert max(read) == scheduler.PICKUP_BATCH

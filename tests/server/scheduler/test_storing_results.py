@@ -1,4 +1,4 @@
-"""A result that cannot be stored is stored later, or its model goes back: nobody waits for ever."""
+"""A result that cannot be stored is retried, or its model is rewound; no poll waits forever."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import pytest
 
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
-from server.test_pickup import sample
+from server.scheduler.test_pickup import sample
 from server.waiting import until
 from tinkex.server.executor import Task
 from tinkex.server.scheduler import scheduler
@@ -24,15 +24,15 @@ LARGE = 40_000
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is tried again is tried again at once, a few times."""
-    name = "tinkex.server.scheduler.execution.STORE_AGAIN_S"
+    """Retry a few times without long waits."""
+    name = "tinkex.server.scheduler.execution.STORE_RETRY_S"
     monkeypatch.setattr(name, (0.01, 0.01, 0.01), raising=False)
 
 
 def refuse_results(
     api: Api, monkeypatch: pytest.MonkeyPatch, refuses: Callable[[bytes], bool]
 ) -> None:
-    """Files that take no such results, and say so as no disk of this machine would."""
+    """The file store refuses such results with an error that a local disk does not raise."""
     assert api.app
     files = api.app.state.context.store.files
     put = files.put
@@ -46,7 +46,7 @@ def refuse_results(
 
 
 async def rebuilt(api: Api, echo: EchoExecutor, model: str, seq_id: int) -> float:
-    """What a step says whose model was built again from its log."""
+    """The value after a step of a model that was rebuilt from its log."""
     echo.die()
     return await api.value(await api.optim_step(model, seq_id))
 
@@ -65,7 +65,7 @@ async def test_a_result_that_is_refused_once_is_stored(
         assert await rebuilt(api, echo, model, 3) == 2 * LARGE
 
 
-async def test_a_result_that_nothing_takes_fails_its_step_and_the_model_goes_back(
+async def test_a_result_that_cannot_be_stored_fails_its_step_and_rewinds_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     echo, broken = EchoExecutor(), True
@@ -83,7 +83,7 @@ async def test_a_result_that_nothing_takes_fails_its_step_and_the_model_goes_bac
         failed = await api.result(lost)
         assert failed["category"] == "server"
         assert "could not be stored (RuntimeError)" in failed["error"]
-        # What ran meanwhile was not told to anybody, and runs as if nothing had been before it.
+        # Later steps were not published, and run again without the failed one.
         await api.passed(beside)
         assert "step 3 before this optim_step failed" in (await api.result(refused))["error"]
         await api.passed(later[0])
@@ -97,7 +97,7 @@ async def test_a_result_that_nothing_takes_fails_its_step_and_the_model_goes_bac
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["gap closed", "gap being closed"])
-async def test_a_model_that_goes_back_does_not_run_what_is_behind_a_missing_step(
+async def test_a_rewound_model_does_not_run_steps_behind_a_missing_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:
     echo, fail = EchoExecutor(), asyncio.Event()
@@ -116,14 +116,14 @@ async def test_a_model_that_goes_back_does_not_run_what_is_behind_a_missing_step
         monkeypatch.setattr(context.store.requests, "store_result", fails)
         first = await api.forward_backward(model, 1, tokens=LARGE)
         await until(lambda: Task.PASS in echo.tasks())
-        run = context.dispatcher._runs.get(model)
+        state = context.scheduler._models.get(model)
         if not closed:
             echo.open.clear()
         behind = await api.forward_backward(model, 3, tokens=3)
         if closed:
-            await until(lambda: len(run.unstored) == 2)
+            await until(lambda: len(state.unstored) == 2)
         else:
-            await until(lambda: 3 in run.line.running)
+            await until(lambda: 3 in state.queue.running)
         fail.set()
         assert "could not be stored" in (await api.result(first))["error"]
         echo.open.set()
@@ -133,7 +133,7 @@ async def test_a_model_that_goes_back_does_not_run_what_is_behind_a_missing_step
         assert await api.value(await api.optim_step(model, 5)) == 0
 
 
-async def test_no_model_goes_back_for_a_failure_that_cannot_be_stored(
+async def test_a_failure_that_cannot_be_stored_rewinds_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0, gap_s=0.1) as api, asyncio.timeout(20):
@@ -158,12 +158,12 @@ async def test_no_model_goes_back_for_a_failure_that_cannot_be_stored(
         assert "could not be stored" in (await api.result(late))["error"]
         row = await requests.get(late)
         assert row.cause == Cause.LATE
-        # It was never in the line of its model, which is as it was.
-        spoiled = await api.result(await api.optim_step(model, 5))
-        assert "step 4 before this optim_step failed" in spoiled["error"]
+        # It was never in the queue of its model, which is unchanged.
+        refused = await api.result(await api.optim_step(model, 5))
+        assert "step 4 before this optim_step failed" in refused["error"]
 
 
-async def test_a_sample_whose_result_is_refused_is_stored_later_or_fails(
+async def test_storing_the_result_of_a_sample_is_retried_or_fails_the_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api, asyncio.timeout(20):
@@ -188,7 +188,7 @@ async def test_a_sample_whose_result_is_refused_is_stored_later_or_fails(
         assert "could not be stored" in (await api.result(second))["error"]
 
 
-async def test_a_save_is_not_on_disk_without_the_steps_before_it(
+async def test_a_save_is_not_stored_without_the_steps_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     echo = EchoExecutor()
@@ -201,8 +201,8 @@ async def test_a_save_is_not_on_disk_without_the_steps_before_it(
             await asyncio.Event().wait()
 
         monkeypatch.setattr(requests, "store_result", waits)
-        # It never ends: a stop that waits for it longer finds nothing new.
-        monkeypatch.setattr(scheduler, "SETTLE_S", 0.1)
+        # It never ends, so waiting longer at shutdown makes no difference.
+        monkeypatch.setattr(scheduler, "STORE_TIMEOUT_S", 0.1)
         first = await api.forward_backward(model, 1)
         await until(lambda: Task.PASS in echo.tasks())
         saved = await api.step("save_weights", model_id=model, seq_id=2, path="x")

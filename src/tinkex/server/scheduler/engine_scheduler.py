@@ -1,0 +1,146 @@
+"""
+Everything that belongs to the engine of one base model.
+
+Steps go to its model workers, samples to its sample worker. Both send their work through one
+`EngineClient`, so crash isolation and admission see all of it.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from tinkex.server.executor import WorkFailed
+from tinkex.server.scheduler.base_model_check import BaseModelCheck
+from tinkex.server.scheduler.checkpoints import CheckpointSteps
+from tinkex.server.scheduler.crash_isolation import InFlightFile
+from tinkex.server.scheduler.execution import EngineClient, Execution
+from tinkex.server.scheduler.fairness import QueueState, TrainingLimits, TrainingSlots
+from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers
+from tinkex.server.scheduler.recovery import RebuildQueue, Recovery, Snapshots
+from tinkex.server.scheduler.results import RequestOutcome
+from tinkex.server.scheduler.sample_worker import SampleWorker
+from tinkex.wire.codec import encode_json
+from tinkex.wire.training import UnloadModelResponse
+
+# How often a model that is to be unloaded is checked while its steps wait for a missing number.
+GAP_POLL_S = 1.0
+
+
+class EngineScheduler:
+    """Runs the requests of one base model on its engine."""
+
+    def __init__(
+        self,
+        base_model: str,
+        execution: Execution,
+        *,
+        limits: TrainingLimits,
+        gap_s: float,
+        snapshot_steps: int,
+        snapshot_bytes: int,
+        max_sequences: int,
+        clock: Callable[[], float],
+        in_flight_file: InFlightFile | None,
+        base_check: BaseModelCheck | None,
+    ) -> None:
+        self._execution = execution
+        self.client = EngineClient(
+            base_model,
+            execution,
+            in_flight_file=in_flight_file,
+            base_check=base_check,
+            max_sequences=max_sequences,
+        )
+        checkpoints = CheckpointSteps(execution.store, base_check)
+        self._slots = TrainingSlots(limits)
+        rebuilds = RebuildQueue(self._slots)
+        self.recovery = Recovery(execution, self.client, checkpoints, rebuilds)
+        self._snapshots = Snapshots(
+            execution,
+            self.client,
+            self.recovery,
+            steps=snapshot_steps,
+            payload_bytes=snapshot_bytes,
+        )
+        self.workers = ModelWorkers(
+            execution,
+            self.client,
+            recovery=self.recovery,
+            rebuilds=rebuilds,
+            checkpoints=checkpoints,
+            slots=self._slots,
+            snapshots=self._snapshots,
+            gap_s=gap_s,
+            clock=clock,
+        )
+        self.samples = SampleWorker(execution, self.client)
+
+    def queue_state(self, request_id: str) -> QueueState:
+        """The state of an unfinished request, and what it waits for."""
+        executor, base_model = self._execution.executor, self.client.base_model
+        if (reason := executor.waiting_for(base_model)) is not None:
+            return QueueState(state="paused_capacity", reason=reason)
+        if self.client.isolation.is_held(request_id):
+            return QueueState(
+                state="paused_capacity",
+                reason=f"the engine of {base_model} died more than once; the requests it was "
+                "running run again a few at a time, to find the one that crashes it",
+            )
+        if (state := self._slots.queue_state(request_id)) is not None:
+            return state
+        stats = executor.stats(base_model)
+        if request_id in self.samples and stats is not None and stats.samples_waiting:
+            return QueueState(
+                state="paused_capacity",
+                reason=f"the engine is full: {stats.sequences_running} sequences are being "
+                f"sampled, and {stats.samples_waiting} samples wait",
+            )
+        return QueueState(state="active")
+
+    async def unload(self, state: ModelState) -> RequestOutcome:
+        """Free a model's memory; its next step rebuilds it from its log."""
+        response = UnloadModelResponse(model_id=state.model.model_id)
+        outcome = RequestOutcome(result=encode_json(response))
+
+        async def unload() -> None:
+            nonlocal outcome
+            try:
+                await self.recovery.unload(state)
+            except WorkFailed as failed:
+                outcome = RequestOutcome(error=failed.message, category=failed.category)
+
+        # Between two steps: not while one runs, nor while the model is being rebuilt.
+        while state.worker is not None:
+            await asyncio.wait({state.worker})
+        if state.loaded_in is not None or self.recovery.may_be_loaded(state):
+            await asyncio.wait({self.workers.run_between_steps(state, unload())})
+        return outcome
+
+    async def retire(self, state: ModelState) -> bool:
+        """Unload an idle model; False if its client has sent more steps in the meantime."""
+        newest = max(state.queue.waiting, default=state.queue.next_seq - 1)
+        while (worker := state.worker) is not None or state.queue.waiting:
+            # Steps behind a missing number fail after a while.
+            await (asyncio.sleep(GAP_POLL_S) if worker is None else asyncio.wait({worker}))
+        if self._execution.closing or state.queue.next_seq > newest + 1:
+            return False
+        if state.loaded_in is not None or self.recovery.may_be_loaded(state):
+            await asyncio.wait({self.workers.run_between_steps(state, self._unload_quietly(state))})
+            while state.worker is not None:
+                await asyncio.wait({state.worker})
+        return True
+
+    async def _unload_quietly(self, state: ModelState) -> None:
+        with contextlib.suppress(WorkFailed):
+            await self.recovery.unload(state)
+
+    async def snapshot(self, state: ModelState) -> bool:
+        """Take a snapshot of a model without a worker; False if that failed."""
+        written = False
+
+        async def write() -> None:
+            nonlocal written
+            written = await self._snapshots.write(state)
+
+        await asyncio.wait({self.workers.run_between_steps(state, write())})
+        return written

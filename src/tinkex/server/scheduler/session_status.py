@@ -1,0 +1,210 @@
+"""
+The status of sessions: active, timed out, failed, or finished.
+
+A client sends heartbeats while it runs. A session without one for the grace period is marked as
+timed out, and its models leave the engine's memory; nothing is deleted. The next heartbeat or step
+removes the mark, and the models are rebuilt on demand. Only a session that its own client finished
+is over for good.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tinkex.server.scheduler.results import RequestOutcome
+from tinkex.server.scheduler.step_queue import Kind
+from tinkex.server.store import Store
+from tinkex.wire.runs import (
+    ClientSessionFinished,
+    ClientSessionFinishErrored,
+    ClientSessionFinishInterrupted,
+    ClientSessionFinishSuccess,
+    SessionActive,
+    SessionCancelled,
+    SessionFailed,
+)
+
+if TYPE_CHECKING:
+    from tinkex.server.scheduler.scheduler import Scheduler
+
+log = logging.getLogger("tinkex.server.scheduler.session_status")
+
+# How often sessions are checked; more often when the grace period is short.
+CHECK_INTERVAL_S = 30.0
+MAX_MESSAGE_CHARS = 2000
+
+_FINISH_REASONS = {
+    "success": ClientSessionFinishSuccess,
+    "errored": ClientSessionFinishErrored,
+    "interrupted": ClientSessionFinishInterrupted,
+}
+
+
+class SessionTimes(Protocol):
+    """The columns of a session's row that decide its status."""
+
+    @property
+    def seen_s(self) -> float: ...
+    @property
+    def finished_s(self) -> float | None: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+    @property
+    def finish_detail(self) -> str | None: ...
+    @property
+    def lapsed_s(self) -> float | None: ...
+    @property
+    def failure(self) -> Mapping[str, Any] | None: ...
+
+
+def session_status(
+    row: SessionTimes,
+) -> SessionActive | SessionCancelled | SessionFailed | ClientSessionFinished:
+    """The status with its reason. Finished comes before failed, failed before timed out."""
+    if row.finished_s is not None:
+        reason = _FINISH_REASONS.get(row.finish_reason or "", ClientSessionFinishInterrupted)()
+        return ClientSessionFinished(reason=reason, detail=row.finish_detail)
+    if row.failure is not None:
+        return SessionFailed.model_validate(row.failure)
+    if row.lapsed_s is not None:
+        last = datetime.fromtimestamp(row.seen_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return SessionCancelled(
+            detail=f"the client has sent nothing since {last}. The session continues when the "
+            "client comes back."
+        )
+    return SessionActive()
+
+
+class SessionFailures:
+    """
+    Marks sessions as failed, with the reason, until a request of theirs succeeds.
+
+    A session has failed when the server could not do its work, or when one of its models was not
+    created. An error that the user can fix in the next request, such as an unknown loss, fails only
+    that request.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._failed: set[str] = set()
+
+    async def start(self) -> None:
+        self._failed = set(await self._store.runs.failed_sessions())
+
+    def update(
+        self,
+        outcome: RequestOutcome,
+        *,
+        request_id: str,
+        kind: Kind,
+        session_id: str | None,
+        model_id: str | None = None,
+        sampling_session_id: str | None = None,
+        creates_model: bool = False,
+    ) -> None:
+        """Called for each outcome before it is stored, so that both are written together."""
+        if session_id is None:
+            return
+        if outcome.error is None:
+            if session_id in self._failed:
+                self._failed.discard(session_id)
+                self._store.runs.mark_failed(session_id, None)
+            return
+        if outcome.category != "server" and not creates_model:
+            return
+        reason: dict[str, Any] = {
+            "type": "request",
+            "request_id": request_id,
+            "request_type": kind.value,
+        }
+        if model_id is not None and (creates_model or outcome.permanent):
+            reason = {"type": "training_run", "training_run_id": model_id}
+        elif sampling_session_id is not None and outcome.permanent:
+            reason = {"type": "sampling_session", "sampling_session_id": sampling_session_id}
+        self._failed.add(session_id)
+        failure = {
+            "category": "user" if outcome.category == "user" else "internal",
+            "message": outcome.error[:MAX_MESSAGE_CHARS],
+            "reason": reason,
+        }
+        self._store.runs.mark_failed(session_id, failure)
+
+
+class SessionTimeouts:
+    """Marks sessions without heartbeats. Call `start` before use, `close` after."""
+
+    def __init__(
+        self,
+        store: Store,
+        scheduler: "Scheduler",
+        *,
+        grace_s: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._scheduler = scheduler
+        self._grace_s = grace_s
+        self._clock = clock
+        self._timed_out: set[str] = set()
+        #: When sessions last sent a request, for clients that send no heartbeats.
+        self._last_request_s: dict[str, float] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._timed_out = set(await self._store.runs.lapsed_sessions())
+        self._task = asyncio.create_task(self._check_periodically())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def touch(self, session_id: str) -> None:
+        """The client of a session sent something."""
+        self._last_request_s[session_id] = time.monotonic()
+        if session_id in self._timed_out:
+            self._timed_out.discard(session_id)
+            self._store.runs.revive_session(session_id)
+            log.info("session %s is active again", session_id)
+
+    def finish(self, session_id: str) -> None:
+        """The client of a session finished it."""
+        self._last_request_s.pop(session_id, None)
+        self._timed_out.discard(session_id)
+        self._scheduler.unload_session(session_id)
+
+    async def check(self) -> None:
+        """Mark the sessions whose grace period is over, and unload their models."""
+        oldest_s = time.monotonic() - self._grace_s
+        self._last_request_s = {
+            session_id: at_s
+            for session_id, at_s in self._last_request_s.items()
+            if at_s >= oldest_s
+        }
+        # Rows outlive this process, so their times are of the system clock.
+        silent = await self._store.runs.silent_sessions(self._clock() - self._grace_s)
+        timed_out = [one for one in silent if one not in self._last_request_s]
+        if not timed_out:
+            return
+        await self._store.runs.lapse_sessions(timed_out)
+        for session_id in timed_out:
+            # A request may have come while the mark was written.
+            if session_id in self._last_request_s:
+                self._store.runs.revive_session(session_id)
+                continue
+            self._timed_out.add(session_id)
+            self._scheduler.unload_session(session_id)
+            log.info("session %s timed out after %.0f s", session_id, self._grace_s)
+
+    async def _check_periodically(self) -> None:
+        # After an outage of the server itself, every session gets the whole grace period.
+        await asyncio.sleep(self._grace_s)
+        while True:
+            try:
+                await self.check()
+            except Exception:
+                log.exception("could not check for session timeouts")
+            await asyncio.sleep(min(CHECK_INTERVAL_S, self._grace_s / 2))
