@@ -45,35 +45,35 @@ test: setup
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 matrix: setup
-	@$(BIN)/python tests/together/matrix.py
+	@$(BIN)/python -m qa.sdk_matrix.run
 
 fuzz: setup
-	@$(BIN)/python tests/fuzz/fuzzing.py
+	@$(BIN)/python -m qa.fuzz.run
 
 cookbook: setup
-	@$(BIN)/python tests/cookbook/recipes.py
+	@$(BIN)/python -m qa.cookbook.run
 
 defects: setup
-	@$(BIN)/python tests/defects/table.py
+	@$(BIN)/python -m qa.defects.run
 
 faults: setup
-	@$(BIN)/python tests/faults/run.py
+	@$(BIN)/python -m qa.faults.run
 
 chaos: setup
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
-	@$(BIN)/python tests/chaos/run.py
+	@$(BIN)/python -m qa.chaos.run
 	@TINKEX_PROPERTY_EXAMPLES=300 $(BIN)/python -m pytest tests/server/store/test_model.py
 
 soak: setup
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
-	@$(BIN)/python tests/soak/soak.py
+	@$(BIN)/python -m qa.soak.run
 
 check: setup
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/pyright -p tests/typing/pyrightconfig.json --pythonpath $(BIN)/python
-	@$(BIN)/python tests/audit.py
+	@$(BIN)/python -m qa.audit
 
 format: setup
 	@$(BIN)/ruff check --fix

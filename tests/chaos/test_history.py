@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from chaos.history import Event, Recorder, check
-from chaos.machines import Numbers, Twin
+from qa.chaos.history import Event, Recorder, check
+from qa.chaos.reference_models import Numbers, Twin
 
 PATH, OTHER = "tinker://s:train:0/weights/a", "tinker://s:train:0/sampler_weights/b"
 THEIRS = "tinker://t:train:0/weights/c"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from defects.cases import CASES
-from defects.running import ours
+from qa.defects.cases import CASES
+from qa.defects.runner import ours
 
 
 @pytest.fixture(scope="module")

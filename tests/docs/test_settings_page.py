@@ -1,11 +1,11 @@
 """The page of settings says what the settings are."""
 
-from docs.settings_page import PAGE, meanings, page
+from qa.reference_pages.settings import PAGE, meanings, page
 from tinkex.cli.serve import command
 
 
 def test_the_page_of_settings_is_the_one_that_would_be_written_now() -> None:
-    assert PAGE.read_text() == page(), "run: python tests/docs/settings_page.py"
+    assert PAGE.read_text() == page(), "run: python -m qa.reference_pages.settings"
 
 
 def test_the_default_of_batch_tokens_is_told_as_the_engine_has_it() -> None:

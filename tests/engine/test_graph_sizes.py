@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.test_graphs import attempt, call, graph_of
-from fuzz import graphs as hostile
+from qa.fuzz import custom_loss_graphs as hostile
 from tinkex.engine.training import custom_loss_graph
 from tinkex.engine.training.custom_loss_ops import (
     ATTRIBUTES,

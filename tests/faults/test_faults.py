@@ -1,4 +1,4 @@
-"""The short form of tests/faults/run.py: what a failing network does to results is nothing."""
+"""The short form of qa/faults/run.py: what a failing network does to results is nothing."""
 
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import tinkex
-from faults.echo import echoing
-from faults.program import Plan
-from faults.proof import BASE, TINY, check, through, through_echo, tiny_server
-from faults.proxy import FAULTS, Dice, in_front_of
+from qa.faults.comparison import BASE, TINY, check, through, through_echo, tiny_server
+from qa.faults.counting_server import echoing
+from qa.faults.proxy import FAULTS, Dice, in_front_of
+from qa.faults.workload import Plan
 from tinkex import types
 from tinkex.client.http.retry import RetryPolicy
 

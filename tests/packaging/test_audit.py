@@ -2,7 +2,7 @@
 
 import pytest
 
-import audit
+from qa import audit
 
 
 def test_every_line_of_the_constraints_is_a_pin_without_a_local_suffix() -> None:

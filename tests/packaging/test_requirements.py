@@ -15,7 +15,7 @@ import pytest
 from tinkex.conformance import CHECKS
 
 ROOT = Path(__file__).parents[2]
-RECIPES = "tests/cookbook/recipes.py"
+RECIPES = "qa/cookbook/run.py"
 TABLE: dict[str, Any] = tomllib.loads((ROOT / "tests" / "requirements.toml").read_text())
 LINES: dict[str, Any] = TABLE.pop("lines")
 ROWS = {name: row for name, row in TABLE.items() if name != "needs"} | {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fuzz import fuzzing
+from qa.fuzz import run as fuzzing
 from server.echo import EchoExecutor
 from server.hosting import hosted
 from serving import Server

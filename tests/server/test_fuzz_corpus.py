@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fuzz import bodies, graphs
+from qa.fuzz import custom_loss_graphs as graphs
+from qa.fuzz import request_bodies as bodies
 
 pytestmark = pytest.mark.anyio
 

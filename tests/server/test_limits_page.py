@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from docs.limits_page import PAGE, ROOT, page
+from qa.reference_pages.limits import PAGE, ROOT, page
 from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted
 from server.limits import LIMITS, SMALL, Ids, Limit
@@ -64,7 +64,7 @@ async def test_over_each_limit_there_is_a_clear_answer(small: Api, limit: Limit)
 
 
 def test_the_page_of_limits_is_the_one_that_would_be_written_now() -> None:
-    assert PAGE.read_text() == page(), "run: python tests/docs/limits_page.py"
+    assert PAGE.read_text() == page(), "run: python -m qa.reference_pages.limits"
     for limit in LIMITS:
         if limit.case is None:
             file, _, name = limit.test.partition("::")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import sdk_envs
-from chaos.kills import run
+from qa.chaos.process_kills import run
 
 pytestmark = [pytest.mark.sdk, pytest.mark.timeout(300)]
 

@@ -1,0 +1,416 @@
+"""
+Processes of a server are killed while clients train and sample; nobody may notice.
+
+Whom it hits, and after how many answers, depends on the seed alone: the same seed brings the same
+blows at the same progress. Where inside a step a blow lands is the machine's to choose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from processes import children
+from qa.chaos.history import Event, Violation, check
+from qa.chaos.reference_models import Twin
+from serving import TINY, Server, serving
+
+PROGRAM = Path(__file__).with_name("client_program.py")
+VICTIMS = ("engine", "web", "both")
+#: A run without any answer for so long is stuck.
+STUCK_S = 240.0
+#: Where batches may mix, how far numbers may be from those of an undisturbed run.
+TOLERANCE = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blow:
+    """One kill."""
+
+    victim: str
+    #: Answers that clients get between the last blow and this one.
+    after: int
+    #: And then a little later; after no answer at all it comes while the last one is mended.
+    delay_s: float
+
+
+def plan(seed: int, kills: int) -> list[Blow]:
+    rng = random.Random(seed)
+    blows = []
+    for _ in range(kills):
+        victim = rng.choices(VICTIMS, [4, 4, 2])[0]
+        if blows and rng.random() < 0.7:
+            blows.append(Blow(victim=victim, after=0, delay_s=rng.uniform(0.0, 1.5)))
+        else:
+            after = rng.randrange(1, 30)
+            blows.append(Blow(victim=victim, after=after, delay_s=rng.uniform(0.0, 0.05)))
+    return blows
+
+
+@dataclass
+class Progress:
+    """Answers of all clients so far."""
+
+    answers: int = 0
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def add(self) -> None:
+        with self._changed:
+            self.answers += 1
+            self._changed.notify_all()
+
+    def reach(self, answers: int) -> bool:
+        """Wait until there are so many; False when nothing comes any more."""
+        with self._changed:
+            while self.answers < answers:
+                before = self.answers
+                if not self._changed.wait(STUCK_S) and self.answers == before:
+                    return False
+            return True
+
+
+class Killer:
+    """Deals the blows, one after the other, in a thread of its own."""
+
+    def __init__(
+        self,
+        server: Server,
+        blows: Sequence[Blow],
+        progress: Progress,
+        say: Callable[[str], None],
+    ) -> None:
+        self._server, self._blows, self._progress, self._say = server, blows, progress, say
+        self.dealt: Counter[str] = Counter()
+        self.stuck = False
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="killer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        for blow in self._blows:
+            if not self._progress.reach(self._progress.answers + blow.after):
+                self.stuck = True
+                return
+            time.sleep(blow.delay_s)
+            for pid in self._find(blow.victim):
+                os.kill(pid, signal.SIGKILL)
+            self.dealt[blow.victim] += 1
+            dealt = sum(self.dealt.values())
+            if dealt % 10 == 0:
+                self._say(f"  {dealt} kills, {self._progress.answers} answers")
+
+    def _find(self, victim: str) -> list[int]:
+        """The processes to hit, as soon as they are there."""
+        while not self._stopped.is_set():
+            webs = [pid for pid in children(self._server.process.pid) if _runs(pid)]
+            engines = [child for web in webs for child in _children(web) if _runs(child)]
+            if victim == "web" and webs:
+                return webs
+            if victim == "engine" and engines:
+                return engines
+            if victim == "both" and webs and engines:
+                return [*engines, *webs]
+            time.sleep(0.005)
+        return []
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return children(pid)
+    except OSError:  # it has just ended
+        return []
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Client:
+    """A program in a process of its own, and what it wrote down."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        history: list[Event],
+        progress: Progress,
+    ) -> None:
+        self.name = name
+        self._history, self._progress = history, progress
+        self._rounds = 0
+        self._done = threading.Semaphore(0)
+        self.process = subprocess.Popen(
+            [*command],
+            env=dict(env),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.log: list[str] = []
+        self._threads = [
+            threading.Thread(target=self._read, daemon=True),
+            threading.Thread(target=self._read_log, daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def round(self) -> None:
+        """Let it run one more round; returns when that is over."""
+        assert self.process.stdin
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        while not self._done.acquire(timeout=1.0):
+            if self.process.poll() is not None:
+                break
+        if self.process.poll() is not None:
+            raise RuntimeError(f"{self.name} ended: {''.join(self.log[-30:])}")
+        self._rounds += 1
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            told = json.loads(line)
+            if "round" in told:
+                self._done.release()
+                continue
+            event = Event(**told)
+            self._history.append(event)
+            if event.answered:
+                self._progress.add()
+
+    def _read_log(self) -> None:
+        assert self.process.stderr
+        self.log.extend(self.process.stderr)
+
+    def close(self) -> None:
+        assert self.process.stdin
+        assert self.process.stdout
+        assert self.process.stderr
+        self.process.stdin.close()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        for thread in self._threads:
+            thread.join(10)
+        self.process.stdout.close()
+        self.process.stderr.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a run came to."""
+
+    dealt: Counter[str]
+    violations: list[Violation]
+    #: Bits of the weights at the end of each round, and their files.
+    weights: set[str]
+    rounds: int
+    operations: int
+    #: Losses that differed most from the undisturbed run's, relatively.
+    worst: float
+    wall_s: float
+    stuck: bool
+    log: list[str]
+
+    def is_good(self, *, deterministic: bool) -> bool:
+        """Nothing lost, nothing doubled, no error; bits or curve as in peace."""
+        same = len(self.weights) == 1 if deterministic else self.worst <= TOLERANCE
+        return same and not self.violations and not self.stuck and self.rounds > 0
+
+    def lines(self) -> list[str]:
+        kinds = ", ".join(f"{count} of {victim}" for victim, count in sorted(self.dealt.items()))
+        return [
+            f"kills: {sum(self.dealt.values())} ({kinds})",
+            f"rounds: {self.rounds}, operations: {self.operations}",
+            f"different final weights: {len(self.weights)}",
+            f"largest difference of a loss: {self.worst:.2e}",
+            f"violations: {len(self.violations)}",
+            f"wall time: {self.wall_s:.0f} s",
+        ]
+
+
+def run(
+    *,
+    model: Path,
+    data: Path,
+    sdk: Path | None,
+    seed: int,
+    kills: int,
+    deterministic: bool,
+    steps: int = 12,
+    say: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Clients train and sample while a server is hit; first one round in peace."""
+    began_s = time.monotonic()
+    history: list[Event] = []
+    progress = Progress()
+    args = ("--deterministic",) if deterministic else ()
+    data.mkdir(parents=True, exist_ok=True)
+    # Snapshots often, so that kills meet them being written and models come back from them.
+    (data / "tinkex.toml").write_text("snapshot_steps = 7\n")
+    with ExitStack() as stack:
+        server = stack.enter_context(serving(f"{TINY}={model}", data=data, args=args))
+        clients = []
+        for name, command in _programs(sdk).items():
+            env = {**os.environ, **_environment(server, name)}
+            program = [*command, str(PROGRAM), name, TINY, name, str(steps)]
+            client = Client(name, program, env, history=history, progress=progress)
+            stack.callback(client.close)
+            clients.append(client)
+        _together(clients, lambda client: client.round())
+        calm = len(history)
+        say(f"  one round in peace: {calm} events, {time.monotonic() - began_s:.0f} s")
+        killer = Killer(server, plan(seed, kills), progress, say)
+        stack.callback(killer.stop)
+        killer.start()
+
+        def until_done(client: Client) -> None:
+            client.round()
+            while not killer.is_done:
+                client.round()
+
+        try:
+            _together(clients, until_done)
+        except RuntimeError as error:
+            server.log.append(str(error))
+        log = list(server.log)
+    answers, samples = _twin(history[:calm])
+    tolerance = 0.0 if deterministic else TOLERANCE
+    twin = Twin(answers=answers, samples=samples if deterministic else {}, tolerance=tolerance)
+    saves = [event for event in history if event.answered and _is_path(event.answer)]
+    return Report(
+        dealt=killer.dealt,
+        violations=check(history, twin),
+        weights={_bits(data, str(event.answer)) for event in saves},
+        rounds=sum(client._rounds for client in clients),
+        operations=sum(event.answered for event in history),
+        worst=_worst(history, answers),
+        wall_s=time.monotonic() - began_s,
+        stuck=killer.stuck,
+        log=log,
+    )
+
+
+def _programs(sdk: Path | None) -> dict[str, list[str]]:
+    programs = {"tinkex": [sys.executable]}
+    if sdk is not None:
+        programs["tinker"] = [str(sdk)]
+    return programs
+
+
+def _environment(server: Server, name: str) -> dict[str, str]:
+    prefix = name.upper().replace("TINKEX", "TINKER")
+    return {f"{prefix}_BASE_URL": server.url, f"{prefix}_API_KEY": "tml-any-key-will-do"}
+
+
+def _together(clients: Sequence[Client], act: Any) -> None:
+    """In threads; the first error of any is raised once all are done."""
+    errors: list[Exception] = []
+
+    def guarded(client: Client) -> None:
+        try:
+            act(client)
+        except Exception as error:  # noqa: BLE001  raised in the thread that waits
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(client,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error
+
+
+def _twin(calm: Sequence[Event]) -> tuple[dict[int, Any], dict[tuple[int, str], Any]]:
+    """Answers of the first round by the number of steps before them, and its samples."""
+    submits = {(each.client, each.operation): each for each in calm if not each.answered}
+    told = {(each.client, each.operation): each.answer for each in calm if each.answered}
+    answers: dict[int, Any] = {}
+    samples: dict[tuple[int, str], Any] = {}
+    states: dict[str, int] = {}
+    saved: dict[str, int] = {}
+    for name, submit in submits.items():
+        if submit.kind == "create":
+            states[submit.target] = submit.asked
+        elif submit.kind in ("sample", "list"):
+            continue
+        else:
+            state = states[submit.target]
+            answers.setdefault(state, told[name])
+            states[submit.target] = state + 1
+            if submit.kind == "save_for_sampler":
+                saved[told[name]] = state + 1
+    for name, submit in submits.items():
+        if submit.kind == "sample":
+            samples.setdefault((saved[submit.target], str(submit.asked)), told[name])
+    return answers, samples
+
+
+def _is_path(answer: Any) -> bool:
+    return isinstance(answer, str) and answer.startswith("tinker://")
+
+
+def _bits(data: Path, path: str) -> str:
+    """A digest of every tensor file of a checkpoint."""
+    model_id, kind, name = path.removeprefix("tinker://").split("/")
+    # A save that was killed leaves a folder that no row knows; the janitor sweeps those.
+    statement = "SELECT place FROM checkpoint_versions WHERE model_id = ? AND kind = ? AND name = ?"
+    with contextlib.closing(sqlite3.connect(data / "tinkex.db")) as connection:
+        ((place,),) = connection.execute(statement, (model_id, kind, name)).fetchall()
+    digest = hashlib.sha256()
+    for file in sorted((data / place).glob("*.safetensors")):
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _worst(history: Sequence[Event], answers: Mapping[int, Any]) -> float:
+    """The largest relative difference of a loss from the undisturbed run's."""
+    states: dict[str, int] = {}
+    told = {(each.client, each.operation): each.answer for each in history if each.answered}
+    worst = 0.0
+    for event in history:
+        if event.answered or event.kind in ("sample", "list"):
+            continue
+        if event.kind == "create":
+            states[event.target] = event.asked
+            continue
+        state = states[event.target]
+        states[event.target] = state + 1
+        answer = told.get((event.client, event.operation))
+        if event.kind in ("pass", "forward") and answer is not None:
+            expected = answers[state]["loss"]
+            worst = max(worst, abs(answer["loss"] - expected) / abs(expected))
+    return worst
