@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 
-def gone(pid: int, within_s: float = 15) -> bool:
+def has_exited(pid: int, within_s: float = 15) -> bool:
     """True as soon as the process has ended; False if it has not within the time."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:

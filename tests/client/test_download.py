@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import tinkex
-from standin import Asked, Reply, Standin, reply_json, standing_in
+from http_stub import ReceivedRequest, Reply, StubServer, reply_json, stub_server
 from tinkex.client.files import checkpoint_download as module
 from tinkex.client.files.checkpoint_download import (
     check_target,
@@ -47,11 +47,11 @@ class Files:
         self.lasts = timedelta(minutes=15)
         self.signatures = 0
         #: Asked for each file request: a reply instead of the right one, or None.
-        self.fault: Callable[[str, Asked], Reply | None] = lambda name, asked: None
+        self.fault: Callable[[str, ReceivedRequest], Reply | None] = lambda name, asked: None
         self.headers: dict[str, str] = {}
         self.ranges = True
 
-    def __call__(self, asked: Asked) -> Reply:
+    def __call__(self, asked: ReceivedRequest) -> Reply:
         path = asked.path.partition("?")[0].removeprefix("/api/v1/")
         if path.startswith("client/"):
             return reply_json({})
@@ -69,7 +69,7 @@ class Files:
             return reply_json({"detail": f"nothing at {path}"}, 404)
         return self.fault(name, asked) or self.whole(name, asked)
 
-    def whole(self, name: str, asked: Asked) -> Reply:
+    def whole(self, name: str, asked: ReceivedRequest) -> Reply:
         body = self.files[name]
         headers = {"ETag": self.tag, **self.headers}
         found = re.fullmatch(r"bytes=(\d+)-(\d*)", asked.headers.get("range", ""))
@@ -90,14 +90,14 @@ def files() -> Files:
 
 
 @pytest.fixture
-def here(files: Files) -> Iterator[Standin]:
-    with standing_in(files) as running:
+def here(files: Files) -> Iterator[StubServer]:
+    with stub_server(files) as running:
         files.url = running.url
         yield running
 
 
 @pytest.fixture
-def rest(here: Standin) -> Iterator[RestClient]:
+def rest(here: StubServer) -> Iterator[RestClient]:
     with RestClient(base_url=here.url, api_key="tml-secret") as client:
         yield client
 
@@ -113,9 +113,9 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in found}
 
 
-def fetched(here: Standin, name: str) -> list[str]:
+def fetched(here: StubServer, name: str) -> list[str]:
     """The ranges that were asked for, without the first look."""
-    asked = [each for each in here.asked if each.path.startswith(f"/files/{name}")]
+    asked = [each for each in here.requests if each.path.startswith(f"/files/{name}")]
     return [each.headers["range"] for each in asked if each.headers["range"] != "bytes=0-0"]
 
 
@@ -130,7 +130,7 @@ def tar(members: dict[str, bytes]) -> bytes:
 
 
 def test_files_arrive_whole_with_progress_and_without_our_key(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     seen: list[tuple[int, int]] = []
     target = tmp_path / "deep" / "adapter"
@@ -143,15 +143,15 @@ def test_files_arrive_whole_with_progress_and_without_our_key(
     assert seen[0] == (0, 10242)
     assert seen[-1] == (10242, 10242)
     assert seen == sorted(seen)
-    links = [each for each in here.asked if each.path.startswith("/files/")]
+    links = [each for each in here.requests if each.path.startswith("/files/")]
     assert links
     assert all("tml-secret" not in str(each.headers) for each in links)
 
 
 def test_defect_21_a_connection_that_breaks_is_taken_up_where_it_broke(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
-    def cut(name: str, asked: Asked) -> Reply | None:
+    def cut(name: str, asked: ReceivedRequest) -> Reply | None:
         wanted = asked.headers["range"]
         if name == "adapter_model.safetensors" and wanted in ("bytes=0-", "bytes=1000-"):
             right = files.whole(name, asked)
@@ -167,9 +167,9 @@ def test_defect_21_a_connection_that_breaks_is_taken_up_where_it_broke(
 
 
 def test_defect_21_a_download_that_failed_goes_on_later(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
-    def fail(name: str, asked: Asked) -> Reply | None:
+    def fail(name: str, asked: ReceivedRequest) -> Reply | None:
         if name != "adapter_model.safetensors" or asked.headers["range"] == "bytes=0-0":
             return None
         if asked.headers["range"] == "bytes=0-":
@@ -184,7 +184,7 @@ def test_defect_21_a_download_that_failed_goes_on_later(
     assert "sig=" not in repr(failure.value.request)
     assert not target.exists()
     files.fault = lambda name, asked: None
-    here.asked.clear()
+    here.requests.clear()
     seen: list[int] = []
     download_checkpoint(EXPORT, target, rest=rest, progress=lambda done, _: seen.append(done))
     assert content(target) == files.files
@@ -194,7 +194,7 @@ def test_defect_21_a_download_that_failed_goes_on_later(
 
 
 def test_what_is_left_of_another_version_is_not_mixed_in(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     test_defect_21_a_download_that_failed_goes_on_later(here, files, rest, tmp_path)
     part = tmp_path / "b.part" / "files"
@@ -207,12 +207,12 @@ def test_what_is_left_of_another_version_is_not_mixed_in(
 
 
 def test_a_service_that_knows_no_ranges_is_asked_from_the_beginning(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     files.ranges = False
     cuts = iter([1000, 2000])
 
-    def cut(name: str, asked: Asked) -> Reply | None:
+    def cut(name: str, asked: ReceivedRequest) -> Reply | None:
         if name != "adapter_model.safetensors" or asked.headers["range"] == "bytes=0-0":
             return None
         after = next(cuts, None)
@@ -224,9 +224,9 @@ def test_a_service_that_knows_no_ranges_is_asked_from_the_beginning(
 
 
 def test_a_file_that_changes_meanwhile_is_an_error(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
-    def change(name: str, asked: Asked) -> Reply | None:
+    def change(name: str, asked: ReceivedRequest) -> Reply | None:
         if asked.headers["range"] == "bytes=0-0":
             return None
         files.tag = '"2"'
@@ -240,7 +240,7 @@ def test_a_file_that_changes_meanwhile_is_an_error(
 
 
 def test_defect_21_a_checksum_is_verified_where_the_service_gives_one(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     files.files = {"model": b"right"}
     digest = base64.b64encode(hashlib.sha256(b"right").digest()).decode()
@@ -253,7 +253,7 @@ def test_defect_21_a_checksum_is_verified_where_the_service_gives_one(
 
 
 def test_links_are_signed_anew_when_they_are_refused(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     files.fault = lambda name, asked: (
         reply_json({"detail": "expired"}, 403) if asked.path.endswith("sig=1") else None
@@ -289,7 +289,7 @@ def test_links_are_signed_anew_before_they_expire() -> None:
 
 
 def test_an_archive_is_unpacked(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     inside = {"adapter_config.json": b"{}", "more/weights.bin": b"w" * 3000}
     files.files = {"archive.tar": tar(inside)}
@@ -308,7 +308,7 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(name: str) -> None:
 
 
 def test_a_checkpoint_that_wants_to_write_elsewhere_writes_nothing(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     outside = tmp_path / "outside"
     files.files = {"../../outside": b"x"}
@@ -333,7 +333,7 @@ def test_a_checkpoint_that_wants_to_write_elsewhere_writes_nothing(
 
 
 def test_a_link_to_a_file_of_this_machine_is_refused(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     secret = tmp_path / "secret"
     secret.write_text("s")
@@ -343,7 +343,7 @@ def test_a_link_to_a_file_of_this_machine_is_refused(
 
 
 def test_a_folder_that_is_there_is_replaced_only_when_asked_to(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     target = tmp_path / "a"
     target.mkdir()
@@ -351,7 +351,7 @@ def test_a_folder_that_is_there_is_replaced_only_when_asked_to(
     (target / "mine").write_text("kept")
     with pytest.raises(FileExistsError, match="overwrite=True"):
         download_checkpoint(EXPORT, target, rest=rest)
-    assert [each for each in here.asked if "external" in each.path] == []
+    assert [each for each in here.requests if "external" in each.path] == []
     files.fault = lambda name, asked: reply_json({"detail": "no"}, 404)
     with pytest.raises(tinkex.NotFoundError):
         download_checkpoint(EXPORT, target, rest=rest, overwrite=True)
@@ -366,7 +366,11 @@ def test_a_folder_that_is_there_is_replaced_only_when_asked_to(
 
 
 def test_the_folder_may_be_the_one_we_stand_in(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: StubServer,
+    files: Files,
+    rest: RestClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert content(download_checkpoint(EXPORT, "a", rest=rest)) == files.files
@@ -377,11 +381,11 @@ def test_the_folder_may_be_the_one_we_stand_in(
 
 
 def test_two_downloads_into_one_folder_do_not_mix(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     begun, go = threading.Event(), threading.Event()
 
-    def hold(name: str, asked: Asked) -> Reply | None:
+    def hold(name: str, asked: ReceivedRequest) -> Reply | None:
         begun.set()
         go.wait(10)
         return None
@@ -401,7 +405,11 @@ def test_two_downloads_into_one_folder_do_not_mix(
 
 
 def test_a_disk_that_is_too_small_is_noticed_before(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: StubServer,
+    files: Files,
+    rest: RestClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Usage:
         free = 100
@@ -412,7 +420,7 @@ def test_a_disk_that_is_too_small_is_noticed_before(
 
 
 def test_coroutines_can_wait_and_stop(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     async def whole() -> Path:
         return await download_checkpoint_async(EXPORT, tmp_path / "a", rest=rest)
@@ -420,7 +428,7 @@ def test_coroutines_can_wait_and_stop(
     assert content(asyncio.run(whole())) == files.files
     begun, go = threading.Event(), threading.Event()
 
-    def hold(name: str, asked: Asked) -> Reply | None:
+    def hold(name: str, asked: ReceivedRequest) -> Reply | None:
         if asked.headers["range"] != "bytes=0-0":
             begun.set()
             go.wait(10)
@@ -448,18 +456,18 @@ def test_coroutines_can_wait_and_stop(
 
 
 def test_without_archives_a_sampler_checkpoint_has_no_files_and_says_so(
-    here: Standin, files: Files, tmp_path: Path
+    here: StubServer, files: Files, tmp_path: Path
 ) -> None:
     info = {"base_model": "m", "is_lora": True, "lora_rank": 4}
 
-    def answer(asked: Asked) -> Reply:
+    def answer(asked: ReceivedRequest) -> Reply:
         if asked.path.endswith("weights_info") and SAMPLER in asked.body.decode():
             return reply_json(info)
         if "archive" in asked.path or "weights_info" in asked.path:
             return reply_json({"detail": "there is no such thing"}, 404)
         return files(asked)
 
-    with standing_in(answer) as bare, RestClient(base_url=bare.url) as rest:
+    with stub_server(answer) as bare, RestClient(base_url=bare.url) as rest:
         with pytest.raises(DownloadFailed, match="save_weights_external"):
             download_checkpoint(SAMPLER, tmp_path / "a", rest=rest)
         with pytest.raises(tinkex.NotFoundError, match="no such thing"):
@@ -531,10 +539,10 @@ def asking(settings: tinkex.Settings) -> Iterator[RestClient]:
 
 
 @pytest.fixture
-def proxy(files: Files) -> Iterator[Standin]:
+def proxy(files: Files) -> Iterator[StubServer]:
     """The only way to the service, and to the place its files lie at."""
     files.url = "http://files.invalid"
-    with standing_in(
+    with stub_server(
         lambda asked: files(
             replace(asked, path=asked.path.removeprefix(SERVICE).removeprefix(files.url))
         )
@@ -551,7 +559,7 @@ def _no_other_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("links", [SERVICE, "http://files.invalid"])
 def test_h9_files_come_through_the_proxy_of_the_settings(
-    proxy: Standin, files: Files, tmp_path: Path, links: str, monkeypatch: pytest.MonkeyPatch
+    proxy: StubServer, files: Files, tmp_path: Path, links: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files.url = links
     monkeypatch.setenv("NO_PROXY", "*")  # a proxy that is given wins over the environment
@@ -562,14 +570,14 @@ def test_h9_files_come_through_the_proxy_of_the_settings(
     with asking(settings) as rest:
         download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
     assert content(tmp_path / "adapter") == files.files
-    asked = [each for each in proxy.asked if each.path.startswith(f"{links}/files/")]
+    asked = [each for each in proxy.requests if each.path.startswith(f"{links}/files/")]
     assert asked
     password = "Basic " + base64.b64encode(b"user:p@ss").decode()
     assert {each.headers["proxy-authorization"] for each in asked} == {password}
 
 
 def test_h10_downloads_use_the_proxy_that_the_environment_named_when_the_client_was_made(
-    proxy: Standin, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    proxy: StubServer, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", proxy.url)
     settings = tinkex.Settings.resolve(base_url=SERVICE, api_key="tml-secret", give_up_s=0.3)
@@ -605,65 +613,67 @@ def test_h10_links_to_other_hosts_have_the_proxy_the_settings_found_for_them(
     assert replace(settings, proxy="http://r:3").proxy_to(url) == "http://r:3"
 
 
-def sent(asked: Asked) -> set[str]:
+def sent(asked: ReceivedRequest) -> set[str]:
     """Which secrets a request carried."""
     assert "tml-secret" not in str(asked.headers)
     return {name for name, value in SECRETS.items() if asked.headers.get(name.lower()) == value}
 
 
 def test_h9_headers_of_the_settings_go_to_files_of_the_service_itself(
-    here: Standin, files: Files, tmp_path: Path
+    here: StubServer, files: Files, tmp_path: Path
 ) -> None:
     headers = {**SECRETS, "X-Api-Key": "tml-secret", "range": "bytes=9-9"}
     settings = tinkex.Settings(base_url=here.url, headers=headers)
     with asking(settings) as rest:
         download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
     assert content(tmp_path / "adapter") == files.files
-    links = [each for each in here.asked if each.path.startswith("/files/")]
+    links = [each for each in here.requests if each.path.startswith("/files/")]
     assert all(sent(each) == set(SECRETS) for each in links)
 
 
 def test_h9_headers_of_the_settings_go_to_no_other_origin(
-    here: Standin, files: Files, tmp_path: Path
+    here: StubServer, files: Files, tmp_path: Path
 ) -> None:
-    with standing_in(files) as elsewhere:
+    with stub_server(files) as elsewhere:
         files.url = elsewhere.url
         settings = tinkex.Settings(base_url=here.url, headers=SECRETS)
         with asking(settings) as rest:
             download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
-        assert elsewhere.asked
-        assert not any(sent(each) for each in elsewhere.asked)
+        assert elsewhere.requests
+        assert not any(sent(each) for each in elsewhere.requests)
 
 
 def test_h9_redirects_keep_the_headers_within_the_origin_and_lose_them_at_its_border(
-    here: Standin, files: Files, tmp_path: Path
+    here: StubServer, files: Files, tmp_path: Path
 ) -> None:
     """The link leads to another path here, from there elsewhere, and from there back."""
 
-    def fault(name: str, asked: Asked) -> Reply | None:
+    def fault(name: str, asked: ReceivedRequest) -> Reply | None:
         step = asked.path.partition("step=")[2]
         to = {"": f"{here.url}/files/{name}?step=1", "1": f"{elsewhere.url}/{name}"}.get(step)
         return None if to is None else Reply(status=302, headers={"Location": to})
 
-    def back(asked: Asked) -> Reply:
+    def back(asked: ReceivedRequest) -> Reply:
         return Reply(status=307, headers={"Location": f"{here.url}/files{asked.path}?step=2"})
 
     files.fault = fault
-    with standing_in(back) as elsewhere:
+    with stub_server(back) as elsewhere:
         settings = tinkex.Settings(base_url=here.url, headers=SECRETS)
         with asking(settings) as rest:
             download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
         assert content(tmp_path / "adapter") == files.files
-        assert elsewhere.asked
-        assert not any(sent(each) for each in elsewhere.asked)
-    found = {each.path[-6:]: sent(each) for each in here.asked if each.path.startswith("/files/")}
+        assert elsewhere.requests
+        assert not any(sent(each) for each in elsewhere.requests)
+    found = {
+        each.path[-6:]: sent(each) for each in here.requests if each.path.startswith("/files/")
+    }
     assert found.pop("step=1") == set(SECRETS)
     assert found.pop("step=2") == set()
     assert all(each == set(SECRETS) for each in found.values())
 
 
 def test_a_redirect_to_another_kind_of_address_is_refused(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     files.fault = lambda name, asked: Reply(status=302, headers={"Location": "ftp://127.0.0.1/x"})
     with pytest.raises(DownloadFailed, match="neither http:// nor https://"):
@@ -674,7 +684,7 @@ def test_a_redirect_to_another_kind_of_address_is_refused(
     "location", ["http://127.0.0.1:port/x", "http://127.0.0.1:99999/x", "http://[::1/x"]
 )
 def test_a_redirect_to_what_is_no_address_is_refused(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path, location: str
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path, location: str
 ) -> None:
     files.fault = lambda name, asked: Reply(status=302, headers={"Location": location})
     with pytest.raises(DownloadFailed, match="neither http:// nor https://"):
@@ -682,7 +692,7 @@ def test_a_redirect_to_what_is_no_address_is_refused(
 
 
 def test_a_link_whose_port_is_no_number_is_refused(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     files.url = "http://127.0.0.1:port"
     with pytest.raises(DownloadFailed, match="no http://"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from standin import Asked, Reply, Standin, reply_json, standing_in
+from http_stub import ReceivedRequest, Reply, StubServer, reply_json, stub_server
 from tinkex.client.files.huggingface import (
     HubError,
     adapter_config,
@@ -132,7 +132,7 @@ class Hub:
         self.branches: list[str] = []
         self.commits: list[tuple[str, dict[str, Any], dict[str, bytes]]] = []
 
-    def __call__(self, asked: Asked) -> Reply:
+    def __call__(self, asked: ReceivedRequest) -> Reply:
         path, _, query = asked.path.partition("?")
         if asked.headers.get("authorization") != f"Bearer {self.token}":
             return reply_json({"error": "Invalid user token."}, 401)
@@ -178,25 +178,25 @@ class Hub:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Hub, Standin]]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Hub, StubServer]]:
     # The tests of the whole project are offline; this hub is on this machine.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     hub = Hub()
-    with standing_in(hub) as running:
+    with stub_server(hub) as running:
         hub.url = running.url
         monkeypatch.setenv("HF_ENDPOINT", running.url)
         yield hub, running
 
 
 def test_an_adapter_is_pushed_in_one_commit_with_its_card(
-    adapter: Path, hub: tuple[Hub, Standin]
+    adapter: Path, hub: tuple[Hub, StubServer]
 ) -> None:
     told, running = hub
     done = push_to_hub(PATH, adapter, token="hf_right")
     assert (done.repo_id, done.revision) == (REPO, BRANCH)
     assert done.url.endswith(f"/commit/{COMMIT}")
-    created = next(each for each in running.asked if each.path == "/api/repos/create").json()
+    created = next(each for each in running.requests if each.path == "/api/repos/create").json()
     assert created["name"] == "tinker-s-1-train-0"
     assert created.get("private") is True or created.get("visibility") == "private"
     assert told.branches == [BRANCH]
@@ -213,7 +213,7 @@ def test_an_adapter_is_pushed_in_one_commit_with_its_card(
 
 
 def test_the_same_checkpoint_may_come_again_and_another_may_not(
-    adapter: Path, hub: tuple[Hub, Standin]
+    adapter: Path, hub: tuple[Hub, StubServer]
 ) -> None:
     told, _ = hub
     told.cards["org/mine@main"] = card(PATH, {})
@@ -237,7 +237,7 @@ def test_the_same_checkpoint_may_come_again_and_another_may_not(
     assert told.branches == []
 
 
-def test_a_pull_request_makes_no_branch(adapter: Path, hub: tuple[Hub, Standin]) -> None:
+def test_a_pull_request_makes_no_branch(adapter: Path, hub: tuple[Hub, StubServer]) -> None:
     told, _ = hub
     done = push_to_hub(PATH, adapter, repo="mine", create_pr=True, token="hf_right")
     assert done.repo_id == "somebody/mine"
@@ -246,7 +246,7 @@ def test_a_pull_request_makes_no_branch(adapter: Path, hub: tuple[Hub, Standin])
 
 
 def test_without_a_login_nothing_is_pushed(
-    adapter: Path, hub: tuple[Hub, Standin], monkeypatch: pytest.MonkeyPatch
+    adapter: Path, hub: tuple[Hub, StubServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told, _ = hub
     with pytest.raises(HubError, match="hf auth login"):

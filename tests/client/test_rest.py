@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import tinkex
-from standin import Asked, Reply, Standin, reply_json, standing_in
+from http_stub import ReceivedRequest, Reply, StubServer, reply_json, stub_server
 from tinkex import AdminClient, RestClient, types
 from tinkex.client import rest as rest_module
 from tinkex.client import rest_base
@@ -26,7 +26,7 @@ from tinkex.testing import Answer, FakeService
 RUN = "s:train:0"
 PATH = f"tinker://{RUN}/weights/a"
 
-Script = dict[str, Reply | Callable[[Asked], Reply]]
+Script = dict[str, Reply | Callable[[ReceivedRequest], Reply]]
 
 
 class Service:
@@ -37,9 +37,9 @@ class Service:
             "POST /api/v1/client/config": reply_json({}),
             "POST /api/v1/client/dynamic_config": reply_json({}),
         }
-        self.standin: Standin = Standin()
+        self.standin: StubServer = StubServer()
 
-    def __call__(self, asked: Asked) -> Reply:
+    def __call__(self, asked: ReceivedRequest) -> Reply:
         found = self.script.get(f"{asked.method} {asked.path}")
         if found is None:
             return reply_json({"detail": f"nothing at {asked.path}"}, 404)
@@ -50,15 +50,15 @@ class Service:
         return self.standin.url
 
     @property
-    def asked(self) -> list[Asked]:
+    def asked(self) -> list[ReceivedRequest]:
         """Without what every client asks first."""
-        return [each for each in self.standin.asked if "/client/" not in each.path]
+        return [each for each in self.standin.requests if "/client/" not in each.path]
 
 
 @pytest.fixture
 def here() -> Iterator[Service]:
     service = Service()
-    with standing_in(service) as service.standin:
+    with stub_server(service) as service.standin:
         yield service
 
 
@@ -112,7 +112,7 @@ def test_defect_6_wrong_arguments_are_refused_at_once_and_nothing_is_sent(
     with pytest.raises(ValueError, match=says):
         asyncio.run(getattr(client, f"{method}_async")(*args))
     assert time.monotonic() - began < 1
-    assert here.standin.asked == []
+    assert here.standin.requests == []
 
 
 def test_defect_6_errors_are_not_delayed_by_telemetry_that_cannot_be_sent(here: Service) -> None:
@@ -153,7 +153,7 @@ def test_wrong_arguments_of_the_admin_client_are_refused_at_once(
 ) -> None:
     with pytest.raises(ValueError, match=says):
         getattr(AdminClient(base_url=here.url), method)(*args)
-    assert here.standin.asked == []
+    assert here.standin.requests == []
 
 
 def test_a_holder_and_credentials_together_are_refused(rest: RestClient) -> None:
@@ -258,14 +258,14 @@ def test_an_audit_log_that_lies_elsewhere_is_fetched_without_the_key(
 ) -> None:
     admin = AdminClient(base_url=here.url, api_key="tml-one")
     entry = {"timestamp": "2026-01-01T00:00:00Z", "event": "made"}
-    with standing_in(lambda _: reply_json({"entries": [entry]})) as elsewhere:
+    with stub_server(lambda _: reply_json({"entries": [entry]})) as elsewhere:
         here.script["GET /api/v1/audit?event_type=all&day=2026-01-31"] = Reply(
             status=302, headers={"Location": f"{elsewhere.url}/log?signature=x"}
         )
         log = admin.get_audit_log(day=date(2026, 1, 31)).result(10)
         assert [each.event for each in log.entries] == ["made"]
-        assert [each.path for each in elsewhere.asked] == ["/log?signature=x"]
-        assert "tml-one" not in str(elsewhere.asked[0].headers)
+        assert [each.path for each in elsewhere.requests] == ["/log?signature=x"]
+        assert "tml-one" not in str(elsewhere.requests[0].headers)
     admin.close().result(5)
 
 
@@ -408,7 +408,7 @@ def test_what_is_experimental_or_has_moved_says_so_at_the_callers_line(
 
 
 def test_a_call_can_have_a_time_out_of_its_own(here: Service, rest: RestClient) -> None:
-    def slow(_: Asked) -> Reply:
+    def slow(_: ReceivedRequest) -> Reply:
         time.sleep(0.5)
         return reply_json({"sessions": []})
 
@@ -459,7 +459,7 @@ def test_all_of_a_list_comes_page_by_page_and_nothing_twice(
 ) -> None:
     ids = [f"s-{number}" for number in range(205)]
 
-    def page(asked: Asked) -> Reply:
+    def page(asked: ReceivedRequest) -> Reply:
         query = dict(pair.split("=") for pair in asked.path.partition("?")[2].split("&"))
         start = int(query["offset"])
         found = ids[start : start + int(query["limit"])]
@@ -467,10 +467,10 @@ def test_all_of_a_list_comes_page_by_page_and_nothing_twice(
             ids.insert(0, "s-new")  # made while we look: the rest moves down
         return reply_json({"sessions": found})
 
-    def answer(asked: Asked) -> Reply:
+    def answer(asked: ReceivedRequest) -> Reply:
         return page(asked) if "/sessions?" in asked.path else Service.__call__(here, asked)
 
-    with standing_in(answer) as paged, RestClient(base_url=paged.url) as client:
+    with stub_server(answer) as paged, RestClient(base_url=paged.url) as client:
         everything = client.all_sessions()
         assert list(everything) == [f"s-{number}" for number in range(205)]
 
@@ -494,7 +494,7 @@ def test_a_search_goes_on_from_its_cursor(here: Service, rest: RestClient) -> No
 
     cursor = {"last_created_at": "2026-01-01T00:00:00Z", "last_session_id": "a"}
 
-    def answer(asked: Asked) -> Reply:
+    def answer(asked: ReceivedRequest) -> Reply:
         if "cursor" in asked.json():
             return reply_json({"sessions": [found("b")]})
         return reply_json({"sessions": [found("a")], "next_cursor": cursor})

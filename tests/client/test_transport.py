@@ -19,8 +19,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 import tinkex
-from client.waiting import until
-from standin import Reply, reply_json, standing_in
+from http_stub import Reply, reply_json, stub_server
 from tinkex import SamplingParams, types
 from tinkex.client.http.transport import (
     CONNECTIONS,
@@ -33,6 +32,7 @@ from tinkex.client.http.transport import (
     redirected,
 )
 from tinkex.testing import Answer, FakeService, Lost
+from waiting import until
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 
@@ -191,11 +191,11 @@ def test_a_redirect_within_the_origin_is_followed_with_the_key(status):
         return Reply(status=status, headers={"Location": f"/new{asked.path}"})
 
     with (
-        standing_in(answer) as there,
+        stub_server(answer) as there,
         tinkex.ServiceClient(base_url=there.url, api_key="tml-1") as service,
     ):
         assert service.get_server_capabilities().supported_models == []
-        asked = [each for each in there.asked if each.path.endswith("capabilities")]
+        asked = [each for each in there.requests if each.path.endswith("capabilities")]
         assert [each.path[:4] for each in asked] == ["/api", "/new"]
         assert {each.headers["x-api-key"] for each in asked} == {"tml-1"}
 
@@ -209,7 +209,7 @@ def test_the_key_never_goes_to_another_origin(elsewhere):
     def answer(asked):
         return CAPABILITIES
 
-    with standing_in(answer) as other:
+    with stub_server(answer) as other:
         host = other.url.removeprefix("http://")
 
         def lead(asked):
@@ -219,13 +219,13 @@ def test_the_key_never_goes_to_another_origin(elsewhere):
             )
             return Reply(status=307, headers={"Location": location})
 
-        with standing_in(lead) as there:
+        with stub_server(lead) as there:
             service = tinkex.ServiceClient(base_url=there.url, api_key="tml-1")
             error = caught(service.get_server_capabilities)
             assert error.status_code == 307
             assert "use that as base_url" in str(error)
             service.close("errored").result(5)
-        assert other.asked == []
+        assert other.requests == []
 
 
 def test_a_redirect_that_changes_the_method_drops_the_body_and_circles_end():
@@ -251,7 +251,7 @@ def test_a_redirect_that_changes_the_method_drops_the_body_and_circles_end():
     def answer(asked):
         return Reply(status=302, headers={"Location": asked.path})
 
-    with standing_in(answer) as there:
+    with stub_server(answer) as there:
         service = tinkex.ServiceClient(base_url=there.url)
         assert caught(service.get_server_capabilities).status_code == 302
         service.close("errored").result(5)
@@ -275,11 +275,11 @@ def test_cookies_of_the_service_come_back_to_it_and_to_nobody_else():
         await transport.send(Request(method="GET", url=f"{one.url}/a"))
         await transport.close()
 
-    with standing_in(answer) as one, standing_in(answer) as other:
+    with stub_server(answer) as one, stub_server(answer) as other:
         asyncio.run(main())
-        cookies = [asked.headers.get("cookie") for asked in one.asked]
+        cookies = [asked.headers.get("cookie") for asked in one.requests]
         assert cookies == [None, *["AWSALB=ab+/c=="] * 3]
-        assert [asked.headers.get("cookie") for asked in other.asked] == [None, None]
+        assert [asked.headers.get("cookie") for asked in other.requests] == [None, None]
 
 
 def test_the_response_of_an_error_is_read_as_programs_read_that_of_httpx():
@@ -289,7 +289,7 @@ def test_the_response_of_an_error_is_read_as_programs_read_that_of_httpx():
             return Reply(status=404, body=b'{"detail": "no"}', headers=headers)
         return CAPABILITIES
 
-    with standing_in(answer) as there, tinkex.RestClient(base_url=there.url) as rest:
+    with stub_server(answer) as there, tinkex.RestClient(base_url=there.url) as rest:
         error = caught(rest.get_training_run("r").result)
         response = error.response
         assert response.headers.get("Retry-After") == response.headers["retry-after"] == "3"

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from processes import gone
+from processes import has_exited
 from server.dying_server import POISON
 from server.hosting import Api, connected, hosted
 from server.test_company import POISON as COMPANY_POISON
@@ -119,7 +119,7 @@ def test_an_engine_that_outlives_its_web_process_says_so(tmp_path: Path, tiny_mo
     with engine_alone(roll, tiny_model) as (pid, wire):
         # What a service manager sends to everybody is for the web process to act on.
         os.kill(pid, signal.SIGTERM)
-        assert not gone(pid, within_s=0.1)
+        assert not has_exited(pid, within_s=0.1)
         os.close(roll.descriptor)
         wire.close()
         # The next web process waits for it.
@@ -190,7 +190,7 @@ async def test_deaths_of_engine_and_web_process_count_and_those_of_the_web_proce
         async with connected(url) as api:
             passes, steps = await submitted(api)
         for process in (first, start("web"), start("web")):
-            assert await asyncio.to_thread(gone, process.pid)
+            assert await asyncio.to_thread(has_exited, process.pid)
         async with connected(url) as api:
             asked = asyncio.create_task(insist(api, passes[1]))
             deaths = await until(asked, start, "both")

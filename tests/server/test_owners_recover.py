@@ -11,10 +11,10 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, with_key
 from server.test_pickup import sample
-from server.waiting import until
 from tinkex.engine.settings import EngineSettings
 from tinkex.server.executor import Outcome, Task, Work
 from tinkex.server.scheduler.fairness import MAX_SEQUENCES, Admission
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -91,7 +91,7 @@ async def test_samples_go_to_a_new_engine_by_turns_of_owners(
         executor.open.set()
         small = (await bob.post("asample", sample(theirs, 1))).json["request_id"]
         # Everybody who was with it waits for the next one.
-        await until(lambda: len(arrived) == FLOOD + 1)
+        await until_async(lambda: len(arrived) == FLOOD + 1)
         executor.up.set()
         assert "sequences" in await bob.result(small)
         for request_id in flood:
@@ -120,7 +120,7 @@ async def test_models_are_built_again_by_turns_of_owners(tmp_path: Path) -> None
         executor.die()
         later = [await alice.optim_step(model, 21) for model in models]
         step = await bob.optim_step(small, 2)
-        await until(lambda: executor.waiting == len(models) + 1)
+        await until_async(lambda: executor.waiting == len(models) + 1)
         executor.up.set()
         await bob.value(step)
         before = set(executor.did[: len(executor.did) - executor.did[::-1].index(small)])
@@ -143,7 +143,7 @@ async def test_a_large_turn_gives_way_to_a_model_that_is_soon_there(tmp_path: Pa
         # Alice's has next to nothing to be built from, and a large pass waiting.
         passed = await alice.forward_backward(large, 1, tokens=2_000)
         step = await bob.optim_step(small, 6)
-        await until(lambda: executor.waiting == 2)
+        await until_async(lambda: executor.waiting == 2)
         executor.up.set()
         await bob.value(step)
         await alice.passed(passed)
@@ -166,9 +166,9 @@ async def test_an_owner_with_many_requests_has_some_of_them_with_an_engine() -> 
             admission.leave(owner)
 
     flood = [asyncio.create_task(come("a")) for _ in range(6)]
-    await until(lambda: len(inside) == 2)
+    await until_async(lambda: len(inside) == 2)
     other = asyncio.create_task(come("b"))
-    await until(lambda: "b" in inside)
+    await until_async(lambda: "b" in inside)
     # One that gives up waiting takes nobody's place.
     flood[-1].cancel()
     go.set()

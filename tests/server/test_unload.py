@@ -7,7 +7,6 @@ import pytest
 
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
-from server.waiting import until
 from serving import TINY
 from tinkex.server.executor import (
     EngineOptions,
@@ -18,6 +17,7 @@ from tinkex.server.executor import (
     Task,
     Work,
 )
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -102,7 +102,7 @@ async def test_nothing_is_dropped_beside_a_request_that_is_tried_alone(tmp_path:
         company.remember("suspect", 2)
         async with company.visit("suspect") as visit:
             unloaded = await unloading(api, model)
-            await until(lambda: bool(company._waiting))
+            await until_async(lambda: bool(company._waiting))
             assert Task.DROP not in echo.tasks()
             assert visit.alone
         assert (await api.result(unloaded))["model_id"] == model

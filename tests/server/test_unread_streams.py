@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from server.fountain import Fountain, asked
 from server.hosting import Api, hosted
+from server.streaming_executor import StreamingExecutor, sample_body
 from server.tenants import new_key, with_key
-from server.waiting import until
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -91,22 +91,22 @@ async def test_streams_that_are_not_read_hold_up_nobody_and_have_little_ready(
     anyio_backend: str, tmp_path: Path, kept: list[socket.socket]
 ) -> None:
     """Neither while their samples are drawn, nor when there is nothing left but to send it all."""
-    fountain = Fountain()
+    executor = StreamingExecutor()
     most = 60_000
-    async with hosted(fountain, tmp_path, stall_s=60.0) as api:
-        unread = [await open_unread(api, kept, asked(most)) for _ in range(READERS)]
+    async with hosted(executor, tmp_path, stall_s=60.0) as api:
+        unread = [await open_unread(api, kept, sample_body(most)) for _ in range(READERS)]
         async with dripping(unread[::2]):
-            await until(lambda: len(ready_bytes(api)) == READERS)
+            await until_async(lambda: len(ready_bytes(api)) == READERS)
             # Others are not held up: their streams, and their samples.
-            async with api.http.post("/api/v1/stream_sample", json=asked(2000)) as stream:
+            async with api.http.post("/api/v1/stream_sample", json=sample_body(2000)) as stream:
                 assert b"event: done" in await stream.read()
-            quick = await api.post("asample", asked(200))
+            quick = await api.post("asample", sample_body(200))
             assert (await api.result(quick.json["request_id"]))["sequences"]
             assert max(ready_bytes(api)) <= MOST_READY
             # The samples come to their ends, though nobody listens.
-            await until(lambda: sum(fountain.drawn.values()) >= READERS * most, 60)
+            await until_async(lambda: sum(executor.drawn.values()) >= READERS * most, 60)
             assert api.app is not None
-            await until(lambda: not len(api.app.state.context.futures))
+            await until_async(lambda: not len(api.app.state.context.futures))
             assert len(ready_bytes(api)) == READERS
             assert max(ready_bytes(api)) <= MOST_READY
         # One that reads on for a while comes to events of the size of the whole sample.
@@ -118,28 +118,28 @@ async def test_streams_that_are_not_read_hold_up_nobody_and_have_little_ready(
             assert max(ready_bytes(api)) <= MOST_READY
         for one in unread:
             one.close()
-        await until(lambda: not ready_bytes(api))
+        await until_async(lambda: not ready_bytes(api))
 
 
 async def test_streams_that_are_not_read_end_and_free_their_places(
     anyio_backend: str, tmp_path: Path, kept: list[socket.socket]
 ) -> None:
-    fountain = Fountain()
+    executor = StreamingExecutor()
     key = await new_key(tmp_path, "alice")
     limits = {"stall_s": 0.4, "stream_grace_s": 0.05, "max_samples": READERS}
-    async with hosted(fountain, tmp_path, **limits) as api, with_key(api, key) as alice:
+    async with hosted(executor, tmp_path, **limits) as api, with_key(api, key) as alice:
         assert api.server is not None
         assert api.app is not None
         state = api.server.server_state
         for _ in range(2):  # the same room, twice
-            unread = [await open_unread(api, kept, asked(10**6), key) for _ in range(READERS)]
-            refused = await alice.post("stream_sample", asked(200))
+            unread = [await open_unread(api, kept, sample_body(10**6), key) for _ in range(READERS)]
+            refused = await alice.post("stream_sample", sample_body(200))
             assert refused.status == 429
             async with dripping(unread[::2]):
                 # Cut off, and their samples given up long before they are drawn.
-                await until(lambda: len(state.connections) <= 1 and not ready_bytes(api))
-                await until(lambda: not len(api.app.state.context.futures))
-        assert fountain.given_up == 2 * READERS
+                await until_async(lambda: len(state.connections) <= 1 and not ready_bytes(api))
+                await until_async(lambda: not len(api.app.state.context.futures))
+        assert executor.given_up == 2 * READERS
         assert not api.app.state.context.dispatcher._samples._running
-        async with alice.http.post("/api/v1/stream_sample", json=asked(200)) as stream:
+        async with alice.http.post("/api/v1/stream_sample", json=sample_body(200)) as stream:
             assert b"event: done" in await stream.read()

@@ -9,8 +9,8 @@ import pytest
 from server.api.test_limits import sample, sampler
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
-from server.waiting import until
 from tinkex.server import web
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +27,7 @@ def held(api: Api) -> int:
 
 async def polls(api: Api, path: str, body: Any) -> list["asyncio.Task[Any]"]:
     asked = [asyncio.create_task(api.post(path, body)) for _ in range(CLIENTS)]
-    await until(lambda: held(api) == CLIENTS)
+    await until_async(lambda: held(api) == CLIENTS)
     return asked
 
 
@@ -56,15 +56,15 @@ async def test_polls_of_clients_that_vanish_are_not_held(
             for task in asked:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
-            await until(lambda: held(api) == 1)
+            await until_async(lambda: held(api) == 1)
             assert futures.awaited(request_id) is (path == "retrieve_future")
             assert not stays.done()
             stays.cancel()
             await asyncio.gather(stays, return_exceptions=True)
-            await until(lambda: held(api) == 0)
+            await until_async(lambda: held(api) == 0)
             assert not futures.awaited(request_id)
         # Whoever is there is answered as ever.
         waiting = asyncio.create_task(api.result(request_id))
-        await until(lambda: held(api) == 1)
+        await until_async(lambda: held(api) == 1)
         echo.open.set()
         assert (await waiting)["sequences"]

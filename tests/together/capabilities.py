@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import sdk_envs
-from sdk_programs import run_program
 from serving import TINY, Server
+from together.official_sdk import run_program
 
 PROGRAM = Path(__file__).with_name("sdk_program.py")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tinkex
-from processes import gone
+from processes import has_exited
 from serving import TINY, Server
 from tinkex import types
 from tinkex.client import training as training_module
@@ -208,7 +208,7 @@ def test_a_local_server_starts_by_itself_and_stops_with_the_program(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert gone(int(done.stdout))
+    assert has_exited(int(done.stdout))
 
 
 def test_a_sampler_of_an_aliased_model_finds_its_tokenizer(server: Server):

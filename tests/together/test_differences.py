@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import sdk_envs
-from standin import Asked, Reply, Standin, reply_json, standing_in
+from http_stub import ReceivedRequest, Reply, StubServer, reply_json, stub_server
 
 PROGRAM = Path(__file__).with_name("differences_program.py")
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "differences.md"
@@ -52,17 +52,17 @@ DIFFERENT: dict[str, tuple[Any, Any]] = {
 
 
 @contextmanager
-def service() -> Iterator[tuple[Standin, Standin]]:
+def service() -> Iterator[tuple[StubServer, StubServer]]:
     """Answers once, then leads to itself, then to another service."""
     capabilities = reply_json({"supported_models": []})
 
-    def elsewhere(asked: Asked) -> Reply:
+    def elsewhere(asked: ReceivedRequest) -> Reply:
         return capabilities
 
-    with standing_in(elsewhere) as other:
+    with stub_server(elsewhere) as other:
         times = 0
 
-        def answer(asked: Asked) -> Reply:
+        def answer(asked: ReceivedRequest) -> Reply:
             nonlocal times
             if "training_runs" in asked.path:
                 return Reply(status=404, body=b"{}", headers={"Retry-After": "3"})
@@ -76,11 +76,11 @@ def service() -> Iterator[tuple[Standin, Standin]]:
             headers = {**capabilities.headers, "Set-Cookie": f"{COOKIE}; Path=/"}
             return Reply(body=capabilities.body, headers=headers)
 
-        with standing_in(answer) as here:
+        with stub_server(answer) as here:
             yield here, other
 
 
-def seen(python: str | Path, package: str) -> tuple[dict[str, Any], Standin, Standin]:
+def seen(python: str | Path, package: str) -> tuple[dict[str, Any], StubServer, StubServer]:
     with service() as (here, other):
         done = subprocess.run(
             [python, PROGRAM, package, here.url, other.url],
@@ -94,8 +94,8 @@ def seen(python: str | Path, package: str) -> tuple[dict[str, Any], Standin, Sta
     return json.loads(done.stdout.splitlines()[-1]), here, other
 
 
-def cookies(here: Standin) -> set[str | None]:
-    return {each.headers.get("cookie") for each in here.asked if each.path == "/moved"}
+def cookies(here: StubServer) -> set[str | None]:
+    return {each.headers.get("cookie") for each in here.requests if each.path == "/moved"}
 
 
 @pytest.mark.timeout(120)
@@ -103,7 +103,7 @@ def test_our_column_of_the_page() -> None:
     facts, here, other = seen(sys.executable, "tinkex")
     assert facts == {**SAME, **{name: ours for name, (_, ours) in DIFFERENT.items()}}
     assert cookies(here) == {COOKIE}
-    assert other.asked == []  # the key went nowhere
+    assert other.requests == []  # the key went nowhere
 
 
 @pytest.mark.sdk
@@ -112,7 +112,7 @@ def test_the_official_clients_column_of_the_page() -> None:
     facts, here, other = seen(sdk_envs.ensure("0.36.0"), "tinker")
     assert facts == {**SAME, **{name: theirs for name, (theirs, _) in DIFFERENT.items()}}
     assert cookies(here) == {COOKIE}
-    assert [each.headers["x-api-key"] for each in other.asked] == ["tml-secret"]
+    assert [each.headers["x-api-key"] for each in other.requests] == ["tml-secret"]
 
 
 #: How the row of the page begins that each fact belongs to.

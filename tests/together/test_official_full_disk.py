@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import sdk_envs
-from sdk_programs import FINE
 from server.echo import BASE, EchoExecutor
 from server.hosting import hosted
 from server.storage.failing import FULL, FailingFileSystem
+from together.official_sdk import FINE
 
 PROGRAM = Path(__file__).with_name("full_disk_program.py")
 # Too many for a row of the database.

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import sdk_envs
-from sdk_programs import FINE
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, revoke
 from tinkex.server.scheduler import results
+from together.official_sdk import FINE
 
 PROGRAM = Path(__file__).with_name("keys_program.py")
 

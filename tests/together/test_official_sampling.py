@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from sdk_programs import run_program
 from serving import TINY, Server
+from together.official_sdk import run_program
 
 PROGRAM = Path(__file__).with_name("sampling_program.py")
 PROMPT = [20 + (37 * n) % 350 for n in range(40)]

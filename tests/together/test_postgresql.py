@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 import tinkex
 from postgres import Postgres
-from processes import children, gone
+from processes import children, has_exited
 from serving import TINY, Server, serving
 from tinkex import types
 
@@ -34,7 +34,7 @@ def kill_all(server: Server) -> None:
     for pid in (server.process.pid, *web, *engines):
         os.kill(pid, signal.SIGKILL)
     server.process.wait()
-    assert all(gone(pid) for pid in (*web, *engines))
+    assert all(has_exited(pid) for pid in (*web, *engines))
 
 
 def losses(training: tinkex.TrainingClient, steps: int) -> list[float]:

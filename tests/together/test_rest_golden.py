@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 
 import sdk_envs
-from standin import Asked, Reply, reply_json, standing_in
+from http_stub import ReceivedRequest, Reply, reply_json, stub_server
 
 PROGRAM = Path(__file__).with_name("rest_calls_program.py")
 #: Said in the same words by both.
@@ -25,18 +25,18 @@ SAME = [
 pytestmark = [pytest.mark.sdk, pytest.mark.timeout(120)]
 
 
-def answer(asked: Asked) -> Reply:
+def answer(asked: ReceivedRequest) -> Reply:
     if "/client/" in asked.path or asked.path.endswith("/telemetry"):
         return reply_json({"status": "accepted"} if "telemetry" in asked.path else {})
     return reply_json({"detail": "no"}, 422)
 
 
 def sent(python: str | Path, package: str) -> list[dict[str, object]]:
-    with standing_in(answer) as service:
+    with stub_server(answer) as service:
         subprocess.run([python, PROGRAM, package, service.url], check=True, timeout=100)
     asked = [
         each
-        for each in service.asked
+        for each in service.requests
         if "/client/" not in each.path and not each.path.endswith("/telemetry")
     ]
     return [

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sdk_programs import run_program
 from serving import TINY, Server
+from together.official_sdk import run_program
 
 PROGRAM = Path(__file__).with_name("rest_program.py")
 PROMPT_TOKENS = 4

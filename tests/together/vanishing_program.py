@@ -20,10 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from server.fountain import Fountain, asked
 from server.hosting import Api, hosted
-from server.waiting import until
+from server.streaming_executor import StreamingExecutor, sample_body
 from tinkex.server.api import http_limits
+from waiting import until_async
 
 #: Instead of a minute.
 GONE_S = 3
@@ -70,34 +70,34 @@ async def connected(api: Api, say: bytes, *, hear: bool = False) -> socket.socke
 
 
 async def watch(folder: Path) -> dict[str, float]:
-    fountain = Fountain()
+    executor = StreamingExecutor()
     limits = {"head_s": 0.0, "stall_s": 0.0, "long_poll_s": NEVER_S, "stream_grace_s": 0.1}
-    async with hosted(fountain, folder, drain_s=1.0, **limits) as api:
+    async with hosted(executor, folder, drain_s=1.0, **limits) as api:
         assert api.server is not None
         state = api.server.server_state
-        endless = await api.post("asample", asked(10**8))
+        endless = await api.post("asample", sample_body(10**8))
         before = descriptors()
         healthz = b"GET /api/v1/healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
         guests = [
             await connected(api, b""),
             await connected(api, healthz, hear=True),
             await connected(api, healthz[:30]),
-            await connected(api, request("asample", asked(5), length=10**6)),
+            await connected(api, request("asample", sample_body(5), length=10**6)),
             await connected(api, request("retrieve_future", endless.json)),
             # Two streams: one that was read until now, and one that was not.
-            await connected(api, request("stream_sample", asked(10**8)), hear=True),
-            await connected(api, request("stream_sample", asked(10**8))),
+            await connected(api, request("stream_sample", sample_body(10**8)), hear=True),
+            await connected(api, request("stream_sample", sample_body(10**8))),
         ]
-        await until(lambda: len(state.connections) > len(guests) and len(fountain.drawn) == 3)
+        await until_async(lambda: len(state.connections) > len(guests) and len(executor.drawn) == 3)
         held = len(state.connections)
         during = descriptors()
         set_network(up=False)
         began_s = time.monotonic()
         with contextlib.suppress(AssertionError):
-            await until(lambda: not state.connections, 10 * GONE_S)
+            await until_async(lambda: not state.connections, 10 * GONE_S)
         gone_s = time.monotonic() - began_s
         await asyncio.sleep(0.3)  # the grace of the streams
-        given_up = fountain.given_up
+        given_up = executor.given_up
         for guest in guests:
             guest.close()
         await api.http.close()

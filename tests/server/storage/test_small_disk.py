@@ -12,11 +12,11 @@ import pytest
 
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
-from server.waiting import until
 from serving import TINY
 from tinkex.server.executor import EngineOptions, LocalExecutor, Outcome, ServedModel, Task, Work
 from tinkex.server.maintenance import disk_monitor
 from tinkex.server.scheduler import checkpoints
+from waiting import until_async
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
@@ -91,7 +91,7 @@ async def test_saves_without_room_wait_and_the_log_says_so_once(
             for model in models
         ]
         # A fourth try comes after three have failed.
-        await until(lambda: all(executor.saves[model] >= 4 for model in models))
+        await until_async(lambda: all(executor.saves[model] >= 4 for model in models))
         waiting = [record.getMessage() for record in caplog.records]
         of_engine = capfd.readouterr().err
         filler.unlink()

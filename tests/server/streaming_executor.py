@@ -16,7 +16,7 @@ from tinkex.wire.sampling import SampledSequence, SampleRequest, SampleResponse
 TOGETHER, EVERY_S = 200, 0.005
 
 
-class Fountain(EchoExecutor):
+class StreamingExecutor(EchoExecutor):
     """Draws as many tokens as are asked for, quickly, whoever reads them."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Fountain(EchoExecutor):
         )
 
 
-def asked(most: int, **fields: Any) -> dict[str, Any]:
+def sample_body(most: int, **fields: Any) -> dict[str, Any]:
     return {
         "prompt": {"chunks": [{"tokens": [1, 2, 3]}]},
         "sampling_params": {"max_tokens": most},

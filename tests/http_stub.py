@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Asked:
+class ReceivedRequest:
     method: str
     #: As it came, still quoted, with its query.
     path: str
@@ -36,15 +36,15 @@ def reply_json(value: Any, status: int = 200) -> Reply:
 
 
 @dataclass
-class Standin:
+class StubServer:
     url: str = ""
-    asked: list[Asked] = field(default_factory=list)
+    requests: list[ReceivedRequest] = field(default_factory=list)
 
 
 @contextmanager
-def standing_in(answer: Callable[[Asked], Reply]) -> Iterator[Standin]:
+def stub_server(answer: Callable[[ReceivedRequest], Reply]) -> Iterator[StubServer]:
     """Serves on a free loopback port, a thread for each connection, until the block ends."""
-    here = Standin()
+    here = StubServer()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -52,8 +52,8 @@ def standing_in(answer: Callable[[Asked], Reply]) -> Iterator[Standin]:
         def _answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             headers = {name.lower(): value for name, value in self.headers.items()}
-            asked = Asked(self.command, self.path, headers, body)
-            here.asked.append(asked)
+            asked = ReceivedRequest(self.command, self.path, headers, body)
+            here.requests.append(asked)
             reply = answer(asked)
             self.send_response_only(reply.status)
             for name, value in reply.headers.items():
