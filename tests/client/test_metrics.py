@@ -11,6 +11,7 @@ from tinkex import types
 from tinkex.client.observe import instrumentation
 from tinkex.client.observe.instrumentation import Histogram, Metrics
 from tinkex.testing import Answer, FakeService, Lost
+from waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -118,10 +119,7 @@ def test_levels_come_back_to_zero_whatever_ends_the_waiting(fake, how):
             future.cancel()
     hold.release()
     service.close("success").result(5)
-    deadline = time.monotonic() + 5
-    while levels() != {0} and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert levels() == {0}
+    until(lambda: levels() == {0}, 5)
 
 
 def test_reset_forgets_counts_and_times_and_keeps_levels(fake, datum):

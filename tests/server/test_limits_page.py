@@ -6,7 +6,7 @@ import gzip
 import json
 import resource
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tinkex.server.api import http_limits as heads
 from tinkex.server.store import checkpoint_lists
 from tinkex.server.store import telemetry as kept_telemetry
 from tinkex.wire import errors, limits
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -291,15 +292,6 @@ async def test_a_trailer_does_not_pass_for_a_header(small: Api) -> None:
     assert first != second
 
 
-async def until(true: Callable[[], bool]) -> None:
-    """Something that only time brings about."""
-    for _ in range(2_000):
-        if true():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it is not so after 20 s")
-
-
 def peak_mib(*, reset: bool = False) -> int:
     """The most memory of this process, since it was last reset."""
     if reset:
@@ -346,7 +338,7 @@ async def test_bodies_that_an_owner_has_arriving_have_an_end_together(tmp_path: 
             writer.write(head.format(key).encode() + body)
             writers.append(writer)
         # Half of hers are refused, and wait for the rest of their bodies.
-        await until(lambda: held.get("alice", 0) > 800_000 - len(body) and "bob" in held)
+        await until_async(lambda: held.get("alice", 0) > 800_000 - len(body) and "bob" in held)
         async with with_key(api, keys[0]) as alice, with_key(api, keys[1]) as bob:
             full = await alice.post("asample", body)
             assert full.status == 429
@@ -354,7 +346,7 @@ async def test_bodies_that_an_owner_has_arriving_have_an_end_together(tmp_path: 
             assert (await bob.post("asample", body)).status == 422
             for writer in writers:
                 writer.close()
-            await until(lambda: not held)
+            await until_async(lambda: not held)
             assert (await alice.post("asample", body)).status == 422
 
 
