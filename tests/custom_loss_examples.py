@@ -1,4 +1,4 @@
-"""Losses as people write them, each with the ranks of its inputs; `data/graphs` has them traced."""
+"""Typical custom losses with the ranks of their inputs; `data/graphs` holds their traced graphs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def kl_regularised(logprobs, reference, advantages, beta):
 
 
 def entropy_regularised(logprobs, weights):
-    """Several targets for each position: logprobs [N, K]."""
+    """Several targets per position: logprobs have shape [N, K]."""
     probabilities = torch.exp(logprobs)
     share = probabilities / probabilities.sum(dim=-1, keepdim=True)
     entropy = -torch.special.xlogy(share, share).sum(-1)
@@ -111,7 +111,7 @@ def slices_and_shapes(logprobs, advantages):
 
 
 def in_place(logprobs, advantages):
-    """Statements that change a tensor through itself, through a view, and an input."""
+    """In-place operations on a tensor, on a view, and on an input."""
     total = logprobs.clone()
     total.mul_(2.0)
     total[1:3].add_(advantages[1:3])
@@ -121,7 +121,7 @@ def in_place(logprobs, advantages):
 
 
 def group_normalised(logprobs, rewards, group):
-    """An input of whole numbers as an index, and one of rank 0."""
+    """An integer input used as an index, and group statistics by scatter and gather."""
     sums = torch.zeros(4, dtype=logprobs.dtype).scatter_add(0, group, rewards)
     counts = torch.zeros(4, dtype=logprobs.dtype).scatter_add(0, group, torch.ones_like(rewards))
     baseline = (sums / counts.clamp(min=1)).gather(0, group)

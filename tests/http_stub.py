@@ -1,4 +1,4 @@
-"""A small HTTP server whose answers a test decides, and which remembers what it was asked."""
+"""An HTTP stub server: a test decides the replies, and the server records the requests."""
 
 import json
 import threading
@@ -12,7 +12,7 @@ from typing import Any
 @dataclass(frozen=True)
 class ReceivedRequest:
     method: str
-    #: As it came, still quoted, with its query.
+    #: As sent: percent-encoded, with the query.
     path: str
     headers: Mapping[str, str]
     body: bytes
@@ -26,7 +26,7 @@ class Reply:
     status: int = 200
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
-    #: Hang up after so many bytes of the body.
+    #: Close the connection after this many bytes of the body.
     cut_after: int | None = None
 
 
@@ -44,7 +44,7 @@ class StubServer:
 @contextmanager
 def stub_server(answer: Callable[[ReceivedRequest], Reply]) -> Iterator[StubServer]:
     """Serves on a free loopback port, a thread for each connection, until the block ends."""
-    here = StubServer()
+    stub = StubServer()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -52,9 +52,9 @@ def stub_server(answer: Callable[[ReceivedRequest], Reply]) -> Iterator[StubServ
         def _answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             headers = {name.lower(): value for name, value in self.headers.items()}
-            asked = ReceivedRequest(self.command, self.path, headers, body)
-            here.requests.append(asked)
-            reply = answer(asked)
+            request = ReceivedRequest(self.command, self.path, headers, body)
+            stub.requests.append(request)
+            reply = answer(request)
             self.send_response_only(reply.status)
             for name, value in reply.headers.items():
                 self.send_header(name, value)
@@ -74,11 +74,11 @@ def stub_server(answer: Callable[[ReceivedRequest], Reply]) -> Iterator[StubServ
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     host, port = server.server_address[:2]
-    here.url = f"http://{host!s}:{port}"
+    stub.url = f"http://{host!s}:{port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     try:
-        yield here
+        yield stub
     finally:
         server.shutdown()
         thread.join()

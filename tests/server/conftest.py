@@ -1,4 +1,4 @@
-"""An application over the echo executor, for every test that asks for `api`."""
+"""Fixtures: the application with the echo executor, and a client of it."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

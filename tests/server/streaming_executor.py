@@ -1,4 +1,4 @@
-"""An executor that draws as many tokens as are asked for, and tells them as it goes."""
+"""An executor whose samples are long and stream their tokens."""
 
 import asyncio
 from typing import Any
@@ -12,50 +12,51 @@ from tinkex.wire.proto.frames_pb2 import Tokens
 from tinkex.wire.protobuf import encode_sample_response
 from tinkex.wire.sampling import SampledSequence, SampleRequest, SampleResponse
 
-#: So many tokens are told at a time, and that often.
-TOGETHER, EVERY_S = 200, 0.005
+CHUNK_TOKENS = 200
+CHUNK_INTERVAL_S = 0.005
 
 
 class StreamingExecutor(EchoExecutor):
-    """Draws as many tokens as are asked for, quickly, whoever reads them."""
+    """Generates `max_tokens` tokens in quick chunks, whether or not a client reads them."""
 
     def __init__(self) -> None:
         super().__init__()
+        #: Number of generated tokens, by payload.
         self.drawn: dict[bytes, int] = {}
-        self.given_up = 0
+        self.cancelled = 0
 
     async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
         if work.task is not Task.SAMPLE:
             return await super().run(base_model, work, incarnation=incarnation)
         request = decode_json(SampleRequest, work.payload)
-        most = request.sampling_params.max_tokens or 1
+        max_tokens = request.sampling_params.max_tokens or 1
         try:
-            for start in range(0, most, TOGETHER):
+            for start in range(0, max_tokens, CHUNK_TOKENS):
                 if work.on_tokens is not None:
-                    told = Tokens(sequence=0, start=start)
-                    told.tokens.extend(range(start, start + TOGETHER))
-                    told.logprobs.extend([-0.5] * TOGETHER)
-                    work.on_tokens(told)
-                self.drawn[work.payload] = start + TOGETHER
-                await asyncio.sleep(EVERY_S)
+                    chunk = Tokens(sequence=0, start=start)
+                    chunk.tokens.extend(range(start, start + CHUNK_TOKENS))
+                    chunk.logprobs.extend([-0.5] * CHUNK_TOKENS)
+                    work.on_tokens(chunk)
+                self.drawn[work.payload] = start + CHUNK_TOKENS
+                await asyncio.sleep(CHUNK_INTERVAL_S)
         except asyncio.CancelledError:
-            self.given_up += 1
+            self.cancelled += 1
             raise
         sequence = SampledSequence(
             "length",
             "",
-            tokens_np=np.arange(most, dtype=np.int32),
-            logprobs_np=np.full(most, -0.5, np.float32),
+            tokens_np=np.arange(max_tokens, dtype=np.int32),
+            logprobs_np=np.full(max_tokens, -0.5, np.float32),
         )
         return Outcome(
             result=encode_sample_response(SampleResponse(sequences=[sequence])), compute_s=0.0
         )
 
 
-def sample_body(most: int, **fields: Any) -> dict[str, Any]:
+def sample_body(max_tokens: int, **fields: Any) -> dict[str, Any]:
     return {
         "prompt": {"chunks": [{"tokens": [1, 2, 3]}]},
-        "sampling_params": {"max_tokens": most},
+        "sampling_params": {"max_tokens": max_tokens},
         "num_samples": 1,
         "base_model": BASE,
         **fields,

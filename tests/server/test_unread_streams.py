@@ -139,7 +139,7 @@ async def test_streams_that_are_not_read_end_and_free_their_places(
                 # Cut off, and their samples given up long before they are drawn.
                 await until_async(lambda: len(state.connections) <= 1 and not ready_bytes(api))
                 await until_async(lambda: not len(api.app.state.context.futures))
-        assert executor.given_up == 2 * READERS
+        assert executor.cancelled == 2 * READERS
         assert not api.app.state.context.dispatcher._samples._running
         async with alice.http.post("/api/v1/stream_sample", json=sample_body(200)) as stream:
             assert b"event: done" in await stream.read()

@@ -97,7 +97,7 @@ async def watch(folder: Path) -> dict[str, float]:
             await until_async(lambda: not state.connections, 10 * GONE_S)
         gone_s = time.monotonic() - began_s
         await asyncio.sleep(0.3)  # the grace of the streams
-        given_up = executor.given_up
+        given_up = executor.cancelled
         for guest in guests:
             guest.close()
         await api.http.close()
