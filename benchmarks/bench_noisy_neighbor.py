@@ -1,15 +1,15 @@
 """
-What does one owner's worst load do to another owner's small sample and training step?
+Noisy neighbor: the latency of one owner's small requests under another owner's heavy load.
 
-    python benchmarks/bench_neighbours.py [--rival PYTHON] [--rounds 15]
+    python benchmarks/bench_noisy_neighbor.py [--baseline PYTHON] [--rounds 15]
 
-A real `tinkex serve` with the tiny model and two keys. Alice has 3,000 old sessions, each with a
-checkpoint, and loads the server in one way at a time; Bob asks for four tokens and for a small step.
-Then the engine is killed under Alice's training. `--rival` is the Python of another tree (an
+A `tinkex serve` process with the tiny model and two keys. Alice has 3,000 old sessions, each with a
+checkpoint, and applies one kind of load at a time; Bob samples four tokens and runs a small training
+step. Then the engine is killed under Alice's load. `--baseline` is the Python of another tree (an
 earlier commit), whose server is measured in the same run.
 
-Bars: under load, Bob's slowest stays below 3 times his median on an idle server plus 1 s; after the
-death of the engine, below 3 times an engine start.
+Goals: under load, Bob's slowest request takes less than 3 times his median on an idle server plus 1 s;
+after an engine crash, less than 3 times an engine start.
 """
 
 import argparse
@@ -35,6 +35,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
+import reports
+
 import tinkex
 from processes import children
 from tinkex import types
@@ -42,7 +44,7 @@ from tinkex import types
 NAME = "bench/tiny"
 SESSIONS = 3_000
 DAY_S = 24 * 3600
-#: Passes that Alice keeps waiting on each of her models.
+#: Number of Alice's models, and of passes waiting on each.
 MODELS, PASSES = 8, 18
 TOKENS = list(range(40, 60))
 LONG = [5] * 2_000
@@ -56,7 +58,7 @@ def datum(tokens: list[int]) -> types.Datum:
     )
 
 
-# -- Alice: `python bench_neighbours.py --load NAME URL KEY` until it is ended --------------------
+# -- Alice: `python bench_noisy_neighbor.py --load NAME URL KEY` until it is killed -------------------
 
 
 def call(url: str, key: str, method: str, path: str, body: Any = None) -> bytes:
@@ -79,7 +81,7 @@ def load_report(url: str, key: str) -> None:
 
 
 def load_search(url: str, key: str) -> None:
-    # Nothing has this name, so every session is looked at.
+    # No session matches, so the search examines every session.
     body = {"display_name": "nothing is called this", "user_metadata": {"no": "such"}}
     while True:
         call(url, key, "POST", "sessions/search", body)
@@ -132,7 +134,7 @@ def load_samples(url: str, key: str) -> None:
 
 LOADS: dict[str, tuple[str, Callable[[str, str], None], int]] = {
     "report": ("usage of 14 days, 2 at a time", load_report, 2),
-    "search": ("searches that find nothing, 8 at a time", load_search, 8),
+    "search": ("searches without a match, 8 at a time", load_search, 8),
     "custom": ("custom losses of 30 products of 2,000 x 2,000, 4 models", load_custom_loss, 1),
     "training": (
         f"{MODELS} models, {PASSES} passes of 16,000 tokens waiting on each",
@@ -167,14 +169,14 @@ def serving(python: str, data: Path, model: Path) -> Iterator[tuple[subprocess.P
 
 def make_key(python: str, data: Path, owner: str) -> str:
     command = [python, "-m", "tinkex.cli.main", "key", "create", "--owner", owner]
-    told = subprocess.run(
+    printed = subprocess.run(
         [*command, "--data", str(data)], capture_output=True, text=True, check=True
     ).stdout
-    return next(word for word in told.split() if word.startswith("tml-"))
+    return next(word for word in printed.split() if word.startswith("tml-"))
 
 
-def age(data: Path, count: int) -> None:
-    """Copies of Alice's one session, run and checkpoint, 15 days old: their rows alone."""
+def add_old_sessions(data: Path, count: int) -> None:
+    """Adds database rows for 15-day-old copies of Alice's session, model and checkpoint."""
     with sqlite3.connect(data / "tinkex.db") as db:
         db.row_factory = sqlite3.Row
         old_s = time.time() - 15 * DAY_S
@@ -214,7 +216,7 @@ def age(data: Path, count: int) -> None:
 
 
 class Bob:
-    """Asks for one small thing after the other."""
+    """Sends one small request at a time."""
 
     def __init__(self, url: str, key: str) -> None:
         self._service = tinkex.ServiceClient(base_url=url, api_key=key)
@@ -248,7 +250,7 @@ def loading(name: str, url: str, key: str) -> Iterator[None]:
         for _ in range(copies)
     ]
     try:
-        time.sleep(8.0)  # its client starts, and the queue fills
+        time.sleep(8.0)  # the clients start and the queue fills
         yield
     finally:
         for process in running:
@@ -265,11 +267,11 @@ def kill_engine(server: subprocess.Popen[str]) -> None:
             if b"tinkex.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
                 return
-    raise RuntimeError("there is no engine")
+    raise RuntimeError("no engine process found")
 
 
 def measure(python: str, rounds: int) -> dict[str, Any]:
-    """Seconds of Bob's sample and step: idle, under each load, and after a death."""
+    """Seconds of Bob's sample and step: idle, under each load, and after an engine crash."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         data, model = Path(folder) / "data", Path(folder) / "model"
@@ -285,7 +287,7 @@ def measure(python: str, rounds: int) -> dict[str, Any]:
         ):
             training = service.create_lora_training_client(NAME, rank=4)
             training.save_state("a").result()
-        age(data, SESSIONS)
+        add_old_sessions(data, SESSIONS)
         with serving(python, data, model) as (server, url):
             bob = Bob(url, bob_key)
             bob.sample(), bob.step()
@@ -300,7 +302,7 @@ def measure(python: str, rounds: int) -> dict[str, Any]:
             for name in ("training", "samples"):
                 with loading(name, url, alice):
                     kill_engine(server)
-                    found[f"death under {name}"] = bob.both_at_once()
+                    found[f"crash under {name}"] = bob.both_at_once()
                 settle(bob)
     return found
 
@@ -317,7 +319,7 @@ def timed(bob: Bob, rounds: int) -> dict[str, list[float]]:
 
 
 def settle(bob: Bob) -> None:
-    """Until what the load left behind is done: five quick answers in a row."""
+    """Waits until the remaining work of a load is done: five fast steps in a row."""
     quick = 0
     deadline = time.monotonic() + 120
     while quick < 5 and time.monotonic() < deadline:
@@ -329,26 +331,26 @@ def report(by_server: dict[str, dict[str, Any]]) -> tuple[str, bool]:
     for server, found in by_server.items():
         lines += [
             f"\n## {server}\n",
-            "| Alice | what of Bob | median s | slowest s | bar s | |",
+            "| Alice's load | Bob's request | median s | slowest s | goal s | |",
             "|---|---|--:|--:|--:|---|",
         ]
         idle = {what: statistics.median(found["idle"][what]) for what in ("sample", "step")}
         for what, times in found["idle"].items():
             lines.append(
-                f"| nothing | {what} | {statistics.median(times):.3f} | {max(times):.3f} | | |"
+                f"| none | {what} | {statistics.median(times):.3f} | {max(times):.3f} | | |"
             )
         for name, (words, _, _) in LOADS.items():
             for what, times in found[name].items():
-                bar = 3 * idle[what] + 1
-                good = max(times) < bar
+                goal_s = 3 * idle[what] + 1
+                good = max(times) < goal_s
                 met &= good or server != "this tree"
                 verdict = "met" if good else "missed"
                 lines.append(
-                    f"| {words} | {what} | {statistics.median(times):.3f} | {max(times):.3f} | {bar:.2f} | {verdict} |"
+                    f"| {words} | {what} | {statistics.median(times):.3f} | {max(times):.3f} | {goal_s:.2f} | {verdict} |"
                 )
         lines += [
             "",
-            "| after the engine was killed | what of Bob | s | bar s | |",
+            "| engine killed | Bob's request | s | goal s | |",
             "|---|---|--:|--:|---|",
         ]
         start = found["engine start"]
@@ -356,12 +358,12 @@ def report(by_server: dict[str, dict[str, Any]]) -> tuple[str, bool]:
             lines.append(f"| on an idle server | {what} | {start[what]:.1f} | | |")
         for name in ("training", "samples"):
             for what in ("sample", "step"):
-                took, bar = found[f"death under {name}"][what], 3 * start[what]
-                good = took < bar
+                took, goal_s = found[f"crash under {name}"][what], 3 * start[what]
+                good = took < goal_s
                 met &= good or server != "this tree"
                 verdict = "met" if good else "missed"
                 lines.append(
-                    f"| under {LOADS[name][0]} | {what} | {took:.1f} | {bar:.1f} | {verdict} |"
+                    f"| under {LOADS[name][0]} | {what} | {took:.1f} | {goal_s:.1f} | {verdict} |"
                 )
     return "\n".join(lines) + "\n", met
 
@@ -369,43 +371,34 @@ def report(by_server: dict[str, dict[str, Any]]) -> tuple[str, bool]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--load", nargs=3, metavar=("NAME", "URL", "KEY"))
-    parser.add_argument("--rival", help="the Python of another tree")
+    parser.add_argument("--baseline", help="the Python of another tree")
     parser.add_argument("--rounds", type=int, default=15)
-    asked = parser.parse_args()
-    if asked.load:
-        name, url, key = asked.load
+    options = parser.parse_args()
+    if options.load:
+        name, url, key = options.load
         threading.Thread(target=LOADS[name][1], args=(url, key), daemon=True).start()
-        sys.stdin.read()  # until whoever started this has ended
+        sys.stdin.read()  # until the parent process ends
         os._exit(0)
-    servers = {"this tree": sys.executable} | ({"rival": asked.rival} if asked.rival else {})
+    servers = {"this tree": sys.executable} | (
+        {"baseline": options.baseline} if options.baseline else {}
+    )
     found: dict[str, dict[str, Any]] = {}
     met = False
     for name, python in servers.items():
-        found[name] = measure(python, asked.rounds)
-        met = write_report(found)  # after each server: a rival may take long, or fail
+        found[name] = measure(python, options.rounds)
+        met = write_report(found)  # after each server: the baseline may take long or fail
     return 0 if met else 1
 
 
 def write_report(found: dict[str, dict[str, Any]]) -> bool:
-    """Print and write what was found. Returns whether this tree met every bar."""
+    """Writes the report; returns whether this tree met every goal."""
     table, met = report(found)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    today = datetime.date.today().isoformat()
-    cores = os.cpu_count()
-    text = (
-        f"# One owner's load, another owner's small work\n\n{today}, commit {commit}, {cores} CPU "
-        f"cores (load {os.getloadavg()[0]:.1f} at the end), one thread for the engine; "
-        f"`python benchmarks/bench_neighbours.py`. Alice has {SESSIONS:,} sessions.\n{table}"
+    head = reports.head(
+        "Noisy neighbor: small requests of one owner under another owner's load",
+        "python benchmarks/bench_noisy_neighbor.py",
+        "one engine thread",
     )
-    print(text)
-    target = ROOT / "benchmarks" / "results" / f"neighbours_{cores}cpu_{today}.md"
-    target.write_text(text)
+    reports.write("noisy_neighbor", f"{head}\nAlice has {SESSIONS:,} sessions.\n{table}")
     return met
 
 
