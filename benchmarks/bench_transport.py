@@ -26,6 +26,8 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import reports
+
 CASES = {
     # name: (requests, in flight, body bytes)
     "1 in flight": (1_500, 1, 2_400),
@@ -238,9 +240,11 @@ def main() -> None:
         return json.loads(done.stdout)
 
     packages = [args.only] if args.only else FORMS
-    print(
-        "| case | package | requests/s | CPU ms per request | peak RSS MB |\n|---|---|---|---|---|"
-    )
+    command = f"python benchmarks/bench_transport.py --rounds {args.rounds}"
+    lines = [
+        reports.head("HTTP packages for the client", command),
+        "| case | package | requests/s | CPU ms per request | peak RSS MB |\n|---|---|---|---|---|",
+    ]
     for case in CASES:
         # Alternating rounds, so that a busy machine affects all equally.
         results: dict[str, list[dict[str, float]]] = {package: [] for package in packages}
@@ -249,12 +253,13 @@ def main() -> None:
                 results[package].append(measure(package, case))  # type: ignore[arg-type]
         for package in packages:
             rows = results[package]
-            print(
+            lines.append(
                 f"| {case} | {package} | {statistics.median(r['per_s'] for r in rows):.0f} "
                 f"| {statistics.median(r['cpu_ms'] for r in rows):.3f} "
                 f"| {statistics.median(r['rss_mb'] for r in rows):.0f} |"
             )
-    print(
+            print(lines[-1], file=sys.stderr)
+    lines.append(
         "\n| package | import CPU ms | modules | installed MB | distributions | after fork "
         "| killed at exit |\n|---|---|---|---|---|---|---|"
     )
@@ -265,10 +270,11 @@ def main() -> None:
         size, count = installed(package)
         fork = "sends" if measure(package, "fork") else "no response in 5 s"
         killed = f"{sum(code < 0 for code in exits[package])} of {len(exits[package])}"
-        print(
+        lines.append(
             f"| {package} | {cpu * 1e3:.0f} | {modules} | {size:.1f} | {count} | {fork} | {killed} |"
         )
     server.terminate()
+    reports.write("transport", "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
