@@ -1,5 +1,5 @@
 """
-A training program for the official SDK or for tinkex, that writes down what it asked and was told.
+A training program for the official SDK or for tinkex, that writes down what it argument and was log.
 
     python client_program.py tinker|tinkex BASE_MODEL NAME STEPS
 
@@ -17,12 +17,12 @@ import threading
 import warnings
 
 #: Steps that are submitted before the oldest is waited for.
-AHEAD = 2
+MAX_PENDING = 2
 #: Numbers of steps of the second model of a round begin here.
 SECOND = 1000
 
 
-class Told:
+class EventLog:
     """Standard output, for several threads."""
 
     def __init__(self, client):
@@ -30,11 +30,11 @@ class Told:
         self._lock = threading.Lock()
         self._next = 0
 
-    def submit(self, kind, target, asked=None):
+    def submit(self, kind, target, argument=None):
         with self._lock:
             number = self._next
             self._next += 1
-            self.say(operation=number, answered=False, kind=kind, target=target, asked=asked)
+            self.say(operation=number, answered=False, kind=kind, target=target, argument=argument)
         return number
 
     def answer(self, number, answer=None, error=None):
@@ -45,40 +45,40 @@ class Told:
         print(json.dumps({"client": self._client, **event}), flush=True)
 
 
-class Asking:
-    """Futures by what was asked, waited for in that order."""
+class Submitter:
+    """Futures by what was argument, waited for in that order."""
 
-    def __init__(self, told):
-        self._told = told
-        self._waiting = []
+    def __init__(self, log):
+        self._log = log
+        self._pending = []
 
-    def ask(self, kind, target, asked, submit, read):
-        number = self._told.submit(kind, target, asked)
+    def submit(self, kind, target, argument, submit, read):
+        number = self._log.submit(kind, target, argument)
         try:
-            self._waiting.append((number, submit(), read))
+            self._pending.append((number, submit(), read))
         except Exception as error:
-            self._told.answer(number, error=repr(error))
+            self._log.answer(number, error=repr(error))
             raise
 
-    def settle(self, left=0):
-        while len(self._waiting) > left:
-            number, future, read = self._waiting.pop(0)
+    def wait(self, left=0):
+        while len(self._pending) > left:
+            number, future, read = self._pending.pop(0)
             try:
                 answer = read(future.result())
             except Exception as error:
-                self._told.answer(number, error=repr(error))
+                self._log.answer(number, error=repr(error))
                 raise
-            self._told.answer(number, answer)
+            self._log.answer(number, answer)
 
-    def do(self, kind, target, asked, act):
-        """Something that is over when it returns; what it returns, and what was told of it."""
-        number = self._told.submit(kind, target, asked)
+    def do(self, kind, target, argument, action):
+        """Something that is over when it returns; what it returns, and what was log of it."""
+        number = self._log.submit(kind, target, argument)
         try:
-            result, answer = act()
+            result, answer = action()
         except Exception as error:
-            self._told.answer(number, error=repr(error))
+            self._log.answer(number, error=repr(error))
             raise
-        self._told.answer(number, answer)
+        self._log.answer(number, answer)
         return result
 
 
@@ -95,39 +95,39 @@ def batch(types, step, part):
     return data
 
 
-def passed(output):
+def pass_content(output):
     logprobs = [list(map(float, each["logprobs"].data)) for each in output.loss_fn_outputs]
     return {"loss": float(output.metrics["loss:sum"]), "logprobs": logprobs}
 
 
-def drawn(answer):
+def sampled(answer):
     return {"tokens": [list(map(int, each.tokens)) for each in answer.sequences]}
 
 
-def run_round(tinker, told, base_model, name, number, steps):
+def run_round(tinker, log, base_model, name, number, steps):
     types = tinker.types
     service = tinker.ServiceClient()
     training = service.create_lora_training_client(base_model=base_model, rank=8, seed=1)
     model = f"{name}/{number}"
-    steps_of, samples_of = Asking(told), Asking(told)
-    told.answer(told.submit("create", model, 0))
+    steps_of, samples_of = Submitter(log), Submitter(log)
+    log.answer(log.submit("create", model, 0))
     adam = types.AdamParams(learning_rate=1e-2)
     samplers = []
     for step in range(steps):
         # Every third step has two passes: a kill may come with a gradient that was not stepped.
         for part in range(2 if step % 3 == 0 else 1):
             data = batch(types, step, part)
-            steps_of.ask(
+            steps_of.submit(
                 "pass",
                 model,
                 [step, part],
                 lambda data=data: training.forward_backward(data, "cross_entropy"),
-                passed,
+                pass_content,
             )
-        steps_of.ask("step", model, step, lambda: training.optim_step(adam), lambda _: None)
-        steps_of.settle(left=2 * AHEAD)
+        steps_of.submit("step", model, step, lambda: training.optim_step(adam), lambda _: None)
+        steps_of.wait(left=2 * MAX_PENDING)
         if step % 4 == 3:
-            steps_of.settle()
+            steps_of.wait()
             label = f"{model}#{step}"
             sampling = steps_of.do(
                 "save_for_sampler",
@@ -136,9 +136,9 @@ def run_round(tinker, told, base_model, name, number, steps):
                 lambda label=label: (training.save_weights_and_get_sampling_client(), label),
             )
             samplers.append((label, sampling))
-            ask_samples(types, samples_of, label, sampling)
-            samples_of.settle(left=4)
-    steps_of.settle()
+            submit_samples(types, samples_of, label, sampling)
+            samples_of.wait(left=4)
+    steps_of.wait()
     path = steps_of.do(
         "save", model, "final", lambda: 2 * [training.save_state("final").result().path]
     )
@@ -152,35 +152,35 @@ def run_round(tinker, told, base_model, name, number, steps):
     steps_of.do("list", model, None, listed)
     # Samplers of long ago answer as they did.
     for label, sampling in samplers:
-        ask_samples(types, samples_of, label, sampling)
+        submit_samples(types, samples_of, label, sampling)
     second = f"{model}/second"
-    told.answer(told.submit("create", second, SECOND))
+    log.answer(log.submit("create", second, SECOND))
     loaded = steps_of.do(
         "load", second, path, lambda: (service.create_training_client_from_state(path), None)
     )
     data = batch(types, 0, 0)
     for target, client in ((model, training), (second, loaded)):
-        steps_of.ask(
+        steps_of.submit(
             "forward",
             target,
             None,
             lambda client=client: client.forward(data, "cross_entropy"),
-            passed,
+            pass_content,
         )
-    steps_of.settle()
-    samples_of.settle()
+    steps_of.wait()
+    samples_of.wait()
 
 
-def ask_samples(types, asking, label, sampling):
+def submit_samples(types, submitter, label, sampling):
     for seed in range(2):
         prompt = types.ModelInput.from_ints([11 + seed, 12, 13])
         params = types.SamplingParams(max_tokens=6, seed=seed, temperature=1.0)
-        asking.ask(
+        submitter.submit(
             "sample",
             label,
             seed,
             lambda prompt=prompt, params=params: sampling.sample(prompt, 2, params),
-            drawn,
+            sampled,
         )
 
 
@@ -188,9 +188,9 @@ def main():
     module, base_model, name, steps = sys.argv[1:]
     warnings.simplefilter("ignore")
     tinker = importlib.import_module(module)
-    told = Told(name)
+    log = EventLog(name)
     for number, _ in enumerate(sys.stdin):
-        run_round(tinker, told, base_model, name, number, int(steps))
+        run_round(tinker, log, base_model, name, number, int(steps))
         print(json.dumps({"round": number}), flush=True)
 
 

@@ -13,7 +13,7 @@ import sys
 
 import uvicorn
 
-from qa.faults.counting_server import LongEcho
+from qa.faults.counting_server import CountingEcho
 from server.echo import EchoExecutor
 from tinkex.server.app import create_app
 from tinkex.server.settings import Settings
@@ -23,7 +23,7 @@ from tinkex.server.store import open_store
 SNAPSHOT_STEPS = 23
 
 
-class Mortal(LongEcho):
+class CrashingEcho(CountingEcho):
     """It can die: then all that runs is lost with it."""
 
     run = EchoExecutor.run
@@ -34,7 +34,7 @@ async def serve(descriptor: int, folder: str) -> None:
     store = open_store(
         db_url=settings.db_url, storage_url=settings.storage_url, folder=settings.folder
     )
-    executor = Mortal()
+    executor = CrashingEcho()
     config = uvicorn.Config(
         create_app(settings, executor, store), log_config=None, access_log=False, lifespan="on"
     )

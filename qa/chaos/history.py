@@ -1,5 +1,5 @@
 """
-What several clients asked and were told, checked against one machine that does one thing at a time.
+What several clients argument and were told, checked against one model that does one thing at a time.
 
 A history is a list of events in the order in which they happened. Pure: it is checked after the
 run, and knows neither servers nor clients.
@@ -19,16 +19,16 @@ SAVES = frozenset({"save", "save_for_sampler"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """Something was asked (`answered` is False), or the answer came."""
+    """Something was argument (`answered` is False), or the answer came."""
 
     client: str
     #: Its number within its client, in the order of submission.
     operation: int
     answered: bool
-    #: Of what was asked: its kind, the model or checkpoint it is for, and the rest.
+    #: Of what was argument: its kind, the model or checkpoint it is for, and the rest.
     kind: str = ""
     target: str = ""
-    asked: Any = None
+    argument: Any = None
     #: Of an answer.
     answer: Any = None
     error: str | None = None
@@ -51,19 +51,19 @@ class Violation:
         return f"{self.rule}: operation {self.operation[1]} of {self.operation[0]}: {self.text}"
 
 
-class Machine(Protocol):
+class ReferenceModel(Protocol):
     """The sequential model: what is true when one thing happens after the other."""
 
-    def begin(self, asked: Any) -> Any:
+    def begin(self, argument: Any) -> Any:
         """The state of a new model."""
 
-    def apply(self, state: Any, kind: str, asked: Any) -> tuple[Any, Any]:
+    def apply(self, state: Any, kind: str, argument: Any) -> tuple[Any, Any]:
         """The state after a step, and its answer; None is an answer that nobody checks."""
 
     def load(self, state: Any, saved: Any) -> Any:
         """The state after a checkpoint was loaded into a model."""
 
-    def draw(self, saved: Any, asked: Any) -> Any:
+    def sample(self, saved: Any, argument: Any) -> Any:
         """What a sampler of a checkpoint answers; None where that is not known."""
 
     def same(self, expected: Any, answer: Any) -> bool: ...
@@ -79,15 +79,15 @@ class _Operation:
     answer: Any
 
 
-def check(history: Sequence[Event], machine: Machine | None = None) -> list[Violation]:
-    """Everything that no sequential machine could have answered; empty when all is well."""
+def check(history: Sequence[Event], model: ReferenceModel | None = None) -> list[Violation]:
+    """Everything that no sequential model could have answered; empty when all is well."""
     operations, found = _paired(history)
     saved = _saved(operations)
     found += _check_immutability(operations)
     found += _check_paths(operations, saved)
     found += _check_lists(operations, saved)
-    if machine is not None:
-        found += _check_steps(operations, saved, machine)
+    if model is not None:
+        found += _check_steps(operations, saved, model)
     return found
 
 
@@ -96,19 +96,19 @@ def _paired(history: Sequence[Event]) -> tuple[list[_Operation], list[Violation]
     found: list[Violation] = []
     submits: dict[tuple[str, int], tuple[int, Event]] = {}
     answers: dict[tuple[str, int], tuple[int, Event]] = {}
-    for place, event in enumerate(history):
+    for position, event in enumerate(history):
         name = (event.client, event.operation)
         kept = answers if event.answered else submits
         if name in kept:
             word = "was answered twice" if event.answered else "was submitted twice"
             found.append(Violation(rule="once", operation=name, text=word))
         elif event.answered and name not in submits:
-            text = "was answered before it was asked"
+            text = "was answered before it was argument"
             found.append(Violation(rule="once", operation=name, text=text))
         else:
-            kept[name] = (place, event)
+            kept[name] = (position, event)
     operations = []
-    for name, (place, submit) in submits.items():
+    for name, (position, submit) in submits.items():
         if name not in answers:
             text = f"{submit.kind} was never answered"
             found.append(Violation(rule="lost", operation=name, text=text))
@@ -122,7 +122,7 @@ def _paired(history: Sequence[Event]) -> tuple[list[_Operation], list[Violation]
             _Operation(
                 name=name,
                 submit=submit,
-                submitted_at=place,
+                submitted_at=position,
                 answered_at=answered_at,
                 answer=event.answer,
             )
@@ -141,7 +141,7 @@ def _check_immutability(operations: Iterable[_Operation]) -> Iterator[Violation]
     for each in sorted(operations, key=lambda each: each.answered_at):
         if each.submit.kind != "sample":
             continue
-        question = json.dumps([each.submit.target, each.submit.asked])
+        question = json.dumps([each.submit.target, each.submit.argument])
         before = first.setdefault(question, each)
         if _tokens(before.answer) != _tokens(each.answer):
             text = f"{question} was answered {before.answer}, and later {each.answer}"
@@ -166,7 +166,7 @@ def _check_paths(
 def _check_lists(
     operations: Iterable[_Operation], saved: Mapping[str, _Operation]
 ) -> Iterator[Violation]:
-    """A list has every checkpoint that was there before it was asked for, and none of the future."""
+    """A list has every checkpoint that was there before it was argument for, and none of the future."""
     for each in operations:
         if each.submit.kind != "list":
             continue
@@ -188,12 +188,12 @@ def _check_lists(
 
 
 def _check_steps(
-    operations: Sequence[_Operation], saved: Mapping[str, _Operation], machine: Machine
+    operations: Sequence[_Operation], saved: Mapping[str, _Operation], model: ReferenceModel
 ) -> Iterator[Violation]:
     """Steps of a model in the order of their submission, each once; then what was drawn from them."""
     states: dict[str, Any] = {}
     kept: dict[str, Any] = {}
-    # By the place of submission, so that a save of one model comes before another's load of it.
+    # By the position of submission, so that a save of one model comes before another's load of it.
     for each in sorted(operations, key=lambda each: each.submitted_at):
         submit = each.submit
         if submit.kind not in STEPS:
@@ -202,7 +202,7 @@ def _check_steps(
             if submit.target in states:
                 text = f"{submit.target} was created before"
                 yield Violation(rule="order", operation=each.name, text=text)
-            states[submit.target] = machine.begin(submit.asked)
+            states[submit.target] = model.begin(submit.argument)
             continue
         state = states.get(submit.target)
         if state is None:
@@ -210,28 +210,28 @@ def _check_steps(
             yield Violation(rule="order", operation=each.name, text=text)
             continue
         if submit.kind == "load":
-            save = saved.get(submit.asked)
-            if save is None or submit.asked not in kept:
-                text = f"{submit.asked} was loaded and never saved"
+            save = saved.get(submit.argument)
+            if save is None or submit.argument not in kept:
+                text = f"{submit.argument} was loaded and never saved"
                 yield Violation(rule="read your writes", operation=each.name, text=text)
             else:
-                states[submit.target] = machine.load(state, kept[submit.asked])
+                states[submit.target] = model.load(state, kept[submit.argument])
             continue
-        states[submit.target], expected = machine.apply(state, submit.kind, submit.asked)
+        states[submit.target], expected = model.apply(state, submit.kind, submit.argument)
         if submit.kind in SAVES:
             kept[str(each.answer)] = states[submit.target]
-        elif expected is not None and not machine.same(expected, each.answer):
+        elif expected is not None and not model.same(expected, each.answer):
             text = (
-                f"{submit.kind} {submit.asked} answered {each.answer}; one after the other, "
+                f"{submit.kind} {submit.argument} answered {each.answer}; one after the other, "
                 f"each once, it is {expected}"
             )
             yield Violation(rule="order", operation=each.name, text=text)
             # What follows is judged from what was expected: one fault is told once for each answer.
     for each in operations:
         if each.submit.kind == "sample" and each.submit.target in kept:
-            expected = machine.draw(kept[each.submit.target], each.submit.asked)
-            if expected is not None and not machine.same(expected, each.answer):
-                text = f"{each.submit.asked} drew {each.answer}; the checkpoint draws {expected}"
+            expected = model.sample(kept[each.submit.target], each.submit.argument)
+            if expected is not None and not model.same(expected, each.answer):
+                text = f"{each.submit.argument} drew {each.answer}; the checkpoint draws {expected}"
                 yield Violation(rule="immutable", operation=each.name, text=text)
 
 
@@ -244,7 +244,7 @@ class Recorder:
     #: How many operations were begun.
     submitted: int = field(default=0)
 
-    def submit(self, kind: str, target: str = "", asked: Any = None) -> int:
+    def submit(self, kind: str, target: str = "", argument: Any = None) -> int:
         number = self.submitted
         self.submitted += 1
         self.sink(
@@ -254,7 +254,7 @@ class Recorder:
                 answered=False,
                 kind=kind,
                 target=target,
-                asked=asked,
+                argument=argument,
             )
         )
         return number

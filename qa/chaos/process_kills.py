@@ -2,7 +2,7 @@
 Processes of a server are killed while clients train and sample; nobody may notice.
 
 Whom it hits, and after how many answers, depends on the seed alone: the same seed brings the same
-blows at the same progress. Where inside a step a blow lands is the machine's to choose.
+planned at the same progress. Where inside a step a kill lands is the machine's to choose.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import Any
 
 from processes import children
 from qa.chaos.history import Event, Violation, check
-from qa.chaos.reference_models import Twin
+from qa.chaos.reference_models import RecordedRun
 from serving import TINY, Server, serving
 
 PROGRAM = Path(__file__).with_name("client_program.py")
-VICTIMS = ("engine", "web", "both")
+TARGETS = ("engine", "web", "both")
 #: A run without any answer for so long is stuck.
 STUCK_S = 240.0
 #: Where batches may mix, how far numbers may be from those of an undisturbed run.
@@ -39,27 +39,27 @@ TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blow:
+class Kill:
     """One kill."""
 
-    victim: str
-    #: Answers that clients get between the last blow and this one.
+    target: str
+    #: Answers that clients get between the last kill and this one.
     after: int
     #: And then a little later; after no answer at all it comes while the last one is mended.
     delay_s: float
 
 
-def plan(seed: int, kills: int) -> list[Blow]:
+def plan(seed: int, kills: int) -> list[Kill]:
     rng = random.Random(seed)
-    blows = []
+    planned = []
     for _ in range(kills):
-        victim = rng.choices(VICTIMS, [4, 4, 2])[0]
-        if blows and rng.random() < 0.7:
-            blows.append(Blow(victim=victim, after=0, delay_s=rng.uniform(0.0, 1.5)))
+        target = rng.choices(TARGETS, [4, 4, 2])[0]
+        if planned and rng.random() < 0.7:
+            planned.append(Kill(target=target, after=0, delay_s=rng.uniform(0.0, 1.5)))
         else:
             after = rng.randrange(1, 30)
-            blows.append(Blow(victim=victim, after=after, delay_s=rng.uniform(0.0, 0.05)))
-    return blows
+            planned.append(Kill(target=target, after=after, delay_s=rng.uniform(0.0, 0.05)))
+    return planned
 
 
 @dataclass
@@ -85,17 +85,22 @@ class Progress:
 
 
 class Killer:
-    """Deals the blows, one after the other, in a thread of its own."""
+    """Deals the planned, one after the other, in a thread of its own."""
 
     def __init__(
         self,
         server: Server,
-        blows: Sequence[Blow],
+        planned: Sequence[Kill],
         progress: Progress,
-        say: Callable[[str], None],
+        log_progress: Callable[[str], None],
     ) -> None:
-        self._server, self._blows, self._progress, self._say = server, blows, progress, say
-        self.dealt: Counter[str] = Counter()
+        self._server, self._blows, self._progress, self._log_progress = (
+            server,
+            planned,
+            progress,
+            log_progress,
+        )
+        self.killed: Counter[str] = Counter()
         self.stuck = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="killer", daemon=True)
@@ -111,28 +116,28 @@ class Killer:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        for blow in self._blows:
-            if not self._progress.reach(self._progress.answers + blow.after):
+        for kill in self._blows:
+            if not self._progress.reach(self._progress.answers + kill.after):
                 self.stuck = True
                 return
-            time.sleep(blow.delay_s)
-            for pid in self._find(blow.victim):
+            time.sleep(kill.delay_s)
+            for pid in self._find(kill.target):
                 os.kill(pid, signal.SIGKILL)
-            self.dealt[blow.victim] += 1
-            dealt = sum(self.dealt.values())
-            if dealt % 10 == 0:
-                self._say(f"  {dealt} kills, {self._progress.answers} answers")
+            self.killed[kill.target] += 1
+            killed = sum(self.killed.values())
+            if killed % 10 == 0:
+                self._log_progress(f"  {killed} kills, {self._progress.answers} answers")
 
-    def _find(self, victim: str) -> list[int]:
+    def _find(self, target: str) -> list[int]:
         """The processes to hit, as soon as they are there."""
         while not self._stopped.is_set():
-            webs = [pid for pid in children(self._server.process.pid) if _runs(pid)]
-            engines = [child for web in webs for child in _children(web) if _runs(child)]
-            if victim == "web" and webs:
+            webs = [pid for pid in children(self._server.process.pid) if _is_running(pid)]
+            engines = [child for web in webs for child in _children(web) if _is_running(child)]
+            if target == "web" and webs:
                 return webs
-            if victim == "engine" and engines:
+            if target == "engine" and engines:
                 return engines
-            if victim == "both" and webs and engines:
+            if target == "both" and webs and engines:
                 return [*engines, *webs]
             time.sleep(0.005)
         return []
@@ -145,7 +150,7 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -199,11 +204,11 @@ class Client:
     def _read(self) -> None:
         assert self.process.stdout
         for line in self.process.stdout:
-            told = json.loads(line)
-            if "round" in told:
+            answers_by_name = json.loads(line)
+            if "round" in answers_by_name:
                 self._done.release()
                 continue
-            event = Event(**told)
+            event = Event(**answers_by_name)
             self._history.append(event)
             if event.answered:
                 self._progress.add()
@@ -232,30 +237,30 @@ class Client:
 class Report:
     """What a run came to."""
 
-    dealt: Counter[str]
+    killed: Counter[str]
     violations: list[Violation]
     #: Bits of the weights at the end of each round, and their files.
     weights: set[str]
     rounds: int
     operations: int
     #: Losses that differed most from the undisturbed run's, relatively.
-    worst: float
+    largest_difference: float
     wall_s: float
     stuck: bool
     log: list[str]
 
     def is_good(self, *, deterministic: bool) -> bool:
         """Nothing lost, nothing doubled, no error; bits or curve as in peace."""
-        same = len(self.weights) == 1 if deterministic else self.worst <= TOLERANCE
+        same = len(self.weights) == 1 if deterministic else self.largest_difference <= TOLERANCE
         return same and not self.violations and not self.stuck and self.rounds > 0
 
     def lines(self) -> list[str]:
-        kinds = ", ".join(f"{count} of {victim}" for victim, count in sorted(self.dealt.items()))
+        kinds = ", ".join(f"{count} of {target}" for target, count in sorted(self.killed.items()))
         return [
-            f"kills: {sum(self.dealt.values())} ({kinds})",
+            f"kills: {sum(self.killed.values())} ({kinds})",
             f"rounds: {self.rounds}, operations: {self.operations}",
             f"different final weights: {len(self.weights)}",
-            f"largest difference of a loss: {self.worst:.2e}",
+            f"largest difference of a loss: {self.largest_difference:.2e}",
             f"violations: {len(self.violations)}",
             f"wall time: {self.wall_s:.0f} s",
         ]
@@ -270,7 +275,7 @@ def run(
     kills: int,
     deterministic: bool,
     steps: int = 12,
-    say: Callable[[str], None] = lambda _: None,
+    log_progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Clients train and sample while a server is hit; first one round in peace."""
     began_s = time.monotonic()
@@ -289,10 +294,10 @@ def run(
             client = Client(name, program, env, history=history, progress=progress)
             stack.callback(client.close)
             clients.append(client)
-        _together(clients, lambda client: client.round())
-        calm = len(history)
-        say(f"  one round in peace: {calm} events, {time.monotonic() - began_s:.0f} s")
-        killer = Killer(server, plan(seed, kills), progress, say)
+        _in_threads(clients, lambda client: client.round())
+        baseline = len(history)
+        log_progress(f"  one round in peace: {baseline} events, {time.monotonic() - began_s:.0f} s")
+        killer = Killer(server, plan(seed, kills), progress, log_progress)
         stack.callback(killer.stop)
         killer.start()
 
@@ -302,21 +307,23 @@ def run(
                 client.round()
 
         try:
-            _together(clients, until_done)
+            _in_threads(clients, until_done)
         except RuntimeError as error:
             server.log.append(str(error))
         log = list(server.log)
-    answers, samples = _twin(history[:calm])
+    answers, samples = _recorded(history[:baseline])
     tolerance = 0.0 if deterministic else TOLERANCE
-    twin = Twin(answers=answers, samples=samples if deterministic else {}, tolerance=tolerance)
+    expected = RecordedRun(
+        answers=answers, samples=samples if deterministic else {}, tolerance=tolerance
+    )
     saves = [event for event in history if event.answered and _is_path(event.answer)]
     return Report(
-        dealt=killer.dealt,
-        violations=check(history, twin),
-        weights={_bits(data, str(event.answer)) for event in saves},
+        killed=killer.killed,
+        violations=check(history, expected),
+        weights={_weights_digest(data, str(event.answer)) for event in saves},
         rounds=sum(client._rounds for client in clients),
         operations=sum(event.answered for event in history),
-        worst=_worst(history, answers),
+        largest_difference=_largest_difference(history, answers),
         wall_s=time.monotonic() - began_s,
         stuck=killer.stuck,
         log=log,
@@ -335,13 +342,13 @@ def _environment(server: Server, name: str) -> dict[str, str]:
     return {f"{prefix}_BASE_URL": server.url, f"{prefix}_API_KEY": "tml-any-key-will-do"}
 
 
-def _together(clients: Sequence[Client], act: Any) -> None:
+def _in_threads(clients: Sequence[Client], action: Any) -> None:
     """In threads; the first error of any is raised once all are done."""
     errors: list[Exception] = []
 
     def guarded(client: Client) -> None:
         try:
-            act(client)
+            action(client)
         except Exception as error:  # noqa: BLE001  raised in the thread that waits
             errors.append(error)
 
@@ -354,28 +361,30 @@ def _together(clients: Sequence[Client], act: Any) -> None:
         raise error
 
 
-def _twin(calm: Sequence[Event]) -> tuple[dict[int, Any], dict[tuple[int, str], Any]]:
+def _recorded(baseline: Sequence[Event]) -> tuple[dict[int, Any], dict[tuple[int, str], Any]]:
     """Answers of the first round by the number of steps before them, and its samples."""
-    submits = {(each.client, each.operation): each for each in calm if not each.answered}
-    told = {(each.client, each.operation): each.answer for each in calm if each.answered}
+    submits = {(each.client, each.operation): each for each in baseline if not each.answered}
+    answers_by_name = {
+        (each.client, each.operation): each.answer for each in baseline if each.answered
+    }
     answers: dict[int, Any] = {}
     samples: dict[tuple[int, str], Any] = {}
     states: dict[str, int] = {}
     saved: dict[str, int] = {}
     for name, submit in submits.items():
         if submit.kind == "create":
-            states[submit.target] = submit.asked
+            states[submit.target] = submit.argument
         elif submit.kind in ("sample", "list"):
             continue
         else:
             state = states[submit.target]
-            answers.setdefault(state, told[name])
+            answers.setdefault(state, answers_by_name[name])
             states[submit.target] = state + 1
             if submit.kind == "save_for_sampler":
-                saved[told[name]] = state + 1
+                saved[answers_by_name[name]] = state + 1
     for name, submit in submits.items():
         if submit.kind == "sample":
-            samples.setdefault((saved[submit.target], str(submit.asked)), told[name])
+            samples.setdefault((saved[submit.target], str(submit.argument)), answers_by_name[name])
     return answers, samples
 
 
@@ -383,7 +392,7 @@ def _is_path(answer: Any) -> bool:
     return isinstance(answer, str) and answer.startswith("tinker://")
 
 
-def _bits(data: Path, path: str) -> str:
+def _weights_digest(data: Path, path: str) -> str:
     """A digest of every tensor file of a checkpoint."""
     model_id, kind, name = path.removeprefix("tinker://").split("/")
     # A save that was killed leaves a folder that no row knows; the janitor sweeps those.
@@ -396,21 +405,25 @@ def _bits(data: Path, path: str) -> str:
     return digest.hexdigest()
 
 
-def _worst(history: Sequence[Event], answers: Mapping[int, Any]) -> float:
+def _largest_difference(history: Sequence[Event], answers: Mapping[int, Any]) -> float:
     """The largest relative difference of a loss from the undisturbed run's."""
     states: dict[str, int] = {}
-    told = {(each.client, each.operation): each.answer for each in history if each.answered}
-    worst = 0.0
+    answers_by_name = {
+        (each.client, each.operation): each.answer for each in history if each.answered
+    }
+    largest_difference = 0.0
     for event in history:
         if event.answered or event.kind in ("sample", "list"):
             continue
         if event.kind == "create":
-            states[event.target] = event.asked
+            states[event.target] = event.argument
             continue
         state = states[event.target]
         states[event.target] = state + 1
-        answer = told.get((event.client, event.operation))
+        answer = answers_by_name.get((event.client, event.operation))
         if event.kind in ("pass", "forward") and answer is not None:
             expected = answers[state]["loss"]
-            worst = max(worst, abs(answer["loss"] - expected) / abs(expected))
-    return worst
+            largest_difference = max(
+                largest_difference, abs(answer["loss"] - expected) / abs(expected)
+            )
+    return largest_difference

@@ -23,36 +23,36 @@ from typing import Any
 
 import tinkex
 from qa.chaos.history import Event, Recorder, Violation, check
-from qa.chaos.reference_models import Numbers
-from qa.faults.proxy import in_front_of
+from qa.chaos.reference_models import IntegerModel
+from qa.faults.proxy import fault_proxy
 from server.echo import BASE
 from tinkex import types
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = 4
 #: Operations of a client that are under way together.
-AHEAD = 12
+MAX_PENDING = 12
 ADAM = types.AdamParams(learning_rate=1e-2)
-PATIENCE_S = 240.0
+TIMEOUT_S = 240.0
 
 
-class Restarted:
+class RestartingServer:
     """A server process that is started again whenever it is gone; its socket stays open."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        self._recorded_log_errors = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.url = f"http://127.0.0.1:{self._recorded_log_errors.getsockname()[1]}"
         self._stopping = False
         self.starts = 0
         self._log = (folder.parent / f"{folder.name}.log").open("ab")
         self._process = self._start()
-        self._keeper = threading.Thread(target=self._keep, daemon=True)
-        self._keeper.start()
+        self._restarter = threading.Thread(target=self._restart_forever, daemon=True)
+        self._restarter.start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         self.starts += 1
-        descriptor = self._listening.fileno()
+        descriptor = self._recorded_log_errors.fileno()
         return subprocess.Popen(
             [sys.executable, "-m", "qa.chaos.echo_server", str(descriptor), str(self._folder)],
             cwd=ROOT,
@@ -61,7 +61,7 @@ class Restarted:
             stderr=self._log,
         )
 
-    def _keep(self) -> None:
+    def _restart_forever(self) -> None:
         while True:
             self._process.wait()
             if self._stopping:
@@ -74,15 +74,15 @@ class Restarted:
     def close(self) -> None:
         self._stopping = True
         self._process.kill()
-        self._keeper.join(20)
-        self._listening.close()
+        self._restarter.join(20)
+        self._recorded_log_errors.close()
         self._log.close()
 
 
 @contextmanager
-def restarted(folder: Path) -> Iterator[Restarted]:
+def restarting_server(folder: Path) -> Iterator[RestartingServer]:
     folder.mkdir(parents=True, exist_ok=True)
-    server = Restarted(folder)
+    server = RestartingServer(folder)
     try:
         yield server
     finally:
@@ -112,9 +112,9 @@ class Trainer:
         self._number, self._url, self._shared = number, url, shared
         self._operations = operations
         self._rng = random.Random(f"{seed} {number}")
-        self._told = Recorder(f"client-{number}", shared.add)
+        self._recorder = Recorder(f"client-{number}", shared.add)
         self._model = f"model-{number}"
-        self._waiting: list[tuple[int, Any, Any]] = []
+        self._pending: list[tuple[int, Any, Any]] = []
         self._samplers: dict[str, tinkex.SamplingClient] = {}
         self._saves = 0
 
@@ -123,8 +123,8 @@ class Trainer:
             self._service = service
             self._training = service.create_lora_training_client(BASE, rank=4, seed=self._number)
             self._rest = tinkex.RestClient(base_url=self._url)
-            self._told.answer(self._told.submit("create", self._model))
-            acts = {
+            self._recorder.answer(self._recorder.submit("create", self._model))
+            actions = {
                 self._pass: 30,
                 self._step: 20,
                 self._forward: 10,
@@ -134,30 +134,30 @@ class Trainer:
                 self._load: 2,
                 self._list: 1,
             }
-            # Some acts find nothing to do, such as loading before anything was saved.
-            while self._told.submitted < self._operations:
-                self._rng.choices([*acts], [*acts.values()])[0]()
-                self._settle(left=AHEAD)
-            self._settle()
+            # Some actions find nothing to do, such as loading before anything was saved.
+            while self._recorder.submitted < self._operations:
+                self._rng.choices([*actions], [*actions.values()])[0]()
+                self._wait(left=MAX_PENDING)
+            self._wait()
 
-    def _ask(self, kind: str, target: str, asked: Any, submit: Any, read: Any) -> None:
-        number = self._told.submit(kind, target, asked)
-        self._waiting.append((number, submit(), read))
+    def _submit(self, kind: str, target: str, argument: Any, submit: Any, read: Any) -> None:
+        number = self._recorder.submit(kind, target, argument)
+        self._pending.append((number, submit(), read))
 
-    def _settle(self, left: int = 0) -> None:
-        while len(self._waiting) > left:
-            number, future, read = self._waiting.pop(0)
+    def _wait(self, left: int = 0) -> None:
+        while len(self._pending) > left:
+            number, future, read = self._pending.pop(0)
             try:
-                answer = read(future.result(PATIENCE_S))
+                answer = read(future.result(TIMEOUT_S))
             except Exception as error:
-                self._told.answer(number, error=repr(error))
+                self._recorder.answer(number, error=repr(error))
                 raise
-            self._told.answer(number, answer)
+            self._recorder.answer(number, answer)
 
     def _pass(self) -> None:
         tokens = self._rng.randrange(1, 9)
         data = [_datum(tokens)]
-        self._ask(
+        self._submit(
             "pass",
             self._model,
             tokens,
@@ -167,7 +167,7 @@ class Trainer:
 
     def _forward(self) -> None:
         data = [_datum(3)]
-        self._ask(
+        self._submit(
             "forward",
             self._model,
             None,
@@ -176,7 +176,7 @@ class Trainer:
         )
 
     def _step(self) -> None:
-        self._ask(
+        self._submit(
             "step",
             self._model,
             None,
@@ -186,7 +186,7 @@ class Trainer:
 
     def _save(self) -> None:
         self._saves += 1
-        self._ask(
+        self._submit(
             "save",
             self._model,
             None,
@@ -196,7 +196,7 @@ class Trainer:
 
     def _save_for_sampler(self) -> None:
         self._saves += 1
-        self._ask(
+        self._submit(
             "save_for_sampler",
             self._model,
             None,
@@ -212,7 +212,7 @@ class Trainer:
         """What this client or another one saved, at any time before."""
         if paths := self._shared.saved["save"]:
             path = self._rng.choice(paths)
-            self._ask(
+            self._submit(
                 "load", self._model, path, lambda: self._training.load_state(path), lambda _: None
             )
 
@@ -228,7 +228,7 @@ class Trainer:
         prompt, seed, count = self._rng.randrange(3), self._rng.randrange(3), 4
         params = types.SamplingParams(max_tokens=count, seed=seed)
         given = types.ModelInput.from_ints([prompt])
-        self._ask(
+        self._submit(
             "sample",
             path,
             [prompt, seed, count],
@@ -238,7 +238,7 @@ class Trainer:
 
     def _list(self) -> None:
         run = self._training.model_id
-        self._ask(
+        self._submit(
             "list",
             self._model,
             None,
@@ -261,15 +261,15 @@ class Report:
     operations: int
     violations: list[Violation]
     #: Deaths of the web process and of its engine, and faults of the network.
-    met: Counter[str]
+    faults: Counter[str]
     errors: list[str]
     wall_s: float
 
     def lines(self) -> list[str]:
-        met = ", ".join(f"{count} {name}" for name, count in sorted(self.met.items()))
+        faults = ", ".join(f"{count} {name}" for name, count in sorted(self.faults.items()))
         return [
             f"operations: {self.operations}",
-            f"met: {met}",
+            f"faults: {faults}",
             f"violations: {len(self.violations)}",
             *self.errors,
             f"wall time: {self.wall_s:.0f} s",
@@ -288,15 +288,18 @@ def run(
     """So many operations, and so many deaths spread over them."""
     began_s = time.monotonic()
     shared = Shared()
-    met: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
     errors: list[str] = []
     rng = random.Random(seed)
     last = int(operations * 0.9)
-    blows = sorted(
+    kills = sorted(
         [(rng.randrange(last), signal.SIGKILL) for _ in range(web_kills)]
         + [(rng.randrange(last), signal.SIGUSR1) for _ in range(engine_deaths)]
     )
-    with restarted(folder) as server, in_front_of(server.url, seed=seed, rate=fault_rate) as proxy:
+    with (
+        restarting_server(folder) as server,
+        fault_proxy(server.url, seed=seed, rate=fault_rate) as proxy,
+    ):
         trainers = [
             Trainer(number, seed, proxy.url, shared, -(-operations // CLIENTS))
             for number in range(CLIENTS)
@@ -313,15 +316,15 @@ def run(
             thread.start()
         while any(thread.is_alive() for thread in threads):
             time.sleep(0.002)
-            while blows and shared.answers >= blows[0][0]:
-                _, number = blows.pop(0)
+            while kills and shared.answers >= kills[0][0]:
+                _, number = kills.pop(0)
                 server.send(number)
-                met["web kills" if number is signal.SIGKILL else "engine deaths"] += 1
-        met["network faults"] = sum(proxy.met.values())
+                faults["web kills" if number is signal.SIGKILL else "engine deaths"] += 1
+        faults["network faults"] = sum(proxy.faults.values())
     return Report(
         operations=sum(event.answered for event in shared.history),
-        violations=check(shared.history, Numbers()),
-        met=met,
+        violations=check(shared.history, IntegerModel()),
+        faults=faults,
         errors=errors,
         wall_s=time.monotonic() - began_s,
     )

@@ -1,4 +1,4 @@
-"""Sequential machines: whole numbers in place of tensors, and an undisturbed twin."""
+"""Sequential machines: whole numbers in position of tensors, and an undisturbed twin."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from qa.faults.counting_server import PRIME
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """What `faults.counting_server.LongEcho` does, step by step: a value and a gradient."""
+class IntegerModel:
+    """What `faults.counting_server.CountingEcho` does, step by step: a value and a gradient."""
 
-    def begin(self, asked: Any) -> tuple[int, int]:
+    def begin(self, argument: Any) -> tuple[int, int]:
         return 0, 0
 
-    def apply(self, state: tuple[int, int], kind: str, asked: Any) -> tuple[tuple[int, int], Any]:
+    def apply(
+        self, state: tuple[int, int], kind: str, argument: Any
+    ) -> tuple[tuple[int, int], Any]:
         value, gradient = state
         match kind:
             case "pass":
-                return (value, gradient + asked), [value, gradient + asked]
+                return (value, gradient + argument), [value, gradient + argument]
             case "forward":
                 return state, [value, gradient]
             case "step":
@@ -33,17 +35,17 @@ class Numbers:
     def load(self, state: tuple[int, int], saved: tuple[int, int]) -> tuple[int, int]:
         return saved[0], 0
 
-    def draw(self, saved: tuple[int, int], asked: Sequence[int]) -> list[int]:
-        prompt, seed, count = asked
+    def sample(self, saved: tuple[int, int], argument: Sequence[int]) -> list[int]:
+        prompt, seed, count = argument
         mix = saved[0] + 31 * seed + prompt
-        return [mix * (7 + place) % 1000 for place in range(count)]
+        return [mix * (7 + position) % 1000 for position in range(count)]
 
     def same(self, expected: Any, answer: Any) -> bool:
         return bool(expected == answer)
 
 
 @dataclass(frozen=True)
-class Twin:
+class RecordedRun:
     """
     What an undisturbed run of the same program answered, step by step.
 
@@ -57,18 +59,18 @@ class Twin:
     #: Relative difference that numbers may have; 0 is to the last bit.
     tolerance: float
 
-    def begin(self, asked: int) -> int:
-        return asked
+    def begin(self, argument: int) -> int:
+        return argument
 
-    def apply(self, state: int, kind: str, asked: Any) -> tuple[int, Any]:
+    def apply(self, state: int, kind: str, argument: Any) -> tuple[int, Any]:
         expected = None if kind.startswith("save") else self.answers[state]
         return state + 1, expected
 
     def load(self, state: int, saved: int) -> int:
         return state + 1
 
-    def draw(self, saved: int, asked: Any) -> Any:
-        return self.samples.get((saved, str(asked)))
+    def sample(self, saved: int, argument: Any) -> Any:
+        return self.samples.get((saved, str(argument)))
 
     def same(self, expected: Any, answer: Any) -> bool:
         if isinstance(expected, Mapping):

@@ -45,7 +45,7 @@ def main() -> int:
             if not count:
                 continue
             mode = "deterministic" if deterministic else "default"
-            _say(f"seed {seed}, {count} kills, {mode} server")
+            _print(f"seed {seed}, {count} kills, {mode} server")
             report = process_kills.run(
                 model=model,
                 data=Path(folder) / mode,
@@ -53,14 +53,14 @@ def main() -> int:
                 seed=seed,
                 kills=count,
                 deterministic=deterministic,
-                say=_say,
+                log_progress=_print,
             )
             for line in (*report.lines(), *map(str, report.violations[:20])):
-                _say(f"  {line}")
+                _print(f"  {line}")
             if not report.is_good(deterministic=deterministic):
                 good = False
-                _say("".join(report.log[-200:]))
-    _say(
+                _print("".join(report.log[-200:]))
+    _print(
         "nothing was lost" if good else f"FAILED; again with --seed {seed} --kills {options.kills}"
     )
     return 0 if good else 1
@@ -68,7 +68,7 @@ def main() -> int:
 
 def history(folder: Path, seed: int, operations: int) -> bool:
     """Whether everything was answered as if it had been done one after the other."""
-    _say(f"seed {seed}, a history of {operations} operations")
+    _print(f"seed {seed}, a history of {operations} operations")
     warnings.simplefilter("ignore", FutureWarning)  # loading into a model that exists
     report = random_operations.run(
         folder=folder,
@@ -78,11 +78,11 @@ def history(folder: Path, seed: int, operations: int) -> bool:
         engine_deaths=operations // 200,
     )
     for line in (*report.lines(), *map(str, report.violations[:20])):
-        _say(f"  {line}")
+        _print(f"  {line}")
     return not report.violations and not report.errors
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""One plan, run without faults and with them: the proof that nothing was lost or done twice."""
+"""Runs one plan without and with network faults, and checks that both runs have the same results."""
 
 from __future__ import annotations
 
@@ -11,89 +11,92 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from qa.faults.counting_server import BASE, echoing
-from qa.faults.proxy import Proxy, in_front_of
+from qa.faults.counting_server import BASE, echo_server
+from qa.faults.proxy import Proxy, fault_proxy
 from qa.faults.workload import CHUNKS, CONFIG, SESSIONS, TRAINERS, Plan, Results, run
 from serving import TINY, Server, serving
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What a server has on disk after a run."""
+    """Contents of the server's database and files after a run."""
 
-    #: Kinds of the steps of each model, by number.
+    #: Kinds of the steps of each model, by step number.
     steps: dict[str, dict[int, str]]
-    #: How often requests of one kind ended in one way.
-    endings: Counter[tuple[str, str]]
-    #: Rows: more than the program made would be work done for nobody.
+    #: Number of requests by kind and status.
+    outcomes: Counter[tuple[str, str]]
+    #: Numbers of rows. More rows than the plan creates would be duplicated work.
     sessions: int
     models: int
     samplers: int
     samples: int
-    #: Weights at the end, by model.
+    #: Final weights by model.
     weights: dict[str, bytes]
 
 
 @dataclass
-class Outcome:
-    """One run: what the client got, what the server did, what was met on the way."""
+class RunResult:
+    """Results of the client, state of the server, and injected faults of one run."""
 
     results: Results
     stored: Stored
     proxy: Proxy
     wall_s: float
     #: Tracebacks and errors in the client's log.
-    complaints: list[str]
-    #: By the executor of whole numbers only: steps by model, prompts drawn.
+    log_errors: list[str]
+    #: Only with `CountingEcho`: optimizer steps by model, and sampled prompts.
     ran_steps: dict[str, int] = field(default_factory=dict)
     ran_prompts: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
 
-def through_echo(plan: Plan, folder: Path, *, seed: int, rate: float) -> Outcome:
-    """Against the real application over whole numbers, which tells what ran."""
-    with echoing(folder) as (url, executor):
-        outcome = through(url, folder, plan, seed=seed, rate=rate)
-    outcome.ran_steps = executor.steps()
-    outcome.ran_prompts = Counter(executor.prompts())
-    return outcome
+def run_with_echo(plan: Plan, folder: Path, *, seed: int, rate: float) -> RunResult:
+    """Runs against the real application with `CountingEcho`, which records what it ran."""
+    with echo_server(folder) as (url, executor):
+        result = run_through_proxy(url, folder, plan, seed=seed, rate=rate)
+    result.ran_steps = executor.steps()
+    result.ran_prompts = Counter(executor.prompts())
+    return result
 
 
 @contextmanager
 def tiny_server(model: Path, folder: Path) -> Iterator[Server]:
-    """A real server with the tiny model, all bits of which can be compared."""
+    """A deterministic server with the tiny model, whose weights are comparable bit by bit."""
     with serving(f"{TINY}={model}", data=folder, args=("--deterministic",)) as server:
         yield server
 
 
-def through(url: str, folder: Path, plan: Plan, *, seed: int, rate: float) -> Outcome:
-    """Against any server, whose data is in the folder."""
+def run_through_proxy(url: str, folder: Path, plan: Plan, *, seed: int, rate: float) -> RunResult:
+    """Runs the plan against a server whose data is in the folder."""
     since_s, started = time.time(), time.monotonic()
-    with _listening() as complaints, in_front_of(url, seed=seed, rate=rate, config=CONFIG) as proxy:
+    with (
+        _recorded_log_errors() as log_errors,
+        fault_proxy(url, seed=seed, rate=rate, config=CONFIG) as proxy,
+    ):
         results = run(proxy.url, plan)
     wall_s = time.monotonic() - started
-    return Outcome(results, _stored(folder, since_s), proxy, wall_s, complaints)
+    return RunResult(results, _stored(folder, since_s), proxy, wall_s, log_errors)
 
 
 @contextmanager
-def _listening() -> Iterator[list[str]]:
-    """What a user would be frightened by: errors, and anything with a traceback."""
-    heard: list[str] = []
+def _recorded_log_errors() -> Iterator[list[str]]:
+    """Log records of the client that are errors or have a traceback."""
+    recorded: list[str] = []
 
-    class Ear(logging.Handler):
+    class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if record.levelno >= logging.ERROR or record.exc_info:
-                heard.append(self.format(record))
+                recorded.append(self.format(record))
 
-    ear = Ear()
+    handler = Handler()
     loggers = [logging.getLogger("tinkex.client"), logging.getLogger("asyncio")]
     loggers += [logging.getLogger(name) for name in _CLIENT_LOGS]
     for logger in loggers:
-        logger.addHandler(ear)
+        logger.addHandler(handler)
     try:
-        yield heard
+        yield recorded
     finally:
         for logger in loggers:
-            logger.removeHandler(ear)
+            logger.removeHandler(handler)
 
 
 _CLIENT_LOGS = [
@@ -110,7 +113,9 @@ def _stored(folder: Path, since_s: float) -> Stored:
             "WHERE model_id IS NOT NULL AND seq_id > 0 AND created_s >= ?",
             (since_s,),
         ):
-            assert number not in steps.setdefault(model_id, {}), f"{number} of {model_id} twice"
+            assert number not in steps.setdefault(model_id, {}), (
+                f"step {number} of {model_id} exists twice"
+            )
             steps[model_id][number] = kind
         weights = {
             model_id: (folder / place / "adapter_model.safetensors").read_bytes()
@@ -124,13 +129,13 @@ def _stored(folder: Path, since_s: float) -> Stored:
             query = f"SELECT count(*) FROM {table} WHERE created_s >= ? {also}"
             return int(db.execute(query, (since_s,)).fetchone()[0])
 
-        endings = db.execute(
+        outcomes = db.execute(
             "SELECT kind, status, count(*) FROM requests WHERE created_s >= ? GROUP BY 1, 2",
             (since_s,),
         )
         return Stored(
             steps=steps,
-            endings=Counter({(kind, status): n for kind, status, n in endings}),
+            outcomes=Counter({(kind, status): n for kind, status, n in outcomes}),
             sessions=count("sessions"),
             models=count("models"),
             samplers=count("samplers"),
@@ -139,51 +144,63 @@ def _stored(folder: Path, since_s: float) -> Stored:
         )
 
 
-def check(plan: Plan, calm: Outcome, faulty: Outcome) -> None:
-    """Raises AssertionError where the two runs differ, or one of them did something twice."""
+def check(plan: Plan, baseline: RunResult, faulty: RunResult) -> None:
+    """Raises AssertionError if the runs differ, or if one of them did something twice."""
     differing = [
         key
-        for key in calm.results.found
-        if faulty.results.found.get(key) != calm.results.found[key]
+        for key in baseline.results.found
+        if faulty.results.found.get(key) != baseline.results.found[key]
     ]
     assert not differing, f"{len(differing)} results differ, first {differing[0]}"
-    assert faulty.results.found.keys() == calm.results.found.keys()
-    for outcome in (calm, faulty):
-        _check_one(plan, outcome)
+    assert faulty.results.found.keys() == baseline.results.found.keys()
+    for result in (baseline, faulty):
+        _check_one(plan, result)
     for number in range(TRAINERS):
-        ours, theirs = (each.results.model_ids[number] for each in (faulty, calm))
-        assert faulty.stored.weights.get(ours) == calm.stored.weights.get(theirs), number
-        assert _changing(faulty.stored.steps[ours]) == _changing(calm.stored.steps[theirs]), number
+        ours, theirs = (each.results.model_ids[number] for each in (faulty, baseline))
+        assert faulty.stored.weights.get(ours) == baseline.stored.weights.get(theirs), number
+        assert _without_forwards(faulty.stored.steps[ours]) == _without_forwards(
+            baseline.stored.steps[theirs]
+        ), number
 
 
-def _check_one(plan: Plan, outcome: Outcome) -> None:
-    results, stored = outcome.results, outcome.stored
-    assert len(results.prompts) + len(results.given_up) == plan.samples
-    assert not outcome.complaints, outcome.complaints[0]
+def _check_one(plan: Plan, result: RunResult) -> None:
+    results, stored = result.results, result.stored
+    assert len(results.prompts) + len(results.abandoned) == plan.samples
+    assert not result.log_errors, result.log_errors[0]
     made = (stored.sessions, stored.models, stored.samplers)
     assert made == (SESSIONS, TRAINERS, SESSIONS + plan.bursts), made
     for model_id in results.model_ids.values():
         numbers = stored.steps[model_id]
-        assert sorted(numbers) == list(range(1, len(numbers) + 1)), f"gaps in {model_id}"
+        assert sorted(numbers) == list(range(1, len(numbers) + 1)), (
+            f"step numbers of {model_id} have gaps"
+        )
         kinds = Counter(numbers.values())
         assert kinds["optim_step"] == plan.steps_each, kinds
         assert kinds["forward_backward"] == plan.steps_each * CHUNKS, kinds
-    failed = {kind: n for (kind, status), n in stored.endings.items() if status == "failed"}
-    # Those that the user gave up may be told "cancelled"; nothing else fails.
+    failed = {kind: n for (kind, status), n in stored.outcomes.items() if status == "failed"}
+    # Only samples that the client cancelled may fail.
     assert failed.keys() <= {"sample"}, failed
-    assert failed.get("sample", 0) <= len(results.given_up), failed
+    assert failed.get("sample", 0) <= len(results.abandoned), failed
     waited = len(results.prompts)
-    assert waited <= stored.samples <= waited + len(results.given_up), stored.samples
-    if outcome.ran_prompts:
-        assert set(outcome.ran_steps.values()) == {plan.steps_each}, outcome.ran_steps
-        drawn = outcome.ran_prompts
+    assert waited <= stored.samples <= waited + len(results.abandoned), stored.samples
+    if result.ran_prompts:
+        assert set(result.ran_steps.values()) == {plan.steps_each}, result.ran_steps
+        drawn = result.ran_prompts
         assert all(drawn[prompt] == 1 for prompt in results.prompts)
-        assert all(drawn[prompt] <= 1 for prompt in results.given_up)
+        assert all(drawn[prompt] <= 1 for prompt in results.abandoned)
 
 
-def _changing(steps: dict[int, str]) -> list[str]:
-    """The steps that change weights or keep them, in order; passes given up may be missing."""
+def _without_forwards(steps: dict[int, str]) -> list[str]:
+    """The kinds of all steps but `forward`, which a client may have cancelled before it was sent."""
     return [steps[number] for number in sorted(steps) if steps[number] != "forward"]
 
 
-__all__ = ["BASE", "TINY", "Outcome", "check", "through", "through_echo", "tiny_server"]
+__all__ = [
+    "BASE",
+    "TINY",
+    "RunResult",
+    "check",
+    "run_through_proxy",
+    "run_with_echo",
+    "tiny_server",
+]

@@ -1,4 +1,4 @@
-"""The real application over an executor of whole numbers, in a thread: what runs is counted."""
+"""The real application in a thread, with an executor that counts what it runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tinkex.wire.sampling import SampledSequence, SampleRequest, SampleResponse
 
 PRIME = 1_000_003
 
-__all__ = ["BASE", "LongEcho", "echoing"]
+__all__ = ["BASE", "CountingEcho", "echo_server"]
 
 
-class LongEcho(EchoExecutor):
-    """For thousands of steps: numbers stay small, and samples depend on all they are drawn by."""
+class CountingEcho(EchoExecutor):
+    """Like `EchoExecutor`, but values stay small and samples depend on weights, seed and prompt."""
 
     async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
         self.ran.append(work)
@@ -48,10 +48,8 @@ class LongEcho(EchoExecutor):
         )
         return encode_sample_response(SampleResponse(sequences=[sequence] * request.num_samples))
 
-    # -- what ran --------------------------------------------------------------------------------
-
     def steps(self) -> dict[str, int]:
-        """Optimizer steps that ran, by model."""
+        """Number of optimizer steps that ran, by model."""
         counts: dict[str, int] = {}
         for work in self.ran:
             if work.task is Task.OPTIM_STEP:
@@ -59,7 +57,7 @@ class LongEcho(EchoExecutor):
         return counts
 
     def prompts(self) -> list[tuple[int, ...]]:
-        """Prompts that were sampled, as often as they were."""
+        """All sampled prompts, with repetitions."""
         return [
             tuple(decode_json(SampleRequest, work.payload).prompt.to_ints())
             for work in self.ran
@@ -68,14 +66,14 @@ class LongEcho(EchoExecutor):
 
 
 @contextmanager
-def echoing(folder: Path) -> Iterator[tuple[str, LongEcho]]:
-    """Its address, and the executor behind it, until the block ends."""
-    ready: Future[tuple[str, LongEcho]] = Future()
+def echo_server(folder: Path) -> Iterator[tuple[str, CountingEcho]]:
+    """The URL and the executor of a server that runs until the block ends."""
+    ready: Future[tuple[str, CountingEcho]] = Future()
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()
 
     async def serve() -> None:
-        executor = LongEcho()
+        executor = CountingEcho()
         async with hosted(executor, folder) as api:
             ready.set_result((str(api.http._base_url).rstrip("/"), executor))
             await stop.wait()

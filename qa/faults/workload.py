@@ -1,8 +1,8 @@
 """
-What a busy user does: several sessions, trainers in threads, samplers in coroutines, all at once.
+A concurrent workload: several sessions, trainers in threads, and samplers in coroutines.
 
-Run twice against one kind of server, it must come to the same results: every number here depends
-on the plan alone, never on time. What the user gives up in between is not part of the results.
+Two runs against the same kind of server must have the same results: they depend on the plan alone,
+never on time. Requests that the client cancels are not part of the results.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tinkex import types
 
 SESSIONS = 3
 TRAINERS = 4
-#: Steps that are submitted before the oldest is waited for.
-AHEAD = 6
-#: A batch has this many examples, the server's chunks two.
+#: Number of steps that are pending before the client waits for the oldest.
+MAX_PENDING = 6
+#: Examples of a batch; the server's chunks have two.
 BATCH = 5
 CHUNKS = 3
 CONFIG = {"fwdbwd_max_chunk_len": 2}
 ADAM = types.AdamParams(learning_rate=1e-2)
-#: A limit on every wait, so that a result that never comes is a failure with a name.
-PATIENCE_S = 600.0
+#: Timeout of every wait, so that a lost result fails with a clear error.
+TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +37,10 @@ class Plan:
     base_model: str
     steps: int
     samples: int
-    #: Tokens are below this.
+    #: Token ids are below this.
     vocabulary: int = 200
     max_tokens: int = 4
-    #: Steps between two samplers, two saves, two loads of the last save.
+    #: Steps between two samplers, two saves, and two loads of the last save.
     sampler_every: int = 20
     save_every: int = 35
     load_every: int = 90
@@ -51,25 +51,25 @@ class Plan:
 
     @property
     def bursts(self) -> int:
-        """Of all trainers: each of a sampler of its own, in the middle of training."""
+        """Number of sample bursts of all trainers; each burst uses its own sampler during training."""
         return TRAINERS * len(range(0, self.steps_each, self.sampler_every))
 
 
 @dataclass
 class Results:
-    """By what was asked: what came. Equal for equal plans."""
+    """Results by request; equal for equal plans."""
 
     found: dict[tuple[Any, ...], Any] = field(default_factory=dict)
-    #: Paths of the weights at the end, by trainer.
+    #: Paths of the final weights by trainer.
     final: dict[int, str] = field(default_factory=dict)
     model_ids: dict[int, str] = field(default_factory=dict)
-    #: Prompts whose samples were waited for, and those that were given up.
+    #: Prompts whose samples were awaited, and prompts whose samples were cancelled.
     prompts: list[tuple[int, ...]] = field(default_factory=list)
-    given_up: set[tuple[int, ...]] = field(default_factory=set)
+    abandoned: set[tuple[int, ...]] = field(default_factory=set)
 
 
 def run(url: str, plan: Plan) -> Results:
-    """The whole plan against a server."""
+    """Runs the whole plan against a server."""
     results = Results()
     with ExitStack() as stack:
         services = [
@@ -80,9 +80,11 @@ def run(url: str, plan: Plan) -> Results:
             pool.submit(_Trainer(number, services[number % SESSIONS], plan, results).run)
             for number in range(TRAINERS)
         ]
-        half = plan.samples - plan.bursts * _burst(plan)
+        base_samples = plan.samples - plan.bursts * _burst(plan)
         work.append(
-            pool.submit(lambda: asyncio.run(_sample_the_base(services, plan, half, results)))
+            pool.submit(
+                lambda: asyncio.run(_sample_the_base(services, plan, base_samples, results))
+            )
         )
         for each in work:
             each.result()
@@ -90,12 +92,12 @@ def run(url: str, plan: Plan) -> Results:
 
 
 def _burst(plan: Plan) -> int:
-    """Samples of one trainer's sampler: together they are half of all."""
+    """Number of samples in one burst; all bursts together are half of the samples."""
     return plan.samples // 2 // plan.bursts
 
 
 def _prompts(kind: int, number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Prompts that occur once in the whole plan, so that a sample is known by its prompt."""
+    """Prompts that are unique in the plan, so that a prompt identifies its sample."""
     for index in range(count):
         yield (kind, number % 100, number // 100, index % 100, index // 100)
 
@@ -105,20 +107,20 @@ def _params(plan: Plan, prompt: tuple[int, ...]) -> types.SamplingParams:
     return types.SamplingParams(max_tokens=plan.max_tokens, seed=seed, temperature=1.0)
 
 
-def _told(answer: types.SampleResponse) -> Any:
-    """Everything of an answer but its ids, which are the server's to choose."""
+def _content(answer: types.SampleResponse) -> Any:
+    """The content of a response without ids, which the server chooses."""
     return [(each.stop_reason, each.tokens, each.logprobs) for each in answer.sequences]
 
 
 class _Trainer:
-    """One training client in a thread of its own."""
+    """One training client in its own thread."""
 
     def __init__(
         self, number: int, service: tinkex.ServiceClient, plan: Plan, results: Results
     ) -> None:
         self.number, self.service, self.plan, self.results = number, service, plan, results
         self.rng = random.Random(number)
-        self.waiting: list[tuple[tuple[Any, ...], Any]] = []
+        self.pending: list[tuple[tuple[Any, ...], Any]] = []
         self.samples: list[tuple[tuple[int, ...], Any]] = []
 
     def run(self) -> None:
@@ -128,28 +130,28 @@ class _Trainer:
         saved: str | None = None
         for step in range(plan.steps_each):
             data = self.batch()
-            self.ask(("pass", step), training.forward_backward(data, "cross_entropy"))
-            self.ask(("step", step), training.optim_step(ADAM))
+            self.add(("pass", step), training.forward_backward(data, "cross_entropy"))
+            self.add(("step", step), training.optim_step(ADAM))
             if step % 7 == 3:
-                self.change_of_mind(training, data, step)
+                self.submit_optional_forward(training, data, step)
             if step % plan.save_every == plan.save_every - 1:
-                saved = training.save_state(f"at-{step}").result(PATIENCE_S).path
-                self.note(("save", step), saved.partition("/weights/")[2])
+                saved = training.save_state(f"at-{step}").result(TIMEOUT_S).path
+                self.record(("save", step), saved.partition("/weights/")[2])
             if saved and step % plan.load_every == plan.load_every - 1:
-                with warnings.catch_warnings():  # it is deprecated, and used
+                with warnings.catch_warnings():  # deprecated, but supported
                     warnings.simplefilter("ignore", FutureWarning)
                     training.load_state_with_optimizer(saved)
             if step % plan.sampler_every == 0:
                 self.sample(training.save_weights_and_get_sampling_client(), step)
-            while len(self.waiting) > 2 * AHEAD:
-                self.settle_one()
-        while self.waiting:
-            self.settle_one()
-        self.settle_samples()
+            while len(self.pending) > 2 * MAX_PENDING:
+                self.wait_for_oldest()
+        while self.pending:
+            self.wait_for_oldest()
+        self.wait_for_samples()
         data = self.batch()
-        self.note("end", _passed(training.forward(data, "cross_entropy").result(PATIENCE_S)))
+        self.record("end", _pass_content(training.forward(data, "cross_entropy").result(TIMEOUT_S)))
         saving = training.save_weights_for_sampler("final")
-        self.results.final[number] = saving.result(PATIENCE_S).path
+        self.results.final[number] = saving.result(TIMEOUT_S).path
 
     def batch(self) -> list[types.Datum]:
         data = []
@@ -163,29 +165,29 @@ class _Trainer:
             )
         return data
 
-    def ask(self, name: tuple[Any, ...], future: Any) -> None:
-        self.waiting.append((name, future))
+    def add(self, name: tuple[Any, ...], future: Any) -> None:
+        self.pending.append((name, future))
 
-    def note(self, name: Any, value: Any) -> None:
+    def record(self, name: Any, value: Any) -> None:
         self.results.found["train", self.number, name] = value
 
-    def settle_one(self) -> None:
-        name, future = self.waiting.pop(0)
-        if self.rng.random() < 0.1:  # a time-out loses nothing
+    def wait_for_oldest(self) -> None:
+        name, future = self.pending.pop(0)
+        if self.rng.random() < 0.1:  # a timeout must not lose the result
             with suppress(TimeoutError):
                 future.result(0.001)
-        result = future.result(PATIENCE_S)
-        self.note(name, _passed(result) if name[0] == "pass" else result.metrics)
+        result = future.result(TIMEOUT_S)
+        self.record(name, _pass_content(result) if name[0] == "pass" else result.metrics)
 
-    def change_of_mind(
+    def submit_optional_forward(
         self, training: tinkex.TrainingClient, data: list[types.Datum], step: int
     ) -> None:
-        """A pass without gradients that is given up: sent or not, nothing may come of it."""
+        """Submits a forward pass and cancels it in half the cases; it must have no effect."""
         future = training.forward(data, "cross_entropy")
         if self.rng.random() < 0.5:
             future.cancel()
         else:
-            self.ask(("pass", step, "forward"), future)
+            self.add(("pass", step, "forward"), future)
 
     def sample(self, sampling: tinkex.SamplingClient, step: int) -> None:
         kind = 1 + self.number
@@ -194,20 +196,20 @@ class _Trainer:
             future = sampling.sample(given, 1, _params(self.plan, prompt))
             if self.rng.random() < 0.05:
                 future.cancel()
-                self.results.given_up.add(prompt)
+                self.results.abandoned.add(prompt)
             else:
                 self.samples.append((prompt, future))
         if len(self.samples) > 200:
-            self.settle_samples()
+            self.wait_for_samples()
 
-    def settle_samples(self) -> None:
+    def wait_for_samples(self) -> None:
         for prompt, future in self.samples:
-            self.results.found["sample", prompt] = _told(future.result(PATIENCE_S))
+            self.results.found["sample", prompt] = _content(future.result(TIMEOUT_S))
             self.results.prompts.append(prompt)
         self.samples.clear()
 
 
-def _passed(output: types.ForwardBackwardOutput) -> Any:
+def _pass_content(output: types.ForwardBackwardOutput) -> Any:
     tensors = [
         {name: tensor.tolist() for name, tensor in each.items()} for each in output.loss_fn_outputs
     ]
@@ -217,17 +219,17 @@ def _passed(output: types.ForwardBackwardOutput) -> Any:
 async def _sample_the_base(
     services: list[tinkex.ServiceClient], plan: Plan, count: int, results: Results
 ) -> None:
-    """Samples of the untrained model by coroutines: whole, streamed, as logprobs; some given up."""
+    """Samples the base model in coroutines, whole or streamed; cancels some of the samples."""
     samplers = [
         await service.create_sampling_client_async(base_model=plan.base_model)
         for service in services
     ]
-    gate = asyncio.Semaphore(400)  # in flight together, so that training gets its turn as well
+    in_flight = asyncio.Semaphore(400)  # limits samples in flight, so that training makes progress
     rng = random.Random(0)
 
     async def whole(sampling: tinkex.SamplingClient, prompt: tuple[int, ...]) -> Any:
         given = types.ModelInput.from_ints(list(prompt))
-        return _told(await sampling.sample_async(given, 1, _params(plan, prompt)))
+        return _content(await sampling.sample_async(given, 1, _params(plan, prompt)))
 
     async def streamed(sampling: tinkex.SamplingClient, prompt: tuple[int, ...]) -> Any:
         given = types.ModelInput.from_ints(list(prompt))
@@ -235,25 +237,25 @@ async def _sample_the_base(
         with sampling.sample_stream(given, 1, _params(plan, prompt)) as stream:
             async for event in stream:
                 tokens += event.tokens
-            answer = await stream.response_async(PATIENCE_S)
-        assert tokens == answer.sequences[0].tokens, "the events and the answer differ"
-        return _told(answer)
+            answer = await stream.response_async(TIMEOUT_S)
+        assert tokens == answer.sequences[0].tokens, "the streamed tokens differ from the response"
+        return _content(answer)
 
-    async def one(index: int, prompt: tuple[int, ...], *, give_up: bool) -> None:
+    async def one(index: int, prompt: tuple[int, ...], *, abandon: bool) -> None:
         sampling = samplers[index % len(samplers)]
-        async with gate:
-            ask = streamed if index % 10 == 0 else whole
-            task = asyncio.ensure_future(ask(sampling, prompt))
-            if give_up:
-                results.given_up.add(prompt)
+        async with in_flight:
+            sample = streamed if index % 10 == 0 else whole
+            task = asyncio.ensure_future(sample(sampling, prompt))
+            if abandon:
+                results.abandoned.add(prompt)
                 await asyncio.sleep(0.01 * (index % 5))
                 task.cancel()
                 await asyncio.wait([task])
                 return
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 results.found["sample", prompt] = await task
             results.prompts.append(prompt)
 
     async with asyncio.TaskGroup() as group:
         for index, prompt in enumerate(_prompts(0, 0, count)):
-            group.create_task(one(index, prompt, give_up=rng.random() < 0.05))
+            group.create_task(one(index, prompt, abandon=rng.random() < 0.05))

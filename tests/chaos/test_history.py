@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from qa.chaos.history import Event, Recorder, check
-from qa.chaos.reference_models import Numbers, Twin
+from qa.chaos.reference_models import IntegerModel, RecordedRun
 
 PATH, OTHER = "tinker://s:train:0/weights/a", "tinker://s:train:0/sampler_weights/b"
 THEIRS = "tinker://t:train:0/weights/c"
@@ -15,14 +15,14 @@ THEIRS = "tinker://t:train:0/weights/c"
 
 def good() -> list[Event]:
     """Two clients: one trains, saves and samples, the other loads what the first saved."""
-    machine = Numbers()
+    model = IntegerModel()
     history: list[Event] = []
     one, two = Recorder("one", history.append), Recorder("two", history.append)
 
     def do(
-        who: Recorder, kind: str, target: str = "", asked: Any = None, answer: Any = None
+        who: Recorder, kind: str, target: str = "", argument: Any = None, answer: Any = None
     ) -> None:
-        who.answer(who.submit(kind, target, asked), answer)
+        who.answer(who.submit(kind, target, argument), answer)
 
     do(one, "create", "m")
     # Submitted together, answered in another order.
@@ -39,7 +39,7 @@ def good() -> list[Event]:
     do(two, "load", "n", PATH)
     do(two, "forward", "n", None, [7, 0])
     do(two, "save", "n", "c", THEIRS)
-    drawn = machine.draw((27, 0), [9, 3, 2])
+    drawn = model.sample((27, 0), [9, 3, 2])
     do(one, "sample", OTHER, [9, 3, 2], drawn)
     do(one, "step", "m", None, 82)
     do(one, "list", "m", None, [PATH, OTHER])
@@ -49,20 +49,20 @@ def good() -> list[Event]:
 
 def at(history: list[Event], kind: str, *, nth: int = 0) -> tuple[int, int]:
     """Places of the submission and of the answer of the n-th operation of a kind."""
-    asked = [place for place, event in enumerate(history) if event.kind == kind][nth]
-    name = (history[asked].client, history[asked].operation)
+    argument = [position for position, event in enumerate(history) if event.kind == kind][nth]
+    name = (history[argument].client, history[argument].operation)
     answered = next(
-        place
-        for place, event in enumerate(history)
+        position
+        for position, event in enumerate(history)
         if event.answered and (event.client, event.operation) == name
     )
-    return asked, answered
+    return argument, answered
 
 
 def changed(kind: str, answer: Any, *, nth: int = 0) -> Callable[[list[Event]], None]:
     def plant(history: list[Event]) -> None:
-        _, place = at(history, kind, nth=nth)
-        history[place] = replace(history[place], answer=answer)
+        _, position = at(history, kind, nth=nth)
+        history[position] = replace(history[position], answer=answer)
 
     return plant
 
@@ -76,18 +76,18 @@ def answered_twice(history: list[Event]) -> None:
 
 
 def answered_too_early(history: list[Event]) -> None:
-    asked, answered = at(history, "save")
-    history.insert(asked, history.pop(answered))
+    argument, answered = at(history, "save")
+    history.insert(argument, history.pop(answered))
 
 
 def failed(history: list[Event]) -> None:
-    _, place = at(history, "sample")
-    history[place] = replace(history[place], answer=None, error="500")
+    _, position = at(history, "sample")
+    history[position] = replace(history[position], answer=None, error="500")
 
 
 def loads_what_nobody_saved(history: list[Event]) -> None:
-    asked, _ = at(history, "load")
-    history[asked] = replace(history[asked], asked="tinker://nowhere")
+    argument, _ = at(history, "load")
+    history[argument] = replace(history[argument], argument="tinker://nowhere")
 
 
 def created_again(history: list[Event]) -> None:
@@ -96,8 +96,8 @@ def created_again(history: list[Event]) -> None:
 
 
 def nobodys_model(history: list[Event]) -> None:
-    asked, _ = at(history, "forward")
-    history[asked] = replace(history[asked], target="x")
+    argument, _ = at(history, "forward")
+    history[argument] = replace(history[argument], target="x")
 
 
 def all_of(*plants: Callable[[list[Event]], None]) -> Callable[[list[Event]], None]:
@@ -119,7 +119,7 @@ def answers_change_places(history: list[Event]) -> None:
 
 def drawn_from(value: int) -> Callable[[list[Event]], None]:
     """The sampler is of another moment of its model, and stays so."""
-    tokens = Numbers().draw((value, 0), [9, 3, 2])
+    tokens = IntegerModel().sample((value, 0), [9, 3, 2])
     return all_of(changed("sample", tokens), changed("sample", tokens, nth=1))
 
 
@@ -172,7 +172,7 @@ PLANTED = {
 
 
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
-    assert check(good(), Numbers()) == []
+    assert check(good(), IntegerModel()) == []
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -180,7 +180,7 @@ def test_what_was_planted_is_found(name: str) -> None:
     rule, plant = PLANTED[name]
     history = good()
     plant(history)
-    assert rule in {violation.rule for violation in check(history, Numbers())}
+    assert rule in {violation.rule for violation in check(history, IntegerModel())}
 
 
 def test_some_of_it_is_found_without_knowing_what_a_model_does() -> None:
@@ -195,7 +195,7 @@ def test_events_travel_as_lines() -> None:
 
 
 def test_a_twin_is_compared_to_the_last_bit_or_within_a_tolerance() -> None:
-    exact = Twin(answers={0: [1.0, 2.0]}, samples={}, tolerance=0.0)
+    exact = RecordedRun(answers={0: [1.0, 2.0]}, samples={}, tolerance=0.0)
     loose = replace(exact, tolerance=1e-3)
     near = [1.0, 2.0001]
     assert exact.same([1.0, 2.0], [1.0, 2.0])

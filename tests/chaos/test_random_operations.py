@@ -15,10 +15,10 @@ pytestmark = [
 
 def test_hundreds_of_operations_are_as_if_done_one_by_one(tmp_path: Path) -> None:
     report = run(folder=tmp_path / "data", seed=3, operations=600, web_kills=2, engine_deaths=4)
-    told = "\n".join([*report.lines(), *map(str, report.violations[:20])])
-    assert not report.errors, told
-    assert not report.violations, told
+    details = "\n".join([*report.lines(), *map(str, report.violations[:20])])
+    assert not report.errors, details
+    assert not report.violations, details
     assert report.operations > 500
-    assert report.met["engine deaths"] == 4
-    assert report.met["web kills"] == 2
-    assert report.met["network faults"] > 0
+    assert report.faults["engine deaths"] == 4
+    assert report.faults["web kills"] == 2
+    assert report.faults["network faults"] > 0

@@ -30,6 +30,6 @@ def test_a_crash_is_a_pause(
         deterministic=deterministic,
         steps=8,
     )
-    told = "\n".join([*report.lines(), *map(str, report.violations), *report.log[-100:]])
-    assert sum(report.dealt.values()) == kills, told
-    assert report.is_good(deterministic=deterministic), told
+    details = "\n".join([*report.lines(), *map(str, report.violations), *report.log[-100:]])
+    assert sum(report.killed.values()) == kills, details
+    assert report.is_good(deterministic=deterministic), details
