@@ -160,10 +160,12 @@ gateway.
 
 ## How the client handles faults
 
-- One layer retries a request with the same bytes and the same number, so the server returns the \
-first request ([internals](../internals.md)).
-- The client honors `Retry-After` in milliseconds, in seconds and as a date; otherwise the backoff \
-grows from half a second to ten seconds.
+- One layer retries a request with the same bytes and the same number, so the server recognizes \
+the retry ([internals](../internals.md)).
+- The client honors `Retry-After` in milliseconds, in seconds and as a date, up to a day; otherwise the \
+backoff grows from half a second to ten seconds. A request waits no longer than the time it has left \
+(`give_up_s`, 300 s) and is then sent once more; samples that get 429 ("busy") wait as long as the \
+server asks. The client logs a wait of more than a minute as a warning, with its reason.
 - The client retries a response that it cannot parse (a page of a proxy, truncated JSON) three times, \
 then raises `APIResponseValidationError`.
 - Results of passes and samples carry a `Content-Digest` (RFC 9530), because protobuf that is \
