@@ -1,12 +1,12 @@
 """
-A training program for the official SDK or for tinkex, that writes down what it argument and was log.
+A training program for the official SDK or for tinkex that records its operations and their results.
 
     python client_program.py tinker|tinkex BASE_MODEL NAME STEPS
 
-Runs one round for each line on standard input, and writes events as lines of JSON (`history.Event`)
-on standard output, then `{"round": N}`. Every round is the same work on a new model, so every round
-must come to the same results. Needs nothing of this repository: the official SDK has an
-environment of its own.
+Runs one round for each line on standard input. Writes events as lines of JSON (`history.Event`) to
+standard output, then `{"round": N}`. Every round does the same work on a new model, so every round
+must have the same results. Imports nothing of this repository, because the official SDK has its own
+environment.
 """
 
 import importlib
@@ -16,14 +16,14 @@ import sys
 import threading
 import warnings
 
-#: Steps that are submitted before the oldest is waited for.
+#: Number of steps that are pending before the program waits for the oldest.
 MAX_PENDING = 2
-#: Numbers of steps of the second model of a round begin here.
+#: The initial number of steps of the second model of a round, so that its results differ by name.
 SECOND = 1000
 
 
 class EventLog:
-    """Standard output, for several threads."""
+    """Writes events to standard output, from several threads."""
 
     def __init__(self, client):
         self._client = client
@@ -46,7 +46,7 @@ class EventLog:
 
 
 class Submitter:
-    """Futures by what was argument, waited for in that order."""
+    """Submits operations and waits for their futures in the same order."""
 
     def __init__(self, log):
         self._log = log
@@ -71,7 +71,7 @@ class Submitter:
             self._log.answer(number, answer)
 
     def do(self, kind, target, argument, action):
-        """Something that is over when it returns; what it returns, and what was log of it."""
+        """Runs a blocking operation; `action` returns its result and the answer to record."""
         number = self._log.submit(kind, target, argument)
         try:
             result, answer = action()
@@ -83,7 +83,7 @@ class Submitter:
 
 
 def batch(types, step, part):
-    """Two sequences that depend on nothing but their place."""
+    """Two sequences that depend on the step and the part alone."""
     draw = random.Random(f"{step} {part}")
     data = []
     for _ in range(2):
@@ -114,7 +114,7 @@ def run_round(tinker, log, base_model, name, number, steps):
     adam = types.AdamParams(learning_rate=1e-2)
     samplers = []
     for step in range(steps):
-        # Every third step has two passes: a kill may come with a gradient that was not stepped.
+        # Every third step has two passes, so that a kill can hit an accumulated gradient.
         for part in range(2 if step % 3 == 0 else 1):
             data = batch(types, step, part)
             steps_of.submit(
@@ -150,7 +150,7 @@ def run_round(tinker, log, base_model, name, number, steps):
         return found, [each for each in found if "/weights/" in each]
 
     steps_of.do("list", model, None, listed)
-    # Samplers of long ago answer as they did.
+    # Older samplers must still return the same samples.
     for label, sampling in samplers:
         submit_samples(types, samples_of, label, sampling)
     second = f"{model}/second"

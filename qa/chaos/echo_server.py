@@ -1,9 +1,9 @@
 """
-The real application over whole numbers, as a process that can be killed.
+The real application with `CountingEcho`, as a process that can be killed.
 
     python -m qa.chaos.echo_server LISTENING_DESCRIPTOR DATA_FOLDER
 
-SIGUSR1 is the death of its engine: the memory is empty, and what was running is lost.
+SIGUSR1 simulates an engine crash: models in memory and running work are lost.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from tinkex.server.app import create_app
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
 
-#: Steps between two snapshots: models come back from them again and again.
+#: Steps between two snapshots; small, so that many recoveries start from a snapshot.
 SNAPSHOT_STEPS = 23
 
 
 class CrashingEcho(CountingEcho):
-    """It can die: then all that runs is lost with it."""
+    """`CountingEcho` whose running work is lost when `die` is called."""
 
     run = EchoExecutor.run
 

@@ -1,8 +1,8 @@
 """
-What several clients argument and were told, checked against one model that does one thing at a time.
+Checks a history of concurrent operations against a sequential reference model.
 
-A history is a list of events in the order in which they happened. Pure: it is checked after the
-run, and knows neither servers nor clients.
+A history is the list of submissions and answers of all clients, in the order in which they happened.
+The checks run after the operations and use only the history.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-#: Kinds that change a model, or tell of it, in the order in which they were submitted.
+#: Operations of a model that must take effect in the order of their submission.
 STEPS = frozenset({"create", "pass", "forward", "step", "save", "save_for_sampler", "load"})
 SAVES = frozenset({"save", "save_for_sampler"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """Something was argument (`answered` is False), or the answer came."""
+    """The submission of an operation, or its answer if `answered` is true."""
 
     client: str
-    #: Its number within its client, in the order of submission.
+    #: Number of the operation within its client, in the order of submission.
     operation: int
     answered: bool
-    #: Of what was argument: its kind, the model or checkpoint it is for, and the rest.
+    #: Set in submissions: kind, model or checkpoint, and arguments of the operation.
     kind: str = ""
     target: str = ""
     argument: Any = None
-    #: Of an answer.
+    #: Set in answers.
     answer: Any = None
     error: str | None = None
 
@@ -52,19 +52,19 @@ class Violation:
 
 
 class ReferenceModel(Protocol):
-    """The sequential model: what is true when one thing happens after the other."""
+    """A sequential implementation that says which answer each operation must have."""
 
     def begin(self, argument: Any) -> Any:
         """The state of a new model."""
 
     def apply(self, state: Any, kind: str, argument: Any) -> tuple[Any, Any]:
-        """The state after a step, and its answer; None is an answer that nobody checks."""
+        """The state after a step, and its expected answer; None if the answer is not checked."""
 
     def load(self, state: Any, saved: Any) -> Any:
         """The state after a checkpoint was loaded into a model."""
 
     def sample(self, saved: Any, argument: Any) -> Any:
-        """What a sampler of a checkpoint answers; None where that is not known."""
+        """The expected sample from a checkpoint; None if it is not known."""
 
     def same(self, expected: Any, answer: Any) -> bool: ...
 
@@ -73,14 +73,14 @@ class ReferenceModel(Protocol):
 class _Operation:
     name: tuple[str, int]
     submit: Event
-    #: Places in the history.
+    #: Positions in the history.
     submitted_at: int
     answered_at: int
     answer: Any
 
 
 def check(history: Sequence[Event], model: ReferenceModel | None = None) -> list[Violation]:
-    """Everything that no sequential model could have answered; empty when all is well."""
+    """All violations in a history; empty if a sequential execution explains it."""
     operations, found = _paired(history)
     saved = _saved(operations)
     found += _check_immutability(operations)
@@ -92,7 +92,7 @@ def check(history: Sequence[Event], model: ReferenceModel | None = None) -> list
 
 
 def _paired(history: Sequence[Event]) -> tuple[list[_Operation], list[Violation]]:
-    """Each operation with its one answer."""
+    """Pairs each submission with its answer."""
     found: list[Violation] = []
     submits: dict[tuple[str, int], tuple[int, Event]] = {}
     answers: dict[tuple[str, int], tuple[int, Event]] = {}
@@ -103,7 +103,7 @@ def _paired(history: Sequence[Event]) -> tuple[list[_Operation], list[Violation]
             word = "was answered twice" if event.answered else "was submitted twice"
             found.append(Violation(rule="once", operation=name, text=word))
         elif event.answered and name not in submits:
-            text = "was answered before it was argument"
+            text = "was answered before it was submitted"
             found.append(Violation(rule="once", operation=name, text=text))
         else:
             kept[name] = (position, event)
@@ -131,12 +131,12 @@ def _paired(history: Sequence[Event]) -> tuple[list[_Operation], list[Violation]
 
 
 def _saved(operations: Iterable[_Operation]) -> dict[str, _Operation]:
-    """By path: the save that made it."""
+    """The save operations by the path that they returned."""
     return {str(each.answer): each for each in operations if each.submit.kind in SAVES}
 
 
 def _check_immutability(operations: Iterable[_Operation]) -> Iterator[Violation]:
-    """A sampler answers the same question with the same tokens for ever."""
+    """A sampler returns the same tokens for the same request at all times."""
     first: dict[str, _Operation] = {}
     for each in sorted(operations, key=lambda each: each.answered_at):
         if each.submit.kind != "sample":
@@ -155,7 +155,7 @@ def _tokens(answer: Any) -> Any:
 def _check_paths(
     operations: Iterable[_Operation], saved: Mapping[str, _Operation]
 ) -> Iterator[Violation]:
-    """Each save has a path of its own: no client here overwrites."""
+    """Each save returns a unique path, because no client overwrites a checkpoint."""
     for each in operations:
         if each.submit.kind in SAVES and saved[str(each.answer)] is not each:
             other = saved[str(each.answer)].name
@@ -166,7 +166,7 @@ def _check_paths(
 def _check_lists(
     operations: Iterable[_Operation], saved: Mapping[str, _Operation]
 ) -> Iterator[Violation]:
-    """A list has every checkpoint that was there before it was argument for, and none of the future."""
+    """A list contains all checkpoints saved before it was submitted, and none saved after its answer."""
     for each in operations:
         if each.submit.kind != "list":
             continue
@@ -176,7 +176,7 @@ def _check_lists(
                 text = f"the list has {path}, which was not saved from this model"
                 yield Violation(rule="read your writes", operation=each.name, text=text)
         for path, save in saved.items():
-            # Samplers without a name are in no list.
+            # Lists do not contain unnamed samplers.
             if save.submit.target != each.submit.target or not path.startswith("tinker://"):
                 continue
             if save.answered_at < each.submitted_at and path not in listed:
@@ -190,10 +190,10 @@ def _check_lists(
 def _check_steps(
     operations: Sequence[_Operation], saved: Mapping[str, _Operation], model: ReferenceModel
 ) -> Iterator[Violation]:
-    """Steps of a model in the order of their submission, each once; then what was drawn from them."""
+    """Applies steps once each, in the order of submission, and compares answers; then samples."""
     states: dict[str, Any] = {}
     kept: dict[str, Any] = {}
-    # By the position of submission, so that a save of one model comes before another's load of it.
+    # In the order of submission, so that a save precedes a load of its checkpoint by another client.
     for each in sorted(operations, key=lambda each: each.submitted_at):
         submit = each.submit
         if submit.kind not in STEPS:
@@ -222,26 +222,28 @@ def _check_steps(
             kept[str(each.answer)] = states[submit.target]
         elif expected is not None and not model.same(expected, each.answer):
             text = (
-                f"{submit.kind} {submit.argument} answered {each.answer}; one after the other, "
-                f"each once, it is {expected}"
+                f"{submit.kind} {submit.argument} answered {each.answer}; executed in order, "
+                f"each step once, it is {expected}"
             )
             yield Violation(rule="order", operation=each.name, text=text)
-            # What follows is judged from what was expected: one fault is told once for each answer.
+            # Later steps are compared with the expected state, so one fault is reported once per answer.
     for each in operations:
         if each.submit.kind == "sample" and each.submit.target in kept:
             expected = model.sample(kept[each.submit.target], each.submit.argument)
             if expected is not None and not model.same(expected, each.answer):
-                text = f"{each.submit.argument} drew {each.answer}; the checkpoint draws {expected}"
+                text = (
+                    f"{each.submit.argument} sampled {each.answer}; the checkpoint gives {expected}"
+                )
                 yield Violation(rule="immutable", operation=each.name, text=text)
 
 
 @dataclass
 class Recorder:
-    """Keeps events in the order in which they happen; one for each client, or one for all."""
+    """Numbers the operations of one client and passes their events to a sink."""
 
     client: str
     sink: Callable[[Event], None]
-    #: How many operations were begun.
+    #: Number of submitted operations.
     submitted: int = field(default=0)
 
     def submit(self, kind: str, target: str = "", argument: Any = None) -> int:

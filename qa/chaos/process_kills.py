@@ -1,8 +1,8 @@
 """
-Processes of a server are killed while clients train and sample; nobody may notice.
+Kills processes of a real server while clients train and sample; results must not change.
 
-Whom it hits, and after how many answers, depends on the seed alone: the same seed brings the same
-planned at the same progress. Where inside a step a kill lands is the machine's to choose.
+The seed alone decides which process is killed, and after how many answers. The moment within a step
+depends on the timing of the machine.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from serving import TINY, Server, serving
 
 PROGRAM = Path(__file__).with_name("client_program.py")
 TARGETS = ("engine", "web", "both")
-#: A run without any answer for so long is stuck.
+#: A run without an answer for this long is stuck.
 STUCK_S = 240.0
-#: Where batches may mix, how far numbers may be from those of an undisturbed run.
+#: Allowed relative difference from a run without kills on a server that is not deterministic.
 TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """One kill."""
+    """One planned kill."""
 
     target: str
-    #: Answers that clients get between the last kill and this one.
+    #: Number of answers between the previous kill and this one.
     after: int
-    #: And then a little later; after no answer at all it comes while the last one is mended.
+    #: Further delay. With `after` = 0 the kill hits the recovery from the previous one.
     delay_s: float
 
 
@@ -64,7 +64,7 @@ def plan(seed: int, kills: int) -> list[Kill]:
 
 @dataclass
 class Progress:
-    """Answers of all clients so far."""
+    """Counts the answers of all clients."""
 
     answers: int = 0
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -75,7 +75,7 @@ class Progress:
             self._changed.notify_all()
 
     def reach(self, answers: int) -> bool:
-        """Wait until there are so many; False when nothing comes any more."""
+        """Waits for this many answers; False if the run is stuck."""
         with self._changed:
             while self.answers < answers:
                 before = self.answers
@@ -85,7 +85,7 @@ class Progress:
 
 
 class Killer:
-    """Deals the planned, one after the other, in a thread of its own."""
+    """Executes the planned kills in its own thread."""
 
     def __init__(
         self,
@@ -94,12 +94,8 @@ class Killer:
         progress: Progress,
         log_progress: Callable[[str], None],
     ) -> None:
-        self._server, self._blows, self._progress, self._log_progress = (
-            server,
-            planned,
-            progress,
-            log_progress,
-        )
+        self._server, self._planned = server, planned
+        self._progress, self._log_progress = progress, log_progress
         self.killed: Counter[str] = Counter()
         self.stuck = False
         self._stopped = threading.Event()
@@ -116,7 +112,7 @@ class Killer:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        for kill in self._blows:
+        for kill in self._planned:
             if not self._progress.reach(self._progress.answers + kill.after):
                 self.stuck = True
                 return
@@ -129,7 +125,7 @@ class Killer:
                 self._log_progress(f"  {killed} kills, {self._progress.answers} answers")
 
     def _find(self, target: str) -> list[int]:
-        """The processes to hit, as soon as they are there."""
+        """The processes to kill; waits until they are running."""
         while not self._stopped.is_set():
             webs = [pid for pid in children(self._server.process.pid) if _is_running(pid)]
             engines = [child for web in webs for child in _children(web) if _is_running(child)]
@@ -146,7 +142,7 @@ class Killer:
 def _children(pid: int) -> list[int]:
     try:
         return children(pid)
-    except OSError:  # it has just ended
+    except OSError:  # it has just exited
         return []
 
 
@@ -158,7 +154,7 @@ def _is_running(pid: int) -> bool:
 
 
 class Client:
-    """A program in a process of its own, and what it wrote down."""
+    """A client program in its own process, and the events that it writes."""
 
     def __init__(
         self,
@@ -190,7 +186,7 @@ class Client:
             thread.start()
 
     def round(self) -> None:
-        """Let it run one more round; returns when that is over."""
+        """Runs one round of the program and waits for its end."""
         assert self.process.stdin
         self.process.stdin.write("\n")
         self.process.stdin.flush()
@@ -204,11 +200,11 @@ class Client:
     def _read(self) -> None:
         assert self.process.stdout
         for line in self.process.stdout:
-            answers_by_name = json.loads(line)
-            if "round" in answers_by_name:
+            fields = json.loads(line)
+            if "round" in fields:
                 self._done.release()
                 continue
-            event = Event(**answers_by_name)
+            event = Event(**fields)
             self._history.append(event)
             if event.answered:
                 self._progress.add()
@@ -235,22 +231,22 @@ class Client:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a run came to."""
+    """The result of a run."""
 
     killed: Counter[str]
     violations: list[Violation]
-    #: Bits of the weights at the end of each round, and their files.
+    #: Digests of the final weights of all rounds.
     weights: set[str]
     rounds: int
     operations: int
-    #: Losses that differed most from the undisturbed run's, relatively.
+    #: The largest relative difference of a loss from the run without kills.
     largest_difference: float
     wall_s: float
     stuck: bool
     log: list[str]
 
     def is_good(self, *, deterministic: bool) -> bool:
-        """Nothing lost, nothing doubled, no error; bits or curve as in peace."""
+        """No violation, and weights or losses as in the run without kills."""
         same = len(self.weights) == 1 if deterministic else self.largest_difference <= TOLERANCE
         return same and not self.violations and not self.stuck and self.rounds > 0
 
@@ -277,13 +273,13 @@ def run(
     steps: int = 12,
     log_progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Clients train and sample while a server is hit; first one round in peace."""
+    """Runs one round without kills as the reference, then rounds until all kills are done."""
     began_s = time.monotonic()
     history: list[Event] = []
     progress = Progress()
     args = ("--deterministic",) if deterministic else ()
     data.mkdir(parents=True, exist_ok=True)
-    # Snapshots often, so that kills meet them being written and models come back from them.
+    # Frequent snapshots, so that kills hit their writing and recoveries start from them.
     (data / "tinkex.toml").write_text("snapshot_steps = 7\n")
     with ExitStack() as stack:
         server = stack.enter_context(serving(f"{TINY}={model}", data=data, args=args))
@@ -296,7 +292,9 @@ def run(
             clients.append(client)
         _in_threads(clients, lambda client: client.round())
         baseline = len(history)
-        log_progress(f"  one round in peace: {baseline} events, {time.monotonic() - began_s:.0f} s")
+        log_progress(
+            f"  one round without kills: {baseline} events, {time.monotonic() - began_s:.0f} s"
+        )
         killer = Killer(server, plan(seed, kills), progress, log_progress)
         stack.callback(killer.stop)
         killer.start()
@@ -343,13 +341,13 @@ def _environment(server: Server, name: str) -> dict[str, str]:
 
 
 def _in_threads(clients: Sequence[Client], action: Any) -> None:
-    """In threads; the first error of any is raised once all are done."""
+    """Runs an action for each client in a thread; raises the first error after all have ended."""
     errors: list[Exception] = []
 
     def guarded(client: Client) -> None:
         try:
             action(client)
-        except Exception as error:  # noqa: BLE001  raised in the thread that waits
+        except Exception as error:  # noqa: BLE001  raised below
             errors.append(error)
 
     threads = [threading.Thread(target=guarded, args=(client,)) for client in clients]
@@ -362,7 +360,7 @@ def _in_threads(clients: Sequence[Client], action: Any) -> None:
 
 
 def _recorded(baseline: Sequence[Event]) -> tuple[dict[int, Any], dict[tuple[int, str], Any]]:
-    """Answers of the first round by the number of steps before them, and its samples."""
+    """Answers of the reference round by number of earlier steps, and its samples."""
     submits = {(each.client, each.operation): each for each in baseline if not each.answered}
     answers_by_name = {
         (each.client, each.operation): each.answer for each in baseline if each.answered
@@ -395,7 +393,7 @@ def _is_path(answer: Any) -> bool:
 def _weights_digest(data: Path, path: str) -> str:
     """A digest of every tensor file of a checkpoint."""
     model_id, kind, name = path.removeprefix("tinker://").split("/")
-    # A save that was killed leaves a folder that no row knows; the janitor sweeps those.
+    # A killed save leaves a folder without a row, which the periodic cleanup removes.
     statement = "SELECT place FROM checkpoint_versions WHERE model_id = ? AND kind = ? AND name = ?"
     with contextlib.closing(sqlite3.connect(data / "tinkex.db")) as connection:
         ((place,),) = connection.execute(statement, (model_id, kind, name)).fetchall()
@@ -406,7 +404,7 @@ def _weights_digest(data: Path, path: str) -> str:
 
 
 def _largest_difference(history: Sequence[Event], answers: Mapping[int, Any]) -> float:
-    """The largest relative difference of a loss from the undisturbed run's."""
+    """The largest relative difference of a loss from the reference round."""
     states: dict[str, int] = {}
     answers_by_name = {
         (each.client, each.operation): each.answer for each in history if each.answered

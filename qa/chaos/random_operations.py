@@ -1,8 +1,8 @@
 """
-Thousands of operations of several clients under kills, engine deaths and a faulty network.
+Thousands of random operations of several clients under kills, engine crashes and network faults.
 
-The server computes with whole numbers, so a machine that does one thing at a time says what each
-answer has to be. Who asks what depends on the seed alone.
+The server computes with integers, so a sequential reference model gives the expected answer of each
+operation. The seed alone decides the operations of each client.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from tinkex import types
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = 4
-#: Operations of a client that are under way together.
+#: Number of operations of a client that are pending at the same time.
 MAX_PENDING = 12
 ADAM = types.AdamParams(learning_rate=1e-2)
 TIMEOUT_S = 240.0
 
 
 class RestartingServer:
-    """A server process that is started again whenever it is gone; its socket stays open."""
+    """A server process that is restarted whenever it exits; its socket stays open."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._recorded_log_errors = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        self.url = f"http://127.0.0.1:{self._recorded_log_errors.getsockname()[1]}"
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._stopping = False
         self.starts = 0
         self._log = (folder.parent / f"{folder.name}.log").open("ab")
@@ -52,7 +52,7 @@ class RestartingServer:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self.starts += 1
-        descriptor = self._recorded_log_errors.fileno()
+        descriptor = self._socket.fileno()
         return subprocess.Popen(
             [sys.executable, "-m", "qa.chaos.echo_server", str(descriptor), str(self._folder)],
             cwd=ROOT,
@@ -75,7 +75,7 @@ class RestartingServer:
         self._stopping = True
         self._process.kill()
         self._restarter.join(20)
-        self._recorded_log_errors.close()
+        self._socket.close()
         self._log.close()
 
 
@@ -91,10 +91,10 @@ def restarting_server(folder: Path) -> Iterator[RestartingServer]:
 
 @dataclass
 class Shared:
-    """What clients know of each other."""
+    """The history, and checkpoints that all clients may use."""
 
     history: list[Event] = field(default_factory=list)
-    #: Paths whose saves were answered, by kind.
+    #: Paths of completed saves, by kind.
     saved: dict[str, list[str]] = field(default_factory=lambda: {"save": [], "sampler": []})
 
     def add(self, event: Event) -> None:
@@ -106,7 +106,7 @@ class Shared:
 
 
 class Trainer:
-    """One client with one model, in a thread of its own."""
+    """One client with one model, in its own thread."""
 
     def __init__(self, number: int, seed: int, url: str, shared: Shared, operations: int) -> None:
         self._number, self._url, self._shared = number, url, shared
@@ -134,7 +134,7 @@ class Trainer:
                 self._load: 2,
                 self._list: 1,
             }
-            # Some actions find nothing to do, such as loading before anything was saved.
+            # Some actions submit nothing, such as a load before the first save.
             while self._recorder.submitted < self._operations:
                 self._rng.choices([*actions], [*actions.values()])[0]()
                 self._wait(left=MAX_PENDING)
@@ -209,7 +209,7 @@ class Trainer:
         return path
 
     def _load(self) -> None:
-        """What this client or another one saved, at any time before."""
+        """Loads a checkpoint that this or another client saved."""
         if paths := self._shared.saved["save"]:
             path = self._rng.choice(paths)
             self._submit(
@@ -224,7 +224,7 @@ class Trainer:
         if path not in self._samplers:
             self._samplers[path] = self._service.create_sampling_client(model_path=path)
         sampling = self._samplers[path]
-        # Few different questions, so that the same one comes again long after.
+        # Few different requests, so that the same request is repeated much later.
         prompt, seed, count = self._rng.randrange(3), self._rng.randrange(3), 4
         params = types.SamplingParams(max_tokens=count, seed=seed)
         given = types.ModelInput.from_ints([prompt])
@@ -260,7 +260,7 @@ def _value_and_gradient(output: types.ForwardBackwardOutput) -> list[int]:
 class Report:
     operations: int
     violations: list[Violation]
-    #: Deaths of the web process and of its engine, and faults of the network.
+    #: Numbers of web kills, engine crashes and network faults.
     faults: Counter[str]
     errors: list[str]
     wall_s: float
@@ -282,10 +282,10 @@ def run(
     seed: int,
     operations: int,
     web_kills: int,
-    engine_deaths: int,
+    engine_crashes: int,
     fault_rate: float = 0.02,
 ) -> Report:
-    """So many operations, and so many deaths spread over them."""
+    """Runs the operations, with kills and crashes at random moments."""
     began_s = time.monotonic()
     shared = Shared()
     faults: Counter[str] = Counter()
@@ -294,7 +294,7 @@ def run(
     last = int(operations * 0.9)
     kills = sorted(
         [(rng.randrange(last), signal.SIGKILL) for _ in range(web_kills)]
-        + [(rng.randrange(last), signal.SIGUSR1) for _ in range(engine_deaths)]
+        + [(rng.randrange(last), signal.SIGUSR1) for _ in range(engine_crashes)]
     )
     with (
         restarting_server(folder) as server,
@@ -308,7 +308,7 @@ def run(
         def guarded(trainer: Trainer) -> None:
             try:
                 trainer.run()
-            except Exception as error:  # noqa: BLE001  told in the report
+            except Exception as error:  # noqa: BLE001  part of the report
                 errors.append(repr(error))
 
         threads = [threading.Thread(target=guarded, args=(trainer,)) for trainer in trainers]
@@ -319,7 +319,7 @@ def run(
             while kills and shared.answers >= kills[0][0]:
                 _, number = kills.pop(0)
                 server.send(number)
-                faults["web kills" if number is signal.SIGKILL else "engine deaths"] += 1
+                faults["web kills" if number is signal.SIGKILL else "engine crashes"] += 1
         faults["network faults"] = sum(proxy.faults.values())
     return Report(
         operations=sum(event.answered for event in shared.history),

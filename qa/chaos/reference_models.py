@@ -1,4 +1,4 @@
-"""Sequential machines: whole numbers in position of tensors, and an undisturbed twin."""
+"""Reference models for `history.check`: integer arithmetic, and a recorded run without kills."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qa.faults.counting_server import PRIME
 
 @dataclass(frozen=True)
 class IntegerModel:
-    """What `faults.counting_server.CountingEcho` does, step by step: a value and a gradient."""
+    """The arithmetic of `faults.counting_server.CountingEcho`; the state is a value and a gradient."""
 
     def begin(self, argument: Any) -> tuple[int, int]:
         return 0, 0
@@ -47,16 +47,16 @@ class IntegerModel:
 @dataclass(frozen=True)
 class RecordedRun:
     """
-    What an undisturbed run of the same program answered, step by step.
+    The answers of a run of the same program without kills.
 
-    A state is how many steps a model has behind it: its next answer is the twin's next answer.
+    The state of a model is its number of steps, which determines the next answer.
     """
 
-    #: The twin's answers, by the number of steps before; None where nothing is compared.
+    #: Answers by number of earlier steps; None if the answer is not compared.
     answers: Mapping[int, Any]
-    #: The twin's samples: by the number of steps before the save, and the question.
+    #: Samples by number of steps before the save, and by request.
     samples: Mapping[tuple[int, str], Any]
-    #: Relative difference that numbers may have; 0 is to the last bit.
+    #: Allowed relative difference of numbers; 0 means identical bits.
     tolerance: float
 
     def begin(self, argument: int) -> int:

@@ -1,8 +1,8 @@
 """
-Processes are killed at random moments while the official SDK and tinkex train and sample.
+Kills server processes at random moments while the official SDK and tinkex train and sample.
 
-No client sees an error, no step is lost or doubled, samplers answer as they did, and the weights at
-the end are those of an undisturbed run. The same with many more kills: `make chaos`.
+No client sees an error, no step is lost or duplicated, samplers return the same samples, and the final
+weights equal those of a run without kills. `make chaos` runs the same with many more kills.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ SEED = 3
 
 
 @pytest.mark.parametrize(("deterministic", "kills"), [(True, 6), (False, 4)])
-def test_a_crash_is_a_pause(
+def test_kills_change_no_result(
     tiny_model: Path, tmp_path: Path, *, deterministic: bool, kills: int
 ) -> None:
     report = run(
