@@ -1,10 +1,10 @@
 """
-Hostile custom losses for the engine's own interpreter: long random programs that try to grow.
+Hostile custom losses for the engine's interpreter: random graphs that try to use much memory or time.
 
-    python -m qa.fuzz.custom_loss_graphs COUNT SEED      prints one line of JSON; its process may be limited
+    python -m qa.fuzz.custom_loss_graphs COUNT SEED      prints one line of JSON
 
-Each graph is refused as the user's failure or runs; anything else, one that takes far longer than the
-time it was given, and memory that is not given back are findings.
+Each graph must run, or be rejected as a user error. Findings are other errors, runs far over the
+deadline, and memory that is not released.
 """
 
 import json
@@ -24,13 +24,13 @@ from tinkex.engine.training.custom_loss_ops import FUNCTIONS, METHODS
 from tinkex.wire.custom_loss import CreateCustomLossRequest
 from tinkex.wire.errors import UserFailure
 
-#: Graphs that once took memory without end: each has a large dimension beside an empty one.
+#: Graphs that once used unlimited memory: each has a large and an empty dimension.
 CORPUS = Path(__file__).resolve().parents[2] / "tests" / "data" / "fuzz" / "graphs.jsonl"
 DEADLINE_S = 2.0
-# One operation is not interrupted; on a busy machine the largest that is allowed takes a while.
-SLOWEST_S = 20.0
-#: What a run may take at its worst: eight times the largest value, and as much on the way back.
-MOST_BYTES = 3 * 2**30
+# A single operation is not interrupted; the largest allowed one is slow on a busy machine.
+MAX_RUN_S = 20.0
+#: Allowed peak memory: eight times the largest value, and as much in the backward pass.
+MAX_BYTES = 3 * 2**30
 
 LENGTH = 257
 ODD: tuple[Any, ...] = (
@@ -42,7 +42,7 @@ ODD: tuple[Any, ...] = (
     *([0, 2**27], {"tuple": [0, 1, 2**27]}, {"tuple": [2**27, 0]}),
     *({"ref": "nobody"}, {"device": "cuda:0"}, {"device": "meta"}, {"layout": "strided"}),
 )
-#: What makes more of what it is given.
+#: Operations whose output is larger than their input.
 GROWING = (
     ("call_function", "torch.cat", lambda x: [[x] * 8]),
     ("call_function", "torch.stack", lambda x: [[x] * 16]),
@@ -62,14 +62,14 @@ GROWING = (
 )
 
 
-def hostile(draw: random.Random) -> dict[str, Any]:
-    """A program that nobody meant well with."""
+def random_graph(draw: random.Random) -> dict[str, Any]:
+    """A random graph of one of several hostile styles."""
     names = ["logprobs", "extra"]
     nodes: list[dict[str, Any]] = [
         {"op": "placeholder", "name": name, "target": name} for name in names
     ]
     style = draw.choice(["growing", "random", "random", "long", "broken"])
-    # Most operations fail on arguments like these: only short programs get to their end.
+    # Most operations fail with random arguments, so only short graphs reach their end.
     longest = {"growing": 10, "random": 5, "long": 2_050, "broken": 5}[style]
     length = draw.randint(1, longest)
     for number in range(length):
@@ -128,13 +128,13 @@ def corpus() -> list[dict[str, Any]]:
     return [json.loads(line) for line in CORPUS.read_text().splitlines()]
 
 
-def attempted(wire: dict[str, Any]) -> str:
-    """What a graph came to."""
+def outcome_of(wire: dict[str, Any]) -> str:
+    """Runs a graph: ran, refused, malformed, or a refusal that is too long."""
     draw = torch.Generator().manual_seed(0)
     logprobs = torch.randn(LENGTH, generator=draw)
     try:
-        asked = CreateCustomLossRequest.model_validate(wire)
-        graph = Graph.rebuild(asked.name, asked.inputs, asked.graph)
+        request = CreateCustomLossRequest.model_validate(wire)
+        graph = Graph.rebuild(request.name, request.inputs, request.graph)
         graph.value_and_gradient(logprobs, {"extra": logprobs * 2}, deadline_s=DEADLINE_S)
     except UserFailure as failure:
         return "refused" if len(str(failure)) < 1_000 else f"a refusal of {len(str(failure))}"
@@ -148,35 +148,35 @@ def resident_bytes() -> int:
     return pages * resource.getpagesize()
 
 
-def fuzzed(count: int, seed: int) -> dict[str, Any]:
-    """So many graphs, one after the other."""
+def fuzz(count: int, seed: int) -> dict[str, Any]:
+    """Runs this many random graphs."""
     torch.set_num_threads(1)
     draw = random.Random(seed)
     outcomes: Counter[str] = Counter()
     wrong, memory, slowest_s = [], [], 0.0
-    attempted(hostile(random.Random(0)))
+    outcome_of(random_graph(random.Random(0)))
     before = resident_bytes()
     began = time.monotonic()
     for number in range(count):
-        wire = hostile(draw)
+        wire = random_graph(draw)
         started = time.monotonic()
         try:
-            outcome = attempted(wire)
-        except Exception as error:  # noqa: BLE001  whatever it is, it is a finding
+            outcome = outcome_of(wire)
+        except Exception as error:  # noqa: BLE001  any other error is a finding
             outcome = f"{type(error).__name__}: {str(error)[:200]}"
         took_s = time.monotonic() - started
         slowest_s = max(slowest_s, took_s)
         if outcome not in ("ran", "refused", "malformed"):
             wrong.append(f"graph {number}: {outcome}: {json.dumps(wire)[:4000]}")
             outcome = "wrong"
-        if took_s > SLOWEST_S:
+        if took_s > MAX_RUN_S:
             wrong.append(f"graph {number} took {took_s:.1f} s: {json.dumps(wire)[:4000]}")
         outcomes[outcome] += 1
         memory.append(resident_bytes())
     quarter = max(1, count // 4)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if peak - before > MOST_BYTES:
-        wrong.append(f"{peak - before} bytes were taken at the worst; {MOST_BYTES} are expected")
+    if peak - before > MAX_BYTES:
+        wrong.append(f"peak memory grew by {peak - before} bytes; {MAX_BYTES} are allowed")
     return {
         "outcomes": dict(outcomes),
         "wrong": wrong,
@@ -189,4 +189,4 @@ def fuzzed(count: int, seed: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(fuzzed(int(sys.argv[1]), int(sys.argv[2]))))
+    print(json.dumps(fuzz(int(sys.argv[1]), int(sys.argv[2]))))

@@ -1,4 +1,4 @@
-"""Changes to bodies: blind ones to any bytes, and sound messages that ask for something odd."""
+"""Mutations of request bodies: of any bytes, and of valid protobuf messages."""
 
 import random
 import struct
@@ -6,8 +6,8 @@ import struct
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
 
 
-def mutated(body: bytes, draw: random.Random) -> bytes:
-    """The body with a few bytes changed, cut out, repeated or put in."""
+def mutate_bytes(body: bytes, draw: random.Random) -> bytes:
+    """Changes, deletes, repeats or inserts a few bytes."""
     changed = bytearray(body)
     for _ in range(draw.choice([1, 1, 1, 2, 4, 16])):
         place = draw.randrange(len(changed) + 1)
@@ -30,8 +30,8 @@ def mutated(body: bytes, draw: random.Random) -> bytes:
     return bytes(changed)
 
 
-def bent(message: pb.ForwardBackwardRequest, draw: random.Random) -> bytes:
-    """A sound message that asks for something odd: names, shapes, types, tokens, numbers."""
+def with_odd_values(message: pb.ForwardBackwardRequest, draw: random.Random) -> bytes:
+    """A valid message with odd names, shapes, types, tokens or numbers."""
     for datum in draw.sample(list(message.data), k=min(2, len(message.data))):
         inputs = datum.loss_fn_inputs
         name = draw.choice(sorted(inputs) or ["weights"])

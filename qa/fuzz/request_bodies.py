@@ -1,9 +1,9 @@
 """
-Mutated bodies, tens of thousands of them, to the real application in this process.
+Sends mutated request bodies to the real application in this process.
 
-Seeds are what official clients really sent (tests/data/wire) and one body for each route. An answer
-of 500 or more, one that takes too long, and memory that grows are findings. Bodies that were answered
-in a way not seen before are interesting: `corpus` keeps them for `make test`.
+Seeds are recorded requests of official clients (tests/data/wire) and one body per route. Findings are
+statuses of 500 or more, slow responses, and growing memory. The first body for each kind of answer
+goes into the corpus, which `make test` sends again.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from typing import Any
 import zstandard
 from fastapi import FastAPI
 
-from qa.fuzz.mutations import bent, mutated
+from qa.fuzz.mutations import mutate_bytes, with_odd_values
 from server.echo import BASE, EchoExecutor
 from tinkex.server.app import create_app
 from tinkex.server.executor import Work
@@ -36,14 +36,14 @@ from tinkex.wire.proto import tinkex_wire_pb2 as pb
 
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
 CORPUS = DATA / "fuzz" / "bodies.jsonl"
-SLOWEST_S = 20.0
-# After so many bodies their sessions have been used up.
-RENEWED = 1_000
+MAX_RESPONSE_S = 20.0
+# Bodies close sessions and unload models; new ones are created after this many bodies.
+NEW_SESSION_EVERY = 1_000
 MEMORY_EVERY = 250
 
 
-class _Forgetful(list[Work]):
-    """What ran is not kept: it would be growth of the test."""
+class _DiscardingList(list[Work]):
+    """Discards the work that ran; otherwise the test itself would grow."""
 
     def append(self, _work: Work) -> None:
         pass
@@ -67,26 +67,26 @@ class Case:
 
 
 @dataclass
-class Found:
-    """What the bodies came to."""
+class Findings:
+    """Statuses, findings and measurements of a run."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    #: Answered in a way that was not seen before.
+    #: The first case of each kind of answer.
     interesting: dict[str, Case] = field(default_factory=dict)
     memory: list[int] = field(default_factory=list)
-    took_s: float = 0.0
+    elapsed_s: float = 0.0
     slowest_s: float = 0.0
 
     def quarters(self) -> tuple[float, float]:
-        """Resident bytes in the first and in the last quarter, on average."""
+        """Mean resident bytes in the first and in the last quarter."""
         part = max(1, len(self.memory) // 4)
         first, last = self.memory[:part], self.memory[-part:]
         return sum(first) / len(first), sum(last) / len(last)
 
 
-class Line:
-    """Calls of an application without a socket between."""
+class AppClient:
+    """Calls the ASGI application directly, without a socket."""
 
     def __init__(self, app: FastAPI) -> None:
         self._app = app
@@ -114,7 +114,7 @@ class Line:
         async def receive() -> Any:
             message = next(sent, None)
             if message is None:
-                await asyncio.sleep(3600)  # a client that waits for its answer
+                await asyncio.sleep(3600)  # the client waits for the response
             return message
 
         async def send(message: Any) -> None:
@@ -125,44 +125,44 @@ class Line:
         await self._app(scope, receive, send)
         return status, b"".join(parts)
 
-    async def asked(self, path: str, body: Any) -> Any:
+    async def post(self, path: str, body: Any) -> Any:
         status, answer = await self.send(Case(f"/api/v1/{path}", json.dumps(body).encode()))
         assert status == 200, (path, status, answer)
         return json.loads(answer)
 
 
 @asynccontextmanager
-async def line(folder: Path, **settings: Any) -> AsyncIterator[Line]:
-    """The application over the echo executor; it waits for nothing for long."""
-    # Results that nobody fetches go soon, or the database would be the growth.
+async def app_client(folder: Path, **settings: Any) -> AsyncIterator[AppClient]:
+    """The application with the echo executor and short timeouts."""
+    # Unfetched results expire soon; otherwise the database would grow.
     kept = {"unfetched_kept_s": 5.0, "result_kept_s": 1.0, "janitor_s": 5.0}
     chosen = Settings(
         data=str(folder), gap_s=0.1, long_poll_s=0.01, stream_grace_s=0.1, **(kept | settings)
     )
     echo = EchoExecutor()
-    echo.ran = _Forgetful()
+    echo.ran = _DiscardingList()
     store = open_store(db_url=chosen.db_url, storage_url=chosen.storage_url, folder=chosen.folder)
     app = create_app(chosen, echo, store)
     try:
         async with app.router.lifespan_context(app):
-            yield Line(app)
+            yield AppClient(app)
     finally:
         store.close()
 
 
-async def things(line: Line) -> dict[str, str]:
-    """One of everything, by the word that stands for it."""
+async def create_resources(client: AppClient) -> dict[str, str]:
+    """Creates one resource of each kind; their ids by placeholder."""
     about = {"tags": [], "user_metadata": {}, "sdk_version": "0.36.0"}
-    session = (await line.asked("create_session", about))["session_id"]
+    session = (await client.post("create_session", about))["session_id"]
     made = {"session_id": session, "base_model": BASE}
-    model = await line.asked(
+    model = await client.post(
         "create_model", {**made, "model_seq_id": 0, "lora_config": {"rank": 8}}
     )
-    sampler = await line.asked("create_sampling_session", {**made, "sampling_session_seq_id": 0})
+    sampler = await client.post("create_sampling_session", {**made, "sampling_session_seq_id": 0})
     return {
         "session": session,
-        # To be finished: the others stay of use.
-        "spent": (await line.asked("create_session", about))["session_id"],
+        # A session to be finished, so that the other one stays usable.
+        "spent": (await client.post("create_session", about))["session_id"],
         "model": model["model_id"],
         "request": model["request_id"],
         "sampler": sampler["sampling_session_id"],
@@ -172,7 +172,7 @@ async def things(line: Line) -> dict[str, str]:
 
 # -- seeds ---------------------------------------------------------------------------------------
 
-#: Recorded ids -> what stands for them.
+#: Recorded ids and their placeholders.
 _RECORDED = (
     ("/sessions/session-1/finish", "/sessions/{spent}/finish"),
     ("session-1:sample:0", "{sampler}"),
@@ -180,7 +180,7 @@ _RECORDED = (
     ("session-1", "{session}"),
 )
 
-#: One for each route that no recording has.
+#: Bodies for routes without a recording.
 MADE: Mapping[str, Any] = {
     "cancel_future": {"request_id": "{request}"},
     "copy_weights": {"source_path": "{path}", "destination_project_id": "p", "ttl_seconds": 3600},
@@ -216,7 +216,7 @@ MADE: Mapping[str, Any] = {
 
 
 def seeds() -> list[Case]:
-    """Bodies with words for ids."""
+    """Cases with placeholders instead of ids."""
     found = [Case(f"/api/v1/{path}", json.dumps(body).encode()) for path, body in MADE.items()]
     found.append(
         Case(
@@ -243,12 +243,12 @@ def seeds() -> list[Case]:
 
 
 def passes() -> list[bytes]:
-    """Protobuf bodies as the newest official client sent them."""
+    """Protobuf bodies that the newest official client sent."""
     recorded = json.loads((DATA / "wire" / "0.36.0" / "forward_backward.json").read_text())
     return [base64.b64decode(request["body_base64"]) for request in recorded]
 
 
-# -- changes -------------------------------------------------------------------------------------
+# -- mutations -----------------------------------------------------------------------------------
 
 ODD: Sequence[Any] = (
     *(None, True, 0, -1, 1, 2**31, 2**31 - 1, 2**63, -(2**63) - 1, 2**64, 10**400),
@@ -259,22 +259,22 @@ ODD: Sequence[Any] = (
 )
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where something is, in all of a JSON value."""
+def paths_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all values inside a JSON value."""
     yield path
     if isinstance(value, dict):
         for key in value:
-            yield from places(value[key], (*path, key))
+            yield from paths_in(value[key], (*path, key))
     elif isinstance(value, list):
         for position in range(min(len(value), 40)):
-            yield from places(value[position], (*path, position))
+            yield from paths_in(value[position], (*path, position))
 
 
-def changed(body: Any, draw: random.Random) -> Any:
-    """A JSON value with some of it replaced, taken away, doubled, renamed or wrapped."""
+def mutate_json(body: Any, draw: random.Random) -> Any:
+    """Replaces, deletes, repeats, renames or nests parts of a JSON value."""
     body = copy.deepcopy(body)
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
-        spots = [place for place in places(body) if place]
+        spots = [place for place in paths_in(body) if place]
         if not spots:
             return draw.choice(ODD)
         *way, last = draw.choice(spots)
@@ -295,7 +295,7 @@ def changed(body: Any, draw: random.Random) -> Any:
                 for _ in range(draw.choice([3, 50, 180, 250])):
                     deep = [deep]
                 holder[last] = deep
-                return body  # deeper would be too deep for this program
+                return body  # deeper nesting would exceed this program's recursion limit
             case 5 if isinstance(holder[last], str):
                 holder[last] = holder[last] * draw.choice([2, 50])
             case 6 if isinstance(holder[last], int | float):
@@ -305,14 +305,14 @@ def changed(body: Any, draw: random.Random) -> Any:
     return body
 
 
-def packed(body: bytes, encoding: str) -> bytes:
+def compressed(body: bytes, encoding: str) -> bytes:
     if encoding == "zstd":
         return zstandard.compress(body, 1)
     return gzip.compress(body, 1) if encoding == "gzip" else body
 
 
-class Bodies:
-    """An endless supply."""
+class BodyGenerator:
+    """Generates random cases from the seeds."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
@@ -323,9 +323,9 @@ class Bodies:
         draw = self._draw
         case = self._protobuf(ids) if draw.random() < 0.4 else self._json(ids)
         encoding = draw.choice(["", "", "", "", "", "zstd", "gzip", "br", "identity"])
-        body = packed(case.body, encoding)
+        body = compressed(case.body, encoding)
         if encoding and draw.random() < 0.3:
-            body = mutated(body, draw)
+            body = mutate_bytes(body, draw)
         kind = case.content_type
         if draw.random() < 0.03:
             kind = draw.choice([JSON_TYPE, PROTOBUF_TYPE, "text/plain", "\xff;charset=x"])
@@ -335,39 +335,47 @@ class Bodies:
         draw = self._draw
         seed = draw.choice(self._seeds)
         if draw.random() < 0.25:
-            body = mutated(seed.body, draw)
+            body = mutate_bytes(seed.body, draw)
         else:
-            text = json.dumps(changed(json.loads(seed.body), draw))
+            text = json.dumps(mutate_json(json.loads(seed.body), draw))
             body = text.encode(errors="surrogatepass")
-        return Case(filled(seed.path, ids), named(body, ids), seed.content_type, "", seed.method)
+        return Case(
+            path_with_ids(seed.path, ids),
+            body_with_ids(body, ids),
+            seed.content_type,
+            "",
+            seed.method,
+        )
 
     def _protobuf(self, ids: Mapping[str, str]) -> Case:
         draw = self._draw
         message = pb.ForwardBackwardRequest.FromString(draw.choice(self._passes))
         message.model_id, message.seq_id = ids["model"], draw.choice([0, 1, 2, 3, 50, 2**31 - 1])
-        body = bent(message, draw) if draw.random() < 0.5 else message.SerializeToString()
+        body = (
+            with_odd_values(message, draw) if draw.random() < 0.5 else message.SerializeToString()
+        )
         if draw.random() < 0.5:
-            body = mutated(body, draw)
+            body = mutate_bytes(body, draw)
         return Case("/api/v1/forward_backward", body, PROTOBUF_TYPE)
 
 
-def filled(path: str, ids: Mapping[str, str]) -> str:
-    for word, value in ids.items():
-        path = path.replace("{" + word + "}", value)
+def path_with_ids(path: str, ids: Mapping[str, str]) -> str:
+    for name, value in ids.items():
+        path = path.replace("{" + name + "}", value)
     return path
 
 
-def named(body: bytes, ids: Mapping[str, str]) -> bytes:
-    """The body with ids for words."""
-    for word, value in ids.items():
-        body = body.replace(b"{%s}" % word.encode(), value.encode())
+def body_with_ids(body: bytes, ids: Mapping[str, str]) -> bytes:
+    """The body with ids instead of placeholders."""
+    for name, value in ids.items():
+        body = body.replace(b"{%s}" % name.encode(), value.encode())
     return body
 
 
 # -- sending -------------------------------------------------------------------------------------
 
 
-def kind_of(case: Case, status: int, answer: bytes) -> str:
+def answer_kind(case: Case, status: int, answer: bytes) -> str:
     """Answers of one kind are alike: the route, the status, and which fields were wrong."""
     route = case.path.split("/")[3] if case.path.count("/") > 2 else case.path
     try:
@@ -385,49 +393,49 @@ def kind_of(case: Case, status: int, answer: bytes) -> str:
     return f"{route} {status} {str(detail)[:12]}"
 
 
-async def checked(line: Line, case: Case, found: Found) -> None:
-    """Send one, and note what is wrong with the answer."""
+async def send_and_check(client: AppClient, case: Case, found: Findings) -> None:
+    """Sends a case and records what is wrong with the answer."""
     began = time.monotonic()
     try:
-        async with asyncio.timeout(SLOWEST_S):
-            status, answer = await line.send(case)
+        async with asyncio.timeout(MAX_RESPONSE_S):
+            status, answer = await client.send(case)
     except TimeoutError:
-        found.wrong.append(f"no answer within {SLOWEST_S} s: {told(case)}")
+        found.wrong.append(f"no answer within {MAX_RESPONSE_S} s: {described(case)}")
         return
     except Exception as error:  # noqa: BLE001  the application raised past its own handlers
         found.statuses[500] += 1
-        found.wrong.append(f"{type(error).__name__}: {str(error)[:300]}: {told(case)}")
+        found.wrong.append(f"{type(error).__name__}: {str(error)[:300]}: {described(case)}")
         return
     found.slowest_s = max(found.slowest_s, time.monotonic() - began)
     found.statuses[status] += 1
     if status >= 500:
-        found.wrong.append(f"{status} {answer[:300]!r}: {told(case)}")
-    found.interesting.setdefault(kind_of(case, status, answer), case)
+        found.wrong.append(f"{status} {answer[:300]!r}: {described(case)}")
+    found.interesting.setdefault(answer_kind(case, status, answer), case)
 
 
-def told(case: Case) -> str:
+def described(case: Case) -> str:
     body = base64.b64encode(case.body[:20_000]).decode()
     return f"{case.method} {case.path} ({case.content_type}, {case.encoding or 'plain'}) {body}"
 
 
-async def fuzzed(
-    line: Line, *, bodies: int, seed: int, say: Callable[[str], None] | None = None
-) -> Found:
-    """So many bodies, one after the other."""
-    found = Found()
-    bugs = _Bugs(found)
+async def fuzz(
+    client: AppClient, *, bodies: int, seed: int, progress: Callable[[str], None] | None = None
+) -> Findings:
+    """Sends this many bodies, one at a time."""
+    found = Findings()
+    bugs = _ErrorLog(found)
     logging.getLogger("tinkex").addHandler(bugs)
     try:
-        await _send(line, found, bodies=bodies, seed=seed, say=say)
+        await _send_all(client, found, bodies=bodies, seed=seed, progress=progress)
     finally:
         logging.getLogger("tinkex").removeHandler(bugs)
     return found
 
 
-class _Bugs(logging.Handler):
-    """Work that was accepted and failed as the server's does not show in a status, but here."""
+class _ErrorLog(logging.Handler):
+    """Records errors that the server logs, such as failures of accepted work."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: Findings) -> None:
         super().__init__(logging.ERROR)
         self._found = found
 
@@ -435,21 +443,28 @@ class _Bugs(logging.Handler):
         self._found.wrong.append(f"log: {record.getMessage()[:500]} {record.exc_info}")
 
 
-async def _send(
-    line: Line, found: Found, *, bodies: int, seed: int, say: Callable[[str], None] | None
+async def _send_all(
+    client: AppClient,
+    found: Findings,
+    *,
+    bodies: int,
+    seed: int,
+    progress: Callable[[str], None] | None,
 ) -> None:
-    supply = Bodies(seed)
+    supply = BodyGenerator(seed)
     began = time.monotonic()
     ids: Mapping[str, str] = {}
     for number in range(bodies):
-        if number % RENEWED == 0:
-            ids = await things(line)
-        await checked(line, supply.next(ids), found)
+        if number % NEW_SESSION_EVERY == 0:
+            ids = await create_resources(client)
+        await send_and_check(client, supply.next(ids), found)
         if number % MEMORY_EVERY == MEMORY_EVERY - 1:
             found.memory.append(resident_bytes())
-        if say and number % 5_000 == 4_999:
-            say(f"{number + 1} bodies, {len(found.wrong)} wrong, {time.monotonic() - began:.0f} s")
-    found.took_s = time.monotonic() - began
+        if progress and number % 5_000 == 4_999:
+            progress(
+                f"{number + 1} bodies, {len(found.wrong)} wrong, {time.monotonic() - began:.0f} s"
+            )
+    found.elapsed_s = time.monotonic() - began
 
 
 def resident_bytes() -> int:
@@ -460,17 +475,17 @@ def resident_bytes() -> int:
 # -- the corpus ----------------------------------------------------------------------------------
 
 
-def _word(name: str, value: str) -> str:
-    """A word as long as the id it stands for: lengths matter in protobuf."""
+def _placeholder(name: str, value: str) -> str:
+    """A placeholder as long as the id, because protobuf contains lengths."""
     return ("{" + name + "}").ljust(len(value), "~")
 
 
-def kept(case: Case, ids: Mapping[str, str]) -> str:
-    """A case as a line of the corpus, without the ids of this run."""
+def corpus_line(case: Case, ids: Mapping[str, str]) -> str:
+    """A case as a line of the corpus, with placeholders instead of ids."""
     path, body = case.path, case.body
     for name, value in sorted(ids.items(), key=lambda item: -len(item[1])):
-        path = path.replace(value, _word(name, value))
-        body = body.replace(value.encode(), _word(name, value).encode())
+        path = path.replace(value, _placeholder(name, value))
+        body = body.replace(value.encode(), _placeholder(name, value).encode())
     return json.dumps(
         {
             "method": case.method,
@@ -483,13 +498,13 @@ def kept(case: Case, ids: Mapping[str, str]) -> str:
 
 
 def corpus(ids: Mapping[str, str]) -> list[Case]:
-    """The kept cases with the ids of this run."""
+    """The cases of the corpus with the ids of this run."""
     cases = []
     for text in CORPUS.read_text().splitlines():
         raw = json.loads(text)
         path, body = raw["path"], base64.b64decode(raw["body"])
         for name, value in ids.items():
-            path = path.replace(_word(name, value), value)
-            body = body.replace(_word(name, value).encode(), value.encode())
+            path = path.replace(_placeholder(name, value), value)
+            body = body.replace(_placeholder(name, value).encode(), value.encode())
         cases.append(Case(path, body, raw["content_type"], raw["encoding"], raw["method"]))
     return cases

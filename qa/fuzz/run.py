@@ -1,13 +1,13 @@
 """
-Strange requests, many of them: no answer may be a 5xx, none may hang, no work fail as the server's.
+Fuzz tests: no response is a 5xx, none hangs, and no work fails with a server error.
 
     python -m qa.fuzz.run [--bodies 50000] [--graphs 1000] [--cases 100] [--passes 3000] [--seed N]
 
-`make fuzz` runs all of it. Bodies are mutations of what official clients really sent (tests/data/wire),
-sent to the application in this process; graphs are hostile custom losses for the engine's interpreter.
-Schemathesis makes JSON from the server's own OpenAPI page, and passes are run by a real engine. The seed
-of a run that found something finds it again. `python -m qa.fuzz.write_corpus` keeps interesting bodies for
-`make test`.
+`make fuzz` runs all of it. Bodies are mutations of recorded requests of official clients
+(tests/data/wire), sent to the application in this process; graphs are hostile custom losses for the
+engine's interpreter. Schemathesis generates JSON from the server's OpenAPI page, and a real engine
+runs mutated passes. The same seed repeats a run. `python -m qa.fuzz.write_corpus` writes the corpus
+that `make test` sends.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from qa.fuzz import request_bodies as bodies
-from qa.fuzz.mutations import bent, mutated
+from qa.fuzz.mutations import mutate_bytes, with_odd_values
 from serving import TINY, serving
 from tinkex.conformance.raw_client import Remote, Trainee, Unexpected
 from tinkex.testing import write_tiny_model
@@ -37,17 +37,17 @@ from tinkex.wire.proto import tinkex_wire_pb2 as pb
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RECORDED = ROOT / "tests" / "data" / "wire"
-#: An answer that takes longer hangs. Polls are held longer; the servers here hold them shortly.
-SLOWEST_S = 20
+#: A response that takes longer counts as a hang. The servers here have short long polls.
+MAX_RESPONSE_S = 20
 MEBIBYTE = 2**20
-#: The last quarter of a run may have so many times the memory of the first.
-MOST_GROWTH = 1.1
-#: Memory that the process of the graphs may ask for.
+#: Allowed memory in the last quarter of a run relative to the first.
+MAX_GROWTH = 1.1
+#: Memory limit of the process that runs the graphs.
 GRAPH_BYTES = 8 * 2**30
 
 
-def schemathesis(url: str, *, cases: int, seed: int = 1, within_s: float = 600) -> str:
-    """What schemathesis printed; raises AssertionError when it found something."""
+def schemathesis(url: str, *, cases: int, seed: int = 1, timeout_s: float = 600) -> str:
+    """The output of schemathesis; raises AssertionError for findings."""
     remote = Remote(url)
     model = remote.model()
     sampler = remote.sampler(base_model=remote.base_model)
@@ -69,9 +69,9 @@ def schemathesis(url: str, *, cases: int, seed: int = 1, within_s: float = 600) 
     options = [
         *("--checks", "not_a_server_error", "--phases", "fuzzing", "--mode", "all"),
         *("--max-examples", str(cases), "--seed", str(seed), "--no-shrink", "--no-color"),
-        *("--request-timeout", str(SLOWEST_S), "--continue-on-failure", "--warnings", "off"),
+        *("--request-timeout", str(MAX_RESPONSE_S), "--continue-on-failure", "--warnings", "off"),
         *("--generation-database", ":memory:", "--suppress-health-check", "all"),
-        # Deletes its own key, and would lock the rest out.
+        # This route deletes the caller's key, which the other requests need.
         *("--exclude-path", "/api/v1/auth/apikey/me", "-H", "X-API-Key: tml-fuzz"),
     ]
     done = subprocess.run(
@@ -84,7 +84,7 @@ def schemathesis(url: str, *, cases: int, seed: int = 1, within_s: float = 600) 
         },
         capture_output=True,
         text=True,
-        timeout=within_s,
+        timeout=timeout_s,
         check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-12_000:]
@@ -92,26 +92,26 @@ def schemathesis(url: str, *, cases: int, seed: int = 1, within_s: float = 600) 
 
 
 @dataclass
-class Found:
-    """What protobuf bodies came to."""
+class Findings:
+    """Results of protobuf bodies."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
-    #: Bodies that were answered with a 5xx, not at all, or whose work failed as the server's.
+    #: Bodies with a 5xx status, no response, or work that failed with a server error.
     wrong: list[str] = field(default_factory=list)
 
 
 def recorded_passes() -> list[bytes]:
-    """Bodies of passes as the newest official client sent them."""
+    """Bodies of passes that the newest official client sent."""
     recorded = json.loads((RECORDED / "0.36.0" / "forward_backward.json").read_text())
     return [base64.b64decode(request["body_base64"]) for request in recorded]
 
 
-def protobuf(url: str, *, bodies: int, seed: int = 1) -> Found:
-    """Send mutated passes to a real model and wait for what they come to."""
+def protobuf(url: str, *, bodies: int, seed: int = 1) -> Findings:
+    """Sends mutated passes to a real model and waits for their results."""
     remote = Remote(url)
     draw = random.Random(seed)
-    found = Found()
+    found = Findings()
     passes = recorded_passes()
     model: Trainee | None = None
     for _ in range(bodies):
@@ -120,7 +120,11 @@ def protobuf(url: str, *, bodies: int, seed: int = 1) -> Found:
         message = pb.ForwardBackwardRequest.FromString(draw.choice(passes))
         message.model_id, message.seq_id = model.model_id, model.next
         odd = draw.random() < 0.5
-        body = bent(message, draw) if odd else mutated(message.SerializeToString(), draw)
+        body = (
+            with_odd_values(message, draw)
+            if odd
+            else mutate_bytes(message.SerializeToString(), draw)
+        )
         try:
             answer = remote.post("forward_backward", body, Content_Type=PROTOBUF_TYPE)
         except Unexpected as error:
@@ -132,7 +136,7 @@ def protobuf(url: str, *, bodies: int, seed: int = 1) -> Found:
         if answer.status != 200:
             continue
         if not _is_next(body, model):
-            model = None  # another number, or another model: nothing to wait for
+            model = None  # another step number or model: nothing to wait for
             continue
         model.number()
         settled = remote.settled(remote.submitted(answer), f"{PROTOBUF_TYPE}, application/json")
@@ -151,8 +155,8 @@ def _is_next(body: bytes, model: Trainee) -> bool:
     return (message.model_id, message.seq_id) == (model.model_id, model.next)
 
 
-def against_a_server(cases: int, passes: int, seed: int) -> list[str]:
-    """Schemathesis, and passes that a real engine runs."""
+def fuzz_server(cases: int, passes: int, seed: int) -> list[str]:
+    """Runs schemathesis and mutated passes against a server with a real engine."""
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_model(Path(folder) / "model", arch="llama")
         os.environ["TINKEX_LONG_POLL_S"] = "2"
@@ -167,28 +171,28 @@ def against_a_server(cases: int, passes: int, seed: int) -> list[str]:
             return found.wrong
 
 
-def mutated_bodies(count: int, seed: int) -> list[str]:
-    """Bodies to the application in this process; those that are interesting go into the corpus."""
+def fuzz_application(count: int, seed: int) -> list[str]:
+    """Sends mutated bodies to the application in this process."""
     with tempfile.TemporaryDirectory() as folder:
         found = asyncio.run(_bodies(Path(folder), count, seed))
     first, last = found.quarters()
     print(
-        f"bodies: {count} in {found.took_s:.0f} s, slowest {found.slowest_s:.2f} s, "
+        f"bodies: {count} in {found.elapsed_s:.0f} s, slowest {found.slowest_s:.2f} s, "
         f"{dict(found.statuses)}, {len(found.interesting)} kinds of answers; resident memory "
         f"{first / MEBIBYTE:.0f} MiB in the first quarter, {last / MEBIBYTE:.0f} in the last"
     )
-    if last > first * MOST_GROWTH + 20 * MEBIBYTE:
+    if last > first * MAX_GROWTH + 20 * MEBIBYTE:
         found.wrong.append(f"memory grew from {first:.0f} to {last:.0f} bytes")
     return found.wrong
 
 
-async def _bodies(folder: Path, count: int, seed: int) -> bodies.Found:
-    async with bodies.line(folder) as line:
-        return await bodies.fuzzed(line, bodies=count, seed=seed, say=print)
+async def _bodies(folder: Path, count: int, seed: int) -> bodies.Findings:
+    async with bodies.app_client(folder) as client:
+        return await bodies.fuzz(client, bodies=count, seed=seed, progress=print)
 
 
-def hostile_graphs(count: int, seed: int) -> list[str]:
-    """In a process of their own, which has a limit on its memory and its time."""
+def fuzz_graphs(count: int, seed: int) -> list[str]:
+    """Runs hostile graphs in a process with limits on memory and time."""
     done = subprocess.run(
         [sys.executable, "-m", "qa.fuzz.custom_loss_graphs", str(count), str(seed)],
         cwd=ROOT,
@@ -203,25 +207,27 @@ def hostile_graphs(count: int, seed: int) -> list[str]:
     found = json.loads(done.stdout)
     wrong: list[str] = found.pop("wrong")
     print(f"graphs: {count}, {found}")
-    if found["last_quarter_bytes"] > found["first_quarter_bytes"] * MOST_GROWTH + 50 * MEBIBYTE:
+    if found["last_quarter_bytes"] > found["first_quarter_bytes"] * MAX_GROWTH + 50 * MEBIBYTE:
         wrong.append("memory grew")
     return wrong
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=100, help="of schemathesis, for each route")
-    parser.add_argument("--passes", type=int, default=3_000, help="to a real engine")
-    parser.add_argument("--bodies", type=int, default=50_000, help="to the application alone")
-    parser.add_argument("--graphs", type=int, default=1_000, help="to the interpreter of losses")
+    parser.add_argument("--cases", type=int, default=100, help="schemathesis cases per route")
+    parser.add_argument("--passes", type=int, default=3_000, help="passes for a real engine")
+    parser.add_argument("--bodies", type=int, default=50_000, help="bodies for the application")
+    parser.add_argument(
+        "--graphs", type=int, default=1_000, help="custom losses for the interpreter"
+    )
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    chosen = parser.parse_args()
-    print(f"seed {chosen.seed}")
-    wrong = mutated_bodies(chosen.bodies, chosen.seed) if chosen.bodies else []
-    wrong += hostile_graphs(chosen.graphs, chosen.seed) if chosen.graphs else []
-    if chosen.cases or chosen.passes:
-        wrong += against_a_server(chosen.cases, chosen.passes, chosen.seed)
-    print("\n".join(wrong) or "nothing was wrong")
+    options = parser.parse_args()
+    print(f"seed {options.seed}")
+    wrong = fuzz_application(options.bodies, options.seed) if options.bodies else []
+    wrong += fuzz_graphs(options.graphs, options.seed) if options.graphs else []
+    if options.cases or options.passes:
+        wrong += fuzz_server(options.cases, options.passes, options.seed)
+    print("\n".join(wrong) or "no findings")
     return 1 if wrong else 0
 
 

@@ -1,5 +1,5 @@
 """
-Real ids for schemathesis, most of the time: random ones would stop every request at a 404.
+Schemathesis hooks that insert real ids; with random ids every request would end with a 404.
 
 Loaded by schemathesis through SCHEMATHESIS_HOOKS; FUZZ_IDS holds the ids as JSON, by field name.
 """
@@ -15,7 +15,7 @@ IDS: dict[str, list[str]] = json.loads(os.environ.get("FUZZ_IDS", "{}"))
 
 
 def with_real_ids(values: Any) -> Any:
-    """Three of four times, a real id where there is a field for one; the values decide which."""
+    """Inserts a real id into known fields in three of four cases; a hash of the values decides."""
     if not isinstance(values, dict):
         return values
     draw = crc32(repr(sorted(values.items(), key=lambda item: str(item[0]))).encode())

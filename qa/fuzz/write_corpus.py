@@ -7,23 +7,23 @@ from pathlib import Path
 
 from qa.fuzz import request_bodies as bodies
 
-#: A corpus is read by people too.
-LARGEST = 4_000
+#: Bytes of a body; larger ones make the corpus hard to review.
+MAX_BODY_BYTES = 4_000
 
 
-async def written(count: int, seed: int) -> int:
-    """One body for each kind of answer, the first that was found."""
+async def write(count: int, seed: int) -> int:
+    """Writes the first body for each kind of answer; how many."""
     with tempfile.TemporaryDirectory() as folder:
-        async with bodies.line(Path(folder)) as line:
-            supply = bodies.Bodies(seed)
-            ids = await bodies.things(line)
-            found = bodies.Found()
+        async with bodies.app_client(Path(folder)) as client:
+            supply = bodies.BodyGenerator(seed)
+            ids = await bodies.create_resources(client)
+            found = bodies.Findings()
             for _ in range(count):
-                await bodies.checked(line, supply.next(ids), found)
+                await bodies.send_and_check(client, supply.next(ids), found)
     lines = sorted(
-        bodies.kept(case, ids)
+        bodies.corpus_line(case, ids)
         for case in found.interesting.values()
-        if len(case.body) <= LARGEST and case.content_type.isascii()
+        if len(case.body) <= MAX_BODY_BYTES and case.content_type.isascii()
     )
     bodies.CORPUS.parent.mkdir(exist_ok=True)
     bodies.CORPUS.write_text("\n".join(lines) + "\n")
@@ -31,5 +31,5 @@ async def written(count: int, seed: int) -> int:
 
 
 if __name__ == "__main__":
-    numbers = [int(word) for word in sys.argv[1:]]
-    print(asyncio.run(written(*(numbers + [6_000, 1][len(numbers) :]))))
+    numbers = [int(name) for name in sys.argv[1:]]
+    print(asyncio.run(write(*(numbers + [6_000, 1][len(numbers) :]))))

@@ -188,9 +188,9 @@ def test_a_rule_that_counts_elements_only_is_found(made: Callable[..., Any]) -> 
 def test_every_kept_graph_is_refused_and_takes_no_memory() -> None:
     """Each asks for gigabytes by way of an empty dimension."""
     kept = hostile.corpus()
-    hostile.attempted(kept[0])
+    hostile.outcome_of(kept[0])
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    outcomes = {wire["name"]: hostile.attempted(wire) for wire in kept}
+    outcomes = {wire["name"]: hostile.outcome_of(wire) for wire in kept}
     assert {name: what for name, what in outcomes.items() if what != "refused"} == {}
     assert len(outcomes) >= 40
     # The largest single value that is allowed has 64 MiB.
