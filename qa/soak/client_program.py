@@ -1,11 +1,10 @@
 """
-One visit of a client to a server: some of everything a user does, then it leaves, in order or not.
+One client program: trains, samples, lists, downloads and cancels, then ends cleanly or not.
 
     python client_program.py tinkex|tinker BASE SEED SECONDS
 
-Runs unmodified with our client and with the official SDK, each in its own environment, with
-TINKER_BASE_URL and TINKER_API_KEY set. Prints one line of JSON: what it did how often, and what
-went wrong that should not have.
+Runs with tinkex and with the official SDK, each in its own environment, with TINKER_BASE_URL and
+TINKER_API_KEY set. Prints one line of JSON: the number of operations by name, and unexpected errors.
 """
 
 import asyncio
@@ -30,14 +29,14 @@ tinker: Any = importlib.import_module(WHICH)
 types: Any = importlib.import_module(f"{WHICH}.types")
 
 VOCABULARY = 400
-#: Steps of training with each model before it is left.
+#: Training steps with each model.
 STEPS = 6
-#: Samples that are asked for at once.
+#: Number of concurrent samples.
 BURST = 24
-#: The least the API knows; so visitors delete checkpoints of theirs, all but the newest.
+#: The shortest TTL that the API allows; the program also deletes all but its newest checkpoints.
 TTL_S = 3600
 CHECKPOINTS = 6
-#: Who is so late says what it waits for.
+#: A program that is this late prints the stacks of its threads and tasks.
 OVERDUE_S = 120.0
 
 rng = random.Random(SEED)
@@ -52,8 +51,8 @@ def prompt() -> Any:
     return types.ModelInput.from_ints(tokens(rng.randrange(4, 60)))
 
 
-def params(most: int = 12) -> Any:
-    return types.SamplingParams(max_tokens=rng.randrange(1, most + 1), seed=rng.randrange(10**6))
+def params(limit: int = 12) -> Any:
+    return types.SamplingParams(max_tokens=rng.randrange(1, limit + 1), seed=rng.randrange(10**6))
 
 
 def batch() -> list[Any]:
@@ -72,8 +71,8 @@ def batch() -> list[Any]:
     return data
 
 
-class Visit:
-    """One session, and what is done in it."""
+class Program:
+    """One session and its operations."""
 
     def __init__(self) -> None:
         self.service = tinker.ServiceClient()
@@ -82,7 +81,7 @@ class Visit:
         self.saved: str | None = None
 
     def train(self) -> None:
-        """Two models side by side, a sampler of each step, checkpoints that are kept for a while."""
+        """Trains two models in parallel, samples after each step, and saves checkpoints."""
         rank = rng.choice((4, 8))
         models = [
             self.service.create_lora_training_client(base_model=BASE, rank=rank) for _ in range(2)
@@ -115,8 +114,8 @@ class Visit:
         self.sampler.compute_logprobs(prompt()).result()
         done["prompts scored"] += 1
 
-    def give_up(self) -> None:
-        """A long sample that its caller does not want any more."""
+    def cancel(self) -> None:
+        """Starts long samples and cancels them."""
         long = types.SamplingParams(max_tokens=1500, seed=1, stop=[])
 
         async def begin() -> None:
@@ -132,7 +131,7 @@ class Visit:
         asyncio.run(begin())
         done["cancelled"] += 3
 
-    def look_through(self) -> None:
+    def list_and_delete(self) -> None:
         self.rest.list_training_runs(limit=20).result()
         self.rest.list_sessions(limit=20).result()
         self.service.get_server_capabilities()
@@ -142,8 +141,8 @@ class Visit:
             done["deleted"] += 1
         done["listings"] += 4
 
-    def refused(self) -> None:
-        """Things that cannot be done, and must be told so at once."""
+    def rejected(self) -> None:
+        """Sends invalid requests, which must fail at once."""
         model = self.service.create_lora_training_client(base_model=BASE, rank=4)
         for attempt in (
             lambda: self.service.create_lora_training_client(base_model="no/such", rank=4),
@@ -154,19 +153,19 @@ class Visit:
         ):
             try:
                 attempt()
-            except Exception as error:  # each client has its own kinds
+            except Exception as error:  # the clients have different exception classes
                 if "connect" in str(error).lower():
                     raise
-                done["refused"] += 1
+                done["rejected"] += 1
             else:
-                raise AssertionError("something impossible was done")
+                raise AssertionError("an invalid request succeeded")
 
     def stream(self) -> None:
-        """Read to the end, and left half-way."""
-        for most in (None, 3):
+        """Reads one stream to its end and leaves another early."""
+        for limit in (None, 3):
             with self.sampler.sample_stream(prompt(), 2, params(40)) as stream:
                 for number, _ in enumerate(stream):
-                    if number == most:
+                    if number == limit:
                         break
         done["streams"] += 2
 
@@ -184,7 +183,7 @@ class Visit:
                 done["downloads"] += 1
 
     def leave(self) -> str:
-        """In order, without a word, or in the middle of things."""
+        """Ends the session, leaves it open, or leaves with work in progress."""
         how = rng.choice(("closed", "left", "vanished"))
         if how == "closed" and WHICH == "tinkex":
             self.service.close("success").result()
@@ -197,18 +196,18 @@ class Visit:
         return how
 
 
-def tell_where(overdue_s: float) -> None:
-    """Where everything stands in a visit that should have ended so long ago, on standard error."""
+def print_stacks_when_overdue(overdue_s: float) -> None:
+    """Prints the stacks of all threads and tasks to standard error when the program is overdue."""
     time.sleep(SECONDS + overdue_s)
     loops = [one for one in gc.get_objects() if isinstance(one, asyncio.AbstractEventLoop)]
-    lines = [f"{name}: {_where(frame)}" for name, frame in sys._current_frames().items()]
+    lines = [f"{name}: {_stack(frame)}" for name, frame in sys._current_frames().items()]
     tasks = [task for loop in loops for task in asyncio.all_tasks(loop)]
-    lines += [f"{task.get_name()}: {_waits(task.get_coro())}" for task in tasks]
+    lines += [f"{task.get_name()}: {_awaited(task.get_coro())}" for task in tasks]
     sys.stderr.write("\n".join([json.dumps(done), *lines]) + "\n")
     sys.stderr.flush()
 
 
-def _where(frame: Any) -> str:
+def _stack(frame: Any) -> str:
     places = []
     while frame is not None:
         places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
@@ -216,8 +215,8 @@ def _where(frame: Any) -> str:
     return " < ".join(places[:12])
 
 
-def _waits(coroutine: Any) -> str:
-    """What a coroutine awaits, from outside to inside."""
+def _awaited(coroutine: Any) -> str:
+    """The chain of awaits of a coroutine, outermost first."""
     places = []
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         places.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
@@ -226,26 +225,32 @@ def _waits(coroutine: Any) -> str:
 
 
 def main() -> None:
-    threading.Thread(target=tell_where, args=(OVERDUE_S,), daemon=True).start()
-    until_s = time.monotonic() + SECONDS
+    threading.Thread(target=print_stacks_when_overdue, args=(OVERDUE_S,), daemon=True).start()
+    end_s = time.monotonic() + SECONDS
     errors: list[str] = []
     try:
-        visit = Visit()
-        actions = [visit.train, visit.burst, visit.give_up, visit.look_through, visit.refused]
-        actions += [visit.logprobs, visit.burst]
+        program = Program()
+        actions = [
+            program.train,
+            program.burst,
+            program.cancel,
+            program.list_and_delete,
+            program.rejected,
+        ]
+        actions += [program.logprobs, program.burst]
         if WHICH == "tinkex":
-            actions += [visit.stream, visit.download]
-        while time.monotonic() < until_s:
+            actions += [program.stream, program.download]
+        while time.monotonic() < end_s:
             rng.shuffle(actions)
             for act in actions:
-                if time.monotonic() < until_s:
+                if time.monotonic() < end_s:
                     act()
-        done[visit.leave()] += 1
-    except BaseException:  # noqa: BLE001  whatever it is, it is what the soak looks for
+        done[program.leave()] += 1
+    except BaseException:  # noqa: BLE001  any error is a finding
         errors.append(" ".join(traceback.format_exc().split())[-500:])
     sys.stdout.write(json.dumps({"done": done, "errors": errors}) + "\n")
     sys.stdout.flush()
-    # Nothing is tidied up: who leaves in order has said so.
+    # No cleanup at exit: a clean end was requested above.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Memory, descriptors and files of processes over time, and whether they stayed flat. Linux."""
+"""Measures memory, descriptors and files of processes over time, and checks for growth. Linux only."""
 
 import os
 import statistics
@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-#: The last quarter may be so much above the second.
-ALLOWED = 0.03
-#: Counts this small go up and down by themselves.
-FEW_DESCRIPTORS = 4
+#: Allowed growth from the second quarter to the last.
+MAX_GROWTH = 0.03
+#: Allowed fluctuation of descriptor counts.
+DESCRIPTOR_NOISE = 4
 
 MEBIBYTE = 2**20
 BARS = " ▁▂▃▄▅▆▇█"
@@ -17,23 +17,23 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """One look."""
+    """One measurement."""
 
     at_s: float
     web_bytes: int
     web_descriptors: int
-    #: Connections to the web process whose other end is there.
+    #: Established connections to the web process.
     connections: int
     engine_bytes: int
     engine_descriptors: int
     data_bytes: int
-    #: Accepted and not finished.
+    #: Accepted and unfinished requests.
     open_requests: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """One figure: its second quarter against its last."""
+    """The second and the last quarter of one quantity."""
 
     what: str
     second: float
@@ -47,7 +47,7 @@ class Verdict:
 
     @property
     def is_flat(self) -> bool:
-        return self.last <= self.second * (1 + ALLOWED) + self.allowed_more
+        return self.last <= self.second * (1 + MAX_GROWTH) + self.allowed_more
 
 
 def resident_bytes(pid: int) -> int:
@@ -59,14 +59,14 @@ def descriptors(pid: int) -> int:
 
 
 def connections(port: int) -> int:
-    """To a port of this machine, with both ends open; one that only we hold is not counted."""
+    """The number of established connections to a local port."""
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     here, established = f":{port:04X}", "01"
     return sum(line[1].endswith(here) and line[3] == established for line in lines)
 
 
 def folder_bytes(folder: Path) -> int:
-    """What the files of a folder come to; those that go while we look count nothing."""
+    """The total size of the files in a folder; files deleted meanwhile count zero."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -78,7 +78,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def quarter(readings: Sequence[Reading], number: int) -> Sequence[Reading]:
-    """The readings of one quarter of the time, 1 to 4."""
+    """The readings in one quarter of the time, 1 to 4."""
     first_s, last_s = readings[0].at_s, readings[-1].at_s
     length_s = (last_s - first_s) / 4
     begin_s = first_s + (number - 1) * length_s
@@ -86,7 +86,7 @@ def quarter(readings: Sequence[Reading], number: int) -> Sequence[Reading]:
 
 
 def verdicts(readings: Sequence[Reading]) -> list[Verdict]:
-    """What is measured, and which of it must be flat."""
+    """All measured quantities, and which of them must be flat."""
     second, last = quarter(readings, 2), quarter(readings, 4)
 
     def of(
@@ -104,11 +104,11 @@ def verdicts(readings: Sequence[Reading]) -> list[Verdict]:
             allowed_more=allowed_more,
         )
 
-    more = FEW_DESCRIPTORS
+    more = DESCRIPTOR_NOISE
     return [
         of("web memory, MiB", lambda r: r.web_bytes / MEBIBYTE, bounded=True),
         of("engine memory, MiB", lambda r: r.engine_bytes / MEBIBYTE, bounded=True),
-        # Clients come and go; what must not grow is what is held without one.
+        # The number of clients varies; descriptors without a client must not grow.
         of(
             "web descriptors without a client",
             lambda r: r.web_descriptors - r.connections,
@@ -123,7 +123,7 @@ def verdicts(readings: Sequence[Reading]) -> list[Verdict]:
 
 
 def chart(values: Sequence[float], width: int = 60) -> str:
-    """A line of bars: the mean of each stretch of time, from the smallest to the largest."""
+    """A line of bars with the mean of each interval, scaled from the smallest to the largest."""
     step = max(1.0, len(values) / width)
     means = []
     at = 0.0

@@ -1,9 +1,9 @@
 """
-What waiting costs: memory of a real server while thousands of samples of hundreds of sessions wait.
+Memory of a server while thousands of samples of hundreds of sessions wait.
 
     python -m qa.soak.queued_samples [--samples 5000] [--sessions 200] [--tokens 100]
 
-Prints memory of the web process and of the engine before, while all wait, and when all are done.
+Prints the memory of the web process and of the engine before, while samples wait, and at the end.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from qa.soak.measurements import MEBIBYTE, resident_bytes
 from serving import TINY, serving
 from tinkex.testing import write_tiny_model
 
-# Long enough that all are accepted before many are done.
-DRAWN = 64
+# Long enough that all samples are accepted before many have finished.
+MAX_TOKENS = 64
 
 
-async def fill(url: str, *, samples: int, sessions: int, tokens: int) -> list[str]:
-    """The ids of so many samples that were accepted."""
+async def submit_samples(url: str, *, samples: int, sessions: int, tokens: int) -> list[str]:
+    """Submits samples; their request ids."""
     gate = asyncio.Semaphore(100)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, connector=connector) as http:
@@ -46,18 +46,18 @@ async def fill(url: str, *, samples: int, sessions: int, tokens: int) -> list[st
             )
             return sampling["sampling_session_id"]
 
-        async def ask(number: int) -> str:
+        async def submit(number: int) -> str:
             answer = await post(
                 "asample",
                 sampling_session_id=samplers[number % sessions],
                 seq_id=number,
                 prompt={"chunks": [{"tokens": [20 + number % 300] * tokens}]},
-                sampling_params={"max_tokens": DRAWN, "stop": []},
+                sampling_params={"max_tokens": MAX_TOKENS, "stop": []},
             )
             return answer["request_id"]
 
         samplers = await asyncio.gather(*(sampler() for _ in range(sessions)))
-        return await asyncio.gather(*map(ask, range(samples)))
+        return await asyncio.gather(*map(submit, range(samples)))
 
 
 async def open_requests(url: str) -> int:
@@ -65,7 +65,7 @@ async def open_requests(url: str) -> int:
         for line in (await got.text()).splitlines():
             if line.startswith("tinkex_requests_open "):
                 return int(float(line.split()[-1]))
-    raise LookupError("the metrics page does not say how many requests are open")
+    raise LookupError("the metrics page lacks tinkex_requests_open")
 
 
 def main() -> None:
@@ -75,12 +75,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=100)
     options = parser.parse_args()
 
-    def say(what: str, waiting: int, before: tuple[int, int] | None = None) -> tuple[int, int]:
+    def report(what: str, waiting: int, before: tuple[int, int] | None = None) -> tuple[int, int]:
         now = (resident_bytes(web), resident_bytes(engine))
-        text = f"{what}: {waiting} wait; web {now[0] / MEBIBYTE:.0f} MiB, engine {now[1] / MEBIBYTE:.0f} MiB"
+        text = f"{what}: {waiting} waiting; web {now[0] / MEBIBYTE:.0f} MiB, engine {now[1] / MEBIBYTE:.0f} MiB"
         if before is not None and waiting:
             each = [(new - old) / waiting / 1024 for new, old in zip(now, before, strict=True)]
-            text += f"; for each {each[0]:.1f} and {each[1]:.1f} KiB"
+            text += f"; per sample {each[0]:.1f} and {each[1]:.1f} KiB"
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
         return now
@@ -90,13 +90,13 @@ def main() -> None:
         with serving(f"{TINY}={model}", data=Path(folder) / "data") as server:
             (web,) = children(server.process.pid)
             (engine,) = children(web)
-            asyncio.run(fill(server.url, samples=20, sessions=1, tokens=options.tokens))
+            asyncio.run(submit_samples(server.url, samples=20, sessions=1, tokens=options.tokens))
             while asyncio.run(open_requests(server.url)):
                 time.sleep(0.5)
-            before = say("before", 0)
+            before = report("before", 0)
             began_s = time.monotonic()
             asyncio.run(
-                fill(
+                submit_samples(
                     server.url,
                     samples=options.samples,
                     sessions=options.sessions,
@@ -104,10 +104,10 @@ def main() -> None:
                 )
             )
             waiting = asyncio.run(open_requests(server.url))
-            say(f"accepted in {time.monotonic() - began_s:.0f} s", waiting, before)
+            report(f"accepted in {time.monotonic() - began_s:.0f} s", waiting, before)
             while asyncio.run(open_requests(server.url)):
                 time.sleep(1)
-            say(f"all done after {time.monotonic() - began_s:.0f} s", 0)
+            report(f"all done after {time.monotonic() - began_s:.0f} s", 0)
 
 
 if __name__ == "__main__":

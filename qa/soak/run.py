@@ -1,18 +1,17 @@
 """
-Hours of mixed use in minutes: tenants come, train, sample, vanish; memory and descriptors stay flat.
+Soak test: many short client programs of several tenants; memory and file descriptors must stay flat.
 
     python -m qa.soak.run [--minutes 20] [--seed 1] [--report FILE]
 
-A real server with keys and the tiny model; our client and the official SDK as its users, each in a
-process that ends after half a minute; and clients that are rude. What a server keeps is kept for
-seconds, so that everything it deletes is deleted many times over. Exit status 0: flat, no error.
+A server with API keys and the tiny model; clients of tinkex and of the official SDK, each in a process
+that ends after half a minute; and a misbehaving client. Retention times are seconds, so the server
+deletes everything many times. The exit status is 0 if memory is flat and no error occurred.
 """
 
 import argparse
 import itertools
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -23,13 +22,13 @@ import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 
 import sdk_envs
+from benchmarks import reports
 from processes import children
 from qa.soak.measurements import (
-    ALLOWED,
+    MAX_GROWTH,
     MEBIBYTE,
     Reading,
     chart,
@@ -39,19 +38,18 @@ from qa.soak.measurements import (
     resident_bytes,
     verdicts,
 )
-from qa.soak.misbehaving_client import Rude
+from qa.soak.misbehaving_client import MisbehavingClient
 from serving import TINY, Server, serving
 from tinkex.testing import write_tiny_model
 
-ROOT = Path(__file__).resolve().parents[2]
-VISITOR = Path(__file__).with_name("client_program.py")
+PROGRAM = Path(__file__).with_name("client_program.py")
 SDK = "0.36.0"
-VISIT_S = 30.0
-LOOK_S = 3.0
-#: A visitor that takes so much longer than it was told hangs.
-PATIENCE_S = 180.0
+PROGRAM_S = 30.0
+INTERVAL_S = 3.0
+#: A program that takes this much longer than planned counts as hanging.
+GRACE_S = 180.0
 
-#: Everything is kept for seconds, and every cache is small enough to be full in the first quarter.
+#: Short retention times, and caches that are full within the first quarter of the run.
 SETTINGS = """\
 result_kept_s = 20
 unfetched_kept_s = 30
@@ -70,7 +68,7 @@ kv_tokens = 16384
 adapter_gb = 0.05
 """
 
-#: Whose key, which client, and the limits of the key.
+#: Owner, client, and limits of the key.
 TENANTS = (
     ("alice", "tinkex", ()),
     ("bob", "tinkex", ("--max-samples", "16", "--max-training", "1")),
@@ -81,7 +79,7 @@ TENANTS = (
 
 @dataclass
 class Tenant:
-    """One place for visitors, taken by one after the other."""
+    """Runs one client program after the other with the key of one owner."""
 
     owner: str
     client: str
@@ -90,15 +88,15 @@ class Tenant:
     done: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
 
-    def receive(self, url: str, seeds: "itertools.count[int]", until_s: float) -> None:
-        while (left_s := until_s - time.monotonic()) > VISIT_S / 2:
-            self.visit(url, next(seeds), min(VISIT_S, left_s))
+    def run_programs(self, url: str, seeds: "itertools.count[int]", end_s: float) -> None:
+        while (remaining_s := end_s - time.monotonic()) > PROGRAM_S / 2:
+            self.run_program(url, next(seeds), min(PROGRAM_S, remaining_s))
 
-    def visit(self, url: str, seed: int, seconds: float) -> None:
-        command = [self.python, VISITOR, self.client, TINY, str(seed), str(seconds)]
+    def run_program(self, url: str, seed: int, seconds: float) -> None:
+        command = [self.python, PROGRAM, self.client, TINY, str(seed), str(seconds)]
         env = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": self.key}
         if self.client == "tinker":
-            # Our packages are not for the other environment.
+            # The official SDK must not import packages of this environment.
             env.pop("PYTHONPATH", None)
         try:
             ran = subprocess.run(
@@ -106,22 +104,22 @@ class Tenant:
                 env=env,
                 capture_output=True,
                 text=True,
-                timeout=seconds + PATIENCE_S,
+                timeout=seconds + GRACE_S,
                 check=False,
             )
-            told = json.loads(ran.stdout.splitlines()[-1])
+            result = json.loads(ran.stdout.splitlines()[-1])
         except subprocess.TimeoutExpired as late:
-            told = (late.stderr or b"").decode(errors="replace")
-            self.errors.append(f"{self.owner}, seed {seed}: did not end\n{told[-4000:]}")
+            stderr = (late.stderr or b"").decode(errors="replace")
+            self.errors.append(f"{self.owner}, seed {seed}: did not end\n{stderr[-4000:]}")
         except (IndexError, ValueError):
-            self.errors.append(f"{self.owner}, seed {seed}: said nothing\n{ran.stderr[-2000:]}")
+            self.errors.append(f"{self.owner}, seed {seed}: printed nothing\n{ran.stderr[-2000:]}")
         else:
-            self.done.update({"visits": 1, **told["done"]})
-            self.errors += [f"{self.owner}, seed {seed}: {error}" for error in told["errors"]]
+            self.done.update({"programs": 1, **result["done"]})
+            self.errors += [f"{self.owner}, seed {seed}: {error}" for error in result["errors"]]
 
 
-class Watcher:
-    """Looks at a server every few seconds, in a thread of its own."""
+class Monitor:
+    """Measures a server every few seconds in its own thread."""
 
     def __init__(self, server: Server, key: str) -> None:
         self._server = server
@@ -132,24 +130,24 @@ class Watcher:
         self.readings: list[Reading] = []
         self.errors: list[str] = []
         self._began_s = time.monotonic()
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        self._over.set()
+        self._stopped.set()
         self._thread.join(30)
 
     def _run(self) -> None:
         try:
-            while not self._over.wait(LOOK_S):
-                self.readings.append(self._look())
+            while not self._stopped.wait(INTERVAL_S):
+                self.readings.append(self._measure())
         except (OSError, LookupError) as error:
-            self.errors.append(f"the server could not be looked at any more: {error!r}")
+            self.errors.append(f"the server could not be measured any more: {error!r}")
 
-    def _look(self) -> Reading:
+    def _measure(self) -> Reading:
         return Reading(
             at_s=time.monotonic() - self._began_s,
             web_bytes=resident_bytes(self.web),
@@ -158,25 +156,25 @@ class Watcher:
             engine_bytes=resident_bytes(self.engine),
             engine_descriptors=descriptors(self.engine),
             data_bytes=folder_bytes(self._server.data),
-            open_requests=int(self.figures()["tinkex_requests_open"]),
+            open_requests=int(self.metrics()["tinkex_requests_open"]),
         )
 
-    def figures(self) -> dict[str, float]:
-        """What the metrics page says."""
-        asked = urllib.request.Request(
+    def metrics(self) -> dict[str, float]:
+        """The values of the metrics page."""
+        request = urllib.request.Request(
             f"{self._server.url}/metrics", headers={"X-API-Key": self._key}
         )
-        with urllib.request.urlopen(asked, timeout=60) as page:
+        with urllib.request.urlopen(request, timeout=60) as page:
             lines = page.read().decode().splitlines()
         return {
             name: float(value)
             for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")
         }
 
-    def settled(self, within_s: float) -> int:
-        """How many requests are unfinished once everybody has left: 0, after a while."""
-        until_s = time.monotonic() + within_s
-        while (left := int(self.figures()["tinkex_requests_open"])) and time.monotonic() < until_s:
+    def wait_until_idle(self, timeout_s: float) -> int:
+        """Waits until no request is open; the number of requests still open at the timeout."""
+        end_s = time.monotonic() + timeout_s
+        while (left := int(self.metrics()["tinkex_requests_open"])) and time.monotonic() < end_s:
             time.sleep(1)
         return left
 
@@ -192,26 +190,25 @@ def make_key(data: Path, owner: str, limits: Sequence[str] = ()) -> str:
     return made.stdout.split()[0]
 
 
-def complaints(log: Sequence[str]) -> list[str]:
-    """What the server wrote about itself that nobody's request explains."""
-    wrong = re.compile(r"Traceback|\bbug\b|died|failed unexpectedly|background task")
+def suspicious_lines(log: Sequence[str]) -> list[str]:
+    """Log lines of the server that indicate a bug or a crash."""
+    wrong = re.compile(r"Traceback|\bbug\b|died|crashed|exited|failed unexpectedly|background task")
     return [line.rstrip() for line in log if wrong.search(line)]
 
 
 def report(
-    watcher: Watcher, tenants: Sequence[Tenant], rude: Rude, errors: Sequence[str], command: str
+    monitor: Monitor,
+    tenants: Sequence[Tenant],
+    misbehaving: MisbehavingClient,
+    errors: Sequence[str],
+    command: str,
 ) -> str:
-    """What was seen, as a page."""
-    readings = watcher.readings
+    """The report as Markdown."""
+    readings = monitor.readings
     minutes = readings[-1].at_s / 60
-    where = f"{os.cpu_count()} CPU cores shared with other work (load {os.getloadavg()[2]:.1f})"
-    system = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
     lines = [
-        f"# {minutes:.0f} minutes of everything",
-        "",
-        f"{datetime.now(UTC):%Y-%m-%d}, commit {_commit()}, {where}, {system}; `{command}`",
-        "",
-        f"{len(readings)} looks. Last quarter against second (allowed: +{ALLOWED:.0%}):",
+        reports.head(f"Soak test of {minutes:.0f} minutes", command),
+        f"{len(readings)} measurements. Last quarter relative to the second (allowed: +{MAX_GROWTH:.0%}):",
         "",
         "| | second quarter | last quarter | growth | |",
         "|---|---:|---:|---:|---|",
@@ -221,30 +218,30 @@ def report(
         lines.append(
             f"| {one.what} | {one.second:.1f} | {one.last:.1f} | {one.growth:+.1%} | {word} |"
         )
-    pictures = (
+    charts = (
         ("web MiB", [r.web_bytes / MEBIBYTE for r in readings]),
         ("engine MiB", [r.engine_bytes / MEBIBYTE for r in readings]),
         ("web fds", [float(r.web_descriptors) for r in readings]),
-        ("held alone", [float(r.web_descriptors - r.connections) for r in readings]),
+        ("other fds", [float(r.web_descriptors - r.connections) for r in readings]),
         ("engine fds", [float(r.engine_descriptors) for r in readings]),
         ("data MiB", [r.data_bytes / MEBIBYTE for r in readings]),
         ("open", [float(r.open_requests) for r in readings]),
     )
     lines += [
         "",
-        "From the first look to the last; each line from its smallest to its largest:",
+        "Charts over time; each line shows its smallest and largest value:",
         "",
     ]
     lines += ["```"]
-    for name, values in pictures:
+    for name, values in charts:
         lines.append(f"{name:>10} {min(values):7.1f} {chart(values)} {max(values):.1f}")
-    lines += ["```", "", "What was done:", "", "| who | client | what |", "|---|---|---|"]
+    lines += ["```", "", "Operations:", "", "| owner | client | operations |", "|---|---|---|"]
     for tenant in tenants:
         client = "official SDK 0.36.0" if tenant.client == "tinker" else "tinkex"
         lines.append(f"| {tenant.owner} | {client} | {_counts(tenant.done)} |")
-    lines.append(f"| eve | plain sockets | {_counts(rude.done)} |")
-    lines += ["", f"Errors that were not expected: {len(errors)}.", ""]
-    # The same one again and again is told once.
+    lines.append(f"| eve | plain sockets | {_counts(misbehaving.done)} |")
+    lines += ["", f"Unexpected errors: {len(errors)}.", ""]
+    # Repeated errors appear once.
     distinct = {error.split(":", 2)[-1][-100:]: error for error in errors}
     lines += [f"```\n{error}\n```" for error in list(distinct.values())[:20]]
     return "\n".join(lines).rstrip() + "\n"
@@ -254,14 +251,8 @@ def _counts(done: "Counter[str] | dict[str, int]") -> str:
     return ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in sorted(done.items()))
 
 
-def _commit() -> str:
-    asked = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    ran = subprocess.run(asked, capture_output=True, text=True, check=False)
-    return ran.stdout.strip() or os.environ.get("SOAK_COMMIT", "unknown")
-
-
 def run(minutes: float, seed: int, folder: Path) -> tuple[str, bool]:
-    """The report, and whether all is well."""
+    """The report, and whether the run passed."""
     data = folder / "data"
     data.mkdir()
     (data / "tinkex.toml").write_text(SETTINGS)
@@ -273,33 +264,33 @@ def run(minutes: float, seed: int, folder: Path) -> tuple[str, bool]:
     key = make_key(data, "eve")
     model = write_tiny_model(folder / "tiny")
     with serving(f"{TINY}={model}", data=data) as server:
-        watcher = Watcher(server, key)
-        rude = Rude(server.url, key, TINY, seed)
-        watcher.start()
-        rude.start()
-        until_s = time.monotonic() + 60 * minutes
+        monitor = Monitor(server, key)
+        misbehaving = MisbehavingClient(server.url, key, TINY, seed)
+        monitor.start()
+        misbehaving.start()
+        end_s = time.monotonic() + 60 * minutes
         seeds = itertools.count(seed * 10_000)
         threads = [
-            threading.Thread(target=tenant.receive, args=(server.url, seeds, until_s))
+            threading.Thread(target=tenant.run_programs, args=(server.url, seeds, end_s))
             for tenant in tenants
         ]
         for thread in threads:
             thread.start()
-        # Last visits take their time; what they leave behind is looked at, the quiet is not counted.
-        time.sleep(max(0.0, until_s - time.monotonic()))
-        watcher.stop()
+        # The last programs end after the measurements, which cover only the time under load.
+        time.sleep(max(0.0, end_s - time.monotonic()))
+        monitor.stop()
         for thread in threads:
             thread.join()
-        rude.stop()
-        left = watcher.settled(within_s=90)
+        misbehaving.stop()
+        left = monitor.wait_until_idle(timeout_s=90)
         errors = [error for tenant in tenants for error in tenant.errors]
-        errors += rude.errors + watcher.errors
+        errors += misbehaving.errors + monitor.errors
         if left:
-            errors.append(f"{left} requests are unfinished long after everybody left")
-    errors += complaints(server.log)
-    well = not errors and all(one.is_flat for one in verdicts(watcher.readings) if one.bounded)
+            errors.append(f"{left} requests are still open after all clients have ended")
+    errors += suspicious_lines(server.log)
+    passed = not errors and all(one.is_flat for one in verdicts(monitor.readings) if one.bounded)
     command = f"python -m qa.soak.run --minutes {minutes:g} --seed {seed}"
-    return report(watcher, tenants, rude, errors, command), well
+    return report(monitor, tenants, misbehaving, errors, command), passed
 
 
 def main() -> None:
@@ -309,11 +300,11 @@ def main() -> None:
     parser.add_argument("--report", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        page, well = run(options.minutes, options.seed, Path(folder))
+        page, passed = run(options.minutes, options.seed, Path(folder))
     sys.stdout.write(page)
     if options.report is not None:
         options.report.write_text(page)
-    sys.exit(0 if well else 1)
+    sys.exit(0 if passed else 1)
 
 
 if __name__ == "__main__":
