@@ -1,220 +1,35 @@
 """
-The official client's known defects, each as a program that either client runs, and a judge.
+The known defects of the official client, each as a program that either client runs, and a judge.
 
 A program talks to the fake service through a real socket and prints one JSON value. `{package}` in
-its text is `tinker` or `tinkex`. The judge gets that value and what the service saw, and returns
-None when all is well, else what went wrong.
+its text is `tinker` or `tinkex`. The judge gets that value and the recorded requests; it returns None
+if the defect is absent, otherwise what happened.
 """
 
-from __future__ import annotations
-
-import asyncio
-import json
-import textwrap
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
-from tinkex.testing import Answer, FakeService
-
-KEY = "tml-defect-test-key-0123456789"
-
-Judge = Callable[[Any, FakeService], str | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    #: The number in the list of defects, with a letter where one has several faces.
-    number: str
-    title: str
-    program: str
-    judge: Judge
-    service: Callable[[], FakeService] = FakeService
-    #: A program that is not done by then hangs.
-    limit_s: float = 60.0
-    env: Mapping[str, str] = field(default_factory=dict)
-    needs_torch: bool = False
-
-
-PRELUDE = """
-import asyncio, json, os, sys, threading, time
-import {package} as tinker
-from {package} import types
-
-def say(value):
-    sys.stdout.write(json.dumps(value, default=str) + "\\n")
-    sys.stdout.flush()
-    os._exit(0)  # not through exit handlers: what they do is not what is asked here
-
-def datum(tokens=(1, 2, 3)):
-    targets = [token + 1 for token in tokens]
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(list(tokens)),
-        loss_fn_inputs={"target_tokens": targets, "weights": [1.0] * len(targets)},
-    )
-
-def trainer(**settings):
-    service = tinker.ServiceClient(**settings)
-    return service, service.create_lora_training_client("fake/model", rank=4)
-
-def outcome(work):
-    started = time.monotonic()
-    try:
-        work()
-        kind, text = "ok", ""
-    except BaseException as error:
-        kind, text = type(error).__mro__[0].__name__, str(error)[:300]
-        bases = [base.__name__ for base in type(error).__mro__]
-        return {"kind": kind, "text": text, "bases": bases, "s": time.monotonic() - started}
-    return {"kind": kind, "text": text, "bases": [], "s": time.monotonic() - started}
-
-ADAM = types.AdamParams(learning_rate=1e-3)
-PARAMS = types.SamplingParams(max_tokens=2)
-PROMPT = types.ModelInput.from_ints([1, 2, 3])
-"""
-
-
-def program(case: Case, package: str) -> str:
-    text = textwrap.dedent(PRELUDE) + textwrap.dedent(case.program)
-    return text.replace("{package}", package)
-
-
-# -- services with a flaw ----------------------------------------------------------------------------
-
-
-class Slow(FakeService):
-    """Some endpoints take their time."""
-
-    def __init__(self, delays: Mapping[str, float], **settings: Any) -> None:
-        super().__init__(**settings)
-        self._delays = delays
-
-    async def answer(self, method: str, endpoint: str, headers: Any, body: bytes) -> Any:
-        await asyncio.sleep(self._delays.get(endpoint, 0.0))
-        return await super().answer(method, endpoint, headers, body)
-
-
-class Failing(FakeService):
-    """Some endpoints always answer the same."""
-
-    def __init__(self, answers: Mapping[str, Answer], **settings: Any) -> None:
-        super().__init__(**settings)
-        self._answers = answers
-
-    async def answer(self, method: str, endpoint: str, headers: Any, body: bytes) -> Any:
-        if endpoint in self._answers:
-            self.script(endpoint, self._answers[endpoint])
-        return await super().answer(method, endpoint, headers, body)
-
-
-class SecondFails(FakeService):
-    """The first pass that arrives is refused; chunks in parallel send the second one first."""
-
-    def __init__(self) -> None:
-        super().__init__(config={"fwdbwd_max_chunk_len": 2})
-        self.script("forward_backward", Answer(status=422, body={"detail": "refused"}))
-
-
-def _seen(fake: FakeService, endpoint: str) -> list[Any]:
-    return [seen for seen in fake.requests if seen.endpoint == endpoint]
-
-
-def _bodies(fake: FakeService, *endpoints: str) -> list[dict[str, Any]]:
-    return [seen.json() for seen in fake.requests if seen.endpoint in endpoints]
-
-
-# -- judges ------------------------------------------------------------------------------------------
-
-
-def finished(value: Any, fake: FakeService) -> str | None:
-    return None if value == "finished" else f"it said {value!r}"
-
-
-def in_order(value: Any, fake: FakeService) -> str | None:
-    saves = {body["path"]: body["seq_id"] for body in _bodies(fake, "save_weights_for_sampler")}
-    steps = {
-        body["adam_params"]["learning_rate"]: body["seq_id"] for body in _bodies(fake, "optim_step")
-    }
-    wrong = sum(saves[f"n{i}"] > steps[i / 1000 + 0.001] for i in range(len(saves)))
-    return (
-        f"{wrong} of {len(saves)} saves came after the step that followed them" if wrong else None
-    )
-
-
-def no_key_told(value: Any, fake: FakeService) -> str | None:
-    if any(KEY.encode() in seen.body for seen in _seen(fake, "telemetry")):
-        return "the API key is in a telemetry event"
-    return None
-
-
-def soon(limit_s: float) -> Judge:
-    def judge(value: Any, fake: FakeService) -> str | None:
-        if value["kind"] == "ok":
-            return "no error at all"
-        return f"the error came after {value['s']:.1f} s" if value["s"] > limit_s else None
-
-    return judge
-
-
-def calm_polls(value: Any, fake: FakeService) -> str | None:
-    count = len(_seen(fake, "retrieve_future"))
-    return f"{count} polls in two seconds" if count > 60 else None
-
-
-def is_a(*bases: str) -> Judge:
-    def judge(value: Any, fake: FakeService) -> str | None:
-        if not set(bases) & set(value["bases"]):
-            return f"it is {_article(value['kind'])}"
-        return None
-
-    return judge
-
-
-def true(words: str) -> Judge:
-    def judge(value: Any, fake: FakeService) -> str | None:
-        if value is True:
-            return None
-        return words if value is False else f"{words}: {value}"
-
-    return judge
-
-
-def _article(noun: str) -> str:
-    return f"{'an' if noun[0] in 'AEIOU' else 'a'} {noun}"
-
-
-def no_gap(value: Any, fake: FakeService) -> str | None:
-    numbers = sorted(body["seq_id"] for body in _bodies(fake, "optim_step"))
-    expected = list(range(1, len(numbers) + 1))
-    return None if numbers == expected else f"numbers {numbers}, so one was skipped"
-
-
-def one_sampler_number(value: Any, fake: FakeService) -> str | None:
-    numbers = {
-        body["sampling_session_seq_id"] for body in _bodies(fake, "save_weights_for_sampler")
-    }
-    return None if len(numbers) == 1 else f"one save went under the numbers {sorted(numbers)}"
-
-
-def real_round_trip(value: Any, fake: FakeService) -> str | None:
-    times = [
-        float(seen.headers["x-tinker-create-promise-roundtrip-time"])
-        for seen in _seen(fake, "retrieve_future")
-        if "x-tinker-create-promise-roundtrip-time" in seen.headers
-        and seen.headers.get("x-tinker-request-type") in ("Sample", "asample", "AsyncSample")
-    ] or [
-        float(seen.headers["x-tinker-create-promise-roundtrip-time"])
-        for seen in _seen(fake, "retrieve_future")
-        if "x-tinker-create-promise-roundtrip-time" in seen.headers
-    ]
-    return None if max(times, default=0) >= 0.2 else f"it told {max(times, default=0):.3f} s of 0.3"
-
-
-def few_sockets(value: Any, fake: FakeService) -> str | None:
-    return None if value <= 3 else f"{value} sockets stayed open after ten closed clients"
-
-
-# -- the list ----------------------------------------------------------------------------------------
+from qa.defects.case import (
+    Case,
+    calm_polls,
+    few_sockets,
+    finished,
+    in_order,
+    is_a,
+    no_gap,
+    no_key_told,
+    one_sampler_number,
+    real_round_trip,
+    soon,
+    true,
+)
+from qa.defects.services import (
+    Bfloat16,
+    Failing,
+    OddMetric,
+    SecondFails,
+    Slow,
+    requests_of,
+    scripted,
+)
+from tinkex.testing import Answer
 
 CASES = (
     Case(
@@ -386,7 +201,7 @@ CASES = (
     Case(
         number="8",
         title="402 during start-up is an AttributeError",
-        service=lambda: _scripted("client/config", Answer(status=402, body={"detail": "pay"})),
+        service=lambda: scripted("client/config", Answer(status=402, body={"detail": "pay"})),
         program="""
             say(outcome(lambda: tinker.ServiceClient().get_server_capabilities())["kind"] == "ok")
         """,
@@ -502,7 +317,7 @@ CASES = (
     Case(
         number="12a",
         title="a poll that is refused is a ValueError",
-        service=lambda: _scripted("retrieve_future", Answer(status=404, body={"detail": "gone"})),
+        service=lambda: scripted("retrieve_future", Answer(status=404, body={"detail": "gone"})),
         program="""
             service = tinker.ServiceClient()
             say(outcome(lambda: service.create_lora_training_client("fake/model", rank=4)))
@@ -512,7 +327,7 @@ CASES = (
     Case(
         number="12b",
         title="a promise that is gone is a private exception",
-        service=lambda: _scripted("retrieve_future", Answer(status=410, body={"detail": "gone"})),
+        service=lambda: scripted("retrieve_future", Answer(status=410, body={"detail": "gone"})),
         program="""
             service = tinker.ServiceClient()
             say(outcome(lambda: service.create_lora_training_client("fake/model", rank=4)))
@@ -588,7 +403,7 @@ CASES = (
     Case(
         number="14b",
         title="a repeated ephemeral save takes a new sampler number each time",
-        service=lambda: _scripted(
+        service=lambda: scripted(
             "save_weights_for_sampler", Answer(status=500), Answer(status=500)
         ),
         program="""
@@ -682,7 +497,7 @@ CASES = (
             say("done")
         """,
         judge=lambda value, fake: (
-            "part of the id was read as a query" if _seen(fake, "training_runs/a") else None
+            "part of the id was read as a query" if requests_of(fake, "training_runs/a") else None
         ),
     ),
     Case(
@@ -723,55 +538,3 @@ CASES = (
         judge=true("1.0 came as something else"),
     ),
 )
-
-
-def _scripted(endpoint: str, *answers: Answer) -> FakeService:
-    fake = FakeService()
-    fake.script(endpoint, *answers)
-    return fake
-
-
-class OddMetric(FakeService):
-    """Its passes report a metric whose name has no colon."""
-
-    async def answer(self, method: str, endpoint: str, headers: Any, body: bytes) -> Any:
-        from tinkex.wire.protobuf import (
-            decode_forward_backward_output,
-            encode_forward_backward_output,
-        )
-        from tinkex.wire.training import ForwardBackwardOutput
-
-        status, sent, answer = await super().answer(method, endpoint, headers, body)
-        if endpoint == "retrieve_future" and "protobuf" in sent.get("content-type", ""):
-            output = decode_forward_backward_output(answer)
-            answer = encode_forward_backward_output(
-                ForwardBackwardOutput(
-                    loss_fn_output_type=output.loss_fn_output_type,
-                    loss_fn_outputs=output.loss_fn_outputs,
-                    metrics={**output.metrics, "plain": 1.0},
-                )
-            )
-        return status, sent, answer
-
-
-class Bfloat16(FakeService):
-    """Its samples carry the asked-for logprobs, all 1.0, as bfloat16."""
-
-    async def answer(self, method: str, endpoint: str, headers: Any, body: bytes) -> Any:
-        from tinkex.wire.proto import tinkex_wire_pb2 as pb
-
-        status, sent, answer = await super().answer(method, endpoint, headers, body)
-        if endpoint == "retrieve_future" and "protobuf" in sent.get("content-type", ""):
-            message = pb.SampleResponse.FromString(answer)
-            tensor = message.target_prompt_logprobs
-            tensor.dtype = pb.DTYPE_BFLOAT16
-            tensor.dense = b"\x80\x3f" * 3
-            tensor.shape[:] = [3, 1]
-            answer = message.SerializeToString()
-        return status, sent, answer
-
-
-def read(stdout: str) -> Any:
-    """The last line that a program printed."""
-    lines = stdout.strip().splitlines()
-    return json.loads(lines[-1]) if lines else None

@@ -7,7 +7,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from qa.defects.cases import CASES, KEY, Case, program, read
+from qa.defects.case import KEY, Case, program, read
+from qa.defects.cases import CASES
 from tinkex.testing import Loopback
 
 
