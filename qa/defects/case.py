@@ -18,13 +18,13 @@ Judge = Callable[[Any, FakeService], str | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    #: The number in the list of defects, with a letter where one has several faces.
+    #: Number in the list of defects, with a letter if it has several cases.
     number: str
     title: str
     program: str
     judge: Judge
     service: Callable[[], FakeService] = FakeService
-    #: A program that is not done by then hangs.
+    #: A program that takes longer counts as hanging.
     limit_s: float = 60.0
     env: Mapping[str, str] = field(default_factory=dict)
     needs_torch: bool = False
@@ -35,10 +35,10 @@ import asyncio, json, os, sys, threading, time
 import {package} as tinker
 from {package} import types
 
-def say(value):
+def report(value):
     sys.stdout.write(json.dumps(value, default=str) + "\\n")
     sys.stdout.flush()
-    os._exit(0)  # not through exit handlers: what they do is not what is asked here
+    os._exit(0)  # exit handlers are not part of the test
 
 def datum(tokens=(1, 2, 3)):
     targets = [token + 1 for token in tokens]
@@ -74,7 +74,7 @@ def program(case: Case, package: str) -> str:
 
 
 def read(stdout: str) -> Any:
-    """The last line that a program printed."""
+    """The JSON value in the last line that a program printed."""
     lines = stdout.strip().splitlines()
     return json.loads(lines[-1]) if lines else None
 
@@ -83,7 +83,7 @@ def read(stdout: str) -> Any:
 
 
 def finished(value: Any, fake: FakeService) -> str | None:
-    return None if value == "finished" else f"it said {value!r}"
+    return None if value == "finished" else f"the program printed {value!r}"
 
 
 def in_order(value: Any, fake: FakeService) -> str | None:
@@ -98,46 +98,42 @@ def in_order(value: Any, fake: FakeService) -> str | None:
     )
 
 
-def no_key_told(value: Any, fake: FakeService) -> str | None:
+def no_key_in_telemetry(value: Any, fake: FakeService) -> str | None:
     if any(KEY.encode() in seen.body for seen in requests_of(fake, "telemetry")):
         return "the API key is in a telemetry event"
     return None
 
 
-def soon(limit_s: float) -> Judge:
+def fails_within(limit_s: float) -> Judge:
     def judge(value: Any, fake: FakeService) -> str | None:
         if value["kind"] == "ok":
-            return "no error at all"
+            return "no error"
         return f"the error came after {value['s']:.1f} s" if value["s"] > limit_s else None
 
     return judge
 
 
-def calm_polls(value: Any, fake: FakeService) -> str | None:
+def few_polls(value: Any, fake: FakeService) -> str | None:
     count = len(requests_of(fake, "retrieve_future"))
     return f"{count} polls in two seconds" if count > 60 else None
 
 
-def is_a(*bases: str) -> Judge:
+def raises(*bases: str) -> Judge:
     def judge(value: Any, fake: FakeService) -> str | None:
         if not set(bases) & set(value["bases"]):
-            return f"it is {_article(value['kind'])}"
+            return f"it raised {value['kind']}"
         return None
 
     return judge
 
 
-def true(words: str) -> Judge:
+def is_true(otherwise: str) -> Judge:
     def judge(value: Any, fake: FakeService) -> str | None:
         if value is True:
             return None
-        return words if value is False else f"{words}: {value}"
+        return otherwise if value is False else f"{otherwise}: {value}"
 
     return judge
-
-
-def _article(noun: str) -> str:
-    return f"{'an' if noun[0] in 'AEIOU' else 'a'} {noun}"
 
 
 def no_gap(value: Any, fake: FakeService) -> str | None:
@@ -150,7 +146,7 @@ def one_sampler_number(value: Any, fake: FakeService) -> str | None:
     numbers = {
         body["sampling_session_seq_id"] for body in bodies_of(fake, "save_weights_for_sampler")
     }
-    return None if len(numbers) == 1 else f"one save went under the numbers {sorted(numbers)}"
+    return None if len(numbers) == 1 else f"one save used the numbers {sorted(numbers)}"
 
 
 def real_round_trip(value: Any, fake: FakeService) -> str | None:
@@ -164,7 +160,11 @@ def real_round_trip(value: Any, fake: FakeService) -> str | None:
         for seen in requests_of(fake, "retrieve_future")
         if "x-tinker-create-promise-roundtrip-time" in seen.headers
     ]
-    return None if max(times, default=0) >= 0.2 else f"it told {max(times, default=0):.3f} s of 0.3"
+    return (
+        None
+        if max(times, default=0) >= 0.2
+        else f"it reported {max(times, default=0):.3f} s instead of 0.3"
+    )
 
 
 def few_sockets(value: Any, fake: FakeService) -> str | None:

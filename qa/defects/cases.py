@@ -8,23 +8,23 @@ if the defect is absent, otherwise what happened.
 
 from qa.defects.case import (
     Case,
-    calm_polls,
+    fails_within,
+    few_polls,
     few_sockets,
     finished,
     in_order,
-    is_a,
+    is_true,
     no_gap,
-    no_key_told,
+    no_key_in_telemetry,
     one_sampler_number,
+    raises,
     real_round_trip,
-    soon,
-    true,
 )
 from qa.defects.services import (
     Bfloat16,
     Failing,
-    OddMetric,
-    SecondFails,
+    FirstPassFails,
+    MetricWithoutColon,
     Slow,
     requests_of,
     scripted,
@@ -35,19 +35,19 @@ CASES = (
     Case(
         number="1a",
         title="a chunk that fails wedges the training client",
-        service=SecondFails,
+        service=FirstPassFails,
         program="""
             service, training = trainer()
             outcome(lambda: training.forward_backward([datum()] * 5, "cross_entropy").result(10))
             outcome(lambda: training.optim_step(ADAM).result(10))
             done = outcome(lambda: training.forward([datum()], "cross_entropy").result(10))
-            say("finished" if "Timeout" not in done["kind"] else "a later call never finished")
+            report("finished" if "Timeout" not in done["kind"] else "a later call never finished")
         """,
         judge=finished,
     ),
     Case(
         number="1b",
-        title="a call that is cancelled while it waits for its turn wedges the client",
+        title="a call that is cancelled while it is queued wedges the client",
         service=lambda: Slow({"forward_backward": 1.0}),
         program="""
             async def main():
@@ -66,13 +66,13 @@ CASES = (
                     return "finished"
                 except (TimeoutError, asyncio.TimeoutError):
                     return "a later call never finished"
-            say(asyncio.run(main()))
+            report(asyncio.run(main()))
         """,
         judge=finished,
     ),
     Case(
         number="2",
-        title="a step issued after save_weights_for_sampler overtakes it",
+        title="a step submitted after save_weights_for_sampler overtakes it",
         program="""
             service, training = trainer()
             futures = []
@@ -81,13 +81,13 @@ CASES = (
                 futures.append(training.optim_step(types.AdamParams(learning_rate=i / 1000 + 0.001)))
             for future in futures:
                 future.result(20)
-            say("done")
+            report("done")
         """,
         judge=in_order,
     ),
     Case(
         number="3",
-        title="two coroutines that start the client at once deadlock",
+        title="two coroutines that start the client concurrently deadlock",
         service=lambda: Slow({"create_session": 0.3, "client/config": 0.1}),
         program="""
             async def main():
@@ -96,9 +96,9 @@ CASES = (
                     service.create_lora_training_client_async("fake/model", rank=4),
                     service.get_server_capabilities_async(),
                 )
-            threading.Timer(10, say, ["it hangs"]).start()
+            threading.Timer(10, report, ["it hangs"]).start()
             asyncio.run(main())
-            say("finished")
+            report("finished")
         """,
         judge=finished,
     ),
@@ -118,21 +118,21 @@ CASES = (
                 os._exit(0)
             os.close(writer)
             kind = os.read(reader, 100).decode()
-            say("finished" if kind == "ok" else kind)
+            report("finished" if kind == "ok" else kind)
         """,
         judge=finished,
     ),
     Case(
         number="5a",
-        title="the API key travels in a telemetry event",
+        title="a telemetry event contains the API key",
         service=lambda: Failing({"retrieve_future": Answer(status=403, body={"detail": "no"})}),
         program="""
             service = tinker.ServiceClient()
             outcome(lambda: service.create_lora_training_client("fake/model", rank=4))
             time.sleep(3)  # telemetry is sent in the background
-            say("done")
+            report("done")
         """,
-        judge=no_key_told,
+        judge=no_key_in_telemetry,
     ),
     Case(
         number="5b",
@@ -141,9 +141,9 @@ CASES = (
             import pickle
             service = tinker.ServiceClient()
             sampling = service.create_sampling_client(base_model="fake/model")
-            say(os.environ["TINKER_API_KEY"].encode() not in pickle.dumps(sampling))
+            report(os.environ["TINKER_API_KEY"].encode() not in pickle.dumps(sampling))
         """,
-        judge=true("the key is in the pickle"),
+        judge=is_true("the pickle contains the key"),
     ),
     Case(
         number="6a",
@@ -156,9 +156,9 @@ CASES = (
         ),
         program="""
             service, training = trainer()
-            say(outcome(lambda: training.forward_backward([datum()], "cross_entropy").result(40)))
+            report(outcome(lambda: training.forward_backward([datum()], "cross_entropy").result(40)))
         """,
-        judge=soon(2.0),
+        judge=fails_within(2.0),
     ),
     Case(
         number="6b",
@@ -166,9 +166,9 @@ CASES = (
         service=lambda: Failing({"telemetry": Answer(status=500, body={"detail": "no"})}),
         program="""
             rest = tinker.RestClient()
-            say(outcome(lambda: rest.publish_checkpoint_from_tinker_path("tinker://x").result(40)))
+            report(outcome(lambda: rest.publish_checkpoint_from_tinker_path("tinker://x").result(40)))
         """,
-        judge=soon(2.0),
+        judge=fails_within(2.0),
     ),
     Case(
         number="6c",
@@ -177,14 +177,14 @@ CASES = (
         program="""
             service, training = trainer()
             service.close("success").result(40)
-            say(outcome(lambda: training.forward([datum()], "cross_entropy").result(40)))
+            report(outcome(lambda: training.forward([datum()], "cross_entropy").result(40)))
         """,
-        judge=soon(2.0),
+        judge=fails_within(2.0),
         limit_s=100,
     ),
     Case(
         number="7",
-        title="a server that answers polls at once is polled in a busy loop",
+        title="a server that answers polls immediately is polled in a busy loop",
         service=lambda: Failing(
             {"retrieve_future": Answer(status=408, body={"queue_state": "active"})}
         ),
@@ -194,18 +194,18 @@ CASES = (
                 service.create_lora_training_client("fake/model", rank=4)
             threading.Thread(target=work, daemon=True).start()
             time.sleep(2)
-            say("done")
+            report("done")
         """,
-        judge=calm_polls,
+        judge=few_polls,
     ),
     Case(
         number="8",
-        title="402 during start-up is an AttributeError",
+        title="402 during start-up raises AttributeError",
         service=lambda: scripted("client/config", Answer(status=402, body={"detail": "pay"})),
         program="""
-            say(outcome(lambda: tinker.ServiceClient().get_server_capabilities())["kind"] == "ok")
+            report(outcome(lambda: tinker.ServiceClient().get_server_capabilities())["kind"] == "ok")
         """,
-        judge=true("it failed instead of pausing"),
+        judge=is_true("it failed instead of waiting"),
     ),
     Case(
         number="9a",
@@ -225,9 +225,9 @@ CASES = (
                 await service.create_lora_training_client_async("fake/model", rank=4)
                 await asyncio.sleep(0.05)
                 return worst < 1.5 or f"{worst:.1f} s"
-            say(asyncio.run(main()))
+            report(asyncio.run(main()))
         """,
-        judge=true("the loop stood still"),
+        judge=is_true("the event loop was blocked"),
     ),
     Case(
         number="9b",
@@ -250,13 +250,13 @@ CASES = (
                 await training.save_weights_and_get_sampling_client_async()
                 await asyncio.sleep(0.05)
                 return worst < 1.5 or f"{worst:.1f} s"
-            say(asyncio.run(main()))
+            report(asyncio.run(main()))
         """,
-        judge=true("the loop stood still"),
+        judge=is_true("the event loop was blocked"),
     ),
     Case(
         number="9c",
-        title="a custom loss runs on the client's own loop and stops its heartbeats",
+        title="a custom loss runs on the client's event loop and blocks its heartbeats",
         needs_torch=True,
         program="""
             service, training = trainer()
@@ -270,9 +270,9 @@ CASES = (
                     pass
                 return -sum(part.sum() for part in logprobs), {}
             training.forward_backward_custom([datum()], loss).result(10)
-            say("a loop runs here" not in threads)
+            report("a loop runs here" not in threads)
         """,
-        judge=true("the loss ran on an event loop"),
+        judge=is_true("the loss ran on an event loop"),
     ),
     Case(
         number="10",
@@ -280,9 +280,9 @@ CASES = (
         program="""
             done = outcome(lambda: tinker.ServiceClient(base_url="http://127.0.0.1:9")
                            .get_server_capabilities())
-            say(done)
+            report(done)
         """,
-        judge=soon(35.0),
+        judge=fails_within(35.0),
         env={"TINKEX_FIRST_CONTACT_S": "3"},
     ),
     Case(
@@ -310,63 +310,63 @@ CASES = (
                 once()
             gc.collect()
             time.sleep(0.5)
-            say(sockets() - before)
+            report(sockets() - before)
         """,
         judge=few_sockets,
     ),
     Case(
         number="12a",
-        title="a poll that is refused is a ValueError",
+        title="a rejected poll raises ValueError",
         service=lambda: scripted("retrieve_future", Answer(status=404, body={"detail": "gone"})),
         program="""
             service = tinker.ServiceClient()
-            say(outcome(lambda: service.create_lora_training_client("fake/model", rank=4)))
+            report(outcome(lambda: service.create_lora_training_client("fake/model", rank=4)))
         """,
-        judge=is_a("NotFoundError"),
+        judge=raises("NotFoundError"),
     ),
     Case(
         number="12b",
-        title="a promise that is gone is a private exception",
+        title="an expired future raises a private exception",
         service=lambda: scripted("retrieve_future", Answer(status=410, body={"detail": "gone"})),
         program="""
             service = tinker.ServiceClient()
-            say(outcome(lambda: service.create_lora_training_client("fake/model", rank=4)))
+            report(outcome(lambda: service.create_lora_training_client("fake/model", rank=4)))
         """,
-        judge=is_a("TinkerError"),
+        judge=raises("TinkerError"),
     ),
     Case(
         number="12c",
-        title="a list under an unknown key is a bare KeyError",
+        title="a list under an unknown key raises a bare KeyError",
         program="""
-            say(outcome(lambda: types.Datum(
+            report(outcome(lambda: types.Datum(
                 model_input=types.ModelInput.from_ints([1]), loss_fn_inputs={"foo": [1.5]})))
         """,
         judge=lambda value, fake: (
             None
             if value["kind"] == "ok" or "KeyError" not in value["bases"]
-            else "it is a KeyError"
+            else "it raised KeyError"
         ),
     ),
     Case(
         number="12d",
         title="a metric without a colon breaks the result",
-        service=lambda: OddMetric(),
+        service=lambda: MetricWithoutColon(),
         program="""
             service, training = trainer()
-            say(outcome(lambda: training.forward([datum()], "cross_entropy").result(10))["kind"]
+            report(outcome(lambda: training.forward([datum()], "cross_entropy").result(10))["kind"]
                 == "ok")
         """,
-        judge=true("the result is lost"),
+        judge=is_true("the result is lost"),
     ),
     Case(
         number="12e",
-        title="wrong arguments are AssertionErrors, gone under -O",
+        title="invalid arguments raise AssertionError, which -O disables",
         program="""
             service = tinker.ServiceClient()
-            say(outcome(lambda: service.create_lora_training_client(
+            report(outcome(lambda: service.create_lora_training_client(
                 "fake/model", train_mlp=False, train_attn=False, train_unembed=False)))
         """,
-        judge=is_a("ValueError"),
+        judge=raises("ValueError"),
     ),
     Case(
         number="13",
@@ -377,16 +377,16 @@ CASES = (
                 import httpx
                 request = httpx.Request("GET", "http://x")
             except ImportError:
-                from tinkex.client.transport import Request
+                from tinkex.client.http.transport import Request
                 request = Request(method="GET", url="http://x", headers={}, body=None)
             error = tinker.APITimeoutError(request)
-            say(outcome(lambda: pickle.loads(pickle.dumps(error)))["kind"] == "ok")
+            report(outcome(lambda: pickle.loads(pickle.dumps(error)))["kind"] == "ok")
         """,
-        judge=true("it cannot"),
+        judge=is_true("confirmed"),
     ),
     Case(
         number="14a",
-        title="a datum that cannot be sent burns a number",
+        title="a datum that cannot be sent uses up a step number",
         program="""
             service, training = trainer()
             picture = types.ImageAssetPointerChunk(
@@ -396,26 +396,26 @@ CASES = (
             outcome(lambda: training.forward_backward([bad], "cross_entropy").result(10))
             training.optim_step(ADAM)
             time.sleep(1)
-            say("done")
+            report("done")
         """,
         judge=no_gap,
     ),
     Case(
         number="14b",
-        title="a repeated ephemeral save takes a new sampler number each time",
+        title="a retried ephemeral save uses a new sampler number each time",
         service=lambda: scripted(
             "save_weights_for_sampler", Answer(status=500), Answer(status=500)
         ),
         program="""
             service, training = trainer()
             training.save_weights_and_get_sampling_client()
-            say("done")
+            report("done")
         """,
         judge=one_sampler_number,
     ),
     Case(
         number="15",
-        title="asking a custom-loss future twice changes its metrics",
+        title="reading a custom-loss future twice changes its metrics",
         needs_torch=True,
         program="""
             service, training = trainer()
@@ -423,13 +423,13 @@ CASES = (
                 return -2 * sum(part.sum() for part in logprobs), {}
             future = training.forward_backward_custom([datum()], loss)
             first = dict(future.result(10).metrics)
-            say(dict(future.result(10).metrics) == first)
+            report(dict(future.result(10).metrics) == first)
         """,
-        judge=true("they differ"),
+        judge=is_true("they differ"),
     ),
     Case(
         number="16",
-        title="a pickled client forgets its retry_config",
+        title="a pickled client loses its retry_config",
         program="""
             import pickle
             from {package}.lib.retry_handler import RetryConfig
@@ -437,9 +437,9 @@ CASES = (
             mine = RetryConfig(progress_timeout=123.0)
             sampling = service.create_sampling_client(base_model="fake/model", retry_config=mine)
             copy = pickle.loads(pickle.dumps(sampling))
-            say(copy.retry_handler.config.progress_timeout == 123.0)
+            report(copy.retry_handler.config.progress_timeout == 123.0)
         """,
-        judge=true("it is not the one given"),
+        judge=is_true("it has the default"),
     ),
     Case(
         number="17",
@@ -449,7 +449,7 @@ CASES = (
             service = tinker.ServiceClient()
             sampling = service.create_sampling_client(base_model="fake/model")
             sampling.sample(PROMPT, 1, PARAMS).result(10)
-            say("done")
+            report("done")
         """,
         judge=real_round_trip,
     ),
@@ -461,9 +461,9 @@ CASES = (
             array = np.ones(3, dtype=np.float32)
             tensor = types.TensorData.from_numpy(array)
             array[0] = 7.0
-            say(tensor.tolist() == [1.0, 1.0, 1.0])
+            report(tensor.tolist() == [1.0, 1.0, 1.0])
         """,
-        judge=true("it did"),
+        judge=is_true("confirmed"),
     ),
     Case(
         number="18b",
@@ -472,9 +472,9 @@ CASES = (
         program="""
             import torch
             tensor = torch.ones(3, requires_grad=True)
-            say(outcome(lambda: types.TensorData.from_torch(tensor))["kind"] == "ok")
+            report(outcome(lambda: types.TensorData.from_torch(tensor))["kind"] == "ok")
         """,
-        judge=true("it cannot"),
+        judge=is_true("confirmed"),
     ),
     Case(
         number="20",
@@ -484,9 +484,9 @@ CASES = (
             count = int(subprocess.run(
                 [sys.executable, "-c", "import sys, {package}; print(len(sys.modules))"],
                 capture_output=True, text=True, check=True).stdout)
-            say(count < 150 or count)
+            report(count < 150 or count)
         """,
-        judge=true("as many as this"),
+        judge=is_true("modules"),
     ),
     Case(
         number="22a",
@@ -494,10 +494,12 @@ CASES = (
         program="""
             rest = tinker.RestClient()
             outcome(lambda: rest.get_training_run("a?b=c").result(10))
-            say("done")
+            report("done")
         """,
         judge=lambda value, fake: (
-            "part of the id was read as a query" if requests_of(fake, "training_runs/a") else None
+            "the server parsed part of the id as a query"
+            if requests_of(fake, "training_runs/a")
+            else None
         ),
     ),
     Case(
@@ -508,21 +510,21 @@ CASES = (
                 service = tinker.ServiceClient()
                 sampling = await service.create_sampling_client_async(base_model="fake/model")
                 await sampling.sample(PROMPT, 1, PARAMS)
-            say(outcome(lambda: asyncio.run(main()))["kind"] == "ok")
+            report(outcome(lambda: asyncio.run(main()))["kind"] == "ok")
         """,
-        judge=true("it cannot"),
+        judge=is_true("confirmed"),
     ),
     Case(
         number="22c",
         title="RetryConfig cannot be imported from the root",
         program="""
-            say(hasattr(tinker, "RetryConfig"))
+            report(hasattr(tinker, "RetryConfig"))
         """,
-        judge=true("it cannot"),
+        judge=is_true("confirmed"),
     ),
     Case(
         number="23",
-        title="a bfloat16 tensor in a sample answer is converted by value",
+        title="a bfloat16 tensor in a sample response is converted by value",
         service=lambda: Bfloat16(),
         program="""
             import numpy as np
@@ -532,9 +534,9 @@ CASES = (
             answer = sampling.sample(
                 PROMPT, 1, PARAMS, include_prompt_logprobs=True, target_prompt_logprobs=wanted
             ).result(10)
-            said = answer.target_prompt_logprobs
-            say(np.asarray(said.to_numpy()).reshape(-1).tolist() == [1.0, 1.0, 1.0])
+            found = answer.target_prompt_logprobs
+            report(np.asarray(found.to_numpy()).reshape(-1).tolist() == [1.0, 1.0, 1.0])
         """,
-        judge=true("1.0 came as something else"),
+        judge=is_true("1.0 became another value"),
     ),
 )

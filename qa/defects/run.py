@@ -1,5 +1,5 @@
 """
-Both clients through the list of defects; writes docs/reference/defects.md.
+Runs the cases of all known defects with both clients; writes docs/reference/defects.md.
 
     python -m qa.defects.run
 """
@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "reference" / "defects.md"
 def main() -> None:
     print("tinkex ...", flush=True)
     own = ours()
-    print(f"tinker {OFFICIAL} ... (hangs are waited for)", flush=True)
+    print(f"tinker {OFFICIAL} ... (some cases run into their time limit)", flush=True)
     theirs = verdicts("tinker", sdk_envs.ensure(OFFICIAL), sdk_envs.ensure_torch())
     PAGE.write_text(page(theirs, own))
     for case in CASES:
@@ -34,18 +34,18 @@ def page(theirs: dict[str, str | None], own: dict[str, str | None]) -> str:
         for case in CASES
     )
     return (
-        "# Known defects of the official client, tried on both\n\n"
-        f"Made by `make defects`: the same small program runs with `tinker` {OFFICIAL}, unmodified in "
-        "an environment of its own, and with `tinkex`, against the fake service of `tinkex.testing` "
-        "on a loopback socket. The programs are in `qa/defects/cases.py`; `make test` runs them "
-        "with tinkex. What weight and CPU cost (19, 20) is measured by `benchmarks/bench_client.py`, "
-        "the command line's defects (21) by `tests/cli/test_service_commands.py`.\n\n"
+        "# Known defects of the official client, tested with both clients\n\n"
+        "`make defects` writes this page: the same small program runs with the unmodified `tinker` "
+        f"{OFFICIAL} in its own environment and with `tinkex`, against the fake service of "
+        "`tinkex.testing` on a loopback socket. The programs are in `qa/defects/cases.py`; `make test` "
+        "runs them with tinkex. `benchmarks/bench_client.py` measures size and CPU time (19, 20); "
+        "`tests/cli/test_service_commands.py` covers the defects of the command line (21).\n\n"
         f"| | defect | tinker {OFFICIAL} | tinkex |\n|---|---|---|---|\n{rows}\n"
     )
 
 
 def _cell(verdict: str | None) -> str:
-    return "fine" if verdict is None else verdict.replace("|", "/").replace("\n", " ")[:160]
+    return "absent" if verdict is None else verdict.replace("|", "/").replace("\n", " ")[:160]
 
 
 if __name__ == "__main__":

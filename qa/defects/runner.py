@@ -1,4 +1,4 @@
-"""Runs a defect's program with one client against its service, and judges."""
+"""Runs the programs of the cases with one client, and judges their output."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from tinkex.testing import Loopback
 
 
 def verdict(case: Case, *, package: str, python: Path, torch: Path | None = None) -> str | None:
-    """None if the defect is not there, else what happened."""
+    """None if the defect is absent, otherwise what happened."""
     fake = case.service()
     with Loopback(fake) as service, tempfile.TemporaryDirectory() as home:
         env = {
@@ -39,15 +39,15 @@ def verdict(case: Case, *, package: str, python: Path, torch: Path | None = None
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-            return f"no answer within {case.limit_s:.0f} s"
+            return f"no result within {case.limit_s:.0f} s"
     if not out.strip():
         lines = err.strip().splitlines()
-        return f"the program broke: {lines[-1] if lines else process.returncode}"
+        return f"the program failed: {lines[-1] if lines else process.returncode}"
     return case.judge(read(out), fake)
 
 
 def verdicts(package: str, python: Path, torch: Path | None = None) -> dict[str, str | None]:
-    """All cases, some at a time: most of them wait more than they work."""
+    """The verdicts of all cases, four at a time because most of them wait."""
 
     def one(case: Case) -> str | None:
         return verdict(case, package=package, python=python, torch=torch)

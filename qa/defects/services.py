@@ -10,7 +10,7 @@ from tinkex.testing import Answer, FakeService
 
 
 class Slow(FakeService):
-    """Some endpoints take their time."""
+    """Delays the responses of some endpoints."""
 
     def __init__(self, delays: Mapping[str, float], **settings: Any) -> None:
         super().__init__(**settings)
@@ -22,7 +22,7 @@ class Slow(FakeService):
 
 
 class Failing(FakeService):
-    """Some endpoints always answer the same."""
+    """Always gives the same response on some endpoints."""
 
     def __init__(self, answers: Mapping[str, Answer], **settings: Any) -> None:
         super().__init__(**settings)
@@ -34,8 +34,8 @@ class Failing(FakeService):
         return await super().answer(method, endpoint, headers, body)
 
 
-class SecondFails(FakeService):
-    """The first pass that arrives is refused; chunks in parallel send the second one first."""
+class FirstPassFails(FakeService):
+    """Rejects the first pass that arrives, which may be any chunk of a batch."""
 
     def __init__(self) -> None:
         super().__init__(config={"fwdbwd_max_chunk_len": 2})
@@ -56,8 +56,8 @@ def scripted(endpoint: str, *answers: Answer) -> FakeService:
     return fake
 
 
-class OddMetric(FakeService):
-    """Its passes report a metric whose name has no colon."""
+class MetricWithoutColon(FakeService):
+    """Reports a metric whose name has no colon."""
 
     async def answer(self, method: str, endpoint: str, headers: Any, body: bytes) -> Any:
         from tinkex.wire.protobuf import (
@@ -80,7 +80,7 @@ class OddMetric(FakeService):
 
 
 class Bfloat16(FakeService):
-    """Its samples carry the asked-for logprobs, all 1.0, as bfloat16."""
+    """Returns the target logprobs of a sample, all 1.0, as bfloat16."""
 
     async def answer(self, method: str, endpoint: str, headers: Any, body: bytes) -> Any:
         from tinkex.wire.proto import tinkex_wire_pb2 as pb
