@@ -1,10 +1,9 @@
 """
-Whether a version that `make` installs has a known vulnerability: python -m qa.audit
+Checks the pins of constraints.txt for known vulnerabilities: python -m qa.audit [--strict]
 
-Asks pip-audit about every pin of constraints.txt. It ends with 1 when one is vulnerable. An index that
-only hands out packages knows nothing of vulnerabilities, and pip-audit then finds none: that is said
-aloud, and is no failure, because no version is to blame. `--strict` makes it one, for machines that
-must not release without an audit.
+Runs pip-audit for every pin. The exit status is 1 if a pin is vulnerable. A package index without data
+on vulnerabilities makes pip-audit skip pins; this is printed and fails only with `--strict`, for
+machines that must not release without an audit.
 """
 
 import json
@@ -22,19 +21,19 @@ PIN = re.compile(r"([A-Za-z0-9][\w.-]*)==([\w.!-]+)(\+[\w.]+)?$")
 
 
 def pins(text: str) -> list[str]:
-    """`name==version` of each line, without a local suffix: no database knows `2.13.0+cpu`."""
+    """`name==version` of each line, without a local suffix such as `+cpu`, which no database has."""
     found = []
     for line in text.splitlines():
         line = line.partition("#")[0].partition(";")[0].strip()
         if line:
             match = PIN.match(line)
-            assert match, f"{line!r} is no exact pin"
+            assert match, f"{line!r} is not an exact pin"
             found.append(f"{match[1]}=={match[2]}")
     return found
 
 
-def asked(wanted: Sequence[str]) -> list[dict[str, Any]]:
-    """What pip-audit says of each."""
+def pip_audit(wanted: Sequence[str]) -> list[dict[str, Any]]:
+    """The results of pip-audit for each pin."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join(wanted))
         file.flush()
@@ -52,7 +51,7 @@ def asked(wanted: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def verdict(found: Sequence[dict[str, Any]]) -> tuple[list[str], list[str]]:
-    """Lines about what is vulnerable, and the names that nobody could say anything about."""
+    """Lines about vulnerable pins, and the names of pins that were not audited."""
     flagged = []
     for one in found:
         for problem in one.get("vulns", ()):
@@ -63,13 +62,13 @@ def verdict(found: Sequence[dict[str, Any]]) -> tuple[list[str], list[str]]:
 
 def main(arguments: Sequence[str]) -> int:
     wanted = pins(CONSTRAINTS.read_text())
-    flagged, unknown = verdict(asked(wanted))
+    flagged, unknown = verdict(pip_audit(wanted))
     for line in flagged:
-        print(f"vulnerable: {line}. Move its pin in constraints.txt.")
+        print(f"vulnerable: {line}. Change its pin in constraints.txt.")
     if unknown:
         print(
-            f"audit: {len(unknown)} of {len(wanted)} pins could NOT be audited: the package index "
-            "here has no data on vulnerabilities, or is out of reach. This says nothing about them."
+            f"audit: {len(unknown)} of {len(wanted)} pins could NOT be audited: the package index has "
+            "no data on vulnerabilities or is not reachable. They may or may not be vulnerable."
         )
     if not flagged and len(unknown) < len(wanted):
         print(f"audit: {len(wanted) - len(unknown)} pins have no known vulnerability")

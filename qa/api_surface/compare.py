@@ -1,16 +1,15 @@
-"""Measure how much of a recorded API surface another package offers.
+"""
+Measures how much of a recorded API surface another package provides.
 
     python -m qa.api_surface.compare [--package tinkex] [--baseline FILE] [--python EXE]
                           [--json] [--show N] [--fail-under PCT]
 
-The baseline is the JSON that extract.py printed for the reference package. It is
-broken into single checks (one export, one method, one signature, one field, one option ...).
-Parity is the share of checks the other package passes, over the headline categories; the
-secondary categories (internal constructors, client attributes, submodule import paths) are
-reported apart and never change the headline figure.
+The baseline is the JSON that extract.py printed for the reference package. It consists of single checks
+(one export, one method, one signature, one field, one option ...). Parity is the share of checks that
+the other package passes, over the headline categories. Secondary categories (internal constructors,
+client attributes, submodule import paths) are reported separately and do not change that figure.
 
-A package that cannot be imported scores 0 and is reported as such; the exit status is 0
-unless --fail-under is given.
+A package that cannot be imported scores 0. The exit status is 0 unless --fail-under is given.
 """
 
 from __future__ import annotations
@@ -187,7 +186,7 @@ def class_checks(path: str, want: dict[str, Any], have: dict[str, Any] | None) -
 
 
 def usable(entry: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A name that is listed but cannot be resolved is not there."""
+    """Whether a name can be resolved, not only listed."""
     return None if entry is None or entry["kind"] in ("unresolved", "error") else entry
 
 
@@ -301,7 +300,7 @@ def all_checks(want: dict[str, Any], have: dict[str, Any]) -> Iterator[Check]:
 def extract_surface(
     package: str, python: str, extractor: Path, cli: str | None
 ) -> tuple[dict[str, Any], str | None]:
-    """The other package's surface, or an empty one and the reason there is none."""
+    """The surface of the other package, or an empty one and the reason."""
     command = [python, str(extractor), package, "--indent", "0"]
     if cli:
         command += ["--cli", cli]

@@ -1,13 +1,13 @@
-# ruff: noqa: BLE001, S112 - a command line tool that looks at packages it does not know
-"""Print the public API surface of an importable package as JSON.
+# ruff: noqa: BLE001, S112 - inspects arbitrary packages
+"""
+Prints the public API surface of an importable package as JSON.
 
     python qa/api_surface/extract.py PACKAGE [--cli MODULE:ATTR] [--no-cli] [--indent N]
 
-Names, parameters, defaults, fields, enum and literal values, exception ancestry and the
-command tree are recorded. Documentation text is not: the output is a list of facts that a
-second implementation can be measured against (see compare.py).
+It records names, parameters, defaults, fields, enum and literal values, base classes of exceptions and
+the command tree, but no documentation text. `compare.py` measures another package against the output.
 
-Works on any Python >= 3.9, needs nothing but the inspected package itself.
+Works with Python 3.9 and newer, and needs only the inspected package.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SCHEMA = 1
 # Modules whose exports are part of the surface, relative to the package.
 SURFACE_MODULES = ("", "types", "auth")
 
-# Public classes people import by path although no __all__ of SURFACE_MODULES lists them.
+# Public classes that are imported by path and are in no __all__ of SURFACE_MODULES.
 EXTRA_NAMES = (
     "lib.retry_handler:RetryConfig",
     "lib.public_interfaces:AwaitableConcurrentFuture",
@@ -62,10 +62,10 @@ USED_DUNDERS = frozenset(
     ]
 )
 
-# Methods users of a model class reach for although the model library supplies them.
+# Methods of model classes that users call although the model library provides them.
 MODEL_API = ("model_validate", "model_dump", "model_dump_json", "model_copy")
 
-# Ancestors whose members are not the package's own.
+# Base classes whose members do not belong to the package.
 FOREIGN_ROOTS = ("builtins", "abc", "typing", "typing_extensions", "enum", "pydantic", "httpx")
 
 CLI_CANDIDATES = (

@@ -1,11 +1,11 @@
 """
-Recipes and tutorials of the official cookbook, unmodified, on the embedded model; offline.
+Runs recipes and tutorials of the official cookbook, unmodified and offline, on the embedded model.
 
     python -m qa.cookbook.run [--client tinker|tinkex] [NAME ...]        (`make cookbook`)
 
-Each runs twice: with the official SDK, and through `tinkex.as_tinker` in an environment that has no
-official SDK. Everything runs in a temporary folder in which folders named like a model or a data
-set on the hub stand in for it. Writes docs/reference/cookbook.md; what is not run keeps its row.
+Each runs with the official SDK, and through `tinkex.as_tinker` in an environment without the official
+SDK. Models and data sets of the hub are replaced by local folders of the same names. Writes
+docs/reference/cookbook.md; recipes that are not run keep their rows.
 """
 
 import argparse
@@ -30,10 +30,10 @@ ROOT = Path(__file__).resolve().parents[2]
 VERSION = "0.5.8"
 SDK, TINKEX = "tinker", "tinkex"
 PAGE = ROOT / "docs" / "reference" / "cookbook.md"
-TALKS = ROOT / "src" / "tinkex" / "cli" / "demo_data" / "pirate.jsonl"
-#: Names that recipes and tutorials ask for; the embedded model answers to all of them.
+CONVERSATIONS = ROOT / "src" / "tinkex" / "cli" / "demo_data" / "pirate.jsonl"
+#: Model names that recipes and tutorials use; the server serves the embedded model under all of them.
 MODELS = (DEFAULT_MODEL, "Qwen/Qwen3-8B", "Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B-Base")
-#: Their renderers expect these to be tokens; the embedded model never learnt what they replace.
+#: Tokens of the embedded model that are renamed to tokens that the renderers need.
 RENAMED = {"<issue_start>": "<think>", "<issue_comment>": "</think>"}
 R = (f"model_name={DEFAULT_MODEL}", "renderer_name=qwen3_instruct")
 PPO = '{"clip_low_threshold":0.8,"clip_high_threshold":1.2}'
@@ -42,7 +42,7 @@ LIMIT_S = 900
 Metrics = list[dict[str, Any]]
 
 
-def falls(metrics: Metrics, printed: str) -> str:
+def loss_falls(metrics: Metrics, printed: str) -> str:
     losses = [row["train_mean_nll"] for row in metrics if "train_mean_nll" in row]
     assert losses[-1] < losses[0], losses
     return f"NLL {losses[0]:.2f} → {losses[-1]:.2f} in {len(losses)} steps"
@@ -55,10 +55,10 @@ def trains_by_reward(metrics: Metrics, printed: str) -> str:
     diverged = [
         row["optim/kl_sample_train_v1"] for row in metrics if "optim/kl_sample_train_v1" in row
     ]
-    told = f", KL between sampler and trainer {max(map(abs, diverged)):.1e}" if diverged else ""
+    details = f", KL between sampler and trainer {max(map(abs, diverged)):.1e}" if diverged else ""
     if skipped := printed.count("all advantages zero"):
-        told += f"; without a difference in reward, {skipped} of them were no training"
-    return f"{len(rewards)} steps, reward {rewards[0]:.2f} → {rewards[-1]:.2f}{told}"
+        details += f"; {skipped} without training, because all rewards were equal"
+    return f"{len(rewards)} steps, reward {rewards[0]:.2f} → {rewards[-1]:.2f}{details}"
 
 
 def samples(metrics: Metrics, printed: str) -> str:
@@ -70,7 +70,7 @@ def samples(metrics: Metrics, printed: str) -> str:
 def overlaps(metrics: Metrics, printed: str) -> str:
     speedups = re.findall(r"^Speedup: (\S+)x", printed, re.MULTILINE)
     assert speedups, printed[-500:]
-    return f"concurrent over sequential: {', '.join(speedups)} times as fast"
+    return f"speedup of concurrent over sequential requests: {', '.join(speedups)}"
 
 
 def computes_losses(metrics: Metrics, printed: str) -> str:
@@ -82,13 +82,13 @@ def computes_losses(metrics: Metrics, printed: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What a module of the cookbook, or a tutorial, is asked for, and how it is judged."""
+    """A module of the cookbook with its options, or a tutorial, and the check of its output."""
 
     module: str = ""
     options: tuple[str, ...] = ()
     tutorial: str = ""
-    #: What its metrics or what it printed must show, and in which words.
-    judged: Callable[[Metrics, str], str]
+    #: Checks metrics and printed text; returns a summary.
+    check: Callable[[Metrics, str], str]
 
     @property
     def command(self) -> str:
@@ -105,7 +105,7 @@ RECIPES: Mapping[str, Recipe] = {
             *("dataset=chat.jsonl", "batch_size=16", "lora_rank=16", "max_length=256"),
             *("learning_rate=1e-3", "save_every=2", "max_steps=12"),
         ),
-        judged=falls,
+        check=loss_falls,
     ),
     "math_rl": Recipe(
         module="math_rl.train",
@@ -115,7 +115,7 @@ RECIPES: Mapping[str, Recipe] = {
             *("max_tokens=5", "loss_fn=ppo", f"loss_fn_config={PPO}", "num_substeps=2"),
             *("compute_post_kl=True", "max_steps=4"),
         ),
-        judged=trains_by_reward,
+        check=trains_by_reward,
     ),
     "rl_loop": Recipe(
         module="rl_loop",
@@ -123,16 +123,16 @@ RECIPES: Mapping[str, Recipe] = {
             *("model_name=Qwen/Qwen3-8B", "batch_size=4", "group_size=4"),
             *("max_tokens=16", "max_steps=2"),
         ),
-        judged=trains_by_reward,
+        check=trains_by_reward,
     ),
     "text_arena": Recipe(
         module="multiplayer_rl.text_arena.train",
         options=(*R, "batch_size=4", "num_train_datapoints=16", "max_tokens=8", "max_steps=1"),
-        judged=trains_by_reward,
+        check=trains_by_reward,
     ),
-    "tutorial 101": Recipe(tutorial="101_hello_tinker", judged=samples),
-    "tutorial 103": Recipe(tutorial="103_async_patterns", judged=overlaps),
-    "tutorial 202": Recipe(tutorial="202_loss_functions", judged=computes_losses),
+    "tutorial 101": Recipe(tutorial="101_hello_tinker", check=samples),
+    "tutorial 103": Recipe(tutorial="103_async_patterns", check=overlaps),
+    "tutorial 202": Recipe(tutorial="202_loss_functions", check=computes_losses),
 }
 
 
@@ -142,24 +142,24 @@ class Outcome:
     client: str
     date: str
     passed: bool
-    seen: str
+    summary: str
     seconds: float
 
 
-def prepared(folder: Path, model: Path) -> None:
-    """What stands in for the hub: models with their tokenizers, and data sets."""
+def write_hub_folders(folder: Path, model: Path) -> None:
+    """Writes folders that replace models and data sets of the hub."""
     for name in MODELS:
-        stand_in = folder / name
-        stand_in.mkdir(parents=True)
+        copy = folder / name
+        copy.mkdir(parents=True)
         for file in model.iterdir():
             if file.name != "tokenizer.json":
-                (stand_in / file.name).symlink_to(file)
+                (copy / file.name).symlink_to(file)
         text = (model / "tokenizer.json").read_text()
         for old, new in RENAMED.items():
             text = text.replace(f'"{old}"', f'"{new}"')
-        (stand_in / "tokenizer.json").write_text(text)
-    rows = [json.loads(line) for line in TALKS.read_text().splitlines()]
-    talks = [
+        (copy / "tokenizer.json").write_text(text)
+    rows = [json.loads(line) for line in CONVERSATIONS.read_text().splitlines()]
+    conversations = [
         {
             "messages": [
                 {"role": "user", "content": row["question"]},
@@ -169,15 +169,17 @@ def prepared(folder: Path, model: Path) -> None:
         for row in rows
         if "answer" in row
     ]
-    # Twelve batches of 16, whatever the number of talks.
-    write_lines(folder / "chat.jsonl", [talks[n % len(talks)] for n in range(16 * 13)])
+    # Twelve batches of 16 for any number of conversations.
+    write_lines(
+        folder / "chat.jsonl", [conversations[n % len(conversations)] for n in range(16 * 13)]
+    )
     questions = folder / "openai" / "gsm8k"
     questions.mkdir(parents=True)
     parts = [f"  - split: {part}\n    path: {part}.jsonl\n" for part in ("train", "test")]
     about = f"---\nconfigs:\n- config_name: main\n  data_files:\n{''.join(parts)}---\n"
     (questions / "README.md").write_text(about)
-    # In the form of the real one: the answer stands after four number signs.
-    asked = [
+    # As in the real data set, the answer follows four number signs.
+    rows = [
         {
             "question": f"1 + 1 = \\boxed{{2}}, 1 + 2 = \\boxed{{3}}, 2 + {n % 3} = ",
             "answer": f"Add them.\n#### {2 + n % 3}",
@@ -185,7 +187,7 @@ def prepared(folder: Path, model: Path) -> None:
         for n in range(16)
     ]
     for part in ("train", "test"):
-        write_lines(questions / f"{part}.jsonl", asked)
+        write_lines(questions / f"{part}.jsonl", rows)
 
 
 def write_lines(path: Path, rows: list[Any]) -> None:
@@ -193,7 +195,7 @@ def write_lines(path: Path, rows: list[Any]) -> None:
 
 
 def interpreter(client: str) -> list[str]:
-    """What runs a program for the official SDK with either client."""
+    """The command that runs a program with either client."""
     if client == SDK:
         return [str(sdk_envs.ensure_cookbook(VERSION))]
     python = sdk_envs.ensure_cookbook_without_sdk(VERSION)
@@ -202,7 +204,7 @@ def interpreter(client: str) -> list[str]:
     return [str(python), "-m", "tinkex.as_tinker"]
 
 
-def tried(name: str, client: str, python: list[str], url: str, folder: Path) -> Outcome:
+def run_recipe(name: str, client: str, python: list[str], url: str, folder: Path) -> Outcome:
     recipe = RECIPES[name]
     log = folder / "logs" / client / name
     if recipe.tutorial:
@@ -233,15 +235,15 @@ def tried(name: str, client: str, python: list[str], url: str, folder: Path) -> 
         rows = log / "metrics.jsonl"
         lines = rows.read_text().splitlines() if rows.exists() else []
         metrics = [json.loads(line) for line in lines]
-        passed, seen = True, recipe.judged(metrics, done.stdout + done.stderr)
+        passed, summary = True, recipe.check(metrics, done.stdout + done.stderr)
     except (AssertionError, subprocess.TimeoutExpired, OSError, LookupError) as error:
-        passed, seen = False, f"{type(error).__name__}: {error}"
+        passed, summary = False, f"{type(error).__name__}: {error}"
     return Outcome(
         name=name,
         client=client,
         date=datetime.date.today().isoformat(),
         passed=passed,
-        seen=seen,
+        summary=summary,
         seconds=time.monotonic() - began,
     )
 
@@ -253,29 +255,29 @@ def page(outcomes: list[Outcome]) -> str:
         "# The official cookbook",
         "",
         f"`make cookbook` runs recipes and tutorials of tinker-cookbook {VERSION}, unmodified and",
-        f"offline, on a server with `{DEFAULT_MODEL}` (CPU), which also answers",
-        "to the names of the models that they ask for: with the official SDK 0.36.0, and through",
-        "`tinkex.as_tinker` where no official SDK is installed. The first to ask for a model also",
-        "waits for it to load.",
+        f"offline, on a server that serves `{DEFAULT_MODEL}` (CPU) under the",
+        "names of the models that they use: with the official SDK 0.36.0, and through",
+        "`tinkex.as_tinker` in an environment without the official SDK. The first recipe that uses a",
+        "model also waits until it is loaded.",
         f"Last run: {' to '.join(sorted({dates[0], dates[-1]}))}.",
         "",
-        "| | client | runs | seen | seconds |",
+        "| | client | runs | result | seconds |",
         "|---|---|---|---|---:|",
     ]
     for name in RECIPES:
         for client in (SDK, TINKEX):
             if found := at.get((name, client)):
                 runs = "yes" if found.passed else "no"
-                seen = found.seen.strip().splitlines()[-1][:200].replace("|", "\\|")
-                lines.append(f"| {name} | {client} | {runs} | {seen} | {found.seconds:.0f} |")
-    lines += ["", "What was asked of each:", ""]
+                summary = found.summary.strip().splitlines()[-1][:200].replace("|", "\\|")
+                lines.append(f"| {name} | {client} | {runs} | {summary} | {found.seconds:.0f} |")
+    lines += ["", "Commands:", ""]
     lines += [f"- {name}: `{recipe.command}`" for name, recipe in RECIPES.items()]
     return "\n".join([*lines, ""])
 
 
-def kept(new: Outcome) -> list[Outcome]:
-    """This outcome and the last one of everything else."""
-    file = sdk_envs.cache_folder() / "sdk" / f"cookbook-{VERSION}.json"
+def stored_with(new: Outcome) -> list[Outcome]:
+    """Stores this outcome; all stored outcomes."""
+    file = sdk_envs.cache_folder() / "sdk" / f"cookbook-{VERSION}-outcomes.json"
     old = [Outcome(**row) for row in json.loads(file.read_text())] if file.exists() else []
     at = {(outcome.name, outcome.client): outcome for outcome in [*old, new]}
     file.write_text(json.dumps([asdict(outcome) for outcome in at.values()]))
@@ -285,27 +287,27 @@ def kept(new: Outcome) -> list[Outcome]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(RECIPES))
-    parser.add_argument("--client", choices=(SDK, TINKEX), help="only this one")
+    parser.add_argument("--client", choices=(SDK, TINKEX), help="run only this client")
     options = parser.parse_args()
     if unknown := set(options.names) - set(RECIPES):
-        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(RECIPES)}")
+        parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(RECIPES)}")
     clients = [options.client] if options.client else [SDK, TINKEX]
     pythons = {client: interpreter(client) for client in clients}
     model = resolve(DEFAULT_MODEL)
     outcomes = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        prepared(folder, model.folder)
+        write_hub_folders(folder, model.folder)
         specs = [f"{name}={folder / name}" for name in MODELS]
         with serving(*specs, data=folder / "data", args=("--threads", "2")) as server:
             for name in options.names or RECIPES:
                 for client, python in pythons.items():
-                    outcome = tried(name, client, python, server.url, folder)
+                    outcome = run_recipe(name, client, python, server.url, folder)
                     outcomes.append(outcome)
-                    PAGE.write_text(page(kept(outcome)))
-                    word = "runs" if outcome.passed else "FAILS"
+                    PAGE.write_text(page(stored_with(outcome)))
+                    word = "passed" if outcome.passed else "FAILED"
                     took = f"{outcome.seconds:.0f} s"
-                    print(f"{name}, {client}, {word}: {outcome.seen} ({took})", flush=True)
+                    print(f"{name}, {client}, {word}: {outcome.summary} ({took})", flush=True)
     print(f"wrote {PAGE.relative_to(ROOT)}")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 

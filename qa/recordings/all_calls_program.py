@@ -1,11 +1,11 @@
 """
-Every call of the client that sends something `basic_program.py` does not, with every argument.
+All client calls that `basic_program.py` does not make, with all arguments.
 
     python all_calls_program.py URL [FOLDER_WITH_TORCH]                     under the official client 0.36.0
     python -m tinkex.as_tinker all_calls_program.py URL                     under ours
 
-`record.py` keeps what the first sends; a test runs the second against the same recorder and
-compares, field by field.
+`record.py` records the requests of the first; a test runs the second against the same recorder and
+compares them field by field.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 BASE_MODEL = "tiny/model"
 TOKENS = [1, 17, 99, 4, 2]
 RUN = "session-1:train:0"
-#: A prompt whose sample never comes.
+#: A prompt whose sample never finishes.
 NEVER = [6, 6, 6]
 
 
@@ -30,7 +30,7 @@ def main(base_url: str) -> None:
     import tinker
     from tinker import types
 
-    warnings.simplefilter("ignore")  # experimental and deprecated calls are called on purpose
+    warnings.simplefilter("ignore")  # experimental and deprecated calls are intended
     service = tinker.ServiceClient(
         {"purpose": "golden"}, "project-1", display_name="every call", base_url=base_url
     )
@@ -50,7 +50,7 @@ def main(base_url: str) -> None:
     sampling(base_url, service, types)
     service.close("errored", "on purpose").result()
 
-    # A server that sets no flag: it restores in several requests.
+    # Without a flag of the server, the client restores a state with several requests.
     other = tinker.ServiceClient(base_url=f"{base_url}/plain")
     path = f"tinker://{RUN}/weights/first"
     other.create_training_client_from_state(path, optimizer=types.DimuonOptimizerConfig())
@@ -133,14 +133,14 @@ def sampling(base_url: str, service: Any, types: Any) -> None:
     clone = pickle.loads(pickle.dumps(client))
     clone.sample(prompt, 1, plain).result()
     waiting = client.sample(types.ModelInput.from_ints(NEVER), 1, plain)
-    until(base_url, "polls%20in%20vain", 3)  # so that it surely waits for this one
+    wait_until_seen(base_url, "unanswered%20polls", 3)  # the client is now waiting for this sample
     waiting.cancel()
-    until(base_url, "cancel_future", 1)
+    wait_until_seen(base_url, "cancel_future", 1)
     assert client.get_base_model() == BASE_MODEL
 
 
-def until(base_url: str, what: str, count: int) -> None:
-    """Until the recorder has seen it so often."""
+def wait_until_seen(base_url: str, what: str, count: int) -> None:
+    """Waits until a counter of the recorder has reached the value."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         with urllib.request.urlopen(f"{base_url}/seen/{what}") as answer:
@@ -197,6 +197,6 @@ def rest(base_url: str, tinker: Any, types: Any) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:  # at the end of the path: all but torch stays the client's own
+    if len(sys.argv) > 2:  # at the end of the path, so that only torch comes from there
         sys.path.append(sys.argv[2])
     main(sys.argv[1])

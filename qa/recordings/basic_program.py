@@ -1,9 +1,9 @@
 """
 A small program for any release of the official client, and the objects it sends.
 
-`record.py` runs it under the official client and keeps every request. The tests build the same
-objects from `tinkex.types` and compare what our encoders make of them. Therefore the builders take
-the `types` module as an argument, and nothing here may import either package at the top.
+`record.py` runs it with the official client and records every request. Tests build the same objects
+from `tinkex.types` and compare the output of our encoders. Therefore the builders take the `types`
+module as an argument, and this file imports neither package at the top.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def datum(types: Any, **inputs: Any) -> Any:
 
 
 def cross_entropy(types: Any) -> list[Any]:
-    """Lists, and weights of both signs."""
+    """Lists, and positive and negative weights."""
     return [
         datum(types, target_tokens=[17, 99, 4, 2, 0], weights=[0.0, 1.0, -2.5, 0.125, 1.0]),
         datum(types, target_tokens=[1, 2, 3, 4, 5], weights=[1.0, 1.0, 1.0, 1.0, 1.0]),
@@ -31,7 +31,7 @@ def cross_entropy(types: Any) -> list[Any]:
 
 
 def arrays(types: Any) -> list[Any]:
-    """NumPy arrays of other widths than travel, and tensors made by hand, one without a shape."""
+    """NumPy arrays of dtypes that are converted, and hand-made tensors, one of them without a shape."""
     import numpy as np
 
     return [
@@ -55,7 +55,7 @@ def arrays(types: Any) -> list[Any]:
 
 
 def sparse(types: Any) -> list[Any]:
-    """2-D targets and weights as torch tensors: the first pair travels as CSR, the second dense."""
+    """2-D targets and weights as torch tensors; the first pair is sent as CSR, the second dense."""
     import torch
 
     targets = torch.zeros(5, 8, dtype=torch.int64)
@@ -70,7 +70,7 @@ def sparse(types: Any) -> list[Any]:
 
 
 def images(types: Any) -> list[Any]:
-    """A picture inside a prompt."""
+    """An image inside a prompt."""
     chunks = [
         types.EncodedTextChunk(tokens=[5, 6]),
         types.ImageChunk(data=b"\x89PNG not really", format="png", **image_size(types)),
@@ -84,7 +84,7 @@ def images(types: Any) -> list[Any]:
 
 
 def image_size(types: Any) -> dict[str, int]:
-    """Before 0.6 an image says its size and its tokens."""
+    """Before 0.6, an image contains its size and number of tokens."""
     names = getattr(types.ImageChunk, "model_fields", {})
     return (
         {"expected_tokens": 2}
@@ -94,7 +94,7 @@ def image_size(types: Any) -> dict[str, int]:
 
 
 def provenance(types: Any) -> list[Any]:
-    """Where the tokens came from (0.26 and newer)."""
+    """The source of the tokens (0.26 and newer)."""
     prompt, sampled = types.PromptProvenanceSpan, types.SampledProvenanceSpan
     example = datum(types, target_tokens=[17, 99, 4, 2, 0], weights=[1.0] * 5)
     return [
@@ -109,7 +109,7 @@ def provenance(types: Any) -> list[Any]:
 
 
 def many(types: Any, count: int) -> list[Any]:
-    """More examples than fit one part of a batch."""
+    """More examples than fit into one chunk."""
     return [
         types.Datum(
             model_input=types.ModelInput.from_ints([i, i + 1]),
@@ -120,7 +120,7 @@ def many(types: Any, count: int) -> list[Any]:
 
 
 def supported(function: Any, **keywords: Any) -> dict[str, Any]:
-    """The keywords this release knows."""
+    """The keyword arguments that this release supports."""
     return {k: v for k, v in keywords.items() if k in inspect.signature(function).parameters}
 
 

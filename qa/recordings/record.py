@@ -1,17 +1,17 @@
 # ruff: noqa: BLE001 - a command line tool that must answer whatever happens
 """
-Record what an official client sends, and check that it reads what we answer.
+Records the requests of an official client, and checks that it accepts our responses.
 
     python -m qa.recordings.record PYTHON_OF_AN_SDK [PYTHON_OF_ANOTHER ...]
 
     python -m qa.recordings.record --calls PYTHON_OF_0.36.0
 
-Starts a small server on loopback that answers with our own encoders, runs `basic_program.py` against it
-under the given interpreter (whose environment has one release of the `tinker` package), and writes
-every request to `tests/data/wire/VERSION/ENDPOINT.json`. With `--calls` it runs `all_calls_program.py` and writes
-to `tests/data/wire/calls.json`, the headers of REST calls included. The program checks what it got back, so a
-recording also says that this release accepted our answers. What differs from run to run (ids,
-times) is replaced. Tests read the recordings and never run this.
+Starts a small server on loopback that responds with our own encoders, and runs `basic_program.py` against
+it with the given interpreter, whose environment has one release of the `tinker` package. Writes every
+request to `tests/data/wire/VERSION/ENDPOINT.json`. With `--calls` it runs `all_calls_program.py` and
+writes `tests/data/wire/calls.json`, including the headers of REST calls. The program checks the
+responses, so a recording also shows that this release accepts them. Values that differ from run to run
+(ids, times) are replaced. Tests read the recordings.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DATA = HERE.parents[1] / "tests" / "data" / "wire"
 BASE_MODEL = "tiny/model"
 SESSION = "session-1"
 
-#: Headers a server acts on, and those that tell what a request is about.
+#: Headers that a server evaluates, or that describe the request.
 KEPT_HEADERS = (
     "accept",
     "content-type",
@@ -49,9 +49,9 @@ KEPT_HEADERS = (
     "x-tinker-request-type",
     "x-tinker-sampling-backpressure",
 )
-#: With --calls also these.
+#: The headers that are recorded with --calls.
 CALLS_HEADERS = (*KEPT_HEADERS, "x-tinker-weights-access-token")
-#: With --calls the server switches on what clients do only when told to.
+#: Flags that the server sets with --calls.
 CALLS_FLAGS = {
     "custom_loss_server_side": True,
     "sample_join_sampling_session": True,
@@ -76,7 +76,7 @@ CHECKPOINT = {
     "tinker_path": "tinker://session-1:train:0/weights/first",
 }
 CURSOR = {"offset": 0, "limit": 20, "total_count": 1}
-#: What the REST routes answer: method and pattern of the path -> body.
+#: Responses of the REST routes: method, pattern of the path, body.
 REST = (
     ("GET", r"training_runs", {"training_runs": [RUN], "cursor": CURSOR}),
     ("GET", r"(training_runs/[^/]+/)?checkpoints", {"checkpoints": [CHECKPOINT], "cursor": CURSOR}),
@@ -109,18 +109,18 @@ REPLACEMENTS = (
 
 
 class Recorder(ThreadingHTTPServer):
-    """Answers like a service with one tiny model, and remembers every request."""
+    """Responds like a service with one tiny model, and records every request."""
 
     daemon_threads = True
 
     def __init__(self, *, calls: bool = False) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.calls = calls
-        #: How often each thing was seen that a program waits for.
+        #: Counters that a program waits for.
         self.seen: Counter[str] = Counter()
         self.requests: list[dict[str, Any]] = []
         self.results: dict[str, Any] = {}
-        self.asked: set[str] = set()
+        self.polled: set[str] = set()
         self.reported: set[str] = set()
         self.waiting_in_vain = False
         self.version = ""
@@ -145,7 +145,7 @@ class Recorder(ThreadingHTTPServer):
         name = endpoint.replace("/", "_")
         self.seen[name] += 1
         if self.waiting_in_vain and name.startswith("retrieve_future"):
-            self.seen["polls in vain"] += 1
+            self.seen["unanswered polls"] += 1
         if route == "/plain" and name == "client_config":
             return {}
         for verb, pattern, answer in REST:
@@ -163,7 +163,7 @@ class Recorder(ThreadingHTTPServer):
         self.version = request.sdk_version
         config = Dialect.of(request.sdk_version).client_config()
         if Dialect.of(request.sdk_version).reads_protobuf_only:
-            config["fwdbwd_max_chunk_len"] = 2  # so that a small batch has several parts
+            config["fwdbwd_max_chunk_len"] = 2  # so that a small batch has several chunks
         return config | CALLS_FLAGS if self.calls else config
 
     def on_client_dynamic_config(self, body: bytes) -> Any:
@@ -260,7 +260,7 @@ class Recorder(ThreadingHTTPServer):
         return {}
 
     def on_retrieve_futures(self, body: bytes) -> Any:
-        """Everything that is there and was not reported back, at once or a little later."""
+        """All completions that the client has not acknowledged, immediately or a little later."""
         request = codec.decode_json(types.FuturesRetrieveRequest, body)
         with self.lock:
             self.reported.update(request.retrieved_request_ids)
@@ -296,8 +296,8 @@ class Recorder(ThreadingHTTPServer):
         if request.request_id == NEVER_READY:
             time.sleep(0.05)
             return 408, types.TryAgainResponse(request_id=NEVER_READY, queue_state="active")
-        if not self.asked:  # the very first one is told to wait
-            self.asked.add(request.request_id)
+        if not self.polled:  # the first poll of all gets 408
+            self.polled.add(request.request_id)
             return 408, types.TryAgainResponse(
                 request_id=request.request_id,
                 queue_state="paused_capacity",
@@ -363,7 +363,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
-        self._remember(body)
+        self._record(body)
         try:
             kind = self.headers.get("content-type") or ""
             answer = self.server.answer(self.command, self.path, body, kind)
@@ -391,7 +391,7 @@ class Handler(BaseHTTPRequestHandler):
             answer = dialect.forward_backward_json(answer)
         return codec.JSON_TYPE, codec.encode_json(answer)
 
-    def _remember(self, body: bytes) -> None:
+    def _record(self, body: bytes) -> None:
         if self.path.startswith("/seen/"):
             return
         names = CALLS_HEADERS if self.server.calls else KEPT_HEADERS
@@ -434,7 +434,7 @@ def write(version: str, requests: list[dict[str, Any]]) -> None:
 
 
 def run(command: list[str], recorder: Recorder, **environment: str) -> None:
-    """Run a program against the recorder until it ends."""
+    """Runs a program against the recorder until it ends."""
     threading.Thread(target=recorder.serve_forever, daemon=True).start()
     env = {"TINKER_API_KEY": "tml-recording", "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
     try:
@@ -451,20 +451,20 @@ def record(python: str) -> str:
     return recorder.version
 
 
-#: How often these are sent depends on the clock.
-BY_THE_CLOCK = ("retrieve_future", "retrieve_futures", "session_heartbeat", "telemetry")
+#: Endpoints whose number of requests depends on time.
+TIMER_DRIVEN = ("retrieve_future", "retrieve_futures", "session_heartbeat", "telemetry")
 
 
-def told(requests: list[dict[str, Any]]) -> dict[str, Any]:
+def comparable(requests: list[dict[str, Any]]) -> dict[str, Any]:
     """
-    What is compared: requests in the order in which they came, without what differs from run to
-    run; and of those that come by the clock the kinds there are.
+    The comparable part of a recording: requests in order without values that differ from run to run,
+    and the distinct shapes of requests on endpoints that are driven by timers.
     """
     text = json.dumps([request | {"path": unquote(request["path"])} for request in requests])
     for pattern, replacement in REPLACEMENTS:
         text = pattern.sub(replacement, text)
     compared: list[dict[str, Any]] = []
-    kinds: dict[str, list[Any]] = {name: [] for name in BY_THE_CLOCK}
+    kinds: dict[str, list[Any]] = {name: [] for name in TIMER_DRIVEN}
     for request in json.loads(text):
         name = endpoint(request["path"])
         if name not in kinds:
@@ -475,7 +475,7 @@ def told(requests: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def shape(value: Any) -> Any:
-    """The fields of a message and their types; of a list what its first object has."""
+    """The fields of a message and their types; for a list, those of its first object."""
     if isinstance(value, dict):
         return {name: shape(item) for name, item in sorted(value.items())}
     if isinstance(value, list):
@@ -487,7 +487,7 @@ def record_calls(python: str) -> str:
     recorder = Recorder(calls=True)
     torch = str(sdk_envs.ensure_torch())
     run([python, str(HERE / "all_calls_program.py"), recorder.url, torch], recorder)
-    text = json.dumps(told(recorder.requests), indent=1, ensure_ascii=False)
+    text = json.dumps(comparable(recorder.requests), indent=1, ensure_ascii=False)
     (DATA / "calls.json").write_text(text + "\n")
     return recorder.version
 

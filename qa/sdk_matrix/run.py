@@ -1,5 +1,5 @@
 """
-Thirteen releases of the official SDK, each unmodified in its own environment, on one real server.
+Runs thirteen releases of the official SDK, each in its own environment, against one server.
 
     python -m qa.sdk_matrix.run [VERSION ...]
 
@@ -28,17 +28,17 @@ PAGE = ROOT / "docs" / "reference" / "sdk-matrix.md"
 INTRODUCTION = """\
 # Official SDKs on this server
 
-Each release below is installed from PyPI, unmodified, into a virtual environment of its own and runs
+Each release is installed unmodified from PyPI into its own virtual environment and runs
 `tests/together/sdk_program.py` against one `tinkex serve` with a tiny model: 60 training steps,
 greedy samples, prompt logprobs, save and load, lists, publishing and deleting of checkpoints, and a
-custom loss. `make matrix` makes this page; `make test` runs the first and the last row each time.
+custom loss. `make matrix` writes this page; `make test` runs the first and the last row.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     version: str
-    #: Capability -> what was wrong; empty is fine.
+    #: Errors by capability; empty if all passed.
     failures: dict[str, str]
     seconds: float
 
@@ -55,7 +55,7 @@ def measured(version: str, server: Server, vocabulary: int) -> Row:
             try:
                 check(run)
             except AssertionError as error:
-                failures[name] = str(error) or "not so"
+                failures[name] = str(error) or "failed"
     return Row(version=version, failures=failures, seconds=time.monotonic() - began)
 
 
@@ -70,9 +70,7 @@ def page(rows: list[Row]) -> str:
     date = datetime.date.today().isoformat()
     meanings = [f"- **{name}**: {check.__doc__}" for name, check in CAPABILITIES.items()]
     last = f"Last run: {date}."
-    return "\n".join(
-        [INTRODUCTION, last, "", *table, "", "What the columns mean:", "", *meanings, ""]
-    )
+    return "\n".join([INTRODUCTION, last, "", *table, "", "Columns:", "", *meanings, ""])
 
 
 def main(versions: list[str]) -> int:
@@ -84,7 +82,7 @@ def main(versions: list[str]) -> int:
             for version in versions:
                 row = measured(version, server, vocabulary)
                 rows.append(row)
-                wrong = ", ".join(row.failures) or "all well"
+                wrong = ", ".join(row.failures) or "passed"
                 print(f"tinker {version}: {wrong} ({row.seconds:.0f} s)", flush=True)
                 if row.failures:
                     print("\n".join({*row.failures.values()}), file=sys.stderr)

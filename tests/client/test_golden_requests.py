@@ -33,7 +33,7 @@ def run(program: str, *, calls: bool) -> dict[str, Any]:
     recorder = record.Recorder(calls=calls)
     command = [sys.executable, "-W", "ignore", "-m", "tinkex.as_tinker", str(PROGRAMS / program)]
     record.run([*command, recorder.url], recorder, PYTHONPATH=str(SOURCE), RECORDING_WAITS_S="0")
-    return record.told(recorder.requests)
+    return record.comparable(recorder.requests)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_the_recorded_program_sends_the_same_under_our_client():
     recorded = [
         request
         for path in sorted((DATA / "0.36.0").glob("*.json"))
-        if path.stem not in record.BY_THE_CLOCK
+        if path.stem not in record.TIMER_DRIVEN
         for request in json.loads(path.read_text())
     ]
 
