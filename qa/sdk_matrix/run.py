@@ -29,7 +29,7 @@ INTRODUCTION = """\
 # Official SDKs on this server
 
 Each release is installed unmodified from PyPI into its own virtual environment and runs
-`tests/together/sdk_program.py` against one `tinkex serve` with a tiny model: 60 training steps,
+`tests/together/capabilities_program.py` against one `tinkex serve` with a tiny model: 60 training steps,
 greedy samples, prompt logprobs, save and load, lists, publishing and deleting of checkpoints, and a
 custom loss. `make matrix` writes this page; `make test` runs the first and the last row.
 """

@@ -1,4 +1,4 @@
-"""What every official SDK must be able to do on our server, judged by what `sdk_program.py` printed."""
+"""What every official SDK must be able to do on our server, judged by what `capabilities_program.py` printed."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ import sdk_envs
 from serving import TINY, Server
 from together.official_sdk import run_program
 
-PROGRAM = Path(__file__).with_name("sdk_program.py")
+PROGRAM = Path(__file__).with_name("capabilities_program.py")
 
 Run = dict[str, Any]
 

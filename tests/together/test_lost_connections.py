@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).with_name("vanishing_program.py")
+PROGRAM = Path(__file__).with_name("lost_connections_program.py")
 #: A network of one's own, without being root where the system allows that.
 APART = ["unshare", "--user", "--map-root-user", "--net"]
 

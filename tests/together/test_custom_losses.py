@@ -179,7 +179,7 @@ def test_several_targets_for_each_position_work_too(service):
 def test_a_program_written_for_the_official_client_gets_the_same_numbers(
     server: Server, tiny_model: Path
 ) -> None:
-    """The program that `test_custom_loss` runs on the official client, unchanged, on ours."""
+    """The program that `test_official_custom_loss` runs on the official client, unchanged, on ours."""
     vocabulary = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
     program = Path(__file__).with_name("custom_loss_program.py")
     done = subprocess.run(

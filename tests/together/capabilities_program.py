@@ -1,6 +1,6 @@
 """A training program written for the official SDK, from 0.4.1 to 0.36.0.
 
-    python sdk_program.py BASE_MODEL VOCABULARY FOLDER_WITH_TORCH
+    python capabilities_program.py BASE_MODEL VOCABULARY FOLDER_WITH_TORCH
 
 Runs in the SDK's own environment, with TINKER_BASE_URL and TINKER_API_KEY set; prints one line of JSON.
 It memorises four sequences, saves, samples them back, loads the state into further clients, lists

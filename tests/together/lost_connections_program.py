@@ -1,7 +1,7 @@
 """
 Clients of a real server that are gone without a word: no goodbye, no reset, no answer to a probe.
 
-    unshare --user --map-root-user --net python vanishing_program.py DATA_FOLDER
+    unshare --user --map-root-user --net python lost_connections_program.py DATA_FOLDER
 
 Runs in a network of its own, and takes that down under everybody. Tells what became of the
 connections as one line of JSON.
