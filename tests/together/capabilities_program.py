@@ -1,10 +1,11 @@
-"""A training program written for the official SDK, from 0.4.1 to 0.36.0.
+"""
+A training program for the official SDK, from 0.4.1 to 0.36.0.
 
     python capabilities_program.py BASE_MODEL VOCABULARY FOLDER_WITH_TORCH
 
 Runs in the SDK's own environment, with TINKER_BASE_URL and TINKER_API_KEY set; prints one line of JSON.
-It memorises four sequences, saves, samples them back, loads the state into further clients, lists
-and deletes its checkpoints, and trains with a loss of its own.
+It memorizes four sequences, samples them, saves, loads the state into other clients, lists and deletes
+checkpoints, and trains with a custom loss.
 """
 
 import json
@@ -12,8 +13,8 @@ import random
 import sys
 import warnings
 
-# Newer SDKs come without torch and look for it when they are imported; custom losses need it. At
-# the end of the path: everything else stays the SDK's own.
+# Newer SDKs do not install torch, look for it at import, and need it for custom losses. Its folder goes
+# to the end of the path, so that all other packages are those of the SDK's environment.
 sys.path.extend(sys.argv[3:4])
 
 import tinker
@@ -24,7 +25,7 @@ PROMPT_TOKENS = 4
 
 
 def sequences(vocabulary: int) -> list[list[int]]:
-    """Four different sequences of 24 tokens, the same ones every time."""
+    """Four different, fixed sequences of 24 tokens."""
     draw = random.Random(24)
     return [[10 + n, *(draw.randrange(20, vocabulary) for _ in range(23))] for n in range(4)]
 
@@ -42,7 +43,7 @@ def logprobs(training: tinker.TrainingClient, data: list[types.Datum]) -> list[f
 
 
 def checkpoints(service: tinker.ServiceClient, path: str) -> dict[str, object]:
-    """What lists say about the checkpoints of a run, before and after one of them is deleted."""
+    """Lists of the checkpoints of a run, before and after one is deleted."""
     rest = service.create_rest_client()
     run = path.removeprefix("tinker://").partition("/")[0]
 
@@ -81,7 +82,7 @@ def checkpoints(service: tinker.ServiceClient, path: str) -> dict[str, object]:
 def custom_loss(
     service: tinker.ServiceClient, base_model: str, data: list[types.Datum]
 ) -> dict[str, object]:
-    """Logprobs after a step by a loss written here, and after the built-in one that is the same."""
+    """Logprobs after a step with a custom loss, and after one with the equal built-in loss."""
 
     def by_hand(batch, logprobs_list):
         loss = 0.0
@@ -113,7 +114,7 @@ def main(base_model: str, vocabulary: int) -> dict[str, object]:
 
     losses = []
     for _ in range(STEPS):
-        # Both are sent before the first is waited for, as the documentation advises.
+        # Submits both before waiting for the first, as the documentation recommends.
         passed = training.forward_backward(data, "cross_entropy")
         stepped = training.optim_step(types.AdamParams(learning_rate=1e-2))
         losses.append(passed.result().metrics["loss:sum"] / tokens_in_all)

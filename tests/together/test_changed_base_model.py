@@ -1,4 +1,4 @@
-"""`tinkex serve` on a model whose weights were changed since: the old run is refused, loudly."""
+"""`tinkex serve` with a base model whose weights have changed rejects existing runs."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,7 @@ from models.test_content_hash import flip
 from serving import TINY, serving
 from tinkex import types
 
-# Three servers, one after the other.
+# Starts three servers.
 pytestmark = pytest.mark.timeout(240)
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
@@ -18,7 +18,7 @@ PARAMS = types.SamplingParams(max_tokens=4, temperature=0.0, stop=[])
 
 
 def flip_many(model: Path) -> None:
-    """Changes the weights enough to be seen in what is sampled; the second time changes them back."""
+    """Changes the weights so that samples differ; a second call restores them."""
     file = model / "model.safetensors"
     data = bytearray(file.read_bytes())
     for at in range(-4000, -2, 2):
@@ -28,7 +28,7 @@ def flip_many(model: Path) -> None:
     flip(file, -2)
 
 
-def test_a_run_on_weights_that_were_changed_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_run_on_changed_base_weights_is_rejected(tiny_model: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     data = tmp_path / "data"
     with (
@@ -53,14 +53,14 @@ def test_a_run_on_weights_that_were_changed_is_refused(tiny_model: Path, tmp_pat
         path_of_changed = training.save_weights_for_sampler("kept").result().path
     assert any("are refused. New runs are served" in line for line in server.log)
 
-    flip_many(model)  # the first files again: the first run goes on as it was
+    flip_many(model)  # restored: the first run continues
     with (
         serving(f"{TINY}={model}", data=data, args=("--accept-changed-base",)) as server,
         tinkex.ServiceClient(base_url=server.url) as service,
     ):
         sampling = service.create_sampling_client(model_path=path)
         assert sampling.sample(PROMPT, 1, PARAMS).result().sequences[0].tokens == first
-        # So does the run that was made on the files in between.
+        # With --accept-changed-base the run that was created on the changed weights continues too.
         sampling = service.create_sampling_client(model_path=path_of_changed)
         sampling.sample(PROMPT, 1, PARAMS).result()
     assert any("go on with these" in line for line in server.log)

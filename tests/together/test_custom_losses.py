@@ -1,4 +1,4 @@
-"""Losses written by users against the built-in ones, on the tiny model: numbers and parameters."""
+"""Custom losses give the same losses and weights as the built-in ones, on the tiny model."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from serving import TINY, Server
 from tinkex import types
 
 LENGTHS = (17, 9, 23)
-#: With a large eps a step is close to the gradient itself, so that sizes are compared, not signs.
+#: With a large eps a step is proportional to the gradient, so that its size is compared and not its sign.
 STEP = types.AdamParams(learning_rate=0.03, eps=1.0)
 
 
@@ -45,7 +45,7 @@ def batch(service: tinkex.ServiceClient) -> list[types.Datum]:
     ]
 
 
-# The three losses as a user writes them for one datum; `logprobs` of a datum are the sampler's.
+# The three losses for one datum; `logprobs` of a datum are those of the sampler.
 
 
 def cross_entropy(logprobs, weights):
@@ -64,7 +64,7 @@ def ppo(logprobs, old, advantages):
     }
 
 
-#: name of the built-in loss -> the same by hand, and the inputs that it reads.
+#: Built-in losses with the equal custom loss and the inputs that it reads.
 LOSSES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "cross_entropy": (cross_entropy, ("weights",)),
     "importance_sampling": (importance_sampling, ("logprobs", "advantages")),
@@ -97,7 +97,7 @@ def as_callable(name: str) -> Callable[..., Any]:
 
 
 def only(name: str, batch: list[types.Datum], *, as_handles_call_them: bool) -> list[types.Datum]:
-    """What a loss reads. Handles have the model's own logprobs under that name."""
+    """The inputs of a loss. For handles, `logprobs` are those of the model."""
     keep = ("target_tokens", *LOSSES[name][1])
     return [
         dataclasses.replace(
@@ -113,7 +113,7 @@ def only(name: str, batch: list[types.Datum], *, as_handles_call_them: bool) -> 
 
 
 def trained(service, batch, train) -> tuple[dict[str, float], list[float]]:
-    """Metrics of the first pass, and what the model says after two steps: that is its parameters."""
+    """Metrics of the first pass, and logprobs after two steps, which depend on the weights."""
     client = service.create_lora_training_client(TINY, rank=8, seed=1)
     first = train(client)
     client.optim_step(STEP)
@@ -126,7 +126,7 @@ def trained(service, batch, train) -> tuple[dict[str, float], list[float]]:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_m2_custom_versions_of_built_in_losses_give_their_numbers_and_their_weights(
+def test_m2_custom_versions_of_built_in_losses_give_the_same_losses_and_weights(
     service, batch, handles, name
 ):
     plain = only(name, batch, as_handles_call_them=False)
@@ -158,8 +158,8 @@ def test_an_uploaded_loss_is_one_pass_with_the_metrics_of_its_graph(service, bat
     assert "surrogate_loss:sum" not in found.metrics
 
 
-def test_several_targets_for_each_position_work_too(service):
-    """Logprobs of shape [positions, 3], as distillation has them."""
+def test_several_targets_per_position(service):
+    """Logprobs of shape [positions, 3], as in distillation."""
     targets = [[30, 31, 32], [33, 34, 35], [36, 37, 38]]
     datum = types.Datum(types.ModelInput.from_ints([21, 22, 23]), {"target_tokens": targets})
 
@@ -179,7 +179,7 @@ def test_several_targets_for_each_position_work_too(service):
 def test_a_program_written_for_the_official_client_gets_the_same_numbers(
     server: Server, tiny_model: Path
 ) -> None:
-    """The program that `test_official_custom_loss` runs on the official client, unchanged, on ours."""
+    """Runs the program of `test_official_custom_loss` with tinkex."""
     vocabulary = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
     program = Path(__file__).with_name("custom_loss_program.py")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A data folder of tinkex 0.1.0 opens and goes on: `tests/data/folder-0.1/write.py` tells what is in it."""
+"""A server opens a data folder of tinkex 0.1.0, which `tests/data/folder-0.1/write.py` wrote."""
 
 import json
 import shutil
@@ -18,16 +18,16 @@ FOLDER = Path(__file__).resolve().parent.parent / "data" / "folder-0.1"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())
 KEY = EXPECTED["key"]
 TEXT = list(range(40, 72))
-#: Steps of the run when it was killed; two more had been accepted.
+#: Finished steps of the run when it was killed; two more were accepted.
 STEPS = 14
 
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server on a copy, as the processes of 0.1.0 left it when they were killed."""
+    """A server on a copy of the folder that the killed processes of 0.1.0 left."""
     data = tmp_path_factory.mktemp("folder") / "data"
     shutil.copytree(FOLDER / "data", data)
-    # Modes are lost in version control.
+    # Version control does not keep file modes.
     for path in (data, *data.rglob("*")):
         path.chmod(0o700 if path.is_dir() else 0o600)
     with serving(f"test/tiny={FOLDER / 'model'}", data=data) as running:
@@ -58,7 +58,7 @@ def result_of(server: Server, request_id: str) -> Any:
     return post(server, "retrieve_future", {"request_id": request_id})
 
 
-def test_requests_that_were_accepted_are_finished_and_the_run_goes_on(opened: Server) -> None:
+def test_accepted_requests_are_finished_and_the_run_continues(opened: Server) -> None:
     ids = EXPECTED["requests"]
     passed = result_of(opened, ids["pass"])
     assert passed["metrics"]["loss:sum"] == pytest.approx(EXPECTED["pass_loss"], rel=1e-4)
@@ -73,13 +73,15 @@ def test_requests_that_were_accepted_are_finished_and_the_run_goes_on(opened: Se
             "weights": {"data": [1.0] * 31, "dtype": "float32", "shape": [31]},
         },
     }
-    told = {"data": [datum], "loss_fn": "cross_entropy"}
-    body = {"model_id": EXPECTED["model_id"], "seq_id": STEPS + 3, "forward_backward_input": told}
+    given = {"data": [datum], "loss_fn": "cross_entropy"}
+    body = {"model_id": EXPECTED["model_id"], "seq_id": STEPS + 3, "forward_backward_input": given}
     further = result_of(opened, post(opened, "forward_backward", body)["request_id"])
     assert further["metrics"]["loss:sum"] == pytest.approx(EXPECTED["further_loss"], rel=1e-4)
 
 
-def test_a_checkpoint_trains_on_with_its_optimizer(service: tinkex.ServiceClient) -> None:
+def test_training_continues_from_a_checkpoint_with_its_optimizer(
+    service: tinkex.ServiceClient,
+) -> None:
     training = service.create_training_client_from_state_with_optimizer(EXPECTED["state_path"])
     datum = types.Datum(
         model_input=types.ModelInput.from_ints(TEXT[:-1]),
@@ -90,19 +92,19 @@ def test_a_checkpoint_trains_on_with_its_optimizer(service: tinkex.ServiceClient
     stepped = training.optim_step(adam)
     further = training.forward_backward([datum], "cross_entropy")
     stepped.result()
-    # What the run itself computed after this checkpoint, in 0.1.0.
+    # The losses that 0.1.0 computed after this checkpoint.
     assert passed.result().metrics["loss:sum"] == pytest.approx(EXPECTED["pass_loss"], rel=1e-4)
     assert further.result().metrics["loss:sum"] == pytest.approx(EXPECTED["further_loss"], rel=1e-4)
 
 
-def test_a_sampler_answers_the_same_tokens(service: tinkex.ServiceClient) -> None:
+def test_a_sampler_returns_the_same_tokens(service: tinkex.ServiceClient) -> None:
     sampler = service.create_sampling_client(model_path=EXPECTED["sampler_path"])
     params = types.SamplingParams(max_tokens=8, temperature=0.7, seed=11)
     answer = sampler.sample(types.ModelInput.from_ints(TEXT[:8]), 2, params).result()
     assert [list(sequence.tokens) for sequence in answer.sequences] == EXPECTED["sampled"]
 
 
-def test_its_key_its_run_and_its_checkpoints_are_there(
+def test_key_run_and_checkpoints_exist(
     opened: Server,
 ) -> None:
     rest = tinkex.RestClient(base_url=opened.url, api_key=KEY)
@@ -110,7 +112,7 @@ def test_its_key_its_run_and_its_checkpoints_are_there(
     assert (run.base_model, run.lora_rank) == ("test/tiny", 4)
     listed = rest.list_checkpoints(EXPECTED["model_id"]).result().checkpoints
     assert {one.tinker_path for one in listed} == {EXPECTED["state_path"], EXPECTED["sampler_path"]}
-    # It had a key, so it is closed to those who have none.
+    # The folder has a key, so requests without a key are rejected.
     with pytest.raises(tinkex.AuthenticationError):
         tinkex.ServiceClient(
             base_url=opened.url, api_key="tml-somebody-else"

@@ -1,4 +1,4 @@
-"""What `docs/reference/differences.md` says of both clients, seen by one program that runs with each."""
+"""Checks `docs/reference/differences.md` with one program that runs with both clients."""
 
 import json
 import os
@@ -18,7 +18,7 @@ PROGRAM = Path(__file__).with_name("differences_program.py")
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "differences.md"
 COOKIE = "AWSALB=ab+/c=="
 
-#: What the program sees: the same with both clients, or theirs and ours.
+#: Output of the program: equal for both clients, or the official client's and ours.
 SAME: dict[str, Any] = {
     "equal prompts": True,
     "schema of a chunk": ["tokens", "type"],
@@ -30,7 +30,7 @@ SAME: dict[str, Any] = {
     "a 404 is no success": [404, False, True],
     "raise_for_status raises": True,
     "time of an error": True,
-    "logger": True,  # each its own name
+    "logger": True,  # each client has its own name
 }
 DIFFERENT: dict[str, tuple[Any, Any]] = {
     "tensor after its array changed": ([7, 2], [1, 2]),
@@ -53,20 +53,20 @@ DIFFERENT: dict[str, tuple[Any, Any]] = {
 
 @contextmanager
 def service() -> Iterator[tuple[StubServer, StubServer]]:
-    """Answers once, then leads to itself, then to another service."""
+    """Responds once, then redirects to itself, then to another service."""
     capabilities = reply_json({"supported_models": []})
 
-    def elsewhere(asked: ReceivedRequest) -> Reply:
+    def elsewhere(request: ReceivedRequest) -> Reply:
         return capabilities
 
     with stub_server(elsewhere) as other:
         times = 0
 
-        def answer(asked: ReceivedRequest) -> Reply:
+        def answer(request: ReceivedRequest) -> Reply:
             nonlocal times
-            if "training_runs" in asked.path:
+            if "training_runs" in request.path:
                 return Reply(status=404, body=b"{}", headers={"Retry-After": "3"})
-            if asked.path.startswith("/moved") or not asked.path.endswith("capabilities"):
+            if request.path.startswith("/moved") or not request.path.endswith("capabilities"):
                 body = {"session_id": "s", "type": "create_session", "supported_models": []}
                 return reply_json(body)
             times += 1
@@ -99,23 +99,23 @@ def cookies(here: StubServer) -> set[str | None]:
 
 
 @pytest.mark.timeout(120)
-def test_our_column_of_the_page() -> None:
+def test_the_column_of_tinkex_on_the_page() -> None:
     facts, here, other = seen(sys.executable, "tinkex")
     assert facts == {**SAME, **{name: ours for name, (_, ours) in DIFFERENT.items()}}
     assert cookies(here) == {COOKIE}
-    assert other.requests == []  # the key went nowhere
+    assert other.requests == []  # the key was not sent to another origin
 
 
 @pytest.mark.sdk
 @pytest.mark.timeout(300)
-def test_the_official_clients_column_of_the_page() -> None:
+def test_the_column_of_the_official_client_on_the_page() -> None:
     facts, here, other = seen(sdk_envs.ensure("0.36.0"), "tinker")
     assert facts == {**SAME, **{name: theirs for name, (theirs, _) in DIFFERENT.items()}}
     assert cookies(here) == {COOKIE}
     assert [each.headers["x-api-key"] for each in other.requests] == ["tml-secret"]
 
 
-#: How the row of the page begins that each fact belongs to.
+#: The beginning of the row on the page for each fact.
 ROWS = {
     "tensor after its array changed": "| `TensorData` ✓",
     "chunks after append_int": "| `ModelInput.append_int` ✓",
@@ -146,7 +146,7 @@ ROWS = {
 }
 
 
-def test_the_rows_that_are_marked_are_those_that_the_program_sees() -> None:
+def test_the_marked_rows_are_those_that_the_program_checks() -> None:
     assert set(ROWS) == {*SAME, *DIFFERENT}
     marked = [line for line in PAGE.read_text().splitlines() if "✓" in line and "rows" not in line]
     seen_rows = [[line for line in marked if line.startswith(row)] for row in ROWS.values()]

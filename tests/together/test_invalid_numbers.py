@@ -1,4 +1,4 @@
-"""Our client and a real server: a mistake in a number is the user's to read, and nothing is hurt."""
+"""Invalid numbers in requests give clear errors and do not affect the model."""
 
 import json
 import math
@@ -20,7 +20,7 @@ def datum() -> types.Datum:
     )
 
 
-def test_a_learning_rate_beyond_float32_is_the_users_failure(server: Server) -> None:
+def test_a_learning_rate_beyond_float32_is_a_user_error(server: Server) -> None:
     with tinkex.ServiceClient(base_url=server.url) as service:
         training = service.create_lora_training_client(TINY, rank=4, seed=1)
         before = training.forward([datum()], "cross_entropy").result().loss_fn_outputs
@@ -34,7 +34,7 @@ def test_a_learning_rate_beyond_float32_is_the_users_failure(server: Server) -> 
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_none_does_not_leave_the_client(server: Server, number: float) -> None:
+def test_a_value_that_is_not_a_number_is_not_sent(server: Server, number: float) -> None:
     with tinkex.ServiceClient(base_url=server.url) as service:
         training = service.create_lora_training_client(TINY, rank=4, seed=1)
         with pytest.raises(ValueError, match=r"loss_fn_config\.beta"):
@@ -42,7 +42,7 @@ def test_a_number_that_is_none_does_not_leave_the_client(server: Server, number:
         params = types.AdamParams().model_copy(update={"learning_rate": number})
         with pytest.raises(ValueError, match=r"adam_params\.learning_rate"):
             training.optim_step(params).result()
-        # Its number is free again: the next step does not wait for it.
+        # The step number is reused, so the next step does not wait for it.
         training.forward_backward([datum()], "cross_entropy").result()
         training.optim_step(types.AdamParams()).result()
 
@@ -72,7 +72,7 @@ def post(server: Server, path: str, body: dict[str, Any]) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("shape", [[0, 2147483647, 2147483647], [2147483647, 0, 2147483647]])
-def test_a_tensor_of_impossible_sizes_is_refused_by_its_name(
+def test_a_tensor_with_an_impossible_shape_is_rejected_by_name(
     server: Server, shape: list[int]
 ) -> None:
     with tinkex.ServiceClient(base_url=server.url) as service:

@@ -1,4 +1,4 @@
-"""Our client on our server with keys: tokens that expire under a running loop, and refusals."""
+"""JWTs with tinkex as client and server: renewal, and errors of keys."""
 
 import asyncio
 import time
@@ -37,9 +37,7 @@ DATUM = types.Datum(
 )
 
 
-async def test_tokens_expire_under_a_long_loop_and_nobody_notices(
-    anyio_backend: str, tmp_path: Path
-) -> None:
+async def test_jwts_are_renewed_during_a_long_loop(anyio_backend: str, tmp_path: Path) -> None:
     key = await new_key(tmp_path, "alice", project_id="vision")
     async with hosted(EchoExecutor(), tmp_path, jwt=True, jwt_s=2.0) as api:
         service = tinkex.ServiceClient(base_url=address(api), api_key=key)
@@ -56,9 +54,9 @@ async def test_tokens_expire_under_a_long_loop_and_nobody_notices(
             tokens.add(await service.holder.run(connection(service).credential.token()))
             rounds += 1
             await asyncio.sleep(0.02)
-        assert 3 <= len(tokens) < rounds  # renewed as they end, and not for every request
+        assert 3 <= len(tokens) < rounds  # renewed when they expire, not for every request
         assert all(token is not None and token.startswith("eyJ") for token in tokens)
-        await asyncio.sleep(2.2)  # idle for longer than a token lasts
+        await asyncio.sleep(2.2)  # longer than the lifetime of a JWT
         await service.get_server_capabilities_async()
         claims = await service.holder.run(connection(service).credential.claims())
         assert claims["sub"] == "tml:user:alice"
@@ -66,7 +64,7 @@ async def test_tokens_expire_under_a_long_loop_and_nobody_notices(
         await service.close("success")
 
 
-async def test_a_server_with_keys_and_without_tokens_takes_the_key_itself(
+async def test_a_server_without_jwts_accepts_the_key_itself(
     anyio_backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = await new_key(tmp_path, "alice")
@@ -80,7 +78,7 @@ async def test_a_server_with_keys_and_without_tokens_takes_the_key_itself(
         await service.close("success")
 
 
-async def test_a_missing_a_wrong_and_a_revoked_key_are_told_apart(
+async def test_missing_wrong_and_revoked_keys_have_different_errors(
     anyio_backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
@@ -88,20 +86,20 @@ async def test_a_missing_a_wrong_and_a_revoked_key_are_told_apart(
     key = await new_key(tmp_path, "alice", name="old laptop")
     async with hosted(EchoExecutor(), tmp_path, jwt=True, jwt_s=2.0) as api:
 
-        async def refusal(api_key: str | None) -> str:
+        async def error_of(api_key: str | None) -> str:
             service = tinkex.ServiceClient(base_url=address(api), api_key=api_key)
             with pytest.raises(tinkex.AuthenticationError) as caught:
                 await service.get_server_capabilities_async()
             await service.close("errored")
             return str(caught.value)
 
-        assert "came without one" in await refusal(None)
-        assert "not known" in await refusal("tml-of-another-server")
+        assert "came without one" in await error_of(None)
+        assert "not known" in await error_of("tml-of-another-server")
         running = tinkex.ServiceClient(base_url=address(api), api_key=key)
         await running.get_server_capabilities_async()
         await revoke(tmp_path, 1)
-        await asyncio.sleep(2.1)  # the server believes what it knows of a key for two seconds
+        await asyncio.sleep(2.1)  # the server caches keys for two seconds
         with pytest.raises(tinkex.AuthenticationError, match="revoked"):
             await running.get_server_capabilities_async()
         await running.close("errored")
-        assert "revoked" in await refusal(key)
+        assert "revoked" in await error_of(key)

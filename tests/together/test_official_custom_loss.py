@@ -1,4 +1,4 @@
-"""Losses that users wrote, through the unmodified official SDK 0.36.0."""
+"""Custom losses with the official SDK 0.36.0."""
 
 import json
 from importlib.util import find_spec
@@ -39,5 +39,5 @@ def test_server_and_client_give_the_same_loss_and_the_same_weights(run: dict[str
     assert run["server"] == pytest.approx(run["client"], abs=2e-4)
 
 
-def test_a_loss_written_out_trains_as_the_built_in_one(run: dict[str, Any]) -> None:
+def test_a_custom_ppo_trains_like_the_built_in_one(run: dict[str, Any]) -> None:
     assert run["own_ppo"] == pytest.approx(run["built_in"], abs=2e-4)

@@ -1,4 +1,4 @@
-"""Checkpoints as files through the unmodified official SDKs 0.4.1 and 0.36.0."""
+"""Downloads of checkpoints with the official SDKs 0.4.1 and 0.36.0."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ def run(version: str, server: Server, folder: Path) -> dict[str, Any]:
     return run_program(version, PROGRAM, TINY, folder, server=server, timeout_s=100)
 
 
-def test_the_newest_exports_downloads_and_copies_and_the_oldest_fetches_an_archive(
+def test_the_newest_sdk_exports_and_the_oldest_downloads_an_archive(
     server: Server, tmp_path: Path
 ) -> None:
     new = run("0.36.0", server, tmp_path)
@@ -31,7 +31,7 @@ def test_the_newest_exports_downloads_and_copies_and_the_oldest_fetches_an_archi
     assert new["kinds"] == ["external", "training"]
     assert new["expires"] == [True]
     assert new["expires_not"] == [False]
-    # There is an export on the server now, and the old client lists without tripping over it.
+    # The server has an export now; the old client can still list checkpoints.
     old = run("0.4.1", server, tmp_path)
     assert sorted(old["sizes"]) == ["adapter_config.json", "adapter_model.safetensors"]
     assert old["sizes"]["adapter_model.safetensors"] > 1000

@@ -31,7 +31,7 @@ def _repaired() -> Iterator[None]:
     FailingFileSystem.error = None
 
 
-async def test_no_step_is_lost_or_doubled_and_the_client_sees_no_error(
+async def test_no_step_is_lost_or_duplicated_and_the_client_sees_no_error(
     anyio_backend: str, tmp_path: Path
 ) -> None:
     python = await asyncio.to_thread(sdk_envs.ensure, "0.36.0")

@@ -1,4 +1,4 @@
-"""The official SDK 0.36.0 waits for many samples at once, copies a client, and finds its sessions."""
+"""Many samples, a copied client, and queries of sessions with the official SDK 0.36.0."""
 
 import sqlite3
 from collections import Counter
@@ -22,8 +22,10 @@ def run(server: Server) -> dict[str, Any]:
     return run_program("0.36.0", PROGRAM, TINY, server=server, timeout_s=120)
 
 
-def test_each_copy_has_a_log_with_every_sample_once(run: dict[str, Any], server: Server) -> None:
-    """The copy asked for a number of its own: 1, the first that was not given."""
+def test_the_completion_log_of_each_copy_has_every_sample_once(
+    run: dict[str, Any], server: Server
+) -> None:
+    """The copy requests its own number, which is 1."""
     with sqlite3.connect(server.data / "tinkex.db") as connection:
         rows = connection.execute(
             "SELECT clone_id, count(*), count(DISTINCT request_id) FROM completions "
@@ -34,7 +36,7 @@ def test_each_copy_has_a_log_with_every_sample_once(run: dict[str, Any], server:
     assert rows == [(0, 75, 75), (1, 15, 15)]
 
 
-def test_the_session_is_found_by_every_way(run: dict[str, Any]) -> None:
+def test_the_session_is_found_by_every_query(run: dict[str, Any]) -> None:
     assert run["listed"][0] == run["session_id"]
     assert run["runs"] == []
     assert run["samplers"] == [f"{run['session_id']}:sample:0"]
@@ -43,11 +45,11 @@ def test_the_session_is_found_by_every_way(run: dict[str, Any]) -> None:
     assert {"session_id": run["session_id"], "project_id": "a-project"} in run["audit"]
 
 
-def test_the_trace_has_a_beginning_and_an_end_of_each_sample(run: dict[str, Any]) -> None:
+def test_the_trace_has_start_and_end_of_each_sample(run: dict[str, Any]) -> None:
     assert run["trace"] == 1 + 2 * SAMPLES
 
 
-def test_usage_is_exactly_what_was_drawn(run: dict[str, Any]) -> None:
+def test_usage_counts_exactly_the_sampled_tokens(run: dict[str, Any]) -> None:
     used: Counter[str] = Counter()
     for event in run["usage"]:
         used[event["type"]] += event["token_count"]

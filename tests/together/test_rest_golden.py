@@ -1,4 +1,4 @@
-"""Every REST call as the official SDK 0.36.0 sends it, field by field."""
+"""REST requests equal those of the official SDK 0.36.0, field by field."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ import sdk_envs
 from http_stub import ReceivedRequest, Reply, reply_json, stub_server
 
 PROGRAM = Path(__file__).with_name("rest_calls_program.py")
-#: Said in the same words by both.
+#: Headers that must be equal.
 SAME = [
     "accept",
     "content-type",
@@ -25,16 +25,16 @@ SAME = [
 pytestmark = [pytest.mark.sdk, pytest.mark.timeout(120)]
 
 
-def answer(asked: ReceivedRequest) -> Reply:
-    if "/client/" in asked.path or asked.path.endswith("/telemetry"):
-        return reply_json({"status": "accepted"} if "telemetry" in asked.path else {})
+def answer(request: ReceivedRequest) -> Reply:
+    if "/client/" in request.path or request.path.endswith("/telemetry"):
+        return reply_json({"status": "accepted"} if "telemetry" in request.path else {})
     return reply_json({"detail": "no"}, 422)
 
 
 def sent(python: str | Path, package: str) -> list[dict[str, object]]:
     with stub_server(answer) as service:
         subprocess.run([python, PROGRAM, package, service.url], check=True, timeout=100)
-    asked = [
+    calls = [
         each
         for each in service.requests
         if "/client/" not in each.path and not each.path.endswith("/telemetry")
@@ -48,11 +48,11 @@ def sent(python: str | Path, package: str) -> list[dict[str, object]]:
             "repeatable": "x-idempotency-key" in each.headers,
             **{name: each.headers.get(name) for name in SAME},
         }
-        for each in asked
+        for each in calls
     ]
 
 
-def test_every_rest_call_is_the_official_clients_field_by_field() -> None:
+def test_every_rest_call_equals_that_of_the_official_client() -> None:
     theirs = sent(sdk_envs.ensure("0.36.0"), "tinker")
     ours = sent(sys.executable, "tinkex")
     assert len(theirs) == 27
