@@ -1,23 +1,23 @@
-"""Writes docs/reference/client-settings.md: python -m qa.reference_pages.client_settings"""
+"""Writes docs/reference/client-settings.md from `Settings` of the client: python -m qa.reference_pages.client_settings"""
 
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from qa.reference_pages.settings import meanings, shown
+from qa.reference_pages.settings import displayed, field_comments
 from tinkex.client.settings import Settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "client-settings.md"
 
 HEAD = """# Settings of the client
 
-One frozen object, `tinkex.Settings`, holds everything a client may be told. The first place that has a value counts:
+One frozen object, `tinkex.Settings`, holds all settings of a client. The first place that has a value applies:
 
-1. an argument: of `ServiceClient`, `RestClient` and `AdminClient`, or of `Settings.resolve(...)`
+1. an argument of `ServiceClient`, `RestClient`, `AdminClient`, or of `Settings.resolve(...)`
 2. the environment, `TINKEX_…` before `TINKER_…`; an empty variable counts as unset
-3. the file of stored keys (the key only)
+3. the file of stored keys (only for the key)
 4. the default
 
-The environment is read when a client is made, and never again. Different clients of one process may have different settings.
+A client reads the environment once, when it is created. Clients of one process may have different settings.
 
 ```python
 import tinkex
@@ -27,27 +27,27 @@ service = tinkex.ServiceClient(settings=settings)
 assert service.holder.settings.give_up_s == 60
 ```
 
-For a whole process, also one that was written for the official client, set the environment: `TINKEX_FIRST_CONTACT_S=5`.
-Times (`…_s`) are in seconds. What may hold a secret (key, command, headers, proxy) is not part of the object's `repr`, and the object cannot be pickled with a key in it.
+For a whole process, including one written for the official client, set the environment: `TINKEX_FIRST_CONTACT_S=5`.
+Times (`…_s`) are in seconds. Values that may contain a secret (key, command, headers, proxy) are not part of the object's `repr`, and an object with a key cannot be pickled.
 
 | setting | environment | default | meaning |
 |---|---|---|---|
 """
 
 TAIL = """
-Lists (`tags`, `feature_gates`) are separated by commas; blanks around a name are dropped, each name counts once, and the order is kept.
-`telemetry` and `otel` are on for `1`, `true`, `yes` and `on`. `TINKEX_BREAKER` is `on`, `off` or `FAILURES/SECONDS` ([observing](../guides/observing.md)). How a key is chosen: [credentials](../guides/credentials.md).
+Lists (`tags`, `feature_gates`) are separated by commas; blanks around a name are removed, duplicates are dropped, and the order is kept.
+`telemetry` and `otel` are on for `1`, `true`, `yes` and `on`. `TINKEX_BREAKER` is `on`, `off` or `FAILURES/SECONDS` ([observing](../guides/observing.md)). [Credentials](../guides/credentials.md) describes how a key is chosen.
 
-A server on this machine (`127.0.0.1`, `localhost`, `local`) is never asked through a proxy that the environment names.
-Files of checkpoints are fetched from links, which may lead to other hosts. A `proxy` that is given is used for all of them; otherwise the proxy variables decide for each host, as they were when the settings were made. `headers` go to links of the service's own origin (scheme, host, port) and to no other, also after redirects; the key goes to no link.
+Requests to a server on this machine (`127.0.0.1`, `localhost`, `local`) never use a proxy from the environment.
+Files of checkpoints are downloaded from links, which may be on other hosts. A given `proxy` applies to all of them; otherwise the proxy variables at the time when the settings were created apply to each host. `headers` are sent only to links of the service's own origin (scheme, host, port), also after redirects; the key is not sent to links.
 
-## Where nothing is set in `Settings`
+## Variables that are not part of `Settings`
 
 | variable | meaning |
 |---|---|
-| `TINKEX_LOG`, `TINKER_LOG` | `debug` or `info`: what the client does, on stderr; read at import. A program that sets up `logging` itself gets the records in its own way; the root logger is not touched. Header values that may be secret are not shown |
-| `TINKEX_LOCAL_MODEL`, `TINKEX_LOCAL_DATA`, `TINKEX_LOCAL_ARGS`, `TINKEX_LOCAL_WAIT_S` | the server of `base_url="local"`: its model, data folder, further options, and how long it may take to start |
-| `TINKEX_CACHE` | where models and tokenizers are kept |
+| `TINKEX_LOG`, `TINKER_LOG` | `debug` or `info`: log the client's actions to stderr; read at import. If the program configures `logging` itself, its handlers get the records; the root logger is not changed. Header values that may be secret are not shown |
+| `TINKEX_LOCAL_MODEL`, `TINKEX_LOCAL_DATA`, `TINKEX_LOCAL_ARGS`, `TINKEX_LOCAL_WAIT_S` | the server of `base_url="local"`: its model, data folder, further options, and its time limit to start |
+| `TINKEX_CACHE` | the folder of cached models and tokenizers |
 """
 
 #: Fields that are not simply TINKEX_<NAME> and TINKER_<NAME>.
@@ -59,20 +59,20 @@ ALSO = {"ca_bundle": ", `SSL_CERT_FILE`"}
 
 
 def page() -> str:
-    told = meanings(Settings)
+    comments = field_comments(Settings)
     rows = []
     for field in fields(Settings):
         if field.name.startswith("_"):
             continue
-        assert told[field.name], f"{field.name} has no comment to be documented with"
+        assert comments[field.name], f"{field.name} has no comment above it"
         name = field.name.upper()
         usual = f"`TINKEX_{name}`, `TINKER_{name}`" + ALSO.get(field.name, "")
-        value = "-" if field.default in (None, MISSING) else shown(field.name, field.default)
+        value = "-" if field.default in (None, MISSING) else displayed(field.name, field.default)
         if isinstance(field.default, tuple) and field.default:
             value = f"`{','.join(field.default)}`"
         rows.append(
             f"| `{field.name}` | {ELSEWHERE.get(field.name, usual)} | {value} "
-            f"| {told[field.name]} |\n"
+            f"| {comments[field.name]} |\n"
         )
     return HEAD + "".join(rows) + TAIL
 

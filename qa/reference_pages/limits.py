@@ -1,4 +1,4 @@
-"""Writes docs/reference/limits.md from the limits themselves: python -m qa.reference_pages.limits"""
+"""Writes docs/reference/limits.md from `tests/server/limits.py`: python -m qa.reference_pages.limits"""
 
 from pathlib import Path
 
@@ -9,16 +9,16 @@ PAGE = ROOT / "docs" / "reference" / "limits.md"
 
 HEAD = """# Limits
 
-Every size in a request has an end, and it is looked at before anything is built from the request.
-Over it, the answer is 413 (the whole is too large) or 422 (a part is, and the answer names the field), and the server goes on.
-What a step asks for that is sound and too much fails with category `user` when its turn comes; that is "user" below.
-How much an owner may have waiting or running at once is another matter: `max_requests`, `max_queued_tokens`, `max_samples` and `max_training` in [the settings](settings.md).
-So is how much an owner may keep: `max_checkpoint_bytes`, `max_checkpoints` and `max_runs` ([quotas](../guides/keys.md#quotas)).
-Tokens of a prompt or an example are limited by the model's context, which `get_server_capabilities` tells.
+Every size in a request has a limit, which is checked before anything is built from the request.
+Over a limit, the response is 413 (the request is too large) or 422 (a part is too large; the response names the field).
+A valid step that asks for too much fails with category `user` when it runs; the table shows "user".
+The settings `max_requests`, `max_queued_tokens`, `max_samples` and `max_training` limit how much an owner may have waiting or running ([settings](settings.md)).
+The quotas `max_checkpoint_bytes`, `max_checkpoints` and `max_runs` limit how much an owner may store ([quotas](../guides/keys.md#quotas)).
+The context length of a model limits the tokens of a prompt or an example; `get_server_capabilities` returns it.
 
-`tests/server/test_limits_page.py` sends a request over each of these to a server, and checks this page.
+`tests/server/test_limits_page.py` sends a request over each limit to a server, and checks this page.
 
-| limit | most | setting | over it | names |
+| limit | maximum | setting | response | field |
 |---|---|---|---|---|
 """
 

@@ -1,4 +1,4 @@
-"""Writes docs/reference/settings.md from the settings themselves: python -m qa.reference_pages.settings"""
+"""Writes docs/reference/settings.md from `Settings` of the server: python -m qa.reference_pages.settings"""
 
 import ast
 import inspect
@@ -12,14 +12,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
 
 HEAD = """# Settings of the server
 
-Each setting can be given in three places; the first that has it counts:
+A setting can be given in three places; the first one that has it applies:
 
-1. an option of `tinkex serve`, where the table shows one: `--max-samples 64`
+1. an option of `tinkex serve`, if the table shows one: `--max-samples 64`
 2. the environment: `TINKEX_MAX_SAMPLES=64`; lists are separated by commas, switches are 1 or 0
-3. one TOML file, `--config FILE` or else `tinkex.toml` in the data folder: `max_samples = 64`
+3. one TOML file, `--config FILE` or `tinkex.toml` in the data folder: `max_samples = 64`
 
-A name that is not known or a value that cannot be is refused at the start, with the file and line, the variable or the option it came from.
-What differs from the defaults is one line of the log at the start, without passwords; with `TINKEX_LOG_LEVEL=debug` every setting is there.
+The server does not start with an unknown name or an invalid value; the error names the file and line, the variable or the option.
+At start-up the server logs the settings that differ from the defaults in one line, without passwords; with `TINKEX_LOG_LEVEL=debug` it logs all settings.
 
 ```toml
 models = ["Qwen/Qwen3-8B=/models/qwen"]
@@ -28,7 +28,7 @@ session_grace_s = 600
 max_samples = 256
 ```
 
-`max_requests`, `max_queued_tokens`, `max_samples`, `max_training`, `max_checkpoint_bytes`, `max_checkpoints` and `max_runs` can be set for one key too: `tinkex key create --max-samples 64`.
+`max_requests`, `max_queued_tokens`, `max_samples`, `max_training`, `max_checkpoint_bytes`, `max_checkpoints` and `max_runs` can also be set for one key: `tinkex key create --max-samples 64`.
 Times (`…_s`) are in seconds.
 
 | setting | option | default | meaning |
@@ -36,11 +36,11 @@ Times (`…_s`) are in seconds.
 """
 
 
-def meanings(settings: type = Settings) -> dict[str, str]:
-    """The comments above the fields."""
+def field_comments(settings: type = Settings) -> dict[str, str]:
+    """The `#:` comments above the fields of a settings class."""
     source = inspect.getsource(settings)
     lines = source.splitlines()
-    told = {}
+    comments = {}
     for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             comment: list[str] = []
@@ -48,11 +48,11 @@ def meanings(settings: type = Settings) -> dict[str, str]:
             while lines[number].strip().startswith("#:"):
                 comment.insert(0, lines[number].strip().removeprefix("#:").strip())
                 number -= 1
-            told[node.target.id] = " ".join(comment)
-    return told
+            comments[node.target.id] = " ".join(comment)
+    return comments
 
 
-def shown(name: str, value: object) -> str:
+def displayed(name: str, value: object) -> str:
     if name == "data":
         return "`~/.local/share/tinkex`"
     if value in ((), ""):
@@ -69,14 +69,14 @@ def page() -> str:
         option.name: option.opts[0] for option in command.params if option.opts[0].startswith("--")
     }
     options["models"] = "arguments"
-    told = meanings()
+    comments = field_comments()
     rows = []
     for field in fields(Settings):
-        assert told[field.name], f"{field.name} has no comment to be documented with"
+        assert comments[field.name], f"{field.name} has no comment above it"
         option = f"`{options[field.name]}`" if field.name in options else ""
-        meaning = told[field.name].replace("|", "\\|")
+        meaning = comments[field.name].replace("|", "\\|")
         rows.append(
-            f"| `{field.name}` | {option} | {shown(field.name, field.default)} | {meaning} |\n"
+            f"| `{field.name}` | {option} | {displayed(field.name, field.default)} | {meaning} |\n"
         )
     return HEAD + "".join(rows)
 

@@ -1,6 +1,6 @@
 """docs/reference/settings.md is up to date."""
 
-from qa.reference_pages.settings import PAGE, meanings, page
+from qa.reference_pages.settings import PAGE, field_comments, page
 from tinkex.cli.serve import command
 
 
@@ -14,6 +14,6 @@ def test_the_documented_default_of_batch_tokens_is_that_of_the_engine() -> None:
     default = f"{BATCH_TOKENS['cpu']:,} on a CPU{{}} {BATCH_TOKENS['cuda']:,} on a GPU"
     (option,) = (one for one in command.params if one.name == "batch_tokens")
     assert default.format(",") in str(getattr(option, "help", ""))
-    meaning = meanings()["batch_tokens"]
+    meaning = field_comments()["batch_tokens"]
     assert default.format(" and") in meaning
     assert f"{DETERMINISTIC_BATCH_TOKENS:,} in deterministic mode" in meaning
