@@ -18,7 +18,7 @@ import warnings
 
 #: Number of steps that are pending before the program waits for the oldest.
 MAX_PENDING = 2
-#: The initial number of steps of the second model of a round, so that its results differ by name.
+#: The initial state of the second model of a round, whose answers are recorded separately.
 SECOND = 1000
 
 
@@ -34,14 +34,16 @@ class EventLog:
         with self._lock:
             number = self._next
             self._next += 1
-            self.say(operation=number, answered=False, kind=kind, target=target, argument=argument)
+            self.write(
+                operation=number, answered=False, kind=kind, target=target, argument=argument
+            )
         return number
 
     def answer(self, number, answer=None, error=None):
         with self._lock:
-            self.say(operation=number, answered=True, answer=answer, error=error)
+            self.write(operation=number, answered=True, answer=answer, error=error)
 
-    def say(self, **event):
+    def write(self, **event):
         print(json.dumps({"client": self._client, **event}), flush=True)
 
 
