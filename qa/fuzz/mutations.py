@@ -10,21 +10,21 @@ def mutate_bytes(body: bytes, draw: random.Random) -> bytes:
     """Changes, deletes, repeats or inserts a few bytes."""
     changed = bytearray(body)
     for _ in range(draw.choice([1, 1, 1, 2, 4, 16])):
-        place = draw.randrange(len(changed) + 1)
+        position = draw.randrange(len(changed) + 1)
         length = draw.choice([1, 1, 2, 4, 8, 64])
         match draw.randrange(5):
             case 0:
-                changed[place : place + length] = draw.randbytes(
-                    len(changed[place : place + length])
+                changed[position : position + length] = draw.randbytes(
+                    len(changed[position : position + length])
                 )
             case 1:
-                del changed[place : place + length]
+                del changed[position : position + length]
             case 2:
-                changed[place:place] = changed[place : place + length]
+                changed[position:position] = changed[position : position + length]
             case 3:
-                changed[place:place] = draw.randbytes(length)
+                changed[position:position] = draw.randbytes(length)
             case _:
-                changed[place : place + 1] = bytes([draw.choice([0, 1, 0x7F, 0x80, 0xFF])])
+                changed[position : position + 1] = bytes([draw.choice([0, 1, 0x7F, 0x80, 0xFF])])
         if not changed:
             break
     return bytes(changed)
@@ -40,7 +40,7 @@ def with_odd_values(message: pb.ForwardBackwardRequest, draw: random.Random) -> 
             case 0:
                 del inputs[name]
             case 1:
-                inputs[draw.choice(["weights", "logprobs", "nobody-knows-this"])].CopyFrom(tensor)
+                inputs[draw.choice(["weights", "logprobs", "unknown-input"])].CopyFrom(tensor)
             case 2:
                 tensor.dtype = draw.choice([0, 1, 2, 3, 4])
             case 3:

@@ -105,10 +105,10 @@ class Program:
         done["saves"] += 2
 
     def burst(self) -> None:
-        asked = [self.sampler.sample(prompt(), rng.randrange(1, 4), params()) for _ in range(BURST)]
-        for one in asked:
+        futures = [self.sampler.sample(prompt(), rng.randrange(1, 4), params()) for _ in range(BURST)]
+        for one in futures:
             one.result()
-        done["samples"] += len(asked)
+        done["samples"] += len(futures)
 
     def logprobs(self) -> None:
         self.sampler.compute_logprobs(prompt()).result()
@@ -208,20 +208,20 @@ def print_stacks_when_overdue(overdue_s: float) -> None:
 
 
 def _stack(frame: Any) -> str:
-    places = []
+    frames = []
     while frame is not None:
-        places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        frames.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
         frame = frame.f_back
-    return " < ".join(places[:12])
+    return " < ".join(frames[:12])
 
 
 def _awaited(coroutine: Any) -> str:
     """The chain of awaits of a coroutine, outermost first."""
-    places = []
+    frames = []
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
-        places.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
+        frames.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
         coroutine = coroutine.cr_await
-    return " > ".join([*places, repr(coroutine)[:200]])
+    return " > ".join([*frames, repr(coroutine)[:200]])
 
 
 def main() -> None:
