@@ -183,7 +183,7 @@ SERVERS = {"tinkex": serve_instant, "table": serve_polling}
 
 
 def serve(kind: str, folder: Path) -> None:
-    """Runs one of the servers in this process."""
+    """The server's process."""
     from tinkex.server.processes import collect_rarely
 
     app = SERVERS[kind](folder)

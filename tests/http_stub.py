@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class ReceivedRequest:
+class Received:
     method: str
     #: As sent: percent-encoded, with the query.
     path: str
@@ -38,11 +38,11 @@ def reply_json(value: Any, status: int = 200) -> Reply:
 @dataclass
 class StubServer:
     url: str = ""
-    requests: list[ReceivedRequest] = field(default_factory=list)
+    requests: list[Received] = field(default_factory=list)
 
 
 @contextmanager
-def stub_server(answer: Callable[[ReceivedRequest], Reply]) -> Iterator[StubServer]:
+def stub_server(answer: Callable[[Received], Reply]) -> Iterator[StubServer]:
     """Serves on a free loopback port, a thread for each connection, until the block ends."""
     stub = StubServer()
 
@@ -52,7 +52,7 @@ def stub_server(answer: Callable[[ReceivedRequest], Reply]) -> Iterator[StubServ
         def _answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             headers = {name.lower(): value for name, value in self.headers.items()}
-            request = ReceivedRequest(self.command, self.path, headers, body)
+            request = Received(self.command, self.path, headers, body)
             stub.requests.append(request)
             reply = answer(request)
             self.send_response_only(reply.status)

@@ -9,16 +9,16 @@ PAGE = ROOT / "docs" / "reference" / "limits.md"
 
 HEAD = """# Limits
 
-Every size in a request has a limit, which is checked before anything is built from the request.
-Over a limit, the response is 413 (the request is too large) or 422 (a part is too large; the response names the field).
-A valid step that asks for too much fails with category `user` when it runs; the table shows "user".
-The settings `max_requests`, `max_queued_tokens`, `max_samples` and `max_training` limit how much an owner may have waiting or running ([settings](settings.md)).
-The quotas `max_checkpoint_bytes`, `max_checkpoints` and `max_runs` limit how much an owner may store ([quotas](../guides/keys.md#quotas)).
-The context length of a model limits the tokens of a prompt or an example; `get_server_capabilities` returns it.
+Every size in a request is limited, and checked before anything is built from the request.
+Over a limit, the answer is 413 (the whole body is too large) or 422 (a field is too large, and the answer names it), and the server continues.
+A well-formed step that is too large is accepted and fails with category `user`; that is "user" below.
+Limits on waiting and running work of an owner are separate: `max_requests`, `max_queued_tokens`, `max_samples` and `max_training` in [the settings](settings.md).
+So are storage quotas of an owner: `max_checkpoint_bytes`, `max_checkpoints` and `max_runs` ([quotas](../guides/keys.md#quotas)).
+The tokens of a prompt or an example are limited by the model's context length, which `get_server_capabilities` returns.
 
-`tests/server/test_limits_page.py` sends a request over each limit to a server, and checks this page.
+`tests/server/test_limits_page.py` sends a request over each of these limits to a server, and checks this page.
 
-| limit | maximum | setting | response | field |
+| limit | maximum | setting | over the limit | names |
 |---|---|---|---|---|
 """
 

@@ -12,14 +12,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
 
 HEAD = """# Settings of the server
 
-A setting can be given in three places; the first one that has it applies:
+Each setting can be given in three places; the first one wins:
 
-1. an option of `tinkex serve`, if the table shows one: `--max-samples 64`
-2. the environment: `TINKEX_MAX_SAMPLES=64`; lists are separated by commas, switches are 1 or 0
-3. one TOML file, `--config FILE` or `tinkex.toml` in the data folder: `max_samples = 64`
+1. an option of `tinkex serve`, where the table shows one: `--max-samples 64`
+2. the environment: `TINKEX_MAX_SAMPLES=64`; lists are separated by commas, booleans are 1 or 0
+3. one TOML file, `--config FILE` or else `tinkex.toml` in the data folder: `max_samples = 64`
 
-The server does not start with an unknown name or an invalid value; the error names the file and line, the variable or the option.
-At start-up the server logs the settings that differ from the defaults in one line, without passwords; with `TINKEX_LOG_LEVEL=debug` it logs all settings.
+An unknown name or an invalid value is refused at start-up; the error names the option, the variable, or the file and line.
+At start-up, the log has one line with the settings that differ from their defaults, without passwords; with `TINKEX_LOG_LEVEL=debug` it has all settings.
 
 ```toml
 models = ["Qwen/Qwen3-8B=/models/qwen"]
@@ -28,7 +28,7 @@ session_grace_s = 600
 max_samples = 256
 ```
 
-`max_requests`, `max_queued_tokens`, `max_samples`, `max_training`, `max_checkpoint_bytes`, `max_checkpoints` and `max_runs` can also be set for one key: `tinkex key create --max-samples 64`.
+`max_requests`, `max_queued_tokens`, `max_samples`, `max_training`, `max_checkpoint_bytes`, `max_checkpoints` and `max_runs` can also be set per key: `tinkex key create --max-samples 64`.
 Times (`…_s`) are in seconds.
 
 | setting | option | default | meaning |

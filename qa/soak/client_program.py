@@ -105,7 +105,9 @@ class Program:
         done["saves"] += 2
 
     def burst(self) -> None:
-        futures = [self.sampler.sample(prompt(), rng.randrange(1, 4), params()) for _ in range(BURST)]
+        futures = [
+            self.sampler.sample(prompt(), rng.randrange(1, 4), params()) for _ in range(BURST)
+        ]
         for one in futures:
             one.result()
         done["samples"] += len(futures)

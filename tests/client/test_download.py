@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import tinkex
-from http_stub import ReceivedRequest, Reply, StubServer, reply_json, stub_server
+from http_stub import Received, Reply, StubServer, reply_json, stub_server
 from tinkex.client.files import checkpoint_download as module
 from tinkex.client.files.checkpoint_download import (
     check_target,
@@ -47,11 +47,11 @@ class Files:
         self.lasts = timedelta(minutes=15)
         self.signatures = 0
         #: Asked for each file request: a reply instead of the right one, or None.
-        self.fault: Callable[[str, ReceivedRequest], Reply | None] = lambda name, asked: None
+        self.fault: Callable[[str, Received], Reply | None] = lambda name, asked: None
         self.headers: dict[str, str] = {}
         self.ranges = True
 
-    def __call__(self, asked: ReceivedRequest) -> Reply:
+    def __call__(self, asked: Received) -> Reply:
         path = asked.path.partition("?")[0].removeprefix("/api/v1/")
         if path.startswith("client/"):
             return reply_json({})
@@ -69,7 +69,7 @@ class Files:
             return reply_json({"detail": f"nothing at {path}"}, 404)
         return self.fault(name, asked) or self.whole(name, asked)
 
-    def whole(self, name: str, asked: ReceivedRequest) -> Reply:
+    def whole(self, name: str, asked: Received) -> Reply:
         body = self.files[name]
         headers = {"ETag": self.tag, **self.headers}
         found = re.fullmatch(r"bytes=(\d+)-(\d*)", asked.headers.get("range", ""))
@@ -151,7 +151,7 @@ def test_files_arrive_whole_with_progress_and_without_our_key(
 def test_defect_21_a_connection_that_breaks_is_taken_up_where_it_broke(
     here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
-    def cut(name: str, asked: ReceivedRequest) -> Reply | None:
+    def cut(name: str, asked: Received) -> Reply | None:
         wanted = asked.headers["range"]
         if name == "adapter_model.safetensors" and wanted in ("bytes=0-", "bytes=1000-"):
             right = files.whole(name, asked)
@@ -169,7 +169,7 @@ def test_defect_21_a_connection_that_breaks_is_taken_up_where_it_broke(
 def test_defect_21_a_download_that_failed_goes_on_later(
     here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
-    def fail(name: str, asked: ReceivedRequest) -> Reply | None:
+    def fail(name: str, asked: Received) -> Reply | None:
         if name != "adapter_model.safetensors" or asked.headers["range"] == "bytes=0-0":
             return None
         if asked.headers["range"] == "bytes=0-":
@@ -212,7 +212,7 @@ def test_a_service_that_knows_no_ranges_is_asked_from_the_beginning(
     files.ranges = False
     cuts = iter([1000, 2000])
 
-    def cut(name: str, asked: ReceivedRequest) -> Reply | None:
+    def cut(name: str, asked: Received) -> Reply | None:
         if name != "adapter_model.safetensors" or asked.headers["range"] == "bytes=0-0":
             return None
         after = next(cuts, None)
@@ -226,7 +226,7 @@ def test_a_service_that_knows_no_ranges_is_asked_from_the_beginning(
 def test_a_file_that_changes_meanwhile_is_an_error(
     here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
-    def change(name: str, asked: ReceivedRequest) -> Reply | None:
+    def change(name: str, asked: Received) -> Reply | None:
         if asked.headers["range"] == "bytes=0-0":
             return None
         files.tag = '"2"'
@@ -385,7 +385,7 @@ def test_two_downloads_into_one_folder_do_not_mix(
 ) -> None:
     begun, go = threading.Event(), threading.Event()
 
-    def hold(name: str, asked: ReceivedRequest) -> Reply | None:
+    def hold(name: str, asked: Received) -> Reply | None:
         begun.set()
         go.wait(10)
         return None
@@ -428,7 +428,7 @@ def test_coroutines_can_wait_and_stop(
     assert content(asyncio.run(whole())) == files.files
     begun, go = threading.Event(), threading.Event()
 
-    def hold(name: str, asked: ReceivedRequest) -> Reply | None:
+    def hold(name: str, asked: Received) -> Reply | None:
         if asked.headers["range"] != "bytes=0-0":
             begun.set()
             go.wait(10)
@@ -460,7 +460,7 @@ def test_without_archives_a_sampler_checkpoint_has_no_files_and_says_so(
 ) -> None:
     info = {"base_model": "m", "is_lora": True, "lora_rank": 4}
 
-    def answer(asked: ReceivedRequest) -> Reply:
+    def answer(asked: Received) -> Reply:
         if asked.path.endswith("weights_info") and SAMPLER in asked.body.decode():
             return reply_json(info)
         if "archive" in asked.path or "weights_info" in asked.path:
@@ -613,7 +613,7 @@ def test_h10_links_to_other_hosts_have_the_proxy_the_settings_found_for_them(
     assert replace(settings, proxy="http://r:3").proxy_to(url) == "http://r:3"
 
 
-def sent(asked: ReceivedRequest) -> set[str]:
+def sent(asked: Received) -> set[str]:
     """Which secrets a request carried."""
     assert "tml-secret" not in str(asked.headers)
     return {name for name, value in SECRETS.items() if asked.headers.get(name.lower()) == value}
@@ -648,12 +648,12 @@ def test_h9_redirects_keep_the_headers_within_the_origin_and_lose_them_at_its_bo
 ) -> None:
     """The link leads to another path here, from there elsewhere, and from there back."""
 
-    def fault(name: str, asked: ReceivedRequest) -> Reply | None:
+    def fault(name: str, asked: Received) -> Reply | None:
         step = asked.path.partition("step=")[2]
         to = {"": f"{here.url}/files/{name}?step=1", "1": f"{elsewhere.url}/{name}"}.get(step)
         return None if to is None else Reply(status=302, headers={"Location": to})
 
-    def back(asked: ReceivedRequest) -> Reply:
+    def back(asked: Received) -> Reply:
         return Reply(status=307, headers={"Location": f"{here.url}/files{asked.path}?step=2"})
 
     files.fault = fault

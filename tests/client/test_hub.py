@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from http_stub import ReceivedRequest, Reply, StubServer, reply_json, stub_server
+from http_stub import Received, Reply, StubServer, reply_json, stub_server
 from tinkex.client.files.huggingface import (
     HubError,
     adapter_config,
@@ -132,7 +132,7 @@ class Hub:
         self.branches: list[str] = []
         self.commits: list[tuple[str, dict[str, Any], dict[str, bytes]]] = []
 
-    def __call__(self, asked: ReceivedRequest) -> Reply:
+    def __call__(self, asked: Received) -> Reply:
         path, _, query = asked.path.partition("?")
         if asked.headers.get("authorization") != f"Bearer {self.token}":
             return reply_json({"error": "Invalid user token."}, 401)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import tinkex
-from http_stub import ReceivedRequest, Reply, StubServer, reply_json, stub_server
+from http_stub import Received, Reply, StubServer, reply_json, stub_server
 from tinkex import AdminClient, RestClient, types
 from tinkex.client import rest as rest_module
 from tinkex.client import rest_base
@@ -26,7 +26,7 @@ from tinkex.testing import Answer, FakeService
 RUN = "s:train:0"
 PATH = f"tinker://{RUN}/weights/a"
 
-Script = dict[str, Reply | Callable[[ReceivedRequest], Reply]]
+Script = dict[str, Reply | Callable[[Received], Reply]]
 
 
 class Service:
@@ -39,7 +39,7 @@ class Service:
         }
         self.standin: StubServer = StubServer()
 
-    def __call__(self, asked: ReceivedRequest) -> Reply:
+    def __call__(self, asked: Received) -> Reply:
         found = self.script.get(f"{asked.method} {asked.path}")
         if found is None:
             return reply_json({"detail": f"nothing at {asked.path}"}, 404)
@@ -50,7 +50,7 @@ class Service:
         return self.standin.url
 
     @property
-    def asked(self) -> list[ReceivedRequest]:
+    def asked(self) -> list[Received]:
         """Without what every client asks first."""
         return [each for each in self.standin.requests if "/client/" not in each.path]
 
@@ -408,7 +408,7 @@ def test_what_is_experimental_or_has_moved_says_so_at_the_callers_line(
 
 
 def test_a_call_can_have_a_time_out_of_its_own(here: Service, rest: RestClient) -> None:
-    def slow(_: ReceivedRequest) -> Reply:
+    def slow(_: Received) -> Reply:
         time.sleep(0.5)
         return reply_json({"sessions": []})
 
@@ -459,7 +459,7 @@ def test_all_of_a_list_comes_page_by_page_and_nothing_twice(
 ) -> None:
     ids = [f"s-{number}" for number in range(205)]
 
-    def page(asked: ReceivedRequest) -> Reply:
+    def page(asked: Received) -> Reply:
         query = dict(pair.split("=") for pair in asked.path.partition("?")[2].split("&"))
         start = int(query["offset"])
         found = ids[start : start + int(query["limit"])]
@@ -467,7 +467,7 @@ def test_all_of_a_list_comes_page_by_page_and_nothing_twice(
             ids.insert(0, "s-new")  # made while we look: the rest moves down
         return reply_json({"sessions": found})
 
-    def answer(asked: ReceivedRequest) -> Reply:
+    def answer(asked: Received) -> Reply:
         return page(asked) if "/sessions?" in asked.path else Service.__call__(here, asked)
 
     with stub_server(answer) as paged, RestClient(base_url=paged.url) as client:
@@ -494,7 +494,7 @@ def test_a_search_goes_on_from_its_cursor(here: Service, rest: RestClient) -> No
 
     cursor = {"last_created_at": "2026-01-01T00:00:00Z", "last_session_id": "a"}
 
-    def answer(asked: ReceivedRequest) -> Reply:
+    def answer(asked: Received) -> Reply:
         if "cursor" in asked.json():
             return reply_json({"sessions": [found("b")]})
         return reply_json({"sessions": [found("a")], "next_cursor": cursor})

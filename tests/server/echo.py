@@ -1,9 +1,9 @@
 """
-An in-memory `Executor` that computes with integers instead of tensors.
+A second, tiny implementation of the `Executor` seam: integers instead of tensors.
 
-A model is a value and a gradient. A backward pass adds its number of tokens to the gradient, an
-optimizer step sets the value to `2 * value + gradient` (so the order of steps is visible), and a
-forward pass returns the value. Tests can see what ran, in which order, and block it.
+A model is one number and a gradient. A backward pass adds its number of tokens to the gradient, a
+step makes the number `2 * number + gradient` (so order shows), a forward tells the number. What
+runs, when, and how often can be watched and held up.
 """
 
 import asyncio
@@ -36,17 +36,15 @@ class Number:
 
 
 class EchoExecutor:
-    """Runs work on the event loop, immediately unless `open` is cleared."""
+    """Runs work on the event loop, at once unless held."""
 
     def __init__(self, *names: str) -> None:
         self.served = tuple(ServedModel(name=name, folder=Path("/")) for name in names or (BASE,))
         self.models: dict[str, Number] = {}
-        #: All work that ran, in order.
+        #: Everything that was run, in order.
         self.ran: list[Work] = []
-        #: While this is cleared, work waits.
         self.open = asyncio.Event()
         self.open.set()
-        #: Released for each unit of work that arrives.
         self.entered = asyncio.Semaphore(0)
         self._incarnation = 1
         self._died = asyncio.Event()
@@ -63,7 +61,7 @@ class EchoExecutor:
     async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
         mine = self._incarnation
         if incarnation is not None and incarnation != mine:
-            raise EngineLost("restarted")
+            raise EngineLost("another one")
         self.entered.release()
         opened = asyncio.create_task(self.open.wait())
         died = asyncio.create_task(self._died.wait())
@@ -90,14 +88,14 @@ class EchoExecutor:
         return None
 
     def die(self) -> None:
-        """Simulates an engine crash: models and running work are lost, and a new engine is up."""
+        """Lose the memory and everything that is running, and come up again at once."""
         self._incarnation += 1
         self.models.clear()
         died, self._died = self._died, asyncio.Event()
         died.set()
 
     def tasks(self, *kinds: Task) -> list[Task]:
-        """The kinds of the work that ran, in order, limited to these kinds."""
+        """What ran, of these kinds."""
         return [work.task for work in self.ran if not kinds or work.task in kinds]
 
     def _do(self, work: Work) -> bytes:
@@ -143,18 +141,18 @@ class EchoExecutor:
     def _pass(self, work: Work) -> bytes:
         body = work.payload_file.read_bytes() if work.payload_file else work.payload
         request, _ = decode_forward_backward_request(body)
-        given = request.forward_backward_input
-        if given.loss_fn != "cross_entropy":
-            raise UserFailure(f"loss {given.loss_fn} is not known; cross_entropy is")
+        asked = request.forward_backward_input
+        if asked.loss_fn != "cross_entropy":
+            raise UserFailure(f"loss {asked.loss_fn} is not known; cross_entropy is")
         model = self.models[work.model_id]
         if work.backward:
-            model.gradient += sum(datum.model_input.length for datum in given.data)
+            model.gradient += sum(datum.model_input.length for datum in asked.data)
         return encode_forward_backward_output(
             ForwardBackwardOutput(
                 loss_fn_output_type="ArrayRecord",
                 loss_fn_outputs=[
                     {"logprobs": TensorData(data=[0.5] * datum.model_input.length, dtype="float32")}
-                    for datum in given.data
+                    for datum in asked.data
                 ],
                 metrics={"loss:sum": float(model.value), "gradient:sum": float(model.gradient)},
             )

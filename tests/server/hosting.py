@@ -1,4 +1,4 @@
-"""Hosts the real application on a socket with any executor, and a plain HTTP client for it."""
+"""The real application on a real socket, over an executor of the test's choice; and a plain client."""
 
 import asyncio
 import json
@@ -41,21 +41,21 @@ class Answer:
 
 @dataclass
 class Api:
-    """A minimal client of the HTTP protocol."""
+    """A client that knows no more than the protocol."""
 
     http: aiohttp.ClientSession
     base_model: str = BASE
-    #: Set if the application runs in this process.
+    #: The application, where it runs in this process.
     app: FastAPI | None = None
     server: uvicorn.Server | None = None
 
     async def tidy(self) -> None:
-        """Runs one pass of the periodic cleanup now."""
+        """One pass of the janitor, now."""
         assert self.app is not None
         await self.app.state.janitor.tidy()
 
     async def call(self, method: str, path: str, body: Any = None) -> int:
-        """The status of a call whose response has no body."""
+        """The status of a call whose answer has no content."""
         async with self.http.request(method, f"/api/v1/{path}", json=body) as got:
             return got.status
 
@@ -79,7 +79,7 @@ class Api:
         return session_id
 
     async def model(self, session_id: str | None = None, *, number: int = 0) -> str:
-        """Creates a model and waits until it exists."""
+        """A model whose creation has finished."""
         session_id = session_id or await self.session()
         body = {
             "session_id": session_id,
@@ -99,7 +99,7 @@ class Api:
     async def forward_backward(
         self, model_id: str, seq_id: int | None, tokens: int = 3, loss: str = "cross_entropy"
     ) -> str:
-        """Submits a pass over one datum of this many tokens; its request id."""
+        """Submit a pass over so many tokens; its request id."""
         answer = await self.post(
             "forward_backward", pass_body(model_id, seq_id, tokens, loss), headers=PROTOBUF
         )
@@ -107,7 +107,7 @@ class Api:
         return str(answer.json["request_id"])
 
     async def custom(self, model_id: str, seq_id: int, config: dict[str, float | str]) -> str:
-        """Submits a pass with a custom loss; its request id."""
+        """Submit a pass with a loss that the user wrote; its request id."""
         body = pass_body(model_id, seq_id, loss="custom", config=config)
         answer = await self.post("forward_backward", body, headers=PROTOBUF)
         assert answer.status == 200, answer
@@ -120,7 +120,7 @@ class Api:
         return str(answer.json["request_id"])
 
     async def step(self, route: str, /, **body: Any) -> str:
-        """Submits any other step; its request id."""
+        """Submit any other step; its request id."""
         answer = await self.post(route, body)
         assert answer.status == 200, answer
         return str(answer.json["request_id"])
@@ -132,21 +132,21 @@ class Api:
         return await self.post("retrieve_future", body, headers={"Accept": accept})
 
     async def result(self, request_id: str) -> Any:
-        """Polls a request until it has finished; its result as JSON."""
+        """The JSON a future comes to."""
         while (answer := await self.poll(request_id)).status == 408:
             pass
         assert answer.status == 200, answer
         return answer.json
 
     async def passed(self, request_id: str) -> ForwardBackwardOutput:
-        """Polls a pass until it has finished; its output."""
+        """The output a pass comes to."""
         while (answer := await self.poll(request_id, accept=PROTOBUF_TYPE)).status == 408:
             pass
         assert answer.content_type == PROTOBUF_TYPE, answer
         return decode_forward_backward_output(answer.body)
 
     async def value(self, request_id: str) -> float:
-        """The value of an `EchoExecutor` model after a step."""
+        """What the number of an echo model is after a step."""
         result = await self.result(request_id)
         value: float = result["metrics"]["value:sum"]
         return value
@@ -173,8 +173,8 @@ def pass_body(
 
 @asynccontextmanager
 async def connected(url: str, base_model: str = BASE) -> AsyncIterator[Api]:
-    """A client of a server at this URL."""
-    # No connection limit: many long polls are open at the same time.
+    """A client of any server."""
+    # No limit on connections: many polls are held at once.
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, connector=connector) as http:
         yield Api(http=http, base_model=base_model)
@@ -182,7 +182,7 @@ async def connected(url: str, base_model: str = BASE) -> AsyncIterator[Api]:
 
 @asynccontextmanager
 async def hosted(executor: Executor, folder: Path, **settings: Any) -> AsyncIterator[Api]:
-    """Runs the application on a free port until the block ends."""
+    """The application on a port the system picked, until the block ends."""
     chosen = Settings(data=str(folder), **settings)
     store = open_store(db_url=chosen.db_url, storage_url=chosen.storage_url, folder=chosen.folder)
     app = create_app(chosen, executor, store)

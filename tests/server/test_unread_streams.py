@@ -104,7 +104,7 @@ async def test_streams_that_are_not_read_hold_up_nobody_and_have_little_ready(
             assert (await api.result(quick.json["request_id"]))["sequences"]
             assert max(ready_bytes(api)) <= MOST_READY
             # The samples come to their ends, though nobody listens.
-            await until_async(lambda: sum(executor.drawn.values()) >= READERS * most, 60)
+            await until_async(lambda: sum(executor.sampled.values()) >= READERS * most, 60)
             assert api.app is not None
             await until_async(lambda: not len(api.app.state.context.futures))
             assert len(ready_bytes(api)) == READERS

@@ -89,7 +89,7 @@ async def watch(folder: Path) -> dict[str, float]:
             await connected(api, request("stream_sample", sample_body(10**8))),
         ]
         await until_async(
-            lambda: len(state.connections) > len(connections) and len(executor.drawn) == 3
+            lambda: len(state.connections) > len(connections) and len(executor.sampled) == 3
         )
         held = len(state.connections)
         during = descriptors()

@@ -28,9 +28,9 @@ if any("tinkex.engine" in word for word in sys.orig_argv):
     }
 
     def run_together(*args, **kwargs):
-        first, *rest = open(os.environ["TEST_DEVICE_ERRORS"]).read().split() or [None]
+        first, *rest = open(os.environ["TEST_LOSSES"]).read().split() or [None]
         if first is not None:
-            with open(os.environ["TEST_DEVICE_ERRORS"], "w") as file:
+            with open(os.environ["TEST_LOSSES"], "w") as file:
                 file.write(" ".join(rest))
             raise kinds[first]
         return plain(*args, **kwargs)
@@ -63,12 +63,12 @@ def test_a_lost_or_full_device_changes_no_result(
 ) -> None:
     planned = tmp_path / "planned"
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
-    monkeypatch.setenv("TEST_DEVICE_ERRORS", str(planned))
+    monkeypatch.setenv("TEST_LOSSES", str(planned))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with serving(f"{TINY}={tiny_model}", data=tmp_path / "data", args=("--deterministic",)) as one:
         planned.write_text("")
         with_errors = losses_of(one.url, planned)
         planned.write_text("")
-        reported = [line for line in one.log if "it gave its device up" in line]
-        assert len(reported) == len(KINDS), one.log[-40:]
+        told = [line for line in one.log if "it gave its device up" in line]
+        assert len(told) == len(KINDS), one.log[-40:]
         assert losses_of(one.url, None) == with_errors

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import sdk_envs
-from http_stub import ReceivedRequest, Reply, StubServer, reply_json, stub_server
+from http_stub import Received, Reply, StubServer, reply_json, stub_server
 
 PROGRAM = Path(__file__).with_name("differences_program.py")
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "differences.md"
@@ -56,13 +56,13 @@ def service() -> Iterator[tuple[StubServer, StubServer]]:
     """Responds once, then redirects to itself, then to another service."""
     capabilities = reply_json({"supported_models": []})
 
-    def elsewhere(request: ReceivedRequest) -> Reply:
+    def elsewhere(request: Received) -> Reply:
         return capabilities
 
     with stub_server(elsewhere) as other:
         times = 0
 
-        def answer(request: ReceivedRequest) -> Reply:
+        def answer(request: Received) -> Reply:
             nonlocal times
             if "training_runs" in request.path:
                 return Reply(status=404, body=b"{}", headers={"Retry-After": "3"})

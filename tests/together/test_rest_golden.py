@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 
 import sdk_envs
-from http_stub import ReceivedRequest, Reply, reply_json, stub_server
+from http_stub import Received, Reply, reply_json, stub_server
 
 PROGRAM = Path(__file__).with_name("rest_calls_program.py")
 #: Headers that must be equal.
@@ -25,7 +25,7 @@ SAME = [
 pytestmark = [pytest.mark.sdk, pytest.mark.timeout(120)]
 
 
-def answer(request: ReceivedRequest) -> Reply:
+def answer(request: Received) -> Reply:
     if "/client/" in request.path or request.path.endswith("/telemetry"):
         return reply_json({"status": "accepted"} if "telemetry" in request.path else {})
     return reply_json({"detail": "no"}, 422)
