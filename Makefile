@@ -1,27 +1,30 @@
-# One command for each task. `make demo` and `make test` do all set-up by themselves.
+# One command per task. `make demo` and `make test` set up everything they need.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# The official SDKs that `make test` runs unmodified, each in a cached environment of its own.
+# The official SDKs that `make test` runs unmodified, each in its own cached environment.
 SDKS := 0.36.0 0.4.1
 
 .PHONY: help setup demo test matrix fuzz cookbook defects faults chaos soak check format bench proto clean
 
 help:
-	@echo "make setup   a .venv with everything (idempotent)"
-	@echo "make demo    fine-tune the embedded model and see it change"
-	@echo "make test    the whole test suite"
-	@echo "make matrix  thirteen official SDKs against one server; writes docs/reference/sdk-matrix.md"
-	@echo "make fuzz    50,000 mutated bodies, 1,000 hostile losses, and more"
-	@echo "make cookbook  recipes of the official cookbook, with the official SDK and with tinkex; writes docs/reference/cookbook.md"
-	@echo "make defects  the official client's defects, tried on both clients; writes docs/reference/defects.md"
-	@echo "make faults  2,000 steps and 5,000 samples over a network that fails all the time; writes docs/reference/faults.md"
-	@echo "make chaos   a hundred kill -9 of the server under running clients"
-	@echo "make soak    twenty minutes of mixed tenants: memory and descriptors stay flat"
-	@echo "make check   lint, format, types, and known vulnerabilities of what is pinned"
-	@echo "make bench   benchmarks; reports go to benchmarks/results"
+	@echo "make setup     create .venv with everything (safe to repeat)"
+	@echo "make demo      fine-tune the embedded model and compare its samples"
+	@echo "make test      run all tests"
+	@echo "make check     lint, format, types, and known vulnerabilities of pinned packages"
+	@echo "make format    fix lint and format"
+	@echo "make bench     run all benchmarks; reports go to benchmarks/results"
+	@echo "make matrix    run thirteen official SDKs against one server; writes docs/reference/sdk-matrix.md"
+	@echo "make cookbook  run recipes of the official cookbook with both clients; writes docs/reference/cookbook.md"
+	@echo "make defects   test known defects of the official client with both clients; writes docs/reference/defects.md"
+	@echo "make faults    2,000 steps and 5,000 samples on a faulty network; writes docs/reference/faults.md"
+	@echo "make fuzz      50,000 mutated request bodies, 1,000 hostile custom losses, and more"
+	@echo "make chaos     a hundred kills of server processes under running clients"
+	@echo "make soak      twenty minutes of mixed load; memory and descriptors must stay flat"
+	@echo "make proto     generate protobuf code from the .proto files"
+	@echo "make clean     delete .venv and caches"
 
 setup: $(READY)
 
@@ -37,43 +40,43 @@ $(READY): pyproject.toml constraints.txt
 demo: setup
 	@$(BIN)/tinkex demo
 
-# Two at a time: many tests wait for processes to start. Files stay whole, for their shared servers.
-# The environments of the official SDKs live in the user's cache, so a fresh clone finds them again.
+# Two workers, because many tests wait for processes. Each file runs in one worker, because its tests
+# share servers. The environments of the official SDKs are in the user's cache, so new clones reuse them.
 test: setup
 	@$(BIN)/python tests/system_packages.py
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 matrix: setup
-	@$(BIN)/python tests/together/matrix.py
+	@$(BIN)/python -m qa.sdk_matrix.run
 
 fuzz: setup
-	@$(BIN)/python tests/fuzz/fuzzing.py
+	@$(BIN)/python -m qa.fuzz.run
 
 cookbook: setup
-	@$(BIN)/python tests/cookbook/recipes.py
+	@$(BIN)/python -m qa.cookbook.run
 
 defects: setup
-	@$(BIN)/python tests/defects/table.py
+	@$(BIN)/python -m qa.defects.run
 
 faults: setup
-	@$(BIN)/python tests/faults/run.py
+	@$(BIN)/python -m qa.faults.run
 
 chaos: setup
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
-	@$(BIN)/python tests/chaos/run.py
+	@$(BIN)/python -m qa.chaos.run
 	@TINKEX_PROPERTY_EXAMPLES=300 $(BIN)/python -m pytest tests/server/store/test_stateful.py
 
 soak: setup
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
-	@$(BIN)/python tests/soak/soak.py
+	@$(BIN)/python -m qa.soak.run
 
 check: setup
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/pyright -p tests/typing/pyrightconfig.json --pythonpath $(BIN)/python
-	@$(BIN)/python tests/audit.py
+	@$(BIN)/python -m qa.audit
 
 format: setup
 	@$(BIN)/ruff check --fix
@@ -83,8 +86,8 @@ bench: setup
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
-# Only after an edit of a .proto file. protoc 31 (grpcio-tools 1.75) makes code for protobuf 6 and 7;
-# mypy-protobuf's stubs pass strict checks, protoc's own do not.
+# Needed only after an edit of a .proto file. protoc 31 (grpcio-tools 1.75) generates code for protobuf 6
+# and 7. The stubs of mypy-protobuf pass strict type checks; those of protoc do not.
 proto:
 	@$(PYTHON) -m venv .cache/protoc
 	@.cache/protoc/bin/pip install --quiet --disable-pip-version-check grpcio-tools==1.75.1 mypy-protobuf==5.1.0

@@ -1,22 +1,20 @@
 """
-What does the web process cost for each request, and does that grow with the number in flight?
+CPU time of the web process per request, and whether it grows with the number in flight.
 
     python benchmarks/bench_api.py [--requests 4000] [--no-sdk]
 
-An engine that answers at once stands behind the `Executor` seam. A bare HTTP client in another process
-keeps 1, 100 or 2,000 samples in flight; each is one submission and one result, durable before they
-are answered. The server's CPU time is read from /proc. The rival is a faithful small model of
-servers that poll a table: its engine looks every 100 ms, its API every 50 ms. The official SDK's
-own CPU time would hide the server's, so it is measured once, for the record.
+The `Executor` completes work immediately. A plain HTTP client in another process keeps 1, 100 or 2,000
+samples in flight; each is one submission and one result, both durable before the response. The
+server's CPU time comes from /proc. The baseline is a small server that polls a table: its engine
+looks every 100 ms, its API every 50 ms. A run through the official SDK is added for reference only,
+because the SDK's own CPU time hides the server's.
 """
 
 import argparse
 import asyncio
-import datetime
 import itertools
 import json
 import os
-import platform
 import resource
 import sqlite3
 import statistics
@@ -40,6 +38,8 @@ import uvicorn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
+import reports
+
 import sdk_envs
 from tinkex.server.executor import Outcome, ServedModel, Task, Work
 from tinkex.wire.codec import PROTOBUF_TYPE
@@ -51,7 +51,7 @@ SDK = "0.36.0"
 IN_FLIGHT = (1, 100, 2000)
 CLOCK_HZ = os.sysconf("SC_CLK_TCK")
 ENGINE_POLL_S, API_POLL_S = 0.1, 0.05
-MOST_GROWTH, MOST_LATENCY = 1.3, 0.1
+MAX_GROWTH, MAX_LATENCY = 1.3, 0.1
 
 TOKENS = np.arange(16, dtype=np.int32)
 RESULT = encode_sample_response(
@@ -84,7 +84,7 @@ print(json.dumps([time.perf_counter() - began, time.process_time() - cpu]))
 
 
 class InstantExecutor:
-    """An engine that is never the reason for a wait."""
+    """An executor that completes all work immediately."""
 
     served = (ServedModel(name=BASE, folder=Path("/"), max_context_length=8192),)
 
@@ -125,7 +125,7 @@ def serve_instant(folder: Path) -> Any:
 
 
 def serve_polling(folder: Path) -> Any:
-    """A table of requests that an engine and every waiting client look at again and again."""
+    """A table of requests that the engine and every waiting request poll."""
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
@@ -197,7 +197,7 @@ def serve(kind: str, folder: Path) -> None:
 
     async def run() -> None:
         serving = asyncio.create_task(server.serve())
-        while not server.started:  # noqa: ASYNC110 (uvicorn tells by a flag)
+        while not server.started:  # noqa: ASYNC110 (uvicorn only sets a flag)
             await asyncio.sleep(0.01)
         print(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", flush=True)
         await serving
@@ -244,7 +244,7 @@ class Measured:
 
 
 class Load:
-    """A bare client: submits a sample, fetches its result."""
+    """A plain HTTP client: submits a sample and fetches its result."""
 
     def __init__(self, http: aiohttp.ClientSession, sampler: str) -> None:
         self.http = http
@@ -269,11 +269,11 @@ class Load:
             "sampling_params": {"max_tokens": 16, "seed": 1},
         }
         accepted = json.loads(await self.post("asample", body))
-        asked = {"request_id": accepted["request_id"], "allow_metadata_only": False}
-        assert await self.post("retrieve_future", asked, PROTOBUF_TYPE) == RESULT
+        poll = {"request_id": accepted["request_id"], "allow_metadata_only": False}
+        assert await self.post("retrieve_future", poll, PROTOBUF_TYPE) == RESULT
 
     async def keep(self, in_flight: int, requests: int) -> list[float]:
-        """So many samples, so many at a time; seconds of each."""
+        """Runs `requests` samples, `in_flight` at a time; the seconds of each."""
         took: list[float] = []
         left = itertools.count(requests, -1)
 
@@ -289,22 +289,22 @@ class Load:
 
 @asynccontextmanager
 async def sampling(server: Server) -> AsyncIterator[Load]:
-    """A client of a server, with a sampler."""
+    """A client with a sampling session."""
     connector = aiohttp.TCPConnector(limit=0)
-    patience = aiohttp.ClientTimeout(total=120)
-    async with aiohttp.ClientSession(server.url, connector=connector, timeout=patience) as http:
+    timeout = aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(server.url, connector=connector, timeout=timeout) as http:
         load = Load(http, "")
         body = {"tags": [], "user_metadata": {}, "sdk_version": SDK}
         session = json.loads(await load.post("create_session", body))["session_id"]
-        asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
-        made = json.loads(await load.post("create_sampling_session", asked))
+        wanted = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
+        made = json.loads(await load.post("create_sampling_session", wanted))
         load.sampler = made["sampling_session_id"]
         yield load
 
 
 async def measure(name: str, server: Server, in_flight: int, requests: int) -> Measured:
     async with sampling(server) as load:
-        # Connections and caches are made before the clock starts.
+        # Warm up connections and caches before the measurement.
         await load.keep(in_flight, max(in_flight, min(200, requests // 4)))
         cpu_s, began = server.cpu_s(), time.perf_counter()
         took = sorted(await load.keep(in_flight, requests))
@@ -322,7 +322,7 @@ async def measure(name: str, server: Server, in_flight: int, requests: int) -> M
 
 
 def through_sdk(server: Server, requests: int) -> tuple[float, float, float]:
-    """Samples a second, CPU ms of the server and of the SDK for each."""
+    """Samples per second, and CPU ms per sample of the server and of the SDK."""
     env = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-bench"}
     cpu_s = server.cpu_s()
     done = subprocess.run(
@@ -341,33 +341,26 @@ def through_sdk(server: Server, requests: int) -> tuple[float, float, float]:
 
 
 def report(rows: list[Measured], sdk: tuple[float, float, float] | None, command: str) -> str:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
     at = {(row.server, row.in_flight): row for row in rows}
     growth = at["tinkex", 2000].cpu_ms / at["tinkex", 100].cpu_ms
     latency = at["tinkex", 1].p50_ms / at["table", 1].p50_ms
     parser = "httptools" if find_spec("httptools") else "h11"
-    machine = (
-        f"{datetime.date.today()}, commit {commit}, {os.cpu_count()} CPU cores shared with other "
-        f"work (load {os.getloadavg()[0]:.1f}), {platform.system()} {platform.machine()}, Python "
-        f"{platform.python_version()}, uvicorn {version('uvicorn')} with {parser}; `{command}`"
+    head = reports.head(
+        "CPU time of the web process per request",
+        command,
+        f"uvicorn {version('uvicorn')} with {parser}",
     )
     what = (
         "One request is a submission (100 prompt tokens) and its result (16 tokens), both durable "
-        "before they are answered; the engine answers at once. CPU is the web process's alone."
+        "before the response; the engine takes no time. CPU time is that of the web process."
     )
     cost = (
-        f"Cost at 2,000 in flight over that at 100: {growth:.2f} (goal ≤ {MOST_GROWTH}: "
-        f"{'met' if growth <= MOST_GROWTH else 'missed'})."
+        f"CPU time per request at 2,000 in flight relative to 100: {growth:.2f} (goal ≤ {MAX_GROWTH}: "
+        f"{'met' if growth <= MAX_GROWTH else 'missed'})."
     )
     wait = (
-        f"Latency at 1 in flight over that of a table that is polled: {latency:.3f} (goal ≤ "
-        f"{MOST_LATENCY}: {'met' if latency <= MOST_LATENCY else 'missed'})."
+        f"Latency at 1 in flight relative to the server that polls a table: {latency:.3f} (goal ≤ "
+        f"{MAX_LATENCY}: {'met' if latency <= MAX_LATENCY else 'missed'})."
     )
     table = [
         f"| {row.server} | {row.in_flight} | {row.requests} | {row.per_s:.0f} | "
@@ -375,17 +368,17 @@ def report(rows: list[Measured], sdk: tuple[float, float, float] | None, command
         for row in rows
     ]
     lines = [
-        *("# Requests through the web process", "", machine, "", what, ""),
-        "| server | in flight | requests | requests/s | server CPU ms each | p50 ms | p99 ms |",
+        *(head, what, ""),
+        "| server | in flight | requests | requests/s | server CPU ms per request | p50 ms | p99 ms |",
         "|---|---:|---:|---:|---:|---:|---:|",
         *(*table, "", cost, "", wait),
     ]
     if sdk is not None:
-        told = (
-            f"Through the official SDK {SDK}: {sdk[0]:.0f} samples/s, {sdk[1]:.2f} ms of server CPU "
-            f"and {sdk[2]:.2f} ms of the SDK's own for each."
+        through = (
+            f"Through the official SDK {SDK}: {sdk[0]:.0f} samples/s; per sample {sdk[1]:.2f} ms of "
+            f"server CPU and {sdk[2]:.2f} ms of SDK CPU."
         )
-        lines += ["", told]
+        lines += ["", through]
     return "\n".join([*lines, ""])
 
 
@@ -409,15 +402,13 @@ def main() -> None:
             print(rows[-1])
         sdk = None if options.no_sdk else through_sdk(server, options.requests // 8)
     with started("table") as server:
-        for in_flight in IN_FLIGHT[:2]:  # with more, its polls alone fill a core
+        for in_flight in IN_FLIGHT[:2]:  # more would fill a core with polls alone
             requests = 40 if in_flight == 1 else 1000
             rows.append(asyncio.run(measure("table", server, in_flight, requests)))
             print(rows[-1])
     words = [f"--requests {options.requests}", *(["--no-sdk"] if options.no_sdk else [])]
     text = report(rows, sdk, " ".join(["python benchmarks/bench_api.py", *words]))
-    name = f"api_{os.cpu_count()}cpu_{datetime.date.today()}.md"
-    (ROOT / "benchmarks" / "results" / name).write_text(text)
-    print(text)
+    reports.write("api", text)
 
 
 if __name__ == "__main__":

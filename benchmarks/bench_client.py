@@ -1,22 +1,20 @@
 """
-What does the client cost a program: tinkex and the official SDK, side by side?
+CPU time, memory, import time and size of the client: tinkex and the official SDK.
 
     python benchmarks/bench_client.py [--rounds 3]
 
-A server in another process answers every request at once, so that only the client works: samples
+A server in another process answers every request immediately, so only the client does work: samples
 with a prompt of 4,096 tokens, 1, 200 and 2,000 in flight, and passes over 512 examples of 1,024
-tokens. Both clients run the same program in fresh interpreters, by turns, each in an environment
-that holds nothing else. CPU is that of the client's process, all threads; medians of the rounds.
+tokens. Both clients run the same program in fresh interpreters, in alternating rounds, each in an
+environment that contains only that client. CPU time is that of the client's process, all threads.
 """
 
 import argparse
 import asyncio
 import contextlib
-import datetime
 import itertools
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -34,6 +32,8 @@ from aiohttp import web
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
+import reports
+
 import sdk_envs
 from tinkex.wire.codec import PROTOBUF_TYPE
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
@@ -44,14 +44,14 @@ from tinkex.wire.training import ForwardBackwardOutput
 
 SDK = "0.36.0"
 SIZES = PROMPT_TOKENS, EXAMPLES, TOKENS = 4096, 512, 1024
-#: In flight: how many samples are measured.
+#: Number of samples by number in flight.
 SAMPLES = {1: 150, 200: 1000, 2000: 2000}
 PASSES = 3
 IMPORTS = 7
-MOST_CPU, MOST_IMPORT, MOST_PACKAGES, MOST_SIZE = 0.5, 0.25, 0.5, 0.4
+MAX_CPU, MAX_IMPORT, MAX_PACKAGES, MAX_SIZE = 0.5, 0.25, 0.5, 0.4
 TINKEX, OFFICIAL = "tinkex", "tinker"
 
-#: What a client of either name runs; prints CPU ms of each operation and the peak memory in MB.
+#: Runs with either client; prints CPU ms per operation and the peak memory in MB.
 PROGRAM = """
 import asyncio, importlib, itertools, json, resource, sys
 
@@ -115,10 +115,10 @@ peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 print(json.dumps([1000 * used / count, peak]), flush=True)
 """
 
-#: The names that most programs use, which tinkex loads when they are used.
+#: The names that most programs use; tinkex loads them lazily.
 CLASSES = "ServiceClient, TrainingClient, SamplingClient"
 
-#: Prints CPU ms and the number of modules that an import costs.
+#: Prints the CPU ms and the number of modules of an import.
 IMPORT = """
 import json, resource, sys
 name, names = json.loads(sys.argv[1])
@@ -132,7 +132,7 @@ exec(statement)
 print([1000 * (cpu_s() - began), len(sys.modules) - before])
 """
 
-#: Prints the number of distributions and their MB, less what a bare environment has.
+#: Prints the number of installed distributions and their MB, without pip and setuptools.
 INSTALLED = """
 from importlib.metadata import distributions
 found = [d for d in distributions() if d.metadata["Name"] not in ("pip", "setuptools")]
@@ -170,27 +170,28 @@ def passed(examples: int) -> bytes:
 
 
 class Instant:
-    """A server for which everything is done as soon as it is asked for."""
+    """A server whose requests are finished as soon as they arrive."""
 
     def __init__(self, *, batched: bool) -> None:
-        #: Whether clients ask for the ends of all their samples in one poll.
+        #: Whether clients poll for all their samples with one `retrieve_futures`.
         self.batched = batched
         self.samplers = itertools.count()
         self.numbers = itertools.count()
-        #: For each sampler the requests that are done, in order.
+        #: The finished requests of each sampler, in order.
         self.done: dict[str, list[str]] = {}
-        self.news = asyncio.Condition()
+        self.finished = asyncio.Condition()
 
     async def answer(self, path: str, body: bytes) -> bytes | dict[str, Any]:
-        """Bytes are protobuf. A request's id says what its result is."""
+        """Bytes are protobuf. The id of a request determines its result."""
         match path:
             case "asample":
                 return await self.accept(body)
             case "retrieve_future":
                 return self.result(json.loads(body)["request_id"])
             case "retrieve_futures":
-                asked = json.loads(body)
-                return await self.ends(asked["target"]["sampling_session_id"], asked["prev_cursor"])
+                poll = json.loads(body)
+                sampler = poll["target"]["sampling_session_id"]
+                return await self.completions(sampler, poll["prev_cursor"])
             case "forward_backward":
                 examples = len(pb.ForwardBackwardRequest.FromString(body).data)
                 return {"request_id": f"pass {examples}"}
@@ -210,10 +211,10 @@ class Instant:
     async def accept(self, body: bytes) -> dict[str, Any]:
         request_id = f"sample {next(self.numbers)}"
         if self.batched:
-            async with self.news:
+            async with self.finished:
                 sampler = json.loads(body)["sampling_session_id"]
                 self.done.setdefault(sampler, []).append(request_id)
-                self.news.notify_all()
+                self.finished.notify_all()
         return {"request_id": request_id, "sample_sequence_ids": ["0"]}
 
     def result(self, request_id: str) -> bytes | dict[str, Any]:
@@ -222,12 +223,12 @@ class Instant:
             return SAMPLED
         return passed(int(count)) if kind == "pass" else {"model_id": "s:train:0"}
 
-    async def ends(self, sampler: str, cursor: int) -> dict[str, Any]:
+    async def completions(self, sampler: str, cursor: int) -> dict[str, Any]:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(20), self.news:
-                await self.news.wait_for(lambda: len(self.done.get(sampler, ())) > cursor)
+            async with asyncio.timeout(20), self.finished:
+                await self.finished.wait_for(lambda: len(self.done.get(sampler, ())) > cursor)
         done = self.done.get(sampler, [])
-        ends = [
+        completions = [
             {
                 "state": "finished",
                 "request_id": request_id,
@@ -235,7 +236,7 @@ class Instant:
             }
             for request_id in done[cursor:]
         ]
-        return {"completions": ends, "cursor": len(done)}
+        return {"completions": completions, "cursor": len(done)}
 
 
 async def serve(*, batched: bool) -> None:
@@ -274,13 +275,13 @@ def started(kind: str) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One quantity of both clients."""
+    """One quantity, measured for both clients."""
 
     what: str
     official: float
     tinkex: float
-    #: The ratio that was promised, if one was.
-    most: float | None
+    #: The goal: the largest allowed ratio.
+    max_ratio: float | None
 
     @property
     def ratio(self) -> float:
@@ -288,10 +289,10 @@ class Row:
 
     @property
     def met(self) -> bool:
-        return self.most is None or self.ratio <= self.most
+        return self.max_ratio is None or self.ratio <= self.max_ratio
 
     def line(self) -> str:
-        goal = f"≤ {self.most:g}: {'met' if self.met else 'missed'}" if self.most else ""
+        goal = f"≤ {self.max_ratio:g}: {'met' if self.met else 'missed'}" if self.max_ratio else ""
         official, ours = (
             f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
             for value in (self.official, self.tinkex)
@@ -299,8 +300,8 @@ class Row:
         return f"| {self.what} | {official} | {ours} | {self.ratio:.2f} | {goal} |"
 
 
-def printed(python: Path, program: str, client: str, *, url: str = "", asked: Any = None) -> Any:
-    """The list that a program prints last."""
+def printed(python: Path, program: str, client: str, *, url: str = "", case: Any = None) -> Any:
+    """The list in the last line that a program prints."""
     env = {
         **os.environ,
         "TINKER_BASE_URL": url,
@@ -308,7 +309,7 @@ def printed(python: Path, program: str, client: str, *, url: str = "", asked: An
         "TINKER_TELEMETRY": "0",
     }
     done = subprocess.run(
-        [python, "-c", program, json.dumps([client, asked])],
+        [python, "-c", program, json.dumps([client, case])],
         env=env,
         stdout=subprocess.PIPE,
         text=True,
@@ -318,8 +319,8 @@ def printed(python: Path, program: str, client: str, *, url: str = "", asked: An
     return json.loads(done.stdout.splitlines()[-1])
 
 
-class Rivals:
-    """The same program with both clients, by turns."""
+class Comparison:
+    """Runs the same program with both clients, in alternating rounds."""
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
@@ -329,75 +330,63 @@ class Rivals:
         }
 
     def rows(
-        self, program: str, names: Mapping[str, float | None], *, rounds: int = 0, **told: Any
+        self, program: str, names: Mapping[str, float | None], *, rounds: int = 0, **options: Any
     ) -> list[Row]:
-        """A row for each number that the program prints: its name and unit, and its goal."""
+        """One row per printed number; `names` maps its name and unit to its goal."""
         found: dict[str, list[list[float]]] = {OFFICIAL: [], TINKEX: []}
         for turn in range(rounds or self.rounds):
             for client in (OFFICIAL, TINKEX) if turn % 2 else (TINKEX, OFFICIAL):
-                found[client].append(printed(self.pythons[client], program, client, **told))
+                found[client].append(printed(self.pythons[client], program, client, **options))
         rows = []
-        for column, (what, most) in enumerate(names.items()):
+        for column, (what, max_ratio) in enumerate(names.items()):
             official, ours = (
                 statistics.median(numbers[column] for numbers in found[client])
                 for client in (OFFICIAL, TINKEX)
             )
-            rows.append(Row(what=what, official=official, tinkex=ours, most=most))
+            rows.append(Row(what=what, official=official, tinkex=ours, max_ratio=max_ratio))
             print(rows[-1].line(), flush=True)
         return rows
 
 
 def measured(rounds: int) -> list[Row]:
-    rivals = Rivals(rounds)
+    comparison = Comparison(rounds)
     rows = []
-    for kind, note in (("single", ""), ("batched", ", ends polled together")):
+    for kind, note in (("single", ""), ("batched", ", polled together")):
         with started(kind) as url:
             for in_flight, count in SAMPLES.items():
                 if kind == "batched" and in_flight == 1:
                     continue
                 about = f"{in_flight:,} in flight{note}"
                 cpu, peak = f"sample, {about}: CPU ms", f"sample, {about}: peak MB"
-                asked = ["sample", in_flight, count, *SIZES]
-                rows += rivals.rows(PROGRAM, {cpu: MOST_CPU, peak: None}, url=url, asked=asked)
+                case = ["sample", in_flight, count, *SIZES]
+                rows += comparison.rows(PROGRAM, {cpu: MAX_CPU, peak: None}, url=url, case=case)
     with started("single") as url:
-        names = {"forward_backward: CPU ms": MOST_CPU, "forward_backward: peak MB": None}
-        rows += rivals.rows(PROGRAM, names, url=url, asked=["pass", 1, PASSES, *SIZES])
-    names = {"import: CPU ms": MOST_IMPORT, "import: modules": None}
-    rows += rivals.rows(IMPORT, names, rounds=IMPORTS, asked="")
+        names = {"forward_backward: CPU ms": MAX_CPU, "forward_backward: peak MB": None}
+        rows += comparison.rows(PROGRAM, names, url=url, case=["pass", 1, PASSES, *SIZES])
+    names = {"import: CPU ms": MAX_IMPORT, "import: modules": None}
+    rows += comparison.rows(IMPORT, names, rounds=IMPORTS, case="")
     names = {"import of the clients' classes: CPU ms": None, "the same: modules": None}
-    rows += rivals.rows(IMPORT, names, rounds=IMPORTS, asked=CLASSES)
-    names = {"installed: packages": MOST_PACKAGES, "installed: MB": MOST_SIZE}
-    return rows + rivals.rows(INSTALLED, names, rounds=1)
+    rows += comparison.rows(IMPORT, names, rounds=IMPORTS, case=CLASSES)
+    names = {"installed: packages": MAX_PACKAGES, "installed: MB": MAX_SIZE}
+    return rows + comparison.rows(INSTALLED, names, rounds=1)
 
 
 def report(rows: list[Row], command: str) -> str:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    machine = (
-        f"{datetime.date.today()}, commit {commit}, {os.cpu_count()} CPU cores shared with other "
-        f"work (load {os.getloadavg()[0]:.1f}), {platform.system()} {platform.machine()}, Python "
-        f"{platform.python_version()}; `{command}`"
-    )
     what = (
         f"A sample has a prompt of {PROMPT_TOKENS:,} tokens, a forward_backward {EXAMPLES} examples "
-        f"of {TOKENS:,} tokens. The server answers at once, in another process; CPU is the "
-        "client's alone, for each operation. Medians; the clients took turns."
+        f"of {TOKENS:,} tokens. The server, in another process, answers immediately; CPU time is that "
+        "of the client per operation. Medians of alternating rounds."
     )
-    bars = [row for row in rows if row.most is not None]
-    missed = [row.what for row in bars if not row.met]
-    told = f"Goals met: {len(bars) - len(missed)} of {len(bars)}."
+    goals = [row for row in rows if row.max_ratio is not None]
+    missed = [row.what for row in goals if not row.met]
+    summary = f"Goals met: {len(goals) - len(missed)} of {len(goals)}."
     if missed:
-        told += f" Missed: {'; '.join(missed)}."
+        summary += f" Missed: {'; '.join(missed)}."
     lines = [
-        *("# What the client costs", "", machine, "", what, ""),
+        *(reports.head("CPU time, memory and size of the clients", command), what, ""),
         f"| | tinker {SDK} | tinkex | ratio | goal |",
         "|---|---:|---:|---:|---|",
-        *(*(row.line() for row in rows), "", told, ""),
+        *(*(row.line() for row in rows), "", summary, ""),
     ]
     return "\n".join(lines)
 
@@ -414,9 +403,7 @@ def main() -> None:
         return
     rows = measured(options.rounds)
     text = report(rows, f"python benchmarks/bench_client.py --rounds {options.rounds}")
-    name = f"client_{os.cpu_count()}cpu_{datetime.date.today()}.md"
-    (ROOT / "benchmarks" / "results" / name).write_text(text)
-    print(text)
+    reports.write("client", text)
 
 
 if __name__ == "__main__":

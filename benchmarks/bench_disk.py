@@ -1,21 +1,17 @@
 """
-Does the data folder stop growing?
+Whether the data folder stops growing.
 
     python benchmarks/bench_disk.py [--requests 10000]
 
-The real server over an executor that computes nothing, with results kept for 60 s: a training loop
-of forward_backward (8 examples of 128 tokens) and optim_step, every result fetched. The folder's
-size is taken after each thousand requests: as it is, and again once their 60 s are over (the
-janitor is given a clock that is so much ahead). What a server needs while it runs is the first
-figure, about rate times 60 s of rows; that it does not grow is the second.
+The real server with `EchoExecutor` and results kept for 60 s runs a training loop of forward_backward
+(8 examples of 128 tokens) and optim_step, and every result is fetched. After each thousand requests
+the size of the folder is measured twice: immediately, which is about 60 s of rows, and after a
+cleanup whose clock is 60 s ahead. The second figure must not grow.
 """
 
 import argparse
 import asyncio
 import contextlib
-import datetime
-import os
-import platform
 import sqlite3
 import sys
 import tempfile
@@ -24,6 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
+
+import reports
 
 from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted
@@ -34,11 +32,11 @@ from tinkex.wire.training import ForwardBackwardInput, ForwardBackwardRequest
 
 KEPT_S = 60.0
 EXAMPLES, TOKENS = 8, 128
-MOST_GROWTH = 1.2
+MAX_GROWTH = 1.2
 
 
 def folder_bytes(folder: Path) -> int:
-    """All files but SQLite's journal: that has a size of its own (4 to 8 MB), whatever is in it."""
+    """All files but SQLite's write-ahead log, whose size (4 to 8 MB) does not depend on its content."""
     return sum(
         path.stat().st_size
         for path in folder.rglob("*")
@@ -47,14 +45,14 @@ def folder_bytes(folder: Path) -> int:
 
 
 async def checkpointed(api: Api) -> None:
-    """Move what is in the journal into the database, so that its size is the whole truth."""
+    """Moves the write-ahead log into the database, so that its size counts everything."""
     assert api.app is not None
 
-    def act(folder: Path) -> None:
+    def checkpoint(folder: Path) -> None:
         with contextlib.closing(sqlite3.connect(folder / "tinkex.db")) as connection:
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
-    await asyncio.to_thread(act, api.app.state.context.settings.folder)
+    await asyncio.to_thread(checkpoint, api.app.state.context.settings.folder)
 
 
 def pass_body(model_id: str, seq_id: int) -> bytes:
@@ -67,8 +65,8 @@ def pass_body(model_id: str, seq_id: int) -> bytes:
     )
 
 
-async def tidy_later(api: Api) -> None:
-    """The janitor's pass as it would be once everything has been kept long enough."""
+async def clean_up_later(api: Api) -> None:
+    """Runs the cleanup with a clock at which all results have expired."""
     assert api.app is not None
     context = api.app.state.context
     ahead = Cleanup(
@@ -91,20 +89,20 @@ async def measure(folder: Path, requests: int) -> list[dict[str, int]]:
             stepped = await api.optim_step(model, seq_id + 1, learning_rate=1e-4)
             await api.passed(sent.json["request_id"])
             await api.result(stepped)
-            # Values double with every step; numbers of thousands of digits would be the slowest part.
+            # The value doubles with each step; without a reset, huge integers dominate the time.
             executor.models[model].value = 0
             executor.ran.clear()
             done = seq_id + 1
             if done % 1000 == 0:
                 await checkpointed(api)
-                as_is = folder_bytes(folder)
-                # When a result was fetched is written within five seconds.
+                before = folder_bytes(folder)
+                # The server writes the time of a fetch within five seconds.
                 await asyncio.sleep(6)
-                await tidy_later(api)
+                await clean_up_later(api)
                 await checkpointed(api)
                 after = folder_bytes(folder)
-                found.append({"requests": done, "bytes": as_is, "bytes_a_minute_later": after})
-                print(f"{done:6d} requests: {as_is:10,d} bytes, a minute later {after:10,d}")
+                found.append({"requests": done, "bytes": before, "bytes_after": after})
+                print(f"{done:6d} requests: {before:10,d} bytes, after cleanup {after:10,d}")
     return found
 
 
@@ -116,33 +114,22 @@ def main() -> None:
         began_s = time.perf_counter()
         found = asyncio.run(measure(Path(folder), options.requests))
         elapsed_s = time.perf_counter() - began_s
-    growth = found[-1]["bytes_a_minute_later"] / found[0]["bytes_a_minute_later"]
+    growth = found[-1]["bytes_after"] / found[0]["bytes_after"]
     print(f"growth from {found[0]['requests']} to {found[-1]['requests']} requests: {growth:.3f}")
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    about = (
-        f"{os.cpu_count()} cores, Python {platform.python_version()}, results kept {KEPT_S:.0f} s, "
-        f"{elapsed_s:.0f} s in all; the journal of SQLite (4 to 8 MB) left out."
-    )
+    command = f"python benchmarks/bench_disk.py --requests {options.requests}"
     lines = [
-        f"# Size of the data folder, {today}",
+        reports.head("Size of the data folder", command, f"{elapsed_s:.0f} s"),
+        f"Results are kept for {KEPT_S:.0f} s. SQLite's write-ahead log (4 to 8 MB) is not included.",
         "",
-        about,
-        "",
-        "| requests | bytes while running | bytes a minute later |",
+        "| requests | bytes | bytes after cleanup |",
         "|---|---|---|",
-        *(
-            f"| {row['requests']:,} | {row['bytes']:,} | {row['bytes_a_minute_later']:,} |"
-            for row in found
-        ),
+        *(f"| {row['requests']:,} | {row['bytes']:,} | {row['bytes_after']:,} |" for row in found),
         "",
-        f"Growth from the first line to the last: {growth:.3f} times (at most {MOST_GROWTH}).",
+        f"Growth from the first row to the last: {growth:.3f} (goal ≤ {MAX_GROWTH}).",
     ]
-    results = ROOT / "benchmarks" / "results"
-    results.mkdir(exist_ok=True)
-    name = f"disk_{os.cpu_count()}cpu_{today}.md"
-    (results / name).write_text("\n".join(lines) + "\n")
-    if growth > MOST_GROWTH:
-        sys.exit(f"grew by more than {MOST_GROWTH}")
+    reports.write("disk", "\n".join(lines) + "\n")
+    if growth > MAX_GROWTH:
+        sys.exit(f"the data folder grew by more than {MAX_GROWTH}")
 
 
 if __name__ == "__main__":

@@ -1,24 +1,21 @@
 """
-What does it cost that nothing is lost?
+The cost of durability: training throughput, accepted requests per second, and HTTP latency.
 
     python benchmarks/bench_durability.py [--pairs 7] [--rounds 5] [--no-training]
 
-Training: two servers with the embedded model take turns of five steps. One is as it comes, except
-that it snapshots after every 10 requests instead of 200: so each of its turns has a whole one. The
-other has its data folder in memory, where forcing a commit to disk does nothing, and takes no
-snapshots: nothing of it outlives the machine.
+Training: two servers with the embedded model run five steps each in alternating turns. The durable
+one has default settings, except that it writes a snapshot every 10 requests instead of 200, so each
+turn has exactly one. The other has its data folder in memory, where fsync does nothing, and writes no
+snapshots.
 
-Store: small requests are accepted by 200 at a time, with group commit and with a commit for each
-(the writer takes one write at a time), in turns, on SQLite and on PostgreSQL with fsync on.
+Store: 200 tasks accept small requests, with group commit and with one commit per request, in turns,
+on SQLite and on PostgreSQL with fsync on.
 
-HTTP: two web processes that differ in the same way, one sample in flight and 200, in turns.
+HTTP: two web processes that differ in the same way, with 1 and with 200 samples in flight, in turns.
 """
 
 import argparse
 import asyncio
-import datetime
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -36,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import bench_api
+import reports
 
 import tinkex
 from postgres import binaries, postgres_server
@@ -49,35 +47,36 @@ T = TypeVar("T")
 
 MEMORY = Path("/dev/shm")
 STEPS, ROWS, TOKENS = 5, 4, 128
-# One in each turn, at the same place: with 200, as by default, it would be in one of twenty.
+# One snapshot in each turn, at the same step; with the default of 200 it would be one in 20 turns.
 SNAPSHOT_STEPS = 2 * STEPS
-# Together with its creation half a snapshot's worth, so that it falls in the middle of each turn,
-# and is written before the other side begins.
+# With the creation of the model, half the requests between two snapshots: the snapshot then falls into
+# the middle of each turn and is written before the other side begins.
 WARM_UP_STEPS = 2
 CONCURRENT = 200
-LEAST_TRAINING, LEAST_ACCEPTED, LEAST_HTTP = 0.95, 5.0, 1.0
-# Two equal servers differ by as much between two runs on a busy machine.
+MIN_TRAINING, MIN_ACCEPTED, MIN_HTTP = 0.95, 5.0, 1.0
+# The difference of two equal servers between two runs on a busy machine.
 NOISE = 0.05
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The same thing measured on both sides, in turns; more is better."""
+    """One quantity, measured on both sides in turns; higher is better."""
 
     name: str
     unit: str
     durable: list[float]
     other: list[float]
-    least: float
+    #: The goal: the smallest allowed ratio.
+    min_ratio: float
 
     @property
     def ratio(self) -> float:
-        """Of the medians: one slow moment of the machine is not a side's fault."""
+        """The ratio of the medians, which a slow moment of the machine does not change."""
         return statistics.median(self.durable) / statistics.median(self.other)
 
 
 def in_turns(rounds: int, sides: Sequence[Callable[[], T]]) -> list[list[T]]:
-    """Each side once a round; who begins changes, so that neither has the better place."""
+    """Runs each side once per round, in alternating order."""
     found: list[list[T]] = [[] for _ in sides]
     for number in range(rounds):
         order = range(len(sides)) if number % 2 == 0 else reversed(range(len(sides)))
@@ -99,19 +98,19 @@ def datum(row: int) -> types.Datum:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What some steps took."""
+    """Times of the steps of one turn."""
 
     tokens: int
     wall_s: float
-    #: Processor time.
+    #: CPU time.
     web_s: float
     engine_s: float
-    #: From the answer to one optimizer step to that of the next.
+    #: Times between the results of two optimizer steps.
     step_s: list[float]
 
 
 class Trainer:
-    """A client that trains as people do: the next batch is sent while this one is computed."""
+    """A client that submits all batches of a turn before it waits for the first."""
 
     def __init__(self, server: Server) -> None:
         self._service = tinkex.ServiceClient(base_url=server.url)
@@ -146,14 +145,14 @@ class Trainer:
         )
 
     def run_with_snapshot(self) -> Turn:
-        """The same, and one was begun and ended meanwhile."""
+        """Runs a turn and checks that one snapshot was written during it."""
         before = self.snapshots()
         turn = self.run()
-        assert len(self.snapshots() - before) == 1, "not one snapshot in this turn"
+        assert len(self.snapshots() - before) == 1, "this turn did not write exactly one snapshot"
         return turn
 
     def snapshots(self) -> set[Path]:
-        """Those that are whole; the newest and the one before it are kept."""
+        """Complete snapshots; the server keeps the newest two."""
         return set(self._snapshots.glob("*/[!.]*"))
 
     def close(self) -> None:
@@ -174,11 +173,11 @@ def trainer(folder: Path, snapshot_steps: int) -> Iterator[Trainer]:
 
 
 def measure_training(pairs: int) -> tuple[list[Pair], str]:
-    """And what there is to know about it."""
+    """The pairs, and a description for the report."""
     with ExitStack() as stack:
         disk = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if in_memory(disk):
-            sys.exit(f"{disk.parent} is in memory; set TMPDIR to a folder on a disk.")
+            sys.exit(f"{disk.parent} is in memory. Set TMPDIR to a folder on a disk.")
         memory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=MEMORY)))
         durable = stack.enter_context(trainer(disk, SNAPSHOT_STEPS))
         other = stack.enter_context(trainer(memory, 10**9))
@@ -188,9 +187,11 @@ def measure_training(pairs: int) -> tuple[list[Pair], str]:
     bare = [turn.tokens / turn.engine_s for turn in off]
     clock = [[turn.tokens / turn.wall_s for turn in turns] for turns in (on, off)]
     found = [
-        Pair("training, embedded model", "tokens/s", clock[0], clock[1], LEAST_TRAINING),
-        Pair("the same, of processor time", "tokens/CPU s", spent[0], spent[1], LEAST_TRAINING),
-        Pair("the same, beside the engine alone", "tokens/CPU s", spent[0], bare, LEAST_TRAINING),
+        Pair("training, embedded model", "tokens/s", clock[0], clock[1], MIN_TRAINING),
+        Pair("the same, per CPU second", "tokens/CPU s", spent[0], spent[1], MIN_TRAINING),
+        Pair(
+            "the same, relative to the engine alone", "tokens/CPU s", spent[0], bare, MIN_TRAINING
+        ),
     ]
     return found, about_training(on, off)
 
@@ -213,13 +214,12 @@ def about_training(on: Sequence[Turn], off: Sequence[Turn]) -> str:
     web_ms = [statistics.median(1000 * turn.web_s / STEPS for turn in turns) for turns in (on, off)]
     return (
         f"Training: {ROWS} x {TOKENS} tokens, rank 32, {STEPS} steps a turn, one thread, through "
-        f"our client; a snapshot in each turn, after {SNAPSHOT_STEPS} requests (by default after "
-        "200: this costs twenty times as much), begun and ended within it. Beside it: the data "
-        "folder in memory and no snapshots. Rows are written there too, so the third line is "
-        "beside what the engine alone spent, as if HTTP, checking and rows cost nothing. "
-        f"The web process spent {web_ms[0]:.0f} ms on a step, without snapshots {web_ms[1]:.0f}. "
-        f"A step took {usual[0]:.2f} s, beside it {usual[1]:.2f}; the slowest of a turn "
-        f"{slowest[0]:.2f} s, beside it {slowest[1]:.2f} (medians of the turns)."
+        f"our client; each turn writes one snapshot, after {SNAPSHOT_STEPS} requests (the default is "
+        "200, which costs a twentieth). Baseline: the data folder in memory and no snapshots. The "
+        "baseline writes rows too, so the third line compares with the CPU time of the engine alone. "
+        f"The web process used {web_ms[0]:.0f} ms per step, baseline {web_ms[1]:.0f}. "
+        f"A step took {usual[0]:.2f} s, baseline {usual[1]:.2f}; the slowest step of a turn "
+        f"{slowest[0]:.2f} s, baseline {slowest[1]:.2f} (medians of the turns)."
     )
 
 
@@ -227,8 +227,8 @@ def about_training(on: Sequence[Turn], off: Sequence[Turn]) -> str:
 
 
 @contextmanager
-def a_commit_each() -> Iterator[None]:
-    """The writer takes one write at a time."""
+def one_commit_per_request() -> Iterator[None]:
+    """Limits the group commit to one write per transaction."""
     together, group_commit.MAX_GROUP = group_commit.MAX_GROUP, 1
     try:
         yield
@@ -237,7 +237,7 @@ def a_commit_each() -> Iterator[None]:
 
 
 class Acceptor:
-    """Accepts small steps of models, each model a new one."""
+    """Accepts small steps of a new model in each turn."""
 
     def __init__(self, store: Store, runner: asyncio.Runner, requests: int) -> None:
         self._store = store
@@ -249,11 +249,11 @@ class Acceptor:
         return self._runner.run(self._accept())
 
     def each(self) -> float:
-        with a_commit_each():
+        with one_commit_per_request():
             return self._runner.run(self._accept())
 
     async def _accept(self) -> float:
-        """Requests a second."""
+        """Requests per second."""
         model_id = await self._model()
         numbers = iter(range(1, self._requests + 1))
 
@@ -311,7 +311,7 @@ def measure_store(name: str, url: str, folder: Path, rounds: int, requests: int)
     finally:
         store.close()
     title = f"accepting at {CONCURRENT}, {name}"
-    return Pair(title, "requests/s", grouped, each, LEAST_ACCEPTED)
+    return Pair(title, "requests/s", grouped, each, MIN_ACCEPTED)
 
 
 def measure_stores(rounds: int, requests: int) -> list[Pair]:
@@ -334,7 +334,7 @@ def measure_stores(rounds: int, requests: int) -> list[Pair]:
 
 @contextmanager
 def started(kind: str) -> Iterator[bench_api.Server]:
-    """A web process of this file's own."""
+    """Runs a web process of `bench_api`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--serve", kind, "--folder", folder]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -349,10 +349,10 @@ def started(kind: str) -> Iterator[bench_api.Server]:
 
 async def one_by_one(servers: Sequence[bench_api.Server], count: int) -> list[list[float]]:
     """
-    The inverse of the seconds that each lone request took, of each server.
+    The inverse latency of single requests, for each server.
 
-    Every request is a turn: a lone one waits for other processes more often than it works, and
-    longer turns of two equal servers differ by a third on a busy machine.
+    Servers alternate with every request: with longer turns two equal servers differ by a third on a
+    busy machine, because a single request mostly waits for other processes.
     """
     async with AsyncExitStack() as stack:
         loads = [await stack.enter_async_context(bench_api.sampling(one)) for one in servers]
@@ -369,37 +369,37 @@ def measure_http(rounds: int, requests: int) -> list[Pair]:
     with started("group") as grouped, started("each") as each:
 
         def once(server: bench_api.Server) -> float:
-            """Requests a second."""
+            """Requests per second."""
             return asyncio.run(bench_api.measure("", server, CONCURRENT, requests)).per_s
 
-        lone = asyncio.run(one_by_one([grouped, each], rounds * requests // 8))
+        single = asyncio.run(one_by_one([grouped, each], rounds * requests // 8))
         many = in_turns(rounds, [partial(once, side) for side in (grouped, each)])
         return [
-            Pair(f"samples over HTTP, {in_flight} in flight", "requests/s", *found, LEAST_HTTP)
-            for in_flight, found in ((1, lone), (CONCURRENT, many))
+            Pair(f"samples over HTTP, {in_flight} in flight", "requests/s", *found, MIN_HTTP)
+            for in_flight, found in ((1, single), (CONCURRENT, many))
         ]
 
 
 # -- the report -----------------------------------------------------------------------------------
 
 HEAD = (
-    "| what | unit | as it is | beside it | ratio | bar | |",
+    "| quantity | unit | durable | baseline | ratio | goal | |",
     "|---|---|---:|---:|---:|---:|---|",
 )
 ACCEPTING = (
-    f"Accepting: small requests from {CONCURRENT} tasks, each answered when it is on disk. "
-    "Beside it: a commit for each request. PostgreSQL has fsync on."
+    f"Accepting: small requests from {CONCURRENT} tasks, each acknowledged when it is on disk. "
+    "Baseline: one commit per request. PostgreSQL has fsync on."
 )
 HTTP = (
-    "HTTP: a submission and its result, both durable, through a web process of its own. Beside it: "
-    "a web process that commits each write by itself. For one in flight, the inverse of the "
-    "latency of each request, sent to both in turns; there a group is one write."
+    "HTTP: a submission and its result, both durable, through a web process. Baseline: a web process "
+    "with one commit per write. With one sample in flight, the inverse latency of each request, "
+    "sent to both in turns; there each group has one write."
 )
 
 
 def met(pair: Pair) -> bool:
-    noise = NOISE if pair.least == LEAST_HTTP else 0.0
-    return pair.ratio >= pair.least - noise
+    noise = NOISE if pair.min_ratio == MIN_HTTP else 0.0
+    return pair.ratio >= pair.min_ratio - noise
 
 
 def row(pair: Pair) -> str:
@@ -407,29 +407,15 @@ def row(pair: Pair) -> str:
         f"{statistics.median(side):,.0f} ({min(side):,.0f} to {max(side):,.0f})"
         for side in (pair.durable, pair.other)
     ]
-    bar = f"≥ {pair.least:g}" + (f" (noise {NOISE:g})" if pair.least == LEAST_HTTP else "")
+    goal = f"≥ {pair.min_ratio:g}" + (f" (noise {NOISE:g})" if pair.min_ratio == MIN_HTTP else "")
     verdict = "met" if met(pair) else "missed"
-    return f"| {pair.name} | {pair.unit} | {spread[0]} | {spread[1]} | {pair.ratio:.2f} | {bar} | {verdict} |"
+    return f"| {pair.name} | {pair.unit} | {spread[0]} | {spread[1]} | {pair.ratio:.2f} | {goal} | {verdict} |"
 
 
 def report(pairs: Sequence[Pair], training: str | None, command: str) -> str:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    about = (
-        f"{today}, commit {commit}, {os.cpu_count()} CPU cores shared with other work (load "
-        f"{os.getloadavg()[0]:.1f}), {platform.system()} {platform.machine()}, "
-        f"Python {platform.python_version()}; `{command}`"
-    )
     lines = [
-        "# What durability costs",
-        about,
-        "Both sides run in turns in one run; medians, and the slowest and the fastest turn.",
+        reports.head("The cost of durability", command).rstrip(),
+        "Both sides alternate within one run; medians, with the slowest and the fastest turn.",
         "\n".join([*HEAD, *(row(pair) for pair in pairs)]),
         ACCEPTING,
         HTTP,
@@ -446,7 +432,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--no-training", action="store_true")
     parser.add_argument("--only-training", action="store_true")
-    parser.add_argument("--out", type=Path, help="where the report goes")
+    parser.add_argument("--out", type=Path, help="path of the report")
     parser.add_argument("--serve", choices=["group", "each"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -464,12 +450,7 @@ def main() -> None:
         pairs += measure_http(options.rounds, options.requests)
     command = " ".join(["python benchmarks/bench_durability.py", *sys.argv[1:]])
     text = report(pairs, training, command)
-    print(text)
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    name = f"durability_{os.cpu_count()}cpu_{today}.md"
-    out = options.out or ROOT / "benchmarks" / "results" / name
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(text)
+    reports.write("durability", text, options.out)
     if missed := [pair.name for pair in pairs if not met(pair)]:
         sys.exit(f"missed: {', '.join(missed)}")
 

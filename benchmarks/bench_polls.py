@@ -1,20 +1,17 @@
 """
-What do clients cost that only wait? And is one poll for many samples cheaper than one for each?
+The CPU cost of waiting clients, and of one shared poll compared with one poll per sample.
 
     python benchmarks/bench_polls.py [--clients 2000] [--samples 500] [--http h11] [--loop asyncio]
 
-An engine that answers at once, or not at all, stands behind the `Executor` seam, so everything that
-is measured is the web process: its CPU time from /proc while so many long polls are held, and while
-they time out and come back. The load comes from a bare HTTP client. Then the official SDK draws its
-samples through `retrieve_future` alone and through `retrieve_futures`.
+The `Executor` completes work immediately or never, so only the web process is measured: its CPU time
+from /proc while many long polls are open, and while they time out and are sent again by a plain HTTP
+client. Then the official SDK samples with `retrieve_future` alone and with `retrieve_futures`.
 """
 
 import argparse
 import asyncio
-import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -26,6 +23,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
+import reports
+
 import sdk_envs
 from tinkex.server.executor import Outcome, ServedModel, Work
 
@@ -34,9 +33,9 @@ SDK = "0.36.0"
 HELD_S = 20.0
 ROUNDS = 1
 CLONE = 10**9
-#: A sample that never ends: this many tokens.
-FOR_EVER = 7_000
-#: A sample that takes several polls, and how long; polls are held shorter for it.
+#: `max_tokens` of a sample that never finishes.
+ENDLESS = 7_000
+#: `max_tokens` of a sample that takes several polls, its seconds, and the shorter long poll for it.
 SLOW, SLOW_S, SLOW_HELD_S = 600, 6.0, 2.0
 QUICK = 4
 DRAWS = 3
@@ -79,7 +78,7 @@ class Instant:
         return 1
 
     async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
-        if b'"max_tokens":%d' % FOR_EVER in work.payload:
+        if b'"max_tokens":%d' % ENDLESS in work.payload:
             await asyncio.Event().wait()
         if b'"max_tokens":%d' % SLOW in work.payload:
             await asyncio.sleep(SLOW_S)
@@ -109,7 +108,7 @@ def _answer() -> bytes:
 
 
 def serve(folder: Path, *, http: str, loop: str, single: bool, held_s: float) -> None:
-    """The web process."""
+    """Runs the web process."""
     import uvicorn
 
     from tinkex.server.app import create_app
@@ -139,22 +138,22 @@ def serve(folder: Path, *, http: str, loop: str, single: bool, held_s: float) ->
         timeout_keep_alive=120,
         server_header=False,
     )
-    server = _Telling(config)
+    server = _ServerClass(config)
     server.run()
     store.close()
 
 
-def _telling() -> type:
+def _server_class() -> type:
     import uvicorn
 
-    class Telling(uvicorn.Server):
-        """Says its port on standard output."""
+    class PortPrinting(uvicorn.Server):
+        """Prints its port to standard output."""
 
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
             print(self.servers[0].sockets[0].getsockname()[1], flush=True)
 
-    return Telling
+    return PortPrinting
 
 
 @dataclass
@@ -163,7 +162,7 @@ class Server:
     port: int
 
     def cpu_s(self) -> float:
-        """Seconds that all threads of the process have computed so far."""
+        """CPU seconds of all threads of the process so far."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / CLOCK_HZ
 
@@ -183,7 +182,7 @@ def started(
 
 
 class Connection:
-    """As little of HTTP as one request at a time needs."""
+    """A minimal HTTP client for one request at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -209,14 +208,14 @@ class Connection:
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """What so many waiting clients cost."""
+    """The CPU cost of many waiting clients."""
 
     what: str
     held_ms_per_s: float
     repoll_ms: float
 
 
-async def a_sampler(connection: Connection) -> str:
+async def create_sampler(connection: Connection) -> str:
     session = {"tags": [], "user_metadata": {}, "sdk_version": SDK}
     session_id = json.loads((await connection.post("create_session", session))[1])["session_id"]
     sampler = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE}
@@ -225,14 +224,14 @@ async def a_sampler(connection: Connection) -> str:
 
 
 async def waiting(server: Server, clients: int, *, batched: bool) -> Waiting:
-    """So many clients, each with one sample that does not end and one poll."""
+    """Measures clients that each have one endless sample and one long poll."""
     connections = [await Connection.open(server.port) for _ in range(clients)]
-    sampler = await a_sampler(connections[0])
+    sampler = await create_sampler(connections[0])
 
     async def begin(number: int, connection: Connection) -> dict[str, Any]:
         sample = {
             "prompt": {"chunks": [{"tokens": [1, 2, 3]}]},
-            "sampling_params": {"max_tokens": FOR_EVER},
+            "sampling_params": {"max_tokens": ENDLESS},
             "sampling_session_id": sampler,
             "seq_id": number * CLONE,
         }
@@ -243,7 +242,7 @@ async def waiting(server: Server, clients: int, *, batched: bool) -> Waiting:
         target = {"sampling_session_id": sampler, "cloned_sampler_id": number}
         return {"target": {"type": "sampling_session", **target}, "prev_cursor": 0}
 
-    asked = [await begin(number, connection) for number, connection in enumerate(connections)]
+    bodies = [await begin(number, connection) for number, connection in enumerate(connections)]
     path, expected = ("retrieve_futures", 200) if batched else ("retrieve_future", 408)
 
     async def poll_on(connection: Connection, body: dict[str, Any]) -> None:
@@ -251,8 +250,10 @@ async def waiting(server: Server, clients: int, *, batched: bool) -> Waiting:
             status, answer = await connection.post(path, body)
             assert status == expected, answer
 
-    polling = [asyncio.create_task(poll_on(*pair)) for pair in zip(connections, asked, strict=True)]
-    # All are held: the first wave is over and the second has not begun.
+    polling = [
+        asyncio.create_task(poll_on(*pair)) for pair in zip(connections, bodies, strict=True)
+    ]
+    # All polls are open: the first round of submissions is over, and no poll has timed out yet.
     await asyncio.sleep(HELD_S * 0.6)
     before_s = server.cpu_s()
     await asyncio.sleep(HELD_S / 4)
@@ -261,7 +262,7 @@ async def waiting(server: Server, clients: int, *, batched: bool) -> Waiting:
     spent_s = server.cpu_s() - before_s
     for connection in connections:
         connection.close()
-    # The last wave answers and takes no new polls; it is counted as a whole one all the same.
+    # The last round answers polls and opens none; it counts as half a round.
     return Waiting(
         what=f"{clients} polls of `{path}`",
         held_ms_per_s=held_s / (HELD_S / 4) * 1000,
@@ -271,7 +272,7 @@ async def waiting(server: Server, clients: int, *, batched: bool) -> Waiting:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """So many samples through the official SDK; the best of a few rounds."""
+    """Samples through the official SDK; medians of the rounds."""
 
     what: str
     wall_s: float
@@ -280,7 +281,7 @@ class Drawn:
 
 
 class Drawing:
-    """The official SDK in a process of its own, told when to draw."""
+    """The official SDK in its own process, which samples on request."""
 
     def __init__(self, server: Server, count: int, tokens: int) -> None:
         self.server = server
@@ -319,7 +320,7 @@ class Drawing:
 
 
 def compared(options: argparse.Namespace, *, tokens: int, held_s: float, what: str) -> list[Drawn]:
-    """Both ways, round by round in turns, so that a busy machine is as busy for both."""
+    """Both kinds of polls in alternating rounds, so that a busy machine affects both equally."""
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         servers = [
             started(folder, options, single=single, held_s=held_s)
@@ -337,16 +338,15 @@ def compared(options: argparse.Namespace, *, tokens: int, held_s: float, what: s
 
 
 def report(waits: list[Waiting], draws: list[Drawn], options: argparse.Namespace) -> str:
-    today = datetime.date.today().isoformat()
     lines = [
-        f"# Waiting clients, {today}",
-        "",
-        (
-            f"{os.cpu_count()} cores, Python {platform.python_version()}, "
-            f"uvicorn {version('uvicorn')} ({options.http}, {options.loop}); polls held {HELD_S:.0f} s."
+        reports.head(
+            "CPU cost of waiting clients",
+            f"python benchmarks/bench_polls.py --clients {options.clients} --samples {options.samples}",
+            f"uvicorn {version('uvicorn')} ({options.http}, {options.loop})",
         ),
+        f"Long polls last {HELD_S:.0f} s.",
         "",
-        "| held | server CPU while all are held, ms per second | server CPU per re-poll, ms |",
+        "| open polls | server CPU ms per second while open | server CPU ms per poll |",
         "|---|---|---|",
         *(f"| {one.what} | {one.held_ms_per_s:.1f} | {one.repoll_ms:.3f} |" for one in waits),
     ]
@@ -354,12 +354,12 @@ def report(waits: list[Waiting], draws: list[Drawn], options: argparse.Namespace
         lines += [
             "",
             (
-                f"{options.samples} samples at once through the official SDK {SDK}; median of {DRAWS}. "
-                f"The engine answers at once, or after {SLOW_S:.0f} s with polls held "
+                f"{options.samples} concurrent samples through the official SDK {SDK}; median of "
+                f"{DRAWS}. The engine finishes immediately, or after {SLOW_S:.0f} s with long polls of "
                 f"{SLOW_HELD_S:.0f} s."
             ),
             "",
-            "| answered | wall s | client CPU s | server CPU s |",
+            "| engine finishes | wall s | client CPU s | server CPU s |",
             "|---|---|---|---|",
             *(
                 f"| {one.what} | {one.wall_s:.2f} | {one.client_cpu_s:.2f} | {one.server_cpu_s:.2f} |"
@@ -381,8 +381,8 @@ def main() -> None:
     parser.add_argument("--single", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        global _Telling
-        _Telling = _telling()
+        global _ServerClass
+        _ServerClass = _server_class()
         serve(
             options.serve,
             http=options.http,
@@ -401,13 +401,13 @@ def main() -> None:
                 finally:
                     server.stop()
     if options.samples:
-        draws += compared(options, tokens=QUICK, held_s=HELD_S, what="at once")
+        draws += compared(options, tokens=QUICK, held_s=HELD_S, what="immediately")
         draws += compared(options, tokens=SLOW, held_s=SLOW_HELD_S, what="after three polls")
     text = report(waits, draws, options)
-    print(text)
-    if not options.no_report:
-        name = f"polls_{os.cpu_count()}cpu_{datetime.date.today().isoformat()}.md"
-        (Path(__file__).parent / "results" / name).write_text(text)
+    if options.no_report:
+        print(text)
+    else:
+        reports.write("polls", text)
 
 
 if __name__ == "__main__":

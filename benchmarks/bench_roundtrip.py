@@ -1,20 +1,18 @@
 """
-What does the way through SDK, network, server and store add to one training step?
+The time that SDK, network, server and store add to one training step.
 
     python benchmarks/bench_roundtrip.py [--steps 200] [--sdk-python PYTHON]
 
-One idle client repeats forward_backward + optim_step on the tiny model and waits for both. The
-engine process reports how long it computed for the same steps; the rest is the added cost. The
-SDK is the official 0.36.0, unmodified, in an environment of its own; the same bodies sent by a bare
-HTTP client show how much of the cost is the SDK's.
+One client repeats forward_backward + optim_step on the tiny model and waits for both. The engine
+reports its compute time for the same steps; the rest is the added time. The client is the official
+SDK 0.36.0, unmodified, in its own environment; a plain HTTP client that sends the same bodies shows
+how much of the added time is the SDK's.
 """
 
 import argparse
 import asyncio
-import datetime
 import json
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -31,6 +29,8 @@ import aiohttp
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
+
+import reports
 
 import sdk_envs
 from serving import TINY, serving
@@ -106,7 +106,7 @@ class Measured:
 
 
 def engine_seconds(url: str) -> float:
-    """Seconds the engine has computed for passes and steps so far."""
+    """The compute time of the engine for passes and steps so far."""
     with urllib.request.urlopen(f"{url}/metrics") as answer:
         text = answer.read().decode()
     found = re.findall(
@@ -133,7 +133,7 @@ def through_sdk(python: Path, url: str, steps: int) -> Measured:
         assert process.stdin
         assert process.stdout
         if process.stdout.readline().strip() != "warm":
-            sys.exit("the SDK's program ended early; see above")
+            sys.exit("the SDK program ended early; see its output above")
         before_s = engine_seconds(url)
         process.stdin.write("go\n")
         process.stdin.flush()
@@ -153,12 +153,12 @@ async def through_http(url: str, steps: int) -> Measured:
             await step()
         before_s = engine_seconds(url)
         took_s = [await _timed(step) for _ in range(steps)]
-        return Measured.of("bare HTTP", took_s, engine_seconds(url) - before_s)
+        return Measured.of("plain HTTP", took_s, engine_seconds(url) - before_s)
 
 
-async def _timed(act: Callable[[], Awaitable[None]]) -> float:
+async def _timed(action: Callable[[], Awaitable[None]]) -> float:
     began_s = time.perf_counter()
-    await act()
+    await action()
     return time.perf_counter() - began_s
 
 
@@ -173,13 +173,13 @@ async def _model(http: aiohttp.ClientSession) -> str:
         "lora_config": {"rank": 8},
     }
     async with http.post("/api/v1/create_model", json=wanted) as answer:
-        promise = await answer.json()
-    await _result(http, promise["request_id"])
-    return str(promise["model_id"])
+        accepted = await answer.json()
+    await _result(http, accepted["request_id"])
+    return str(accepted["model_id"])
 
 
 async def _step(http: aiohttp.ClientSession, model_id: str, first: int, second: int) -> None:
-    """Both are submitted, in order, then both are waited for: as the SDK does."""
+    """Submits both in order, then waits for both, as the SDK does."""
     data = [
         Datum(
             model_input=ModelInput.from_ints(tokens[:-1]),
@@ -207,7 +207,7 @@ async def _result(http: aiohttp.ClientSession, request_id: str) -> None:
 
 
 def fsync_ms(folder: Path) -> float:
-    """What one small durable write costs on this disk; a step needs about four."""
+    """The time of one small durable write on this disk; a step needs about four."""
     took = []
     with (folder / "fsync").open("wb") as file:
         for _ in range(50):
@@ -220,27 +220,16 @@ def fsync_ms(folder: Path) -> float:
 
 
 def report(rows: list[Measured], *, steps: int, disk_ms: float) -> str:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
     lines = [
-        "# Round trip of one training step",
-        "",
-        (
-            f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, commit {commit or 'unknown'}, "
-            f"{os.cpu_count()} CPU cores, {platform.system()} {platform.machine()}, "
-            f"Python {platform.python_version()}, torch {version('torch')}, tinker {SDK}; "
-            f"`python benchmarks/bench_roundtrip.py --steps {steps}`"
+        reports.head(
+            "Round trip of one training step",
+            f"python benchmarks/bench_roundtrip.py --steps {steps}",
+            f"torch {version('torch')}, tinker {SDK}",
         ),
+        "forward_backward (4 sequences of 23 tokens) + optim_step on the tiny model, one client,",
+        f"every request and result on disk before the response (one fsync here: {disk_ms:.1f} ms).",
         "",
-        "forward_backward (4 sequences of 23 tokens) + optim_step on the tiny model, one idle client,",
-        f"every request and result on disk before it is answered (one fsync here: {disk_ms:.1f} ms).",
-        "",
-        "| client | p50 ms | p90 ms | mean ms | engine computed, ms | added, ms |",
+        "| client | p50 ms | p90 ms | mean ms | engine ms | added ms |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     lines += [
@@ -263,7 +252,7 @@ def main() -> None:
         "--sdk-python",
         type=Path,
         default=os.environ.get("TINKEX_SDK_PYTHON"),
-        help=f"interpreter that has tinker {SDK}; made and cached when not given",
+        help=f"interpreter with tinker {SDK}; default: a cached environment",
     )
     options = parser.parse_args()
     python = Path(options.sdk_python) if options.sdk_python else sdk_envs.ensure(SDK)
@@ -275,11 +264,7 @@ def main() -> None:
                 asyncio.run(through_http(server.url, options.steps)),
             ]
         text = report(rows, steps=options.steps, disk_ms=fsync_ms(Path(folder)))
-    print(text)
-    name = f"roundtrip_{os.cpu_count()}cpu_{datetime.datetime.now(datetime.UTC):%Y-%m-%d}.md"
-    results = ROOT / "benchmarks" / "results"
-    results.mkdir(exist_ok=True)
-    (results / name).write_text(text)
+    reports.write("roundtrip", text)
     if rows[0].added >= LIMIT_MS:
         sys.exit(1)
 

@@ -1,11 +1,11 @@
 """
-Our client's CPU for each sample: every sample polling for itself, or all but a few sharing a poll.
+CPU time of the client per sample: one poll per sample, or one shared poll beyond a number of samples.
 
     python benchmarks/bench_shared_poll.py [--few 64]
 
-The server of `bench_polls.py`, whose engine answers at once or after six seconds, with and without
-the flag for shared polls; its polls are held 20 s, or 2 s so that a sample outlives three of them.
-Prints a table of wall seconds, CPU milliseconds of the client and of the server for each sample.
+Uses the server of `bench_polls.py`, whose engine finishes immediately or after six seconds, with and
+without the flag for shared polls; its long polls last 20 s, or 2 s so that a sample needs three of
+them. The report has wall seconds, and CPU milliseconds of client and server per sample.
 """
 
 import argparse
@@ -17,9 +17,10 @@ import tempfile
 from types import SimpleNamespace
 
 import bench_polls
+import reports
 
-CASES = (("at once", bench_polls.QUICK, 20.0), ("after 6 s", bench_polls.SLOW, 20.0))
-CASES += (("after 6 s, polls held 2 s", bench_polls.SLOW, 2.0),)
+CASES = (("immediately", bench_polls.QUICK, 20.0), ("after 6 s", bench_polls.SLOW, 20.0))
+CASES += (("after 6 s, long polls of 2 s", bench_polls.SLOW, 2.0),)
 COUNTS = (200, 2_000)
 ROUNDS = 3
 
@@ -30,6 +31,7 @@ from tinkex import types
 from tinkex.client.http import polling
 
 url, few, base, count, rounds, tokens = json.loads(sys.argv[1])
+assert polling.FEW
 polling.MAX_SELF_POLLING = few
 sampler = tinkex.ServiceClient(base_url=url).create_sampling_client(base_model=base)
 prompt = types.ModelInput.from_ints(list(range(100)))
@@ -47,7 +49,7 @@ for _ in range(rounds):
 
 
 def measure(server: bench_polls.Server, few: int, count: int, tokens: int) -> tuple[float, ...]:
-    """Median wall s, client ms and server ms for each sample."""
+    """Median wall s, client CPU ms and server CPU ms per sample."""
     url = f"http://127.0.0.1:{server.port}"
     arguments = json.dumps([url, few, bench_polls.BASE, count, ROUNDS, tokens])
     with subprocess.Popen(
@@ -77,21 +79,28 @@ def main() -> None:
     parser.add_argument("--few", type=int, default=64)
     few = parser.parse_args().few
     options = SimpleNamespace(http="h11", loop="asyncio")
-    print("| the engine answers | in flight | polls | wall s | client ms | server ms |")
-    print("|---|---|---|---|---|---|")
+    lines = [
+        reports.head(
+            "CPU time of the client with shared polls",
+            f"python benchmarks/bench_shared_poll.py --few {few}",
+        ),
+        "| engine finishes | in flight | polls | wall s | client ms | server ms |",
+        "|---|---|---|---|---|---|",
+    ]
     for what, tokens, held_s in CASES:
         for single in (True, False):
             with tempfile.TemporaryDirectory() as folder:
                 server = bench_polls.started(folder, options, single=single, held_s=held_s)
                 for count in COUNTS:
                     wall_s, client_ms, server_ms = measure(server, few, count, tokens)
-                    way = "one each" if single else f"shared beyond {few}"
-                    print(
+                    way = "one per sample" if single else f"shared beyond {few}"
+                    lines.append(
                         f"| {what} | {count} | {way} | {wall_s:.2f} | {client_ms:.2f} "
-                        f"| {server_ms:.2f} |",
-                        flush=True,
+                        f"| {server_ms:.2f} |"
                     )
+                    print(lines[-1], file=sys.stderr)
                 server.stop()
+    reports.write("shared_poll", "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Which HTTP package should carry the client: requests a second, CPU for each, weight, fork.
+"""
+HTTP packages for the client's transport: requests per second, CPU time, size, and use after a fork.
 
     python benchmarks/bench_transport.py [--rounds 3] [--only FORM]
 
-A raw loopback server in another process answers every POST at once with a small JSON body, so
-that what is measured is the client side. Each case runs in a fresh interpreter: small JSON
-bodies (a sample request of 400 tokens) with 1, 200 and 2,000 in flight, and bodies of 5 MB (one
-chunk of a forward_backward) one and eight at a time. CPU is that of the client process, all
-threads. The last columns ask whether a forked child can still send, and how many of the
-interpreters were killed by a signal while they exited.
+A raw loopback server in another process answers every POST immediately with a small JSON body, so only
+the client is measured. Each case runs in a fresh interpreter: small JSON bodies (a sample request of
+400 tokens) with 1, 200 and 2,000 in flight, and bodies of 5 MB (one chunk of a forward_backward) with
+1 and 8 in flight. CPU time is that of the client process, all threads. The last columns show whether
+a forked child can send requests, and how many interpreters a signal killed while they exited.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import reports
+
 CASES = {
     # name: (requests, in flight, body bytes)
     "1 in flight": (1_500, 1, 2_400),
@@ -35,13 +37,13 @@ CASES = {
     "5 MB, 8 in flight": (80, 8, 5_000_000),
 }
 ANSWER = b'{"request_id":"r-0123456789abcdef","model_id":"s-0123:train:0"}'
-# The third form shows what `trust_env` costs: aiohttp then reads the proxy variables for each
-# request. The client looks the proxy up once instead.
+# The third form shows the cost of `trust_env`: aiohttp then reads the proxy variables for each
+# request. The client looks up the proxy once instead.
 FORMS = ("aiohttp", "pyqwest", "aiohttp, trust_env")
 
 
 class Instant(asyncio.Protocol):
-    """Just enough HTTP/1.1 to count a body and answer; nothing is decoded."""
+    """Enough HTTP/1.1 to skip a body and respond; nothing is decoded."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
@@ -155,20 +157,20 @@ async def once(package: str, url: str) -> bytes:
 
 
 def works_after_fork(package: str, url: str) -> bool:
-    """Send, fork, build everything anew in the child, send again."""
+    """Sends a request, forks, and sends one from a new client in the child."""
     asyncio.run(once(package, url))
     child = os.fork()
     if child == 0:
         try:
             asyncio.run(asyncio.wait_for(once(package, url), 5))
-        except BaseException:  # noqa: BLE001 (a child: nothing may escape)
+        except BaseException:  # noqa: BLE001 (the child must exit here)
             os._exit(1)
         os._exit(0)
     return os.waitpid(child, 0)[1] == 0
 
 
 def import_cost(package: str) -> tuple[float, int]:
-    """CPU seconds and modules of importing the package in a fresh interpreter."""
+    """CPU seconds and number of modules of an import in a fresh interpreter."""
     code = (
         "import sys, time; before = len(sys.modules); import asyncio, ssl; base = len(sys.modules);"
         f"t = time.process_time(); import {package};"
@@ -182,7 +184,7 @@ def import_cost(package: str) -> tuple[float, int]:
 
 
 def installed(package: str) -> tuple[float, int]:
-    """Megabytes and distributions that the package brings, itself included."""
+    """Megabytes and number of distributions that the package installs, itself included."""
     todo, seen, size = [package], set(), 0
     while todo:
         name = todo.pop()
@@ -238,21 +240,26 @@ def main() -> None:
         return json.loads(done.stdout)
 
     packages = [args.only] if args.only else FORMS
-    print("| case | package | requests/s | CPU ms each | peak RSS MB |\n|---|---|---|---|---|")
+    command = f"python benchmarks/bench_transport.py --rounds {args.rounds}"
+    lines = [
+        reports.head("HTTP packages for the client", command),
+        "| case | package | requests/s | CPU ms per request | peak RSS MB |\n|---|---|---|---|---|",
+    ]
     for case in CASES:
-        # Alternating rounds, so that a busy neighbour hurts both alike.
+        # Alternating rounds, so that a busy machine affects all equally.
         results: dict[str, list[dict[str, float]]] = {package: [] for package in packages}
         for _ in range(args.rounds):
             for package in packages:
                 results[package].append(measure(package, case))  # type: ignore[arg-type]
         for package in packages:
             rows = results[package]
-            print(
+            lines.append(
                 f"| {case} | {package} | {statistics.median(r['per_s'] for r in rows):.0f} "
                 f"| {statistics.median(r['cpu_ms'] for r in rows):.3f} "
                 f"| {statistics.median(r['rss_mb'] for r in rows):.0f} |"
             )
-    print(
+            print(lines[-1], file=sys.stderr)
+    lines.append(
         "\n| package | import CPU ms | modules | installed MB | distributions | after fork "
         "| killed at exit |\n|---|---|---|---|---|---|---|"
     )
@@ -261,12 +268,13 @@ def main() -> None:
             continue
         cpu, modules = import_cost(package)
         size, count = installed(package)
-        fork = "sends" if measure(package, "fork") else "no answer in 5 s"
+        fork = "sends" if measure(package, "fork") else "no response in 5 s"
         killed = f"{sum(code < 0 for code in exits[package])} of {len(exits[package])}"
-        print(
+        lines.append(
             f"| {package} | {cpu * 1e3:.0f} | {modules} | {size:.1f} | {count} | {fork} | {killed} |"
         )
     server.terminate()
+    reports.write("transport", "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
 """
-Which files does one request run through? Traced on a real server and in a real client.
+Traces which files one request runs through, on a real server and in a client.
 
-    python qa/walk.py [--functions]
+    python qa/walk.py [--functions] [--write]
 
 Starts `tinkex serve` with the tiny model and a client process, both with a profile hook
-(`trace_hook/sitecustomize.py`), and sends one `forward_backward`, one `sample` and one
-`save_weights` after a warm-up. A file counts when one of its functions is called between the
-call and its result and is not called on an idle server: heartbeats and periodic checks do not count.
-The figures stand in `docs/internals.md`; `tests/docs/test_walk.py` checks them.
+(`trace_hook/sitecustomize.py`), and sends `forward_backward`, `sample` and `save_weights` in several
+rounds after a warm-up. A file counts if in every round one of its functions runs between the call and
+its result; functions that also run on an idle server, such as periodic checks, do not count.
+`docs/internals.md` shows the table; `--write` updates it and `tests/docs/test_walk.py` checks it.
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -21,21 +22,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 HOOK = Path(__file__).resolve().parent / "trace_hook"
 NAME = "walk/tiny"
 OPERATIONS = ("forward_backward", "sample", "save_weights")
 PACKAGES = ("server", "client")
-IDLE_S = 4.0
-#: Longer than the hook's interval, and long enough for what follows an answer (marks, metrics).
+#: Work that does not belong to the request, such as a timer, is unlikely to run in every round.
+ROUNDS = 3
+#: Longer than the interval of the server's periodic checks (5 s), so that all of them are recorded.
+IDLE_S = 7.0
+#: Rarer periodic work must not run at all: recorded as idle or not by chance, it would change figures.
+ENVIRONMENT = {"TINKER_TELEMETRY": "0", "TINKEX_JANITOR_S": "3600"}
+#: Longer than the hook's interval, and long enough for work that follows a response, such as metrics.
 SETTLE_S = 0.5
+
+PAGE = ROOT / "docs" / "internals.md"
+BEGIN, END = "<!-- qa/walk.py: begin -->\n", "<!-- qa/walk.py: end -->\n"
 
 CLIENT = """
 import sys
 import tinkex
 from tinkex import types
+from tinkex.client import session
 
+assert session.HEARTBEAT_EVERY_S
+session.HEARTBEAT_EVERY_S = 3600.0
 url, name = sys.argv[1:]
 tokens = list(range(40, 60))
 datum = types.Datum(
@@ -46,23 +59,23 @@ service = tinkex.ServiceClient(base_url=url, api_key="tml-walk")
 training = service.create_lora_training_client(name, rank=4)
 sampler = service.create_sampling_client(base_model=name)
 params = types.SamplingParams(max_tokens=4, temperature=0.0)
-act = {
+actions = {
     "forward_backward": lambda: training.forward_backward([datum], "cross_entropy").result(),
     "sample": lambda: sampler.sample(types.ModelInput.from_ints(tokens), 1, params).result(),
     "save_weights": lambda: training.save_state("walk", overwrite=True).result(),
 }
-for name in list(act) * 2:
-    act[name]()
+for name in list(actions) * 2:
+    actions[name]()
 print("ready", flush=True)
 for line in sys.stdin:
-    act[line.strip()]()
+    actions[line.strip()]()
     print("done", flush=True)
 """
 
 
 @dataclass(frozen=True)
 class Walk:
-    """The files of one package that one operation runs through, in the order of the first call."""
+    """The files and functions of one package that one operation runs, in order of the first call."""
 
     operation: str
     package: str
@@ -87,7 +100,7 @@ def started(command: list[str], env: dict[str, str]) -> Iterator[subprocess.Pope
         process.communicate(timeout=60)
 
 
-def answered(process: subprocess.Popen[str], expected: str) -> str:
+def read_line(process: subprocess.Popen[str], expected: str) -> str:
     assert process.stdout is not None
     line = process.stdout.readline().strip()
     if not line.startswith(expected):
@@ -96,6 +109,7 @@ def answered(process: subprocess.Popen[str], expected: str) -> str:
 
 
 def trace() -> list[Walk]:
+    """Runs server and client, and records every operation in every round."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         traces = folder / "trace"
@@ -105,21 +119,21 @@ def trace() -> list[Walk]:
         model = folder / "model"
         tinkex = [sys.executable, "-m", "tinkex.cli.main"]
         subprocess.run([*tinkex, "tiny-model", str(model)], check=True, capture_output=True)
-        env = {**os.environ, "TINKEX_TRACE": str(traces), "TINKER_TELEMETRY": "0"}
+        env = {**os.environ, **ENVIRONMENT, "TINKEX_TRACE": str(traces)}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HOOK), env.get("PYTHONPATH")]))
         serve = [*tinkex, "serve", f"{NAME}={model}", "--port", "0", "--threads", "1"]
         with started([*serve, "--data", str(folder / "data")], env) as server:
-            url = answered(server, "tinkex ready at").split()[-1]
+            url = read_line(server, "tinkex ready at").split()[-1]
             with started([sys.executable, "-c", CLIENT, url, NAME], env) as client:
-                answered(client, "ready")
+                read_line(client, "ready")
                 assert client.stdin is not None
                 enter(phase, "idle")
                 time.sleep(IDLE_S)
-                for operation in OPERATIONS:
-                    enter(phase, operation)
+                for operation, number in itertools.product(OPERATIONS, range(ROUNDS)):
+                    enter(phase, f"{operation} {number}")
                     client.stdin.write(operation + "\n")
                     client.stdin.flush()
-                    answered(client, "done")
+                    read_line(client, "done")
                     time.sleep(SETTLE_S)
                 enter(phase, "")
         return read(traces)
@@ -137,18 +151,24 @@ def read(traces: Path) -> list[Walk]:
     walks = []
     for package in PACKAGES:
         for operation in OPERATIONS:
-            files: dict[str, None] = {}
-            functions: dict[str, None] = {}
-            for phases in processes:
-                idle = {tuple(one) for one in phases.get("idle", [])}
-                for file, function in phases.get(operation, []):
-                    inside = file.rpartition(f"{os.sep}tinkex{os.sep}")[2]
-                    if inside.startswith(package + os.sep) and (file, function) not in idle:
-                        name = inside.removeprefix(package + os.sep)
-                        files.setdefault(name)
-                        functions.setdefault(f"{name}: {function}")
-            walks.append(Walk(operation, package, list(files), list(functions)))
+            rounds = [called(processes, package, f"{operation} {n}") for n in range(ROUNDS)]
+            in_all = set.intersection(*({file for file, _ in one} for one in rounds))
+            functions = [(file, function) for file, function in rounds[0] if file in in_all]
+            files = list(dict.fromkeys(file for file, _ in functions))
+            walks.append(Walk(operation, package, files, [": ".join(one) for one in functions]))
     return walks
+
+
+def called(processes: list[Any], package: str, phase: str) -> list[tuple[str, str]]:
+    """File and name of the functions of a package that ran in a phase and not on the idle server."""
+    found: dict[tuple[str, str], None] = {}
+    for phases in processes:
+        idle = {tuple(one) for one in phases.get("idle", [])}
+        for file, function in phases.get(phase, []):
+            inside = file.rpartition(f"{os.sep}tinkex{os.sep}")[2]
+            if inside.startswith(package + os.sep) and (file, function) not in idle:
+                found.setdefault((inside.removeprefix(package + os.sep), function))
+    return list(found)
 
 
 def table(walks: list[Walk]) -> str:
@@ -159,15 +179,28 @@ def table(walks: list[Walk]) -> str:
     return "\n".join(lines)
 
 
+def documented() -> str:
+    """The table in `docs/internals.md`."""
+    return PAGE.read_text().partition(BEGIN)[2].partition(END)[0].strip()
+
+
+def write(figures: str) -> None:
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}{figures}\n{END}{rest.partition(END)[2]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
     parser.add_argument("--functions", action="store_true", help="list every function too")
-    asked = parser.parse_args()
+    parser.add_argument("--write", action="store_true", help=f"update {PAGE.relative_to(ROOT)}")
+    options = parser.parse_args()
     walks = trace()
     print(table(walks))
+    if options.write:
+        write(table(walks))
     for walk in walks:
         print(f"\n{walk.operation}, {walk.package}/: {len(walk.files)}")
-        print("  " + "\n  ".join(walk.functions if asked.functions else walk.files))
+        print("  " + "\n  ".join(walk.functions if options.functions else walk.files))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Parts that many tests share: a tiny model on disk, and a real server around it."""
+"""Fixtures for all tests: a tiny model on disk, a server with that model, and PostgreSQL."""
 
 import os
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from serving import TINY, Server, serving
 
 pytest_plugins = ["no_skips"]
 
-# Before any test module is imported: huggingface_hub reads it when it is, and not again.
+# Set before any test module is imported: huggingface_hub reads it once, at import.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random Llama with its own tokenizer, learnable in 60 steps."""
+    """A small random Llama with its own tokenizer; 60 training steps memorize the test data."""
     from tinkex.testing import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", arch="llama")
@@ -25,7 +25,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for all tests that only want to talk to one."""
+    """One server process for all tests that do not need their own."""
     data = tmp_path_factory.mktemp("server-data")
     with serving(f"{TINY}={tiny_model}", data=data) as running:
         yield running
@@ -33,15 +33,15 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Postgres]:
-    """One PostgreSQL for all tests that want a database in it."""
+    """One PostgreSQL server for all tests; each creates its own database in it."""
     if binaries() is None:
-        pytest.skip("no PostgreSQL is installed (Debian: apt install postgresql)")
+        pytest.skip("PostgreSQL is not installed (Debian: apt install postgresql)")
     with postgres_server() as running:
         yield running
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_real_service() -> None:
-    """No test may reach a service outside this machine by accident."""
+    """Keeps tests from using a service outside this machine."""
     for name in ("TINKER_API_KEY", "TINKER_BASE_URL", "TINKEX_API_KEY", "TINKEX_BASE_URL"):
         os.environ.pop(name, None)

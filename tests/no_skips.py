@@ -1,4 +1,4 @@
-"""With `CI=true` a missing part fails its tests: a skip would hide that nothing was tested."""
+"""With `CI=true` a skipped test fails, because a skip would hide that nothing was tested."""
 
 import os
 from collections.abc import Generator
@@ -6,13 +6,13 @@ from collections.abc import Generator
 import pytest
 
 ON_CI = os.environ.get("CI", "").lower() in ("1", "true")
-WHY = "skipped, which CI=true does not allow (mark `may_skip` says which tests may be): "
+REASON = "skipped, which CI=true allows only for tests marked `may_skip`: "
 
 
 def _fail(report: pytest.TestReport | pytest.CollectReport) -> None:
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
     report.outcome = "failed"
-    report.longrepr = f"{WHY}{reason}"
+    report.longrepr = f"{REASON}{reason}"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -28,7 +28,7 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """A whole file that is skipped, as by `importorskip` at its top."""
+    """Handles a file that is skipped as a whole, for example by `importorskip`."""
     report = yield
     if ON_CI and report.skipped:
         _fail(report)

@@ -1,4 +1,4 @@
-"""A real S3 API for tests: moto's server, a process of its own on loopback, all in memory."""
+"""An S3 API for tests: moto's server, in its own process on loopback, in memory."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ threading.Event().wait()
 
 
 class ObjectStore:
-    """It can be killed, started again on its port (empty), and paused."""
+    """An S3 server that a test can kill, start again on the same port (empty), and pause."""
 
     def __init__(self) -> None:
         self.port = 0
@@ -65,7 +65,7 @@ class ObjectStore:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """It takes connections, and says nothing."""
+        """The server accepts connections and does not respond."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
         try:

@@ -17,22 +17,22 @@ import psycopg
 
 from processes import children
 
-#: Where Debian puts it; elsewhere it is on the path.
+#: Debian's folder; on other systems `initdb` is on the path.
 DEBIAN = Path("/usr/lib/postgresql")
 START_S = 30.0
-# Tests end before a power failure would matter. A commit still waits for its record to be written.
+# Tests need no durability across a power failure. A commit still waits for its WAL record.
 SETTINGS = ("fsync=off", "full_page_writes=off", "max_connections=60", "shared_buffers=32MB")
 
 
 def binaries() -> Path | None:
-    """The folder of the newest PostgreSQL on this machine; None where there is none."""
+    """The folder of the newest PostgreSQL on this machine; None if none is installed."""
     versions = sorted(DEBIAN.glob("*/bin/initdb"), key=lambda file: float(file.parts[-3]))
     found = str(versions[-1]) if versions else shutil.which("initdb")
     return None if found is None else Path(found).parent
 
 
 class Postgres:
-    """A server. `database` makes an empty database; it can be stopped, and paused, and come back."""
+    """A PostgreSQL server that a test can stop, pause and start again."""
 
     def __init__(
         self, home: Path, user: str | None, password: str, settings: Iterable[str]
@@ -50,7 +50,7 @@ class Postgres:
         self._process: subprocess.Popen[bytes] | None = None
 
     def database(self) -> str:
-        """The SQLAlchemy URL of a new database."""
+        """Creates an empty database; its SQLAlchemy URL."""
         name = f"tinkex_{next(self._numbers)}"
         with self.connect() as connection:
             connection.execute(f"CREATE DATABASE {name}".encode())
@@ -60,7 +60,7 @@ class Postgres:
         return psycopg.connect(f"postgresql://{self._login}/{name}", autocommit=True)
 
     def start(self) -> None:
-        """Answers when it takes connections."""
+        """Returns when the server accepts connections."""
         found = binaries()
         assert found is not None
         with (self._home / "log").open("wb") as log:
@@ -77,15 +77,15 @@ class Postgres:
             try:
                 self.connect().close()
             except psycopg.OperationalError:
-                told = (self._home / "log").read_text()
-                assert process.poll() is None, told
-                assert time.monotonic() < deadline, told
+                log_text = (self._home / "log").read_text()
+                assert process.poll() is None, log_text
+                assert time.monotonic() < deadline, log_text
                 time.sleep(0.05)
             else:
                 return
 
     def stop(self) -> None:
-        """ "Fast": connections are ended, nothing is waited for. Safe to repeat."""
+        """A "fast" shutdown, which closes all connections. Safe to repeat."""
         if self._process is not None:
             self._process.send_signal(signal.SIGINT)
             self._process.wait(30)
@@ -93,9 +93,9 @@ class Postgres:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """It is there, takes what is sent, and says nothing, until the block ends."""
+        """The server accepts data and does not respond until the block ends."""
         assert self._process is not None
-        # The first keeps the others from being started while they are found.
+        # The parent stops first, so that it starts no child while they are listed.
         os.kill(self._process.pid, signal.SIGSTOP)
         stopped = [self._process.pid, *children(self._process.pid)]
         try:
@@ -109,13 +109,13 @@ class Postgres:
 
 @contextmanager
 def postgres_server(*settings: str) -> Iterator[Postgres]:
-    """Runs until the block ends. PostgreSQL refuses root, so it runs as its own user then."""
+    """Runs until the block ends. PostgreSQL refuses to run as root; then it runs as user postgres."""
     found = binaries()
     assert found is not None
     user = "postgres" if os.geteuid() == 0 else None
     home = Path(tempfile.mkdtemp(prefix="tinkex-postgres-"))
     password = secrets.token_hex(8)
-    # Its password file must be its own, as the folder is.
+    # The server's user must own the password file and the folder.
     (home / "password").write_text(password)
     if user is not None:
         shutil.chown(home, user)
@@ -124,7 +124,7 @@ def postgres_server(*settings: str) -> Iterator[Postgres]:
         [
             *(found / "initdb", "-D", home / "data", "-U", "postgres", "--auth=password"),
             *(f"--pwfile={home / 'password'}", "--no-sync", "--encoding=UTF8", "--no-locale"),
-            # Texts are sorted as in most installations, not by their bytes.
+            # Text sorts by locale, as in most installations, and not by bytes.
             *("--locale-provider=icu", "--icu-locale=en"),
         ],
         user=user,

@@ -1,10 +1,11 @@
-"""Virtual environments with official `tinker` SDKs, made once and kept in the user's cache.
+"""
+Virtual environments with official `tinker` SDKs, created once and kept in the user's cache folder.
 
-python tests/sdk_envs.py 0.36.0 0.4.1      makes what is missing, prints one interpreter per line
+    python tests/sdk_envs.py 0.36.0 0.4.1      creates missing ones, prints one interpreter per line
 
-Each SDK has an environment of its own. What is large and the same for all, transformers, and torch
-for the old ones that need it, is installed once and seen by the others through a .pth file: pip
-counts it as installed, so thirteen environments cost little more than two.
+Each SDK has its own environment. The large common packages (transformers, and torch for old SDKs) are
+installed once and shared through a .pth file; pip counts them as installed, so thirteen environments
+take little more space than two.
 """
 
 import fcntl
@@ -26,14 +27,14 @@ INSTALL = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
 
 
 def cache_folder() -> Path:
-    """The same folder tinkex itself uses, so that one setting moves everything."""
+    """The cache folder of tinkex itself, so that one setting moves everything."""
     if own := os.environ.get("TINKEX_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tinkex"
 
 
 def environment(name: str) -> Path:
-    """Where an environment lives, of an SDK version or a shared one; new pins give a new one."""
+    """The folder of an environment, for an SDK version or shared packages; new pins give a new folder."""
     pins = hashlib.sha256(CONSTRAINTS.read_bytes()).hexdigest()[:8]
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     return cache_folder() / "sdk" / f"{name}-{python}-{pins}"
@@ -49,13 +50,13 @@ def site_packages(name: str) -> Path:
 
 def ensure(version: str) -> Path:
     """The interpreter of an environment that has `tinker` in this version."""
-    # Before 0.16 torch was imported always; later it is there for those who ask for it.
+    # SDKs before 0.16 import torch always; later ones only on demand.
     shared = ["transformers"] if _as_numbers(version) >= (0, 16) else ["transformers", "torch"]
     return _made(version, [f"tinker=={version}"], shared)
 
 
 def ensure_torch() -> Path:
-    """A folder to add to the path of a program that wants torch beside a newer SDK."""
+    """A folder to add to the import path of a program that needs torch with a newer SDK."""
     _made("torch", ["torch"], [])
     return site_packages("torch")
 
@@ -64,12 +65,12 @@ def ensure_cookbook(version: str) -> Path:
     """The interpreter of an environment with the official cookbook and the newest SDK."""
     # Its tutorials are marimo notebooks.
     wanted = [f"tinker-cookbook[math-rl,multiplayer-rl]=={version}", "tinker==0.36.0", "marimo"]
-    # It wants an older transformers than ours, so none of our pins but torch's.
+    # The cookbook needs an older transformers than our pins, so only torch is shared.
     return _made(f"cookbook-{version}", wanted, ["torch"], pinned=False)
 
 
 def ensure_cookbook_without_sdk(version: str) -> Path:
-    """The same packages without the official SDK, and this tree's client in its place."""
+    """The same packages with this tree's client instead of the official SDK."""
     listed = [str(ensure_cookbook(version)), "-m", "pip", "freeze", "--local"]
     frozen = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
     wanted = [line for line in frozen.splitlines() if not line.startswith("tinker==")]
@@ -83,7 +84,7 @@ def ensure_cookbook_without_sdk(version: str) -> Path:
 
 
 def cookbook_tutorials(version: str) -> Path:
-    """The folder of the tutorials, which are in the source distribution only."""
+    """The folder of the tutorials, which only the source distribution contains."""
     home = cache_folder() / "sdk" / f"tinker_cookbook-{version}"
     tutorials = home / f"tinker_cookbook-{version}" / "tutorials"
     if not tutorials.exists():
@@ -99,17 +100,17 @@ def cookbook_tutorials(version: str) -> Path:
 
 
 def ensure_alone(name: str, wanted: str) -> Path:
-    """The interpreter of an environment with one package and what that needs, and no more."""
+    """The interpreter of an environment with one package and its dependencies only."""
     return _made(f"alone-{name}", [wanted], [])
 
 
 def ensure_this_client() -> Path:
-    """The same with this tree as a user gets it by `pip install tinkex`."""
+    """The interpreter of an environment with this tree as `pip install tinkex` installs it."""
     return _with_this_tree(ensure_alone("tinkex", str(ROOT)))
 
 
 def _with_this_tree(python: Path) -> Path:
-    """Installed again each time: the tree may have changed."""
+    """Reinstalls each time, because the tree may have changed."""
     again = ["--force-reinstall", "--no-deps", str(ROOT)]
     subprocess.run([python, *INSTALL, *again], check=True)
     return python
@@ -124,7 +125,7 @@ def _made(name: str, wanted: Sequence[str], shared: Sequence[str], *, pinned: bo
         _made(other, [other], [])
     home.parent.mkdir(parents=True, exist_ok=True)
     with (home.parent / f"{home.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs at once make it once
+        fcntl.flock(lock, fcntl.LOCK_EX)  # concurrent runs create it once
         if not ready.exists():
             print(f"Setting up {name} ...", file=sys.stderr, flush=True)
             started = time.monotonic()

@@ -1,4 +1,4 @@
-"""A real `tinkex serve` process for tests."""
+"""Runs a `tinkex serve` process for tests."""
 
 import subprocess
 import sys
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: The name under which tests serve the tiny model: an alias, as a user would set one.
+#: The name under which tests serve the tiny model.
 TINY = "test/tiny"
 
 
 @dataclass
 class Server:
-    """A `tinkex serve` process of this test run."""
+    """A running `tinkex serve` process."""
 
     url: str
     process: subprocess.Popen[str]

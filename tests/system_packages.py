@@ -1,7 +1,7 @@
 """
-Installs the Debian packages that tests need and this machine lacks, where it can (as root).
+Installs the Debian packages that tests need, if they are missing and this process may (root).
 
-Where it cannot, it says what is missing. The tests then skip what needs it; with CI=true they fail.
+Otherwise it prints what is missing. Tests that need a missing package are skipped; with CI=true they fail.
 """
 
 import os
@@ -17,12 +17,12 @@ def main() -> int:
         return 0
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         sys.stderr.write(
-            "PostgreSQL is missing; its tests need it. Debian: apt install postgresql\n"
+            "PostgreSQL is not installed, and some tests need it. Debian: apt install postgresql\n"
         )
         return 0
     sys.stderr.write("Installing Debian's postgresql for the tests ...\n")
     quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    # No cluster is started: the tests start servers of their own.
+    # Tests start their own servers; the package need not start one.
     for arguments in (
         ["update", "-qq"],
         ["install", "-qq", "--no-install-recommends", "postgresql"],

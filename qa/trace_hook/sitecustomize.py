@@ -65,5 +65,6 @@ class Recorder:
         part.replace(target)
 
 
-if folder := os.environ.get("TINKEX_TRACE"):
+# Engine processes are not traced: the hook would make their imports of torch very slow.
+if (folder := os.environ.get("TINKEX_TRACE")) and "tinkex.engine.process" not in sys.orig_argv:
     Recorder(Path(folder)).start()

@@ -1,4 +1,4 @@
-"""The checker finds what it is there to find, and nothing in a history that is right."""
+"""`history.check` finds every kind of violation, and none in a correct history."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from chaos.history import Event, Recorder, check
-from chaos.machines import Numbers, Twin
+from qa.chaos.history import Event, Recorder, check
+from qa.chaos.reference_models import IntegerModel, RecordedRun
 
 PATH, OTHER = "tinker://s:train:0/weights/a", "tinker://s:train:0/sampler_weights/b"
 THEIRS = "tinker://t:train:0/weights/c"
@@ -15,17 +15,17 @@ THEIRS = "tinker://t:train:0/weights/c"
 
 def good() -> list[Event]:
     """Two clients: one trains, saves and samples, the other loads what the first saved."""
-    machine = Numbers()
+    model = IntegerModel()
     history: list[Event] = []
     one, two = Recorder("one", history.append), Recorder("two", history.append)
 
     def do(
-        who: Recorder, kind: str, target: str = "", asked: Any = None, answer: Any = None
+        client: Recorder, kind: str, target: str = "", argument: Any = None, answer: Any = None
     ) -> None:
-        who.answer(who.submit(kind, target, asked), answer)
+        client.answer(client.submit(kind, target, argument), answer)
 
     do(one, "create", "m")
-    # Submitted together, answered in another order.
+    # Submitted together and answered in another order.
     numbers = [one.submit("pass", "m", 4), one.submit("pass", "m", 2), one.submit("step", "m")]
     one.answer(numbers[2], 7)
     one.answer(numbers[0], [0, 4])
@@ -39,7 +39,7 @@ def good() -> list[Event]:
     do(two, "load", "n", PATH)
     do(two, "forward", "n", None, [7, 0])
     do(two, "save", "n", "c", THEIRS)
-    drawn = machine.draw((27, 0), [9, 3, 2])
+    drawn = model.sample((27, 0), [9, 3, 2])
     do(one, "sample", OTHER, [9, 3, 2], drawn)
     do(one, "step", "m", None, 82)
     do(one, "list", "m", None, [PATH, OTHER])
@@ -48,21 +48,21 @@ def good() -> list[Event]:
 
 
 def at(history: list[Event], kind: str, *, nth: int = 0) -> tuple[int, int]:
-    """Places of the submission and of the answer of the n-th operation of a kind."""
-    asked = [place for place, event in enumerate(history) if event.kind == kind][nth]
-    name = (history[asked].client, history[asked].operation)
+    """Positions of the submission and of the answer of the n-th operation of a kind."""
+    argument = [position for position, event in enumerate(history) if event.kind == kind][nth]
+    name = (history[argument].client, history[argument].operation)
     answered = next(
-        place
-        for place, event in enumerate(history)
+        position
+        for position, event in enumerate(history)
         if event.answered and (event.client, event.operation) == name
     )
-    return asked, answered
+    return argument, answered
 
 
 def changed(kind: str, answer: Any, *, nth: int = 0) -> Callable[[list[Event]], None]:
     def plant(history: list[Event]) -> None:
-        _, place = at(history, kind, nth=nth)
-        history[place] = replace(history[place], answer=answer)
+        _, position = at(history, kind, nth=nth)
+        history[position] = replace(history[position], answer=answer)
 
     return plant
 
@@ -76,18 +76,18 @@ def answered_twice(history: list[Event]) -> None:
 
 
 def answered_too_early(history: list[Event]) -> None:
-    asked, answered = at(history, "save")
-    history.insert(asked, history.pop(answered))
+    argument, answered = at(history, "save")
+    history.insert(argument, history.pop(answered))
 
 
 def failed(history: list[Event]) -> None:
-    _, place = at(history, "sample")
-    history[place] = replace(history[place], answer=None, error="500")
+    _, position = at(history, "sample")
+    history[position] = replace(history[position], answer=None, error="500")
 
 
-def loads_what_nobody_saved(history: list[Event]) -> None:
-    asked, _ = at(history, "load")
-    history[asked] = replace(history[asked], asked="tinker://nowhere")
+def loads_an_unsaved_checkpoint(history: list[Event]) -> None:
+    argument, _ = at(history, "load")
+    history[argument] = replace(history[argument], argument="tinker://nowhere")
 
 
 def created_again(history: list[Event]) -> None:
@@ -95,9 +95,9 @@ def created_again(history: list[Event]) -> None:
     late.answer(late.submit("create", "m"))
 
 
-def nobodys_model(history: list[Event]) -> None:
-    asked, _ = at(history, "forward")
-    history[asked] = replace(history[asked], target="x")
+def unknown_model(history: list[Event]) -> None:
+    argument, _ = at(history, "forward")
+    history[argument] = replace(history[argument], target="x")
 
 
 def all_of(*plants: Callable[[list[Event]], None]) -> Callable[[list[Event]], None]:
@@ -108,8 +108,8 @@ def all_of(*plants: Callable[[list[Event]], None]) -> Callable[[list[Event]], No
     return plant
 
 
-def answers_change_places(history: list[Event]) -> None:
-    """Each of two requests gets what the other one came to."""
+def swapped_answers(history: list[Event]) -> None:
+    """Swaps the answers of two requests."""
     one, two = at(history, "pass")[1], at(history, "pass", nth=1)[1]
     history[one], history[two] = (
         replace(history[one], answer=history[two].answer),
@@ -117,85 +117,91 @@ def answers_change_places(history: list[Event]) -> None:
     )
 
 
-def drawn_from(value: int) -> Callable[[list[Event]], None]:
-    """The sampler is of another moment of its model, and stays so."""
-    tokens = Numbers().draw((value, 0), [9, 3, 2])
+def sampled_from(value: int) -> Callable[[list[Event]], None]:
+    """Both samples come from the weights of another step."""
+    tokens = IntegerModel().sample((value, 0), [9, 3, 2])
     return all_of(changed("sample", tokens), changed("sample", tokens, nth=1))
 
 
-PLANTED = {
+VIOLATIONS = {
     "a step is lost": ("order", changed("step", 9, nth=1)),
-    # Its own answer was right, and then it is gone: from `[0, 6]` everything goes on.
+    # The answer of the step is correct, but later answers continue from `[0, 6]`.
     "a step is lost after its answer": (
         "order",
         all_of(changed("pass", [0, 11], nth=2), changed("step", 12, nth=1)),
     ),
-    # The last one: no later step shows it, only its own answer.
+    # Only the answer of the last step can show this.
     "the last step is lost": ("order", changed("step", 27, nth=2)),
-    "the last step is doubled": ("order", changed("step", 247, nth=2)),
+    "the last step runs twice": ("order", changed("step", 247, nth=2)),
     "a step is run again after its answer": (
         "order",
         all_of(changed("pass", [22, 5], nth=2), changed("step", 72, nth=1)),
     ),
-    "two answers change places": ("order", answers_change_places),
+    "two answers are swapped": ("order", swapped_answers),
     "a save changes its model": ("order", changed("pass", [8, 5], nth=2)),
     "a load leaves a gradient": ("order", changed("forward", [7, 6])),
     "a model is created over another": ("order", created_again),
-    "a model that nobody created answers": ("order", nobodys_model),
-    "a sampler is of an older moment": ("immutable", drawn_from(7)),
-    "a sampler goes on with its model": ("immutable", drawn_from(82)),
-    "a repeated question gets another answer": ("immutable", changed("sample", [0, 0], nth=1)),
-    "two saves are one": ("immutable", changed("save_for_sampler", PATH)),
+    "a model that was not created answers": ("order", unknown_model),
+    "a sampler has older weights": ("immutable", sampled_from(7)),
+    "a sampler follows its model": ("immutable", sampled_from(82)),
+    "a repeated request gets another answer": ("immutable", changed("sample", [0, 0], nth=1)),
+    "two saves return the same path": ("immutable", changed("save_for_sampler", PATH)),
     "a save of another model takes the path": ("immutable", changed("save", PATH, nth=1)),
-    "a list has what nobody saved": ("read your writes", changed("list", [PATH, "tinker://x"])),
-    "a list has another's checkpoint": (
+    "a list has a checkpoint that was not saved": (
+        "read your writes",
+        changed("list", [PATH, "tinker://x"]),
+    ),
+    "a list has a checkpoint of another model": (
         "read your writes",
         changed("list", [PATH, OTHER, THEIRS], nth=1),
     ),
-    "a list forgets an older checkpoint": ("read your writes", changed("list", [OTHER], nth=1)),
-    "a step is doubled": ("order", changed("step", 22, nth=0)),
+    "a list lacks an older checkpoint": ("read your writes", changed("list", [OTHER], nth=1)),
+    "a step runs twice": ("order", changed("step", 22, nth=0)),
     "a pass is applied twice": ("order", changed("pass", [0, 10], nth=1)),
-    "two passes change places": ("order", changed("pass", [0, 2], nth=1)),
-    "a gradient is not lost by a step": ("order", changed("pass", [7, 11], nth=2)),
-    "a load brings older weights": ("order", changed("forward", [0, 0])),
-    "a load brings newer weights": ("order", changed("forward", [27, 0])),
-    "a load brings what was never saved": ("read your writes", loads_what_nobody_saved),
+    "two passes are swapped": ("order", changed("pass", [0, 2], nth=1)),
+    "a step keeps the gradient": ("order", changed("pass", [7, 11], nth=2)),
+    "a load restores older weights": ("order", changed("forward", [0, 0])),
+    "a load restores newer weights": ("order", changed("forward", [27, 0])),
+    "a load of an unsaved checkpoint succeeds": ("read your writes", loads_an_unsaved_checkpoint),
     "a list lacks a checkpoint": ("read your writes", changed("list", [])),
-    "a list knows the future": ("read your writes", changed("list", [PATH, OTHER])),
+    "a list has a checkpoint that is saved later": (
+        "read your writes",
+        changed("list", [PATH, OTHER]),
+    ),
     "a sampler changes": ("immutable", changed("sample", [1, 2], nth=1)),
-    "a sampler is another one from the beginning": ("immutable", changed("sample", [5, 6])),
-    "an answer never comes": ("lost", never_answered),
-    "an answer comes twice": ("once", answered_twice),
-    "an answer comes before its question": ("once", answered_too_early),
-    "a client sees an error": ("error", failed),
+    "a sampler has wrong weights from the beginning": ("immutable", changed("sample", [5, 6])),
+    "an operation has no answer": ("lost", never_answered),
+    "an operation has two answers": ("once", answered_twice),
+    "an answer precedes its submission": ("once", answered_too_early),
+    "a client gets an error": ("error", failed),
 }
 
 
-def test_nothing_is_found_where_nothing_is_wrong() -> None:
-    assert check(good(), Numbers()) == []
+def test_a_correct_history_has_no_violation() -> None:
+    assert check(good(), IntegerModel()) == []
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_what_was_planted_is_found(name: str) -> None:
-    rule, plant = PLANTED[name]
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_each_kind_of_violation_is_found(name: str) -> None:
+    rule, plant = VIOLATIONS[name]
     history = good()
     plant(history)
-    assert rule in {violation.rule for violation in check(history, Numbers())}
+    assert rule in {violation.rule for violation in check(history, IntegerModel())}
 
 
-def test_some_of_it_is_found_without_knowing_what_a_model_does() -> None:
+def test_changed_samples_are_found_without_a_reference_model() -> None:
     history = good()
     changed("sample", [1, 2], nth=1)(history)
     assert [violation.rule for violation in check(history)] == ["immutable"]
 
 
-def test_events_travel_as_lines() -> None:
+def test_events_survive_serialization() -> None:
     for event in good():
         assert Event.of(event.line()) == event
 
 
-def test_a_twin_is_compared_to_the_last_bit_or_within_a_tolerance() -> None:
-    exact = Twin(answers={0: [1.0, 2.0]}, samples={}, tolerance=0.0)
+def test_a_recorded_run_is_compared_exactly_or_within_a_tolerance() -> None:
+    exact = RecordedRun(answers={0: [1.0, 2.0]}, samples={}, tolerance=0.0)
     loose = replace(exact, tolerance=1e-3)
     near = [1.0, 2.0001]
     assert exact.same([1.0, 2.0], [1.0, 2.0])

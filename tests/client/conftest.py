@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from loopback import Loopback
 from tinkex import ServiceClient, types
 from tinkex.client.http.retry import RetryPolicy
-from tinkex.testing import FakeService
+from tinkex.testing import FakeService, Loopback
 
 
 @pytest.fixture(autouse=True)

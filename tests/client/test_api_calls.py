@@ -9,11 +9,11 @@ import time
 import pytest
 
 import tinkex
-from client.waiting import until
 from tinkex import types
 from tinkex.client.http.backpressure import Backoff
 from tinkex.client.http.polling import PollBackoff
 from tinkex.testing import Answer, FakeService, Lost
+from waiting import until
 
 
 def counted(fake, endpoint):

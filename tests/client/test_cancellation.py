@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from client.waiting import until
 from tinkex import SamplingParams, types
 from tinkex.testing import FakeService
+from waiting import until
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 PARAMS = SamplingParams(max_tokens=4)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import tinkex
-from standin import Received, Reply, Standin, reply_json, standing_in
+from http_stub import Received, Reply, StubServer, reply_json, stub_server
 from tinkex.client.files import checkpoint_download as module
 from tinkex.client.files.checkpoint_download import (
     check_target,
@@ -90,14 +90,14 @@ def files() -> Files:
 
 
 @pytest.fixture
-def here(files: Files) -> Iterator[Standin]:
-    with standing_in(files) as running:
+def here(files: Files) -> Iterator[StubServer]:
+    with stub_server(files) as running:
         files.url = running.url
         yield running
 
 
 @pytest.fixture
-def rest(here: Standin) -> Iterator[RestClient]:
+def rest(here: StubServer) -> Iterator[RestClient]:
     with RestClient(base_url=here.url, api_key="tml-secret") as client:
         yield client
 
@@ -113,7 +113,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in found}
 
 
-def fetched(here: Standin, name: str) -> list[str]:
+def fetched(here: StubServer, name: str) -> list[str]:
     """The requested ranges, without those of the probe."""
     requests = [each for each in here.requests if each.path.startswith(f"/files/{name}")]
     return [each.headers["range"] for each in requests if each.headers["range"] != "bytes=0-0"]
@@ -130,7 +130,7 @@ def tar(members: dict[str, bytes]) -> bytes:
 
 
 def test_files_arrive_complete_with_progress_and_without_the_key(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     seen: list[tuple[int, int]] = []
     target = tmp_path / "deep" / "adapter"
@@ -149,7 +149,7 @@ def test_files_arrive_complete_with_progress_and_without_the_key(
 
 
 def test_defect_21_a_broken_connection_resumes_where_it_broke(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     def cut(name: str, request: Received) -> Reply | None:
         wanted = request.headers["range"]
@@ -167,7 +167,7 @@ def test_defect_21_a_broken_connection_resumes_where_it_broke(
 
 
 def test_defect_21_a_failed_download_resumes_later(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     def fail(name: str, request: Received) -> Reply | None:
         if name != "adapter_model.safetensors" or request.headers["range"] == "bytes=0-0":
@@ -194,7 +194,7 @@ def test_defect_21_a_failed_download_resumes_later(
 
 
 def test_leftovers_of_another_version_are_not_mixed_in(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     test_defect_21_a_failed_download_resumes_later(here, files, rest, tmp_path)
     part = tmp_path / "b.part" / "files"
@@ -207,7 +207,7 @@ def test_leftovers_of_another_version_are_not_mixed_in(
 
 
 def test_a_service_without_ranges_is_downloaded_from_the_beginning(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     files.ranges = False
     cuts = iter([1000, 2000])
@@ -224,7 +224,7 @@ def test_a_service_without_ranges_is_downloaded_from_the_beginning(
 
 
 def test_a_file_that_changes_during_the_download_is_an_error(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     def change(name: str, request: Received) -> Reply | None:
         if request.headers["range"] == "bytes=0-0":
@@ -240,7 +240,7 @@ def test_a_file_that_changes_during_the_download_is_an_error(
 
 
 def test_defect_21_a_checksum_is_verified_where_the_service_gives_one(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     files.files = {"model": b"right"}
     digest = base64.b64encode(hashlib.sha256(b"right").digest()).decode()
@@ -253,7 +253,7 @@ def test_defect_21_a_checksum_is_verified_where_the_service_gives_one(
 
 
 def test_refused_links_are_renewed(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     files.fault = lambda name, request: (
         reply_json({"detail": "expired"}, 403) if request.path.endswith("sig=1") else None
@@ -289,7 +289,7 @@ def test_links_are_renewed_before_they_expire() -> None:
 
 
 def test_an_archive_is_unpacked(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     inside = {"adapter_config.json": b"{}", "more/weights.bin": b"w" * 3000}
     files.files = {"archive.tar": tar(inside)}
@@ -308,7 +308,7 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(name: str) -> None:
 
 
 def test_a_checkpoint_with_a_path_outside_the_folder_writes_nothing(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     outside = tmp_path / "outside"
     files.files = {"../../outside": b"x"}
@@ -333,7 +333,7 @@ def test_a_checkpoint_with_a_path_outside_the_folder_writes_nothing(
 
 
 def test_a_link_to_a_file_of_this_machine_is_refused(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     secret = tmp_path / "secret"
     secret.write_text("s")
@@ -343,7 +343,7 @@ def test_a_link_to_a_file_of_this_machine_is_refused(
 
 
 def test_an_existing_folder_is_replaced_only_with_overwrite(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     target = tmp_path / "a"
     target.mkdir()
@@ -366,7 +366,11 @@ def test_an_existing_folder_is_replaced_only_with_overwrite(
 
 
 def test_the_folder_may_be_the_current_one(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: StubServer,
+    files: Files,
+    rest: RestClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert content(download_checkpoint(EXPORT, "a", rest=rest)) == files.files
@@ -377,7 +381,7 @@ def test_the_folder_may_be_the_current_one(
 
 
 def test_two_downloads_into_one_folder_do_not_mix(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     begun, go = threading.Event(), threading.Event()
 
@@ -401,7 +405,11 @@ def test_two_downloads_into_one_folder_do_not_mix(
 
 
 def test_a_full_disk_is_detected_before_the_download(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: StubServer,
+    files: Files,
+    rest: RestClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Usage:
         free = 100
@@ -412,7 +420,7 @@ def test_a_full_disk_is_detected_before_the_download(
 
 
 def test_coroutines_can_wait_and_stop(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     async def whole() -> Path:
         return await download_checkpoint_async(EXPORT, tmp_path / "a", rest=rest)
@@ -448,7 +456,7 @@ def test_coroutines_can_wait_and_stop(
 
 
 def test_without_archives_a_sampler_checkpoint_has_no_files_and_the_error_says_so(
-    here: Standin, files: Files, tmp_path: Path
+    here: StubServer, files: Files, tmp_path: Path
 ) -> None:
     info = {"base_model": "m", "is_lora": True, "lora_rank": 4}
 
@@ -459,7 +467,7 @@ def test_without_archives_a_sampler_checkpoint_has_no_files_and_the_error_says_s
             return reply_json({"detail": "there is no such thing"}, 404)
         return files(request)
 
-    with standing_in(answer) as bare, RestClient(base_url=bare.url) as rest:
+    with stub_server(answer) as bare, RestClient(base_url=bare.url) as rest:
         with pytest.raises(DownloadFailed, match="save_weights_external"):
             download_checkpoint(SAMPLER, tmp_path / "a", rest=rest)
         with pytest.raises(tinkex.NotFoundError, match="no such thing"):
@@ -533,10 +541,10 @@ def asking(settings: tinkex.Settings) -> Iterator[RestClient]:
 
 
 @pytest.fixture
-def proxy(files: Files) -> Iterator[Standin]:
+def proxy(files: Files) -> Iterator[StubServer]:
     """The only route to the service and to its files."""
     files.url = "http://files.invalid"
-    with standing_in(
+    with stub_server(
         lambda request: files(
             replace(request, path=request.path.removeprefix(SERVICE).removeprefix(files.url))
         )
@@ -553,7 +561,7 @@ def _no_other_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("links", [SERVICE, "http://files.invalid"])
 def test_h9_files_come_through_the_proxy_of_the_settings(
-    proxy: Standin, files: Files, tmp_path: Path, links: str, monkeypatch: pytest.MonkeyPatch
+    proxy: StubServer, files: Files, tmp_path: Path, links: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files.url = links
     monkeypatch.setenv("NO_PROXY", "*")  # an explicit proxy wins over the environment
@@ -571,7 +579,7 @@ def test_h9_files_come_through_the_proxy_of_the_settings(
 
 
 def test_h10_downloads_use_the_proxy_of_the_environment_at_the_time_the_client_was_created(
-    proxy: Standin, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    proxy: StubServer, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", proxy.url)
     settings = tinkex.Settings.resolve(base_url=SERVICE, api_key="tml-secret", give_up_s=0.3)
@@ -614,7 +622,7 @@ def sent(request: Received) -> set[str]:
 
 
 def test_h9_headers_of_the_settings_go_to_files_of_the_service_itself(
-    here: Standin, files: Files, tmp_path: Path
+    here: StubServer, files: Files, tmp_path: Path
 ) -> None:
     headers = {**SECRETS, "X-Api-Key": "tml-secret", "range": "bytes=9-9"}
     settings = tinkex.Settings(base_url=here.url, headers=headers)
@@ -626,9 +634,9 @@ def test_h9_headers_of_the_settings_go_to_files_of_the_service_itself(
 
 
 def test_h9_headers_of_the_settings_go_to_no_other_origin(
-    here: Standin, files: Files, tmp_path: Path
+    here: StubServer, files: Files, tmp_path: Path
 ) -> None:
-    with standing_in(files) as elsewhere:
+    with stub_server(files) as elsewhere:
         files.url = elsewhere.url
         settings = tinkex.Settings(base_url=here.url, headers=SECRETS)
         with asking(settings) as rest:
@@ -638,7 +646,7 @@ def test_h9_headers_of_the_settings_go_to_no_other_origin(
 
 
 def test_h9_redirects_keep_the_headers_within_the_origin_and_drop_them_outside(
-    here: Standin, files: Files, tmp_path: Path
+    here: StubServer, files: Files, tmp_path: Path
 ) -> None:
     """The link redirects to another path here, then to another origin, then back."""
 
@@ -651,7 +659,7 @@ def test_h9_redirects_keep_the_headers_within_the_origin_and_drop_them_outside(
         return Reply(status=307, headers={"Location": f"{here.url}/files{request.path}?step=2"})
 
     files.fault = fault
-    with standing_in(back) as elsewhere:
+    with stub_server(back) as elsewhere:
         settings = tinkex.Settings(base_url=here.url, headers=SECRETS)
         with asking(settings) as rest:
             download_checkpoint(EXPORT, tmp_path / "adapter", rest=rest)
@@ -667,7 +675,7 @@ def test_h9_redirects_keep_the_headers_within_the_origin_and_drop_them_outside(
 
 
 def test_a_redirect_to_another_kind_of_address_is_refused(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     files.fault = lambda name, request: Reply(status=302, headers={"Location": "ftp://127.0.0.1/x"})
     with pytest.raises(DownloadFailed, match="neither http:// nor https://"):
@@ -678,7 +686,7 @@ def test_a_redirect_to_another_kind_of_address_is_refused(
     "location", ["http://127.0.0.1:port/x", "http://127.0.0.1:99999/x", "http://[::1/x"]
 )
 def test_a_redirect_to_an_invalid_address_is_refused(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path, location: str
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path, location: str
 ) -> None:
     files.fault = lambda name, request: Reply(status=302, headers={"Location": location})
     with pytest.raises(DownloadFailed, match="neither http:// nor https://"):
@@ -686,7 +694,7 @@ def test_a_redirect_to_an_invalid_address_is_refused(
 
 
 def test_a_link_with_an_invalid_port_is_refused(
-    here: Standin, files: Files, rest: RestClient, tmp_path: Path
+    here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:
     files.url = "http://127.0.0.1:port"
     with pytest.raises(DownloadFailed, match="not an http://"):

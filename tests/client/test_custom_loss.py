@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tinkex
-from losses import BY_NAME
+from custom_loss_examples import BY_NAME
 from tinkex import types
 from tinkex.client import loss_tracing
 from tinkex.client.custom_loss import LossHandle

@@ -1,52 +1,44 @@
 """
 tinkex sends what the official client sends: the same calls, compared field by field.
 
-`tests/data/wire/calls.py` and `program.py` were run under the official client 0.36.0 and recorded
-(`record.py`). Here they run on tinkex, through `tinkex.as_tinker`, against the same recorder.
+`all_calls_program.py` and `basic_program.py` of `qa/recordings` were run under the official client
+0.36.0 and recorded (`record.py`). Here they run on tinkex, through `tinkex.as_tinker`, against the same recorder.
 """
 
 import base64
-import importlib.util
 import json
 import sys
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from qa.recordings import record
 from tinkex import types
 from tinkex.wire.codec import encode_json
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
 
 DATA = Path(__file__).parents[1] / "data" / "wire"
+PROGRAMS = Path(record.__file__).parent
 SOURCE = Path(__file__).parents[2] / "src"
 
 #: Requests that the two clients send at different times and in different numbers.
 HANDSHAKE = {"/api/v1/client/config", "/api/v1/client/dynamic_config"}
 
 
-@cache
-def record() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("record_wire", DATA / "record.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def run(program: str, *, calls: bool) -> dict[str, Any]:
     """What tinkex sends for a program."""
-    recorder = record().Recorder(calls=calls)
-    command = [sys.executable, "-W", "ignore", "-m", "tinkex.as_tinker", str(DATA / program)]
-    record().run([*command, recorder.url], recorder, PYTHONPATH=str(SOURCE), RECORDING_WAITS_S="0")
-    return record().told(recorder.requests)
+    recorder = record.Recorder(calls=calls)
+    command = [sys.executable, "-W", "ignore", "-m", "tinkex.as_tinker", str(PROGRAMS / program)]
+    record.run([*command, recorder.url], recorder, PYTHONPATH=str(SOURCE), RECORDING_WAITS_S="0")
+    return record.comparable(recorder.requests)
 
 
 @pytest.fixture(scope="module")
 def ours() -> dict[str, Any]:
-    return run("calls.py", calls=True)
+    return run("all_calls_program.py", calls=True)
 
 
 @cache
@@ -97,7 +89,7 @@ def test_the_shared_poll_has_the_fields_of_the_official_client():
         target=target, prev_cursor=0, retrieved_request_ids=["r-1"]
     )
 
-    kind = record().shape(json.loads(encode_json(request)))
+    kind = record.shape(json.loads(encode_json(request)))
 
     assert kind in theirs()["by the clock"]["retrieve_futures"]
 
@@ -114,8 +106,8 @@ def test_the_recorded_program_sends_the_same_under_our_client():
     recorded = [
         request
         for path in sorted((DATA / "0.36.0").glob("*.json"))
-        if path.stem not in record().BY_THE_CLOCK
+        if path.stem not in record.TIMER_DRIVEN
         for request in json.loads(path.read_text())
     ]
 
-    assert by_call(run("program.py", calls=False)["requests"]) == by_call(recorded)
+    assert by_call(run("basic_program.py", calls=False)["requests"]) == by_call(recorded)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from standin import Received, Reply, Standin, reply_json, standing_in
+from http_stub import Received, Reply, StubServer, reply_json, stub_server
 from tinkex.client.files.huggingface import (
     HubError,
     adapter_config,
@@ -178,19 +178,19 @@ class Hub:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Hub, Standin]]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Hub, StubServer]]:
     # The tests of the whole project are offline; this hub is on this machine.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     hub = Hub()
-    with standing_in(hub) as running:
+    with stub_server(hub) as running:
         hub.url = running.url
         monkeypatch.setenv("HF_ENDPOINT", running.url)
         yield hub, running
 
 
 def test_an_adapter_is_pushed_in_one_commit_with_its_card(
-    adapter: Path, hub: tuple[Hub, Standin]
+    adapter: Path, hub: tuple[Hub, StubServer]
 ) -> None:
     service, running = hub
     done = push_to_hub(PATH, adapter, token="hf_right")
@@ -213,7 +213,7 @@ def test_an_adapter_is_pushed_in_one_commit_with_its_card(
 
 
 def test_the_same_checkpoint_may_be_pushed_again_and_another_may_not(
-    adapter: Path, hub: tuple[Hub, Standin]
+    adapter: Path, hub: tuple[Hub, StubServer]
 ) -> None:
     service, _ = hub
     service.cards["org/mine@main"] = card(PATH, {})
@@ -237,7 +237,7 @@ def test_the_same_checkpoint_may_be_pushed_again_and_another_may_not(
     assert service.branches == []
 
 
-def test_a_pull_request_makes_no_branch(adapter: Path, hub: tuple[Hub, Standin]) -> None:
+def test_a_pull_request_makes_no_branch(adapter: Path, hub: tuple[Hub, StubServer]) -> None:
     service, _ = hub
     done = push_to_hub(PATH, adapter, repo="mine", create_pr=True, token="hf_right")
     assert done.repo_id == "somebody/mine"
@@ -246,7 +246,7 @@ def test_a_pull_request_makes_no_branch(adapter: Path, hub: tuple[Hub, Standin])
 
 
 def test_without_a_login_nothing_is_pushed(
-    adapter: Path, hub: tuple[Hub, Standin], monkeypatch: pytest.MonkeyPatch
+    adapter: Path, hub: tuple[Hub, StubServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service, _ = hub
     with pytest.raises(HubError, match="hf auth login"):

@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 
-from processes import gone
+from processes import has_exited
 from tinkex import TinkerError
 from tinkex.client import local_server
 from tinkex.client.local_server import LocalSettings
@@ -56,9 +56,9 @@ def test_the_server_stops_when_the_last_client_is_closed(settings, capsys):
     assert "loading serve m --port 0 --data" in capsys.readouterr().err
     first.release()
     first.release()  # can be repeated
-    assert not gone(pid, within_s=0.3)
+    assert not has_exited(pid, within_s=0.3)
     second.release()
-    assert gone(pid)
+    assert has_exited(pid)
 
 
 def test_attaching_while_the_last_server_is_stopping_gives_a_running_server(settings):
@@ -67,19 +67,19 @@ def test_attaching_while_the_last_server_is_stopping_gives_a_running_server(sett
         first.release()
         second = local_server.attach(settings)  # at once: the old one stays, or a new one starts
         assert local_server._healthy(second.url)
-        assert not gone(server_pid(settings), within_s=0.1)
+        assert not has_exited(server_pid(settings), within_s=0.1)
         second.release()
-    assert gone(server_pid(settings))
+    assert has_exited(server_pid(settings))
 
 
 def test_a_new_server_is_started_after_the_old_one_has_ended(settings):
     local_server.attach(settings).release()
     pid = server_pid(settings)
-    assert gone(pid)
+    assert has_exited(pid)
     second = local_server.attach(settings)
     assert server_pid(settings) != pid
     second.release()
-    assert gone(server_pid(settings))
+    assert has_exited(server_pid(settings))
 
 
 def attach_elsewhere(settings: LocalSettings) -> subprocess.Popen[str]:
@@ -108,7 +108,7 @@ def test_a_killed_client_leaves_no_server_behind(settings):
     client.send_signal(signal.SIGKILL)
     client.wait()
     client.stdout.close()
-    assert gone(pid)
+    assert has_exited(pid)
 
 
 def test_the_server_outlives_the_program_that_started_it_while_another_needs_it(settings):
@@ -121,9 +121,9 @@ def test_the_server_outlives_the_program_that_started_it_while_another_needs_it(
     starter.send_signal(signal.SIGKILL)
     starter.wait()
     starter.stdout.close()
-    assert not gone(pid, within_s=0.3)
+    assert not has_exited(pid, within_s=0.3)
     mine.release()
-    assert gone(pid)
+    assert has_exited(pid)
 
 
 def test_many_programs_at_once_share_one_server(settings):
@@ -136,19 +136,19 @@ def test_many_programs_at_once_share_one_server(settings):
         client.wait()
         assert client.stdout
         client.stdout.close()
-    assert gone(pid)
+    assert has_exited(pid)
 
 
 def test_a_server_that_was_killed_is_replaced(settings):
     first = local_server.attach(settings)
     pid = server_pid(settings)
     os.kill(pid, signal.SIGKILL)
-    assert gone(pid)
+    assert has_exited(pid)
     second = local_server.attach(settings)
     assert server_pid(settings) != pid
     first.release()
     second.release()
-    assert gone(server_pid(settings))
+    assert has_exited(server_pid(settings))
 
 
 def test_other_settings_for_the_same_data_are_refused(settings):
@@ -158,7 +158,7 @@ def test_other_settings_for_the_same_data_are_refused(settings):
         local_server.attach(other)
     pid = server_pid(settings)
     running.release()
-    assert gone(pid)
+    assert has_exited(pid)
 
 
 def test_a_server_that_does_not_start_is_reported_with_its_log(settings):

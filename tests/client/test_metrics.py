@@ -11,6 +11,7 @@ from tinkex import types
 from tinkex.client.observe import instrumentation
 from tinkex.client.observe.instrumentation import Histogram, Metrics
 from tinkex.testing import Answer, FakeService, Lost
+from waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -118,10 +119,7 @@ def test_gauges_return_to_zero_however_the_wait_ends(fake, how):
             future.cancel()
     hold.release()
     service.close("success").result(5)
-    deadline = time.monotonic() + 5
-    while levels() != {0} and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert levels() == {0}
+    until(lambda: levels() == {0}, 5)
 
 
 def test_reset_clears_counters_and_latencies_and_keeps_gauges(fake, datum):

@@ -6,11 +6,11 @@ import json
 import pytest
 
 import tinkex
-from client.waiting import until
 from tinkex import types
 from tinkex.client.observe import instrumentation, queue_states
 from tinkex.client.observe.progress import Row, summary_line
 from tinkex.testing import Answer
+from waiting import until
 
 
 @pytest.fixture(autouse=True)

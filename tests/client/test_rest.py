@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import tinkex
-from standin import Received, Reply, Standin, reply_json, standing_in
+from http_stub import Received, Reply, StubServer, reply_json, stub_server
 from tinkex import AdminClient, RestClient, types
 from tinkex.client import rest as rest_module
 from tinkex.client import rest_base
@@ -37,7 +37,7 @@ class Service:
             "POST /api/v1/client/config": reply_json({}),
             "POST /api/v1/client/dynamic_config": reply_json({}),
         }
-        self.standin: Standin = Standin()
+        self.standin: StubServer = StubServer()
 
     def __call__(self, request: Received) -> Reply:
         found = self.script.get(f"{request.method} {request.path}")
@@ -58,7 +58,7 @@ class Service:
 @pytest.fixture
 def here() -> Iterator[Service]:
     service = Service()
-    with standing_in(service) as service.standin:
+    with stub_server(service) as service.standin:
         yield service
 
 
@@ -258,7 +258,7 @@ def test_an_audit_log_on_another_host_is_fetched_without_the_key(
 ) -> None:
     admin = AdminClient(base_url=here.url, api_key="tml-one")
     entry = {"timestamp": "2026-01-01T00:00:00Z", "event": "made"}
-    with standing_in(lambda _: reply_json({"entries": [entry]})) as elsewhere:
+    with stub_server(lambda _: reply_json({"entries": [entry]})) as elsewhere:
         here.script["GET /api/v1/audit?event_type=all&day=2026-01-31"] = Reply(
             status=302, headers={"Location": f"{elsewhere.url}/log?signature=x"}
         )
@@ -468,7 +468,7 @@ def test_a_list_is_fetched_page_by_page_without_duplicates(here: Service, rest: 
     def answer(request: Received) -> Reply:
         return page(request) if "/sessions?" in request.path else Service.__call__(here, request)
 
-    with standing_in(answer) as paged, RestClient(base_url=paged.url) as client:
+    with stub_server(answer) as paged, RestClient(base_url=paged.url) as client:
         everything = client.all_sessions()
         assert list(everything) == [f"s-{number}" for number in range(205)]
 

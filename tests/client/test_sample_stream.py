@@ -11,6 +11,7 @@ from tinkex import SamplingParams, types
 from tinkex.client.http.sse import Consumed
 from tinkex.client.http.transport import Request, StreamedResponse, Unreachable
 from tinkex.testing import Answer, FakeService, Lost
+from waiting import until
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 PARAMS = SamplingParams(max_tokens=7, seed=1)
@@ -232,7 +233,7 @@ def test_an_abandoned_stream_cancels_its_sample(how):
         del stream
         gc.collect()
         assert network.closed.wait(5)
-        _until(lambda: fake.cancelled)
+        until(lambda: fake.cancelled)
     assert len(fake.cancelled) == 1
 
 
@@ -276,11 +277,3 @@ def test_it_works_over_a_real_socket(loopback):
         sampling = service.create_sampling_client(base_model="fake/model")
         stream = sampling.sample_stream(PROMPT, 1, PARAMS)
         assert gathered(stream)[0] == {0: [1, 2, 3, 1, 2, 3, 1]}
-
-
-def _until(condition):
-    for _ in range(500):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("not within 5 s")

@@ -5,7 +5,6 @@ import base64
 import json
 import multiprocessing
 import pickle
-import time
 
 import pytest
 
@@ -14,6 +13,7 @@ from tinkex import RetryConfig, SamplingClient, SamplingParams, types
 from tinkex.client import session as session_module
 from tinkex.client.sampling import draw
 from tinkex.testing import FakeService
+from waiting import until
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 PARAMS = SamplingParams(max_tokens=4)
@@ -105,7 +105,6 @@ def test_copies_keep_the_session_alive(fake, loopback, monkeypatch):
     monkeypatch.setattr(session_module, "HEARTBEAT_EVERY_S", 0.05)
     copy = SamplingClient.from_sampler_handle(sampling.get_sampler_handle(), api_key="tml-copy")
     copy.sample(PROMPT, 1, PARAMS).result(5)
-    deadline = time.monotonic() + 5
 
     def beats():
         return [
@@ -114,9 +113,7 @@ def test_copies_keep_the_session_alive(fake, loopback, monkeypatch):
             if s.endpoint == "session_heartbeat" and s.headers.get("x-api-key") == "tml-copy"
         ]
 
-    while len(beats()) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: len(beats()) >= 2, 5)
     assert beats()[0].json()["session_id"] == service.holder.session_id
     copy.holder.close("success").result(5)
     service.close("success").result(5)

@@ -14,6 +14,7 @@ from tinkex.client.session import Session
 from tinkex.testing import Answer, FakeService, Lost
 from tinkex.wire.codec import PROTOBUF_TYPE
 from tinkex.wire.protobuf import encode_sample_response
+from waiting import until
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 PARAMS = SamplingParams(max_tokens=4)
@@ -157,9 +158,7 @@ def test_cancelling_a_sample_reaches_the_server(how):
         future = sampling.sample(PROMPT, 1, PARAMS)
         assert hold.arrived.wait(5)
         assert future.cancel()
-    deadline = time.monotonic() + 5
-    while not fake.cancelled and time.monotonic() < deadline:
-        time.sleep(0.005)
+    until(lambda: fake.cancelled, 5)
     assert len(fake.cancelled) == 1
     hold.release()
     service.close("success").result(5)

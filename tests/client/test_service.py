@@ -15,6 +15,7 @@ import tinkex
 from tinkex import SamplingParams, types
 from tinkex.client import session as session_module
 from tinkex.testing import Answer, Lost
+from waiting import until
 
 
 def endpoints(fake):
@@ -199,12 +200,9 @@ def test_heartbeats_are_sent_until_the_session_ends(fake, monkeypatch):
     monkeypatch.setattr(session_module, "HEARTBEAT_EVERY_S", 0.02)
     service = fake.client()
     service.create_sampling_client(base_model="fake/model")
-    deadline = time.monotonic() + 5
-    while endpoints(fake).count("session_heartbeat") < 3 and time.monotonic() < deadline:
-        time.sleep(0.005)
+    until(lambda: endpoints(fake).count("session_heartbeat") >= 3, 5)
     fake.script("session_heartbeat", Lost(), Answer(status=503), Answer(status=410))
-    while fake._scripts["session_heartbeat"] and time.monotonic() < deadline:
-        time.sleep(0.005)
+    until(lambda: not fake._scripts["session_heartbeat"], 5)
     beats = endpoints(fake).count("session_heartbeat")
     time.sleep(0.1)
     assert endpoints(fake).count("session_heartbeat") == beats  # 410: the session has ended

@@ -10,11 +10,10 @@ import time
 import pytest
 
 import tinkex
-from loopback import Loopback
 from tinkex import TinkerError, types
 from tinkex.client.auth.key_store import StoredKey, StoredKeys, default_path, write
 from tinkex.client.settings import DEFAULT_URL, ApiKey, Settings, is_loopback, normalize_url
-from tinkex.testing import Answer, FakeService
+from tinkex.testing import Answer, FakeService, Loopback
 
 KEY = "tml-secret-0123456789"
 SLOW = {"retry-after": "1"}

@@ -9,11 +9,11 @@ import time
 import pytest
 
 import tinkex
-from client.waiting import until
 from tinkex import RetryConfig, SamplingParams, types
 from tinkex.client.http import polling
 from tinkex.client.http.polling import SharedPoll
 from tinkex.testing import Answer, FakeService, Lost
+from waiting import until
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 PARAMS = SamplingParams(max_tokens=4)

@@ -12,6 +12,7 @@ import tinkex
 from tinkex import types
 from tinkex.client.observe import telemetry
 from tinkex.testing import Answer, Lost
+from waiting import until
 
 
 def sent(fake):
@@ -95,9 +96,7 @@ def test_batches_are_sent_periodically(fake, monkeypatch):
         for _ in range(3):
             with pytest.raises(tinkex.RequestFailedError):
                 sampling.sample(types.ModelInput.empty(), 1, types.SamplingParams()).result(5)
-        deadline = time.monotonic() + 5
-        while len(events(fake)) < 4 and time.monotonic() < deadline:
-            time.sleep(0.005)
+        until(lambda: len(events(fake)) >= 4, 5)
         batch = json.loads(sent(fake)[0].body)
     assert batch["session_id"] == "s-1"
     assert batch["sdk_version"] == "0.36.0"
@@ -156,9 +155,7 @@ def test_e2_a_batch_has_a_hundred_events_and_is_sent_three_times_at_most(fake, m
         reporter = service.create_lora_training_client("fake/model").get_telemetry()
         for number in range(250):
             reporter.log("mine", {"number": number})
-        deadline = time.monotonic() + 5
-        while len(sent(fake)) < 6 and time.monotonic() < deadline:
-            time.sleep(0.005)
+        until(lambda: len(sent(fake)) >= 6, 5)
     batches = [
         [each["event_session_index"] for each in seen.json()["events"]] for seen in sent(fake)
     ]
@@ -188,9 +185,7 @@ def test_e2_no_error_waits_for_telemetry(fake, service):
     hold.release()
     with pytest.raises(tinkex.UnprocessableEntityError):
         future.result(5)
-    deadline = time.monotonic() + 5
-    while len(order) < 2 and time.monotonic() < deadline:
-        time.sleep(0.005)
+    until(lambda: len(order) >= 2, 5)
     assert order == ["told", "noted"]
 
 

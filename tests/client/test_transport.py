@@ -19,8 +19,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 import tinkex
-from client.waiting import until
-from standin import Reply, reply_json, standing_in
+from http_stub import Reply, reply_json, stub_server
 from tinkex import SamplingParams, types
 from tinkex.client.http.transport import (
     CONNECTIONS,
@@ -33,6 +32,7 @@ from tinkex.client.http.transport import (
     redirected,
 )
 from tinkex.testing import Answer, FakeService, Lost
+from waiting import until
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 
@@ -191,7 +191,7 @@ def test_a_redirect_within_the_origin_is_followed_with_the_key(status):
         return Reply(status=status, headers={"Location": f"/new{request.path}"})
 
     with (
-        standing_in(answer) as there,
+        stub_server(answer) as there,
         tinkex.ServiceClient(base_url=there.url, api_key="tml-1") as service,
     ):
         assert service.get_server_capabilities().supported_models == []
@@ -209,7 +209,7 @@ def test_the_key_never_goes_to_another_origin(elsewhere):
     def answer(request):
         return CAPABILITIES
 
-    with standing_in(answer) as other:
+    with stub_server(answer) as other:
         host = other.url.removeprefix("http://")
 
         def lead(request):
@@ -219,7 +219,7 @@ def test_the_key_never_goes_to_another_origin(elsewhere):
             )
             return Reply(status=307, headers={"Location": location})
 
-        with standing_in(lead) as there:
+        with stub_server(lead) as there:
             service = tinkex.ServiceClient(base_url=there.url, api_key="tml-1")
             error = caught(service.get_server_capabilities)
             assert error.status_code == 307
@@ -251,7 +251,7 @@ def test_a_redirect_that_changes_the_method_drops_the_body_and_loops_end():
     def answer(request):
         return Reply(status=302, headers={"Location": request.path})
 
-    with standing_in(answer) as there:
+    with stub_server(answer) as there:
         service = tinkex.ServiceClient(base_url=there.url)
         assert caught(service.get_server_capabilities).status_code == 302
         service.close("errored").result(5)
@@ -275,7 +275,7 @@ def test_cookies_of_the_service_are_sent_only_to_it():
         await transport.send(Request(method="GET", url=f"{one.url}/a"))
         await transport.close()
 
-    with standing_in(answer) as one, standing_in(answer) as other:
+    with stub_server(answer) as one, stub_server(answer) as other:
         asyncio.run(main())
         cookies = [request.headers.get("cookie") for request in one.requests]
         assert cookies == [None, *["AWSALB=ab+/c=="] * 3]
@@ -289,7 +289,7 @@ def test_the_response_of_an_error_has_the_attributes_of_httpx():
             return Reply(status=404, body=b'{"detail": "no"}', headers=headers)
         return CAPABILITIES
 
-    with standing_in(answer) as there, tinkex.RestClient(base_url=there.url) as rest:
+    with stub_server(answer) as there, tinkex.RestClient(base_url=there.url) as rest:
         error = caught(rest.get_training_run("r").result)
         response = error.response
         assert response.headers.get("Retry-After") == response.headers["retry-after"] == "3"

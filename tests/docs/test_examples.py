@@ -1,4 +1,4 @@
-"""The examples run, from the command line, as a reader would run them."""
+"""The examples run from the command line."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Every Python block of the README and the docs runs, top to bottom, one namespace a page."""
+"""All Python blocks of the README and the docs run, page by page from top to bottom."""
 
 import os
 import re
@@ -23,7 +23,7 @@ def name(page: Path) -> str:
 
 
 def as_program(page: Path) -> str:
-    """The page's blocks at their own line numbers, so that a traceback points into the page."""
+    """The blocks at their own line numbers, so that a traceback points into the page."""
     text = page.read_text()
     program = ""
     for block in BLOCK.finditer(text):
@@ -35,10 +35,9 @@ def as_program(page: Path) -> str:
 @pytest.fixture(scope="module")
 def local(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """
-    Settings of the server that pages call `base_url="local"`.
+    Settings of the server that pages use with `base_url="local"`.
 
-    The tiny model stands in under the embedded one's name. The server runs until the last page is
-    done: each page finds it running, as a second program on the same machine does.
+    It serves the tiny model under the name of the embedded one, and runs until the last page is done.
     """
     settings = {
         "TINKEX_LOCAL_DATA": str(tmp_path_factory.mktemp("local")),
@@ -67,13 +66,13 @@ def test_the_page_runs(page: Path, local: dict[str, str], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_between_pages_lead_somewhere(page: Path) -> None:
+def test_links_between_pages_are_valid(page: Path) -> None:
     for target in LINK.findall(page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{name(page)} links to {target}"
 
 
-def test_the_readme_shows_both_commands() -> None:
+def test_the_readme_shows_make_demo_and_make_test() -> None:
     text = (ROOT / "README.md").read_text()
     assert "make demo" in text
     assert "make test" in text

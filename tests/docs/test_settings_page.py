@@ -1,19 +1,19 @@
-"""The page of settings says what the settings are."""
+"""docs/reference/settings.md is up to date."""
 
-from docs.settings_page import PAGE, meanings, page
+from qa.reference_pages.settings import PAGE, field_comments, page
 from tinkex.cli.serve import command
 
 
-def test_the_page_of_settings_is_the_one_that_would_be_written_now() -> None:
-    assert PAGE.read_text() == page(), "run: python tests/docs/settings_page.py"
+def test_the_page_of_settings_is_up_to_date() -> None:
+    assert PAGE.read_text() == page(), "run: python -m qa.reference_pages.settings"
 
 
-def test_the_default_of_batch_tokens_is_told_as_the_engine_has_it() -> None:
+def test_the_documented_default_of_batch_tokens_is_that_of_the_engine() -> None:
     from tinkex.engine.engine import BATCH_TOKENS, DETERMINISTIC_BATCH_TOKENS
 
     default = f"{BATCH_TOKENS['cpu']:,} on a CPU{{}} {BATCH_TOKENS['cuda']:,} on a GPU"
     (option,) = (one for one in command.params if one.name == "batch_tokens")
     assert default.format(",") in str(getattr(option, "help", ""))
-    meaning = meanings()["batch_tokens"]
+    meaning = field_comments()["batch_tokens"]
     assert default.format(" and") in meaning
     assert f"{DETERMINISTIC_BATCH_TOKENS:,} in deterministic mode" in meaning

@@ -1,4 +1,4 @@
-"""M7: what the page on the training client says is what the code does."""
+"""M7: the page on the training client matches the code."""
 
 import inspect
 import re
@@ -14,7 +14,7 @@ from tinkex.client.http.transport import Request, Response
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "training-client.md").read_text()
 
 
-def test_m7_the_page_covers_what_programs_must_know():
+def test_m7_the_page_has_all_sections():
     headings = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
     assert headings == [
         "Order",
@@ -26,7 +26,7 @@ def test_m7_the_page_covers_what_programs_must_know():
     ]
 
 
-def test_m7_its_figures_are_those_of_the_code():
+def test_m7_the_figures_are_those_of_the_code():
     settings, policy = tinkex.Settings(), RetryPolicy()
     assert f"`TINKEX_FIRST_CONTACT_S` ({settings.first_contact_s:g} s)" in PAGE
     assert f"`TINKEX_GIVE_UP_S` ({settings.give_up_s:g} s)" in PAGE
@@ -39,7 +39,7 @@ def test_m7_its_figures_are_those_of_the_code():
 
 
 @pytest.mark.parametrize("status", range(400, 600))
-def test_m7_the_statuses_that_it_lists_are_those_that_are_repeated(status):
+def test_m7_the_listed_statuses_are_those_that_are_retried(status):
     line = next(line for line in PAGE.splitlines() if line.startswith("| connection lost"))
     listed = {int(number) for number in re.findall(r"\b\d{3}\b", line)}
     request = Request(method="POST", url="http://h/api/v1/optim_step")
@@ -47,8 +47,8 @@ def test_m7_the_statuses_that_it_lists_are_those_that_are_repeated(status):
     assert is_retryable(error) == (status in listed or (status >= 500 and "5xx" in line))
 
 
-def test_m7_repeats_are_bounded_by_time_and_not_by_count():
-    """The official client's ten tries would end a wait that has time left."""
+def test_m7_retries_are_limited_by_time_and_not_by_count():
+    """The official client's limit of ten attempts would end a wait that has time left."""
     names = {each.name for each in inspect.signature(RetryPolicy).parameters.values()}
     assert names == {"first_delay_s", "longest_delay_s", "jitter", "give_up_s"}
     assert "by time, not by count" in PAGE

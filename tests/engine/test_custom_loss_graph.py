@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor
 
-from losses import BY_NAME, LossFn, ppo
+from custom_loss_examples import BY_NAME, LossFn, ppo
 from tinkex.client.loss_tracing import trace
 from tinkex.engine.training import custom_loss_graph
 from tinkex.engine.training.custom_loss_graph import Graph

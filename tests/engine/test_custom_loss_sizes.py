@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.test_custom_loss_graph import attempt, call, graph_of
-from fuzz import graphs as hostile
+from qa.fuzz import custom_loss_graphs as hostile
 from tinkex.engine.training import custom_loss_parser
 from tinkex.engine.training.custom_loss_ops import (
     ATTRIBUTES,
@@ -188,9 +188,9 @@ def test_a_size_rule_that_ignores_empty_dimensions_is_detected(made: Callable[..
 def test_every_corpus_graph_is_refused_without_allocating() -> None:
     """Each graph would allocate gigabytes through an empty dimension."""
     kept = hostile.corpus()
-    hostile.attempted(kept[0])
+    hostile.outcome_of(kept[0])
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    outcomes = {wire["name"]: hostile.attempted(wire) for wire in kept}
+    outcomes = {wire["name"]: hostile.outcome_of(wire) for wire in kept}
     assert {name: what for name, what in outcomes.items() if what != "refused"} == {}
     assert len(outcomes) >= 40
     # The largest single value that is allowed has 64 MiB.

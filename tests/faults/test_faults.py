@@ -1,4 +1,4 @@
-"""The short form of tests/faults/run.py: what a failing network does to results is nothing."""
+"""A short form of qa/faults/run.py: a faulty network does not change results."""
 
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
@@ -9,64 +9,67 @@ from pathlib import Path
 import pytest
 
 import tinkex
-from faults.echo import echoing
-from faults.program import Plan
-from faults.proof import BASE, TINY, check, through, through_echo, tiny_server
-from faults.proxy import FAULTS, Dice, in_front_of
+from qa.faults.comparison import BASE, TINY, check, run_through_proxy, run_with_echo, tiny_server
+from qa.faults.counting_server import echo_server
+from qa.faults.proxy import FAULTS, FaultSchedule, fault_proxy
+from qa.faults.workload import Plan
 from tinkex import types
 from tinkex.client.http.retry import RetryPolicy
 
 SEED = 1
 
-# The waits that a server asks for take as long as they take, more so on a busy machine.
+# Waits for Retry-After cannot be shortened, and take longer on a busy machine.
 pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short waits, and few samples that ask for themselves, so that the shared poll is used."""
+def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short backoff, and a low limit of single polls, so that samples use the shared poll."""
     quick = partial(RetryPolicy, first_delay_s=0.02)
     monkeypatch.setattr("tinkex.client.http.api_calls.RetryPolicy", quick)
     monkeypatch.setattr("tinkex.client.http.polling.MAX_SELF_POLLING", 4)
 
 
-def test_o2_o6_h2_h4_nothing_is_lost_and_nothing_runs_twice_on_a_failing_network(tmp_path: Path):
+def test_o2_o6_h2_h4_nothing_is_lost_and_nothing_runs_twice_on_a_faulty_network(tmp_path: Path):
     plan = Plan(base_model=BASE, steps=40, samples=120, sampler_every=5, save_every=4, load_every=9)
-    calm = through_echo(plan, tmp_path / "calm", seed=SEED, rate=0.0)
-    faulty = through_echo(plan, tmp_path / "faulty", seed=SEED, rate=0.25)
-    check(plan, calm, faulty)
-    assert not calm.proxy.met
-    # Most kinds, on most endpoints: the run is not an easy one by accident.
-    assert len(faulty.proxy.met) >= len(FAULTS) - 3
-    endpoints = {endpoint for endpoint, _ in faulty.proxy.met_by}
+    baseline = run_with_echo(plan, tmp_path / "baseline", seed=SEED, rate=0.0)
+    faulty = run_with_echo(plan, tmp_path / "faulty", seed=SEED, rate=0.25)
+    check(plan, baseline, faulty)
+    assert not baseline.proxy.faults
+    # The run must contain most kinds of faults, on most endpoints.
+    assert len(faulty.proxy.faults) >= len(FAULTS) - 3
+    endpoints = {endpoint for endpoint, _ in faulty.proxy.faults_by_endpoint}
     assert {"forward_backward", "optim_step", "asample", "retrieve_future"} < endpoints
     assert "retrieve_futures" in faulty.proxy.requests
     assert "stream_sample" in faulty.proxy.requests
 
 
-def test_the_weights_are_the_same_to_the_last_bit(tiny_model: Path, tmp_path: Path):
+def test_weights_are_bit_identical_on_a_faulty_network(tiny_model: Path, tmp_path: Path):
     plan = Plan(base_model=TINY, steps=16, samples=40, sampler_every=2, save_every=2, load_every=3)
     with tiny_server(tiny_model, tmp_path) as server:
-        calm, faulty = (
-            through(server.url, server.data, plan, seed=SEED, rate=rate) for rate in (0.0, 0.25)
+        baseline, faulty = (
+            run_through_proxy(server.url, server.data, plan, seed=SEED, rate=rate)
+            for rate in (0.0, 0.25)
         )
-    check(plan, calm, faulty)
-    assert len(calm.stored.weights) == 4
-    assert faulty.proxy.met
+    check(plan, baseline, faulty)
+    assert len(baseline.stored.weights) == 4
+    assert faulty.proxy.faults
 
 
-def test_the_same_seed_brings_the_same_faults():
-    one, two, other = Dice(3, 0.5), Dice(3, 0.5), Dice(4, 0.5)
-    thrown = [[dice.throw("asample")[0] for _ in range(50)] for dice in (one, two, other)]
-    assert thrown[0] == thrown[1] != thrown[2]
-    assert set(thrown[0]) - {None} <= FAULTS.keys()
+def test_the_same_seed_gives_the_same_faults():
+    one, two, other = FaultSchedule(3, 0.5), FaultSchedule(3, 0.5), FaultSchedule(4, 0.5)
+    faults = [
+        [schedule.next_fault("asample")[0] for _ in range(50)] for schedule in (one, two, other)
+    ]
+    assert faults[0] == faults[1] != faults[2]
+    assert set(faults[0]) - {None} <= FAULTS.keys()
 
 
-def test_sessions_models_and_samplers_begin_once_and_end_on_a_failing_network(tmp_path: Path):
-    """The endpoints that a long run asks a few times only, spoiled every second time."""
+def test_sessions_models_and_samplers_are_created_once_on_a_faulty_network(tmp_path: Path):
+    """Injects faults into half of the requests, for endpoints that a long run calls rarely."""
     count = 10
 
-    def whole_life(url: str) -> list[int]:
+    def run_session(url: str) -> list[int]:
         with tinkex.ServiceClient(base_url=url) as service:
             assert service.get_server_capabilities().supported_models[0].model_name == BASE
             service.create_sampling_client(base_model=BASE)
@@ -78,12 +81,12 @@ def test_sessions_models_and_samplers_begin_once_and_end_on_a_failing_network(tm
             return sampling.sample(prompt, 1, params).result(60).sequences[0].tokens
 
     with (
-        echoing(tmp_path) as (url, executor),
-        in_front_of(url, seed=SEED, rate=0.5) as proxy,
+        echo_server(tmp_path) as (url, executor),
+        fault_proxy(url, seed=SEED, rate=0.5) as proxy,
         ThreadPoolExecutor(count) as pool,
     ):
-        lives = list(pool.map(whole_life, [proxy.url] * count))
-    assert lives == [lives[0]] * count
+        results = list(pool.map(run_session, [proxy.url] * count))
+    assert results == [results[0]] * count
     assert list(executor.steps().values()) == [1] * count
     assert len(executor.prompts()) == count
     with closing(sqlite3.connect(tmp_path / "tinkex.db")) as db:
@@ -91,11 +94,11 @@ def test_sessions_models_and_samplers_begin_once_and_end_on_a_failing_network(tm
             db.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
             for table in ("sessions", "models", "samplers")
         ]
-        ended = db.execute("SELECT count(*) FROM sessions WHERE finish_reason = 'success'")
+        finished = db.execute("SELECT count(*) FROM sessions WHERE finish_reason = 'success'")
         assert rows == [count, count, 2 * count]
-        assert ended.fetchone()[0] == count
-    spoiled = {endpoint for endpoint, _ in proxy.met_by}
-    assert spoiled >= {
+        assert finished.fetchone()[0] == count
+    faulty = {endpoint for endpoint, _ in proxy.faults_by_endpoint}
+    assert faulty >= {
         "client/config",
         "client/dynamic_config",
         "create_session",

@@ -1,4 +1,4 @@
-"""The loop that the other tests run here, against the hosted service: `TINKEX_LIVE=1` and a key."""
+"""A training loop against the hosted service; runs with `TINKEX_LIVE=1` and an API key."""
 
 import os
 
@@ -8,20 +8,18 @@ import tinkex
 from tinkex import types
 
 LIVE = os.environ.get("TINKEX_LIVE") == "1"
-# Taken at import: the suite clears the environment of keys, so that no other test can use one.
+# Read at import, because a fixture removes keys from the environment for all other tests.
 KEY = os.environ.get("TINKER_API_KEY")
 BASE_MODEL = os.environ.get("TINKEX_LIVE_MODEL", "Qwen/Qwen3-8B")
 
 pytestmark = [
     pytest.mark.may_skip,  # CI has no key
-    pytest.mark.skipif(
-        not (LIVE and KEY), reason="the hosted service is tried only with TINKEX_LIVE=1 and a key"
-    ),
+    pytest.mark.skipif(not (LIVE and KEY), reason="needs TINKEX_LIVE=1 and an API key"),
 ]
 
 
-@pytest.mark.timeout(1200)  # somebody else's queue
-def test_a_loop_trains_samples_saves_and_goes_on_on_the_hosted_service() -> None:
+@pytest.mark.timeout(1200)  # the hosted service may queue requests
+def test_train_sample_save_and_load_on_the_hosted_service() -> None:
     with tinkex.ServiceClient(api_key=KEY) as service:
         names = [m.model_name for m in service.get_server_capabilities().supported_models]
         assert BASE_MODEL in names
@@ -39,8 +37,8 @@ def test_a_loop_trains_samples_saves_and_goes_on_on_the_hosted_service() -> None
         assert losses[-1] < losses[0]
         sampler = training.save_weights_and_get_sampling_client()
         prompt = types.ModelInput.from_ints(tokens[:4])
-        answer = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4)).result()
-        assert len(answer.sequences[0].tokens) <= 4
+        response = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4)).result()
+        assert len(response.sequences[0].tokens) <= 4
         path = training.save_state("tinkex-live-test", ttl_seconds=3600).result().path
         again = service.create_training_client_from_state(path)
         before = training.forward([datum], "cross_entropy").result().metrics["loss:sum"]

@@ -1,4 +1,4 @@
-"""The architecture as a table, and the light import."""
+"""The table of allowed imports, and what `import tinkex` loads."""
 
 import ast
 import json
@@ -11,9 +11,9 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "tinkex"
 
-#: room -> what it may import: other rooms of tinkex, then packages from outside. The longest
-#: name that fits a file counts. "~" allows it inside functions only: loaded when used.
-ROOMS = {
+#: What each package or module may import: parts of tinkex, then third-party packages. The longest
+#: matching name applies. "~" allows an import only inside functions, so that it loads on first use.
+ALLOWED_IMPORTS = {
     "": "client wire types compat",
     "compat": "client wire types",
     "compat.import_aliases": "",
@@ -26,7 +26,7 @@ ROOMS = {
     "pytest_plugin": "pytest ~testing",
     "testing": "client wire ~engine ~aiohttp",
     "wire": "extras pydantic pydantic_core google ~numpy ~torch ~zstandard",
-    "client": "extras wire pydantic ~numpy ~models ~zstandard ~compression",  # the last: Python 3.14's own
+    "client": "extras wire pydantic ~numpy ~models ~zstandard ~compression",  # compression is Python 3.14's own
     "client.custom_loss": "extras client wire ~numpy ~torch",
     "client.loss_tracing": "extras client wire ~torch",
     "regularizers": "extras client wire ~torch",
@@ -58,16 +58,16 @@ def modules():
     return sorted(path for path in SOURCE.rglob("*.py") if "_pb2" not in path.name)
 
 
-def room_of(path: Path) -> str:
+def entry_for(path: Path) -> str:
     parts = path.relative_to(SOURCE).with_suffix("").parts
     name = ".".join(part for part in parts if part != "__init__")
-    while name not in ROOMS and name:
+    while name not in ALLOWED_IMPORTS and name:
         name = name.rpartition(".")[0]
     return name
 
 
 def imports(path: Path):
-    """(imported module, whether inside a function); what only type checkers see is left out."""
+    """Imported modules, and whether inside a function; without imports for type checkers."""
 
     def visit(node, inside):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -79,7 +79,7 @@ def imports(path: Path):
             for alias in node.names:
                 yield alias.name, inside
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative imports hide which room is meant"
+            assert node.level == 0, f"{path}: relative imports are not allowed"
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 yield (full if node.module == "tinkex" else node.module), inside
@@ -89,15 +89,15 @@ def imports(path: Path):
     yield from visit(ast.parse(path.read_text()), False)
 
 
-def within(name: str, rooms: Iterable[str]) -> bool:
-    """Whether a module is in one of the rooms: "server.plan" is in "server"."""
-    return any(name == room or name.startswith(f"{room}.") for room in rooms)
+def within(name: str, packages: Iterable[str]) -> bool:
+    """Whether a module is in one of the packages: "server.web" is in "server"."""
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_every_import_is_in_the_table(path):
-    room = room_of(path)
-    words = ROOMS[room].split()
+    entry = entry_for(path)
+    words = ALLOWED_IMPORTS[entry].split()
     always = {word for word in words if not word.startswith("~")}
     inside_functions = {word.removeprefix("~") for word in words}
     for imported, inside in imports(path):
@@ -106,21 +106,23 @@ def test_every_import_is_in_the_table(path):
             continue
         name = rest if package == "tinkex" else imported
         if package == "tinkex" and rest and not list(SOURCE.glob(f"{rest.split('.')[0]}*")):
-            name = "client"  # `from tinkex import ServiceClient`: the public surface
-        if package == "tinkex" and (not rest or (room and within(name, [room]))):
-            continue  # its own room, or the public surface
+            name = "client"  # `from tinkex import ServiceClient`: the public API
+        if package == "tinkex" and (not rest or (entry and within(name, [entry]))):
+            continue  # its own package, or the public API
         allowed = inside_functions if inside else always
         when = "" if inside else " when it is loaded"
-        assert within(name, allowed), f"{room or 'tinkex'} may not import {imported}{when} ({path})"
+        assert within(name, allowed), (
+            f"{entry or 'tinkex'} may not import {imported}{when} ({path})"
+        )
 
 
 def test_client_and_server_never_import_each_other():
     for path in modules():
-        room = room_of(path).partition(".")[0]
+        package = entry_for(path).partition(".")[0]
         names = [name for name, _ in imports(path)]
-        if room in ("client", "wire", "models", "", "types"):
+        if package in ("client", "wire", "models", "", "types"):
             assert not [n for n in names if n.startswith(("tinkex.server", "tinkex.engine"))], path
-        if room == "server":
+        if package == "server":
             assert not [n for n in names if n.startswith(("tinkex.client", "tinkex.engine"))], path
 
 
@@ -147,7 +149,7 @@ def loaded_by(code: str) -> list[str]:
     return json.loads(done.stdout)
 
 
-def test_importing_tinkex_loads_next_to_nothing():
+def test_importing_tinkex_loads_no_large_package():
     loaded = loaded_by("import tinkex; tinkex.__version__")
     assert not HEAVY & set(loaded)
     assert not {"numpy", "pydantic", "aiohttp", "google.protobuf"} & set(loaded)

@@ -1,4 +1,4 @@
-"""With CI=true a skipped test is a failed one, so that nothing goes untested unnoticed."""
+"""With CI=true a skipped test fails, so that missing dependencies are noticed."""
 
 import os
 import subprocess
@@ -14,9 +14,9 @@ import pytest
 
 @pytest.fixture
 def missing():
-    pytest.skip("no such part here")
+    pytest.skip("dependency is missing")
 
-def test_of_a_missing_part(missing): ...
+def test_with_a_missing_dependency(missing): ...
 
 @pytest.mark.may_skip
 def test_that_may_be_skipped(missing): ...
@@ -33,7 +33,7 @@ WHOLE_FILE = "import pytest\npytest.importorskip('no_such_package')\ndef test_ne
 def run(folder: Path, *, ci: str | None) -> tuple[int, str]:
     environment = {name: value for name, value in os.environ.items() if name != "CI"}
     environment["PYTHONPATH"] = str(TESTS)
-    # Plugins that are installed beside pytest take seconds to import.
+    # Installed plugins take seconds to import.
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     if ci is not None:
         environment["CI"] = ci
@@ -52,24 +52,24 @@ def run(folder: Path, *, ci: str | None) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("ci", [None, ""])
-def test_skips_are_skips_on_a_developers_machine(tmp_path: Path, ci: str | None) -> None:
+def test_skips_are_allowed_without_ci(tmp_path: Path, ci: str | None) -> None:
     (tmp_path / "test_one.py").write_text(ONE)
     (tmp_path / "test_whole.py").write_text(WHOLE_FILE)
-    status, told = run(tmp_path, ci=ci)
-    assert status == 0, told
-    assert "1 passed, 3 skipped, 1 xfailed" in told
+    status, output = run(tmp_path, ci=ci)
+    assert status == 0, output
+    assert "1 passed, 3 skipped, 1 xfailed" in output
 
 
-def test_skips_fail_with_ci_but_for_those_that_may(tmp_path: Path) -> None:
+def test_with_ci_only_tests_marked_may_skip_may_be_skipped(tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text(ONE)
-    status, told = run(tmp_path, ci="true")
-    assert status == 1, told
-    assert "1 passed, 1 skipped, 1 xfailed, 1 error" in told
-    assert "no such part here" in told
+    status, output = run(tmp_path, ci="true")
+    assert status == 1, output
+    assert "1 passed, 1 skipped, 1 xfailed, 1 error" in output
+    assert "dependency is missing" in output
 
 
 def test_a_skipped_file_fails_with_ci(tmp_path: Path) -> None:
     (tmp_path / "test_whole.py").write_text(WHOLE_FILE)
-    status, told = run(tmp_path, ci="true")
-    assert status != 0, told
-    assert "no_such_package" in told
+    status, output = run(tmp_path, ci="true")
+    assert status != 0, output
+    assert "no_such_package" in output

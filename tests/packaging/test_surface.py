@@ -1,4 +1,4 @@
-"""What users may rely on: the names, and the agreement of version, changelog and metadata."""
+"""The public names, and consistency of version, changelog and metadata."""
 
 import ast
 import importlib
@@ -27,13 +27,13 @@ def test_every_public_name_exists_and_is_listed_in_order():
     public = {
         name
         for name, value in vars(tinkex).items()
-        # Rooms become attributes when any test of this run has imported them.
+        # Subpackages become attributes when any test of this run has imported them.
         if not name.startswith("_") and not isinstance(value, ModuleType)
     }
     assert public - {"annotations", "TYPE_CHECKING", "Any"} <= set(tinkex.__all__)
 
 
-def test_type_checkers_and_the_lazy_table_see_the_same_names():
+def test_type_checkers_and_the_lazy_loader_see_the_same_names():
     tree = ast.parse(Path(tinkex.__file__).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {
@@ -46,16 +46,16 @@ def test_type_checkers_and_the_lazy_table_see_the_same_names():
     assert seen == table | {("", name) for name in tinkex._MODULES}
 
 
-def test_a_name_that_does_not_exist_is_an_attribute_error():
+def test_an_unknown_name_raises_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         tinkex.Nothing  # noqa: B018
 
 
 @cache
 def failed_checks() -> frozenset[str]:
-    """What `tests/data/compare_api.py` finds missing or different."""
-    data = ROOT / "tests" / "data"
-    command = [sys.executable, data / "compare_api.py", "--package", "tinkex", "--json"]
+    """The names of the checks that `qa/api_surface/compare.py` reports as failed."""
+    program = ROOT / "qa" / "api_surface" / "compare.py"
+    command = [sys.executable, program, "--package", "tinkex", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     report = json.loads(done.stdout)
     assert report["note"] is None
@@ -70,7 +70,7 @@ def deliberate() -> list[list[str]]:
     return [re.findall(r"`([^`]+)`", row) for row in rows]
 
 
-def test_the_whole_surface_is_there_but_for_the_documented_differences():
+def test_only_documented_differences_from_the_official_surface_exist():
     expected = {name for row in deliberate() for name in row}
     assert failed_checks() == expected
 
@@ -79,10 +79,10 @@ def test_the_differences_are_few():
     assert len(deliberate()) <= 10
 
 
-def test_what_we_export_beyond_the_official_client():
+def test_additional_exports_are_known():
     official = json.loads((ROOT / "tests" / "data" / "api-surface.json").read_text())
     ours = set(tinkex.__all__) - set(official["modules"]["."]["names"])
-    # Theirs of the first is hidden in a private module; theirs of the second is the environment.
+    # The official client has some of these in private modules or environment variables.
     assert ours == {
         "BreakerPolicy",
         "CircuitOpenError",
@@ -103,7 +103,7 @@ def test_what_we_export_beyond_the_official_client():
     }
 
 
-def test_every_import_path_leads_to_what_the_package_exports():
+def test_every_official_import_path_gives_the_exported_object():
     official = json.loads((ROOT / "tests" / "data" / "api-surface.json").read_text())
     expected = {name for row in deliberate() for name in row}
     for path, names in official["import_paths"].items():

@@ -1,4 +1,4 @@
-"""Two owners with keys on one server, and clients with a key."""
+"""API keys of several owners on one server, and clients with a them."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -11,7 +11,7 @@ from tinkex.server.store import open_store
 
 
 async def new_key(folder: Path, owner: str, **options: object) -> str:
-    """Create a key in the folder of a running server, as `tinkex key create` does."""
+    """Create a key in the data folder of a running server, as `tinkex key create` does."""
     store = open_store(
         db_url=f"sqlite:///{folder / 'tinkex.db'}", storage_url=str(folder), folder=folder
     )
@@ -36,7 +36,7 @@ async def revoke(folder: Path, key_id: int) -> None:
 async def with_key(
     api: Api, key: str | None, headers: Mapping[str, str] | None = None
 ) -> AsyncIterator[Api]:
-    """A client of the same server with this key."""
+    """A client of the same server sends this key."""
     sent = {**({} if key is None else {"X-API-Key": key}), **(headers or {})}
     url = str(api.http._base_url)
     async with aiohttp.ClientSession(url, headers=sent) as http:
@@ -44,10 +44,10 @@ async def with_key(
 
 
 def everything_kept(folder: Path) -> bytes:
-    """All bytes of all files of a data folder."""
+    """The bytes of all files in a data folder."""
     return b"\n".join(file.read_bytes() for file in folder.rglob("*") if file.is_file())
 
 
 def is_private(file: Path) -> bool:
-    """Whether only its owner can read it."""
+    """Whether only its owner of the file can read it."""
     return file.stat().st_mode & 0o077 == 0

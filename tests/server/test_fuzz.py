@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fuzz import fuzzing
+from qa.fuzz import run as fuzzing
 from server.echo import EchoExecutor
 from server.hosting import hosted
 from serving import Server
@@ -15,8 +15,8 @@ from serving import Server
 async def test_no_json_is_answered_with_a_server_error(tmp_path: Path) -> None:
     async with hosted(EchoExecutor(), tmp_path, gap_s=0.2, long_poll_s=0.1) as api:
         url = str(api.http._base_url).rstrip("/")
-        told = await asyncio.to_thread(fuzzing.schemathesis, url, cases=6, within_s=50)
-    assert "No issues found" in told
+        output = await asyncio.to_thread(fuzzing.schemathesis, url, cases=6, timeout_s=50)
+    assert "No issues found" in output
 
 
 def test_no_protobuf_is_answered_with_a_server_error(server: Server) -> None:

@@ -6,7 +6,7 @@ import gzip
 import json
 import resource
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from docs.limits_page import PAGE, ROOT, page
+from qa.reference_pages.limits import PAGE, ROOT, page
 from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted
 from server.limits import LIMITS, SMALL, Ids, Limit
@@ -22,6 +22,7 @@ from server.tenants import new_key, with_key
 from tinkex.server.api import bodies, http_limits, operations, sessions
 from tinkex.server.store import checkpoint_lists, events
 from tinkex.wire import errors, limits
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -62,7 +63,7 @@ async def test_each_limit_has_a_clear_error(small: Api, limit: Limit) -> None:
 
 
 def test_the_page_of_limits_is_up_to_date() -> None:
-    assert PAGE.read_text() == page(), "run: python tests/docs/limits_page.py"
+    assert PAGE.read_text() == page(), "run: python -m qa.reference_pages.limits"
     for limit in LIMITS:
         if limit.case is None:
             file, _, name = limit.test.partition("::")
@@ -346,7 +347,7 @@ async def test_the_arriving_bytes_of_an_owner_are_limited(tmp_path: Path) -> Non
             writer.write(head.format(key).encode() + body)
             writers.append(writer)
         # Half of Alice's are refused, and wait for the rest of their bodies.
-        await until(lambda: held.get("alice", 0) > 800_000 - len(body) and "bob" in held)
+        await until_async(lambda: held.get("alice", 0) > 800_000 - len(body) and "bob" in held)
         async with with_key(api, keys[0]) as alice, with_key(api, keys[1]) as bob:
             full = await alice.post("asample", body)
             assert full.status == 429
@@ -354,7 +355,7 @@ async def test_the_arriving_bytes_of_an_owner_are_limited(tmp_path: Path) -> Non
             assert (await bob.post("asample", body)).status == 422
             for writer in writers:
                 writer.close()
-            await until(lambda: not held)
+            await until_async(lambda: not held)
             assert (await alice.post("asample", body)).status == 422
 
 

@@ -14,12 +14,12 @@ import pytest
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, with_key
-from server.waiting import until
 from tinkex.server import processes, web
 from tinkex.server.api.http_limits import MIN_PROGRESS_BYTES, Phase, StallTimer
 from tinkex.server.executor import Outcome, Work
 from tinkex.server.scheduler.results import FinishedRequest
 from tinkex.server.scheduler.step_queue import Kind
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -93,7 +93,7 @@ async def test_five_thousand_samples_of_two_hundred_sessions_wait_in_bounded_mem
         assert each < MOST_BYTES_EACH, f"{each:.0f} bytes for each waiting sample"
         # All of them finish, and only their results stay in memory.
         held.open.set()
-        await until(lambda: not len(context.futures), 60)
+        await until_async(lambda: not len(context.futures), 60)
         assert (await api.result(ids[-1]))["sequences"]
         assert not context.futures.loads
         assert not context.scheduler.engine(BASE).samples._running
@@ -139,7 +139,7 @@ async def test_the_model_of_a_finished_client_is_evicted_until_it_is_used(api: A
     assert [run.model.model_id for run in scheduler._models.opened()] == [model]
     finish = {"reason": {"type": "success"}, "detail": None}
     assert (await api.post(f"sessions/{session}/finish", finish)).status == 200
-    await until(lambda: not list(scheduler._models.opened()))
+    await until_async(lambda: not list(scheduler._models.opened()))
     assert not scheduler._models._opening
 
 
@@ -158,7 +158,7 @@ async def test_a_model_whose_client_is_back_stays(api: Api, echo: EchoExecutor) 
     await asyncio.sleep(0)
     assert [run.loaded_in for run in scheduler._models.opened()] == [1]
     scheduler.unload_session(session)
-    await until(lambda: not list(scheduler._models.opened()))
+    await until_async(lambda: not list(scheduler._models.opened()))
     assert await api.value(await api.optim_step(model, 3)) == 0.0
 
 
@@ -222,7 +222,7 @@ async def test_stalled_connections_are_closed(
             assert await closed(held)
         dropping.cancel()
         await asyncio.gather(dropping, return_exceptions=True)
-        await until(lambda: not state.connections and not state.tasks)
+        await until_async(lambda: not state.connections and not state.tasks)
         assert (await api.get("/api/v1/healthz")).status == 200
 
 
@@ -281,7 +281,7 @@ async def test_an_unread_answer_is_aborted_and_a_slowly_read_one_is_not(
         reading = asyncio.create_task(byte_by_byte())
         assert await in_pieces() >= LARGE
         slowly.close()
-        await until(lambda: not state.connections and not state.tasks)
+        await until_async(lambda: not state.connections and not state.tasks)
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         by_bytes.close()
@@ -301,14 +301,14 @@ async def test_clients_that_vanish_during_a_poll_leave_nothing_behind(tmp_path: 
         vanishing = [connected(api) for _ in range(100)]
         for one in vanishing:
             await loop.sock_sendall(one, polling)
-        await until(lambda: len(futures._unfinished[request_id].waiters) == 100)
+        await until_async(lambda: len(futures._unfinished[request_id].waiters) == 100)
         for number, one in enumerate(vanishing):
             if number % 2:  # a reset without a FIN
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             one.close()
         # Their polls end with their connections, long before the timeout.
-        await until(lambda: len(state.connections) <= 2)
-        await until(lambda: not futures.is_polled(request_id) and not state.tasks)
+        await until_async(lambda: len(state.connections) <= 2)
+        await until_async(lambda: not futures.is_polled(request_id) and not state.tasks)
         held.open.set()
         assert (await api.result(request_id))["sequences"]
 
@@ -318,11 +318,11 @@ async def test_connections_over_the_maximum_get_a_503(tmp_path: Path) -> None:
         others = [connected(api) for _ in range(5)]
         assert api.server is not None
         state = api.server.server_state
-        await until(lambda: len(state.connections) >= 5)
+        await until_async(lambda: len(state.connections) >= 5)
         assert (await api.get("/api/v1/healthz")).status == 503
         for one in others:
             one.close()
-        await until(lambda: len(state.connections) < 4)
+        await until_async(lambda: len(state.connections) < 4)
         assert (await api.get("/api/v1/healthz")).status == 200
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
-from server.waiting import until
 from tinkex.server.api.downloads import PIECE_BYTES
 from tinkex.server.executor import Task, Work
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -98,14 +98,14 @@ async def test_an_unread_download_holds_one_piece_and_ends(
         def waiting() -> list[int]:
             return [one.transport.get_write_buffer_size() for one in state.connections]
 
-        await until(lambda: sum(size > 0 for size in waiting()) == READERS)
+        await until_async(lambda: sum(size > 0 for size in waiting()) == READERS)
         assert files_open(tmp_path) >= READERS
         assert max(waiting()) <= PIECE_BYTES + 2**17
         # Aborted after the stall timeout.
-        await until(lambda: len(state.connections) <= 1 and not state.tasks)
-        await until(lambda: not files_open(tmp_path), 5)
+        await until_async(lambda: len(state.connections) <= 1 and not state.tasks)
+        await until_async(lambda: not files_open(tmp_path), 5)
         # The same link works for a client that reads.
         async with api.http.get(link) as whole:
             assert whole.status == 200
             assert len(await whole.read()) > LARGE
-        await until(lambda: not files_open(tmp_path), 5)
+        await until_async(lambda: not files_open(tmp_path), 5)

@@ -13,7 +13,7 @@ import pytest
 from server.hosting import Api, hosted
 from server.streaming_executor import StreamingExecutor, sample_body
 from server.tenants import new_key, with_key
-from server.waiting import until
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -96,7 +96,7 @@ async def test_unread_streams_delay_no_one_and_buffer_little(
     async with hosted(executor, tmp_path, stall_s=60.0) as api:
         unread = [await open_unread(api, kept, sample_body(most)) for _ in range(READERS)]
         async with dripping(unread[::2]):
-            await until(lambda: len(ready_bytes(api)) == READERS)
+            await until_async(lambda: len(ready_bytes(api)) == READERS)
             # Other streams and samples are not delayed.
             async with api.http.post("/api/v1/stream_sample", json=sample_body(2000)) as stream:
                 assert b"event: done" in await stream.read()
@@ -104,9 +104,9 @@ async def test_unread_streams_delay_no_one_and_buffer_little(
             assert (await api.result(quick.json["request_id"]))["sequences"]
             assert max(ready_bytes(api)) <= MOST_READY
             # The samples finish, although they are not read.
-            await until(lambda: sum(executor.sampled.values()) >= READERS * most, 60)
+            await until_async(lambda: sum(executor.sampled.values()) >= READERS * most, 60)
             assert api.app is not None
-            await until(lambda: not len(api.app.state.context.futures))
+            await until_async(lambda: not len(api.app.state.context.futures))
             assert len(ready_bytes(api)) == READERS
             assert max(ready_bytes(api)) <= MOST_READY
         # A client that reads on gets events of the size of the whole sample.
@@ -118,7 +118,7 @@ async def test_unread_streams_delay_no_one_and_buffer_little(
             assert max(ready_bytes(api)) <= MOST_READY
         for one in unread:
             one.close()
-        await until(lambda: not ready_bytes(api))
+        await until_async(lambda: not ready_bytes(api))
 
 
 async def test_unread_streams_end_and_free_their_slots(
@@ -137,8 +137,8 @@ async def test_unread_streams_end_and_free_their_slots(
             assert refused.status == 429
             async with dripping(unread[::2]):
                 # Aborted, and their samples cancelled long before their end.
-                await until(lambda: len(state.connections) <= 1 and not ready_bytes(api))
-                await until(lambda: not len(api.app.state.context.futures))
+                await until_async(lambda: len(state.connections) <= 1 and not ready_bytes(api))
+                await until_async(lambda: not len(api.app.state.context.futures))
         assert executor.cancelled == 2 * READERS
         assert not api.app.state.context.scheduler.engine(BASE).samples._running
         async with alice.http.post("/api/v1/stream_sample", json=sample_body(200)) as stream:

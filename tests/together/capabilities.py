@@ -1,4 +1,4 @@
-"""What every official SDK must be able to do on our server, judged by what `sdk_program.py` printed."""
+"""What every official SDK must be able to do on the server: checks of the output of `capabilities_program.py`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import sdk_envs
-from sdk_programs import run_program
 from serving import TINY, Server
+from together.official_sdk import run_program
 
-PROGRAM = Path(__file__).with_name("sdk_program.py")
+PROGRAM = Path(__file__).with_name("capabilities_program.py")
 
 Run = dict[str, Any]
 
 
 def run_capabilities(version: str, server: Server, vocabulary: int) -> Run:
-    """What the program printed, run in the environment of that SDK version."""
+    """Runs the program with one SDK version; its output."""
     torch = sdk_envs.ensure_torch()
     result = run_program(
         version, PROGRAM, TINY, str(vocabulary), torch, server=server, timeout_s=140
@@ -31,7 +31,7 @@ def near(found: Sequence[float], expected: Sequence[float], within: float) -> bo
 
 
 def trains(run: Run) -> None:
-    """Sixty steps memorise the data: the loss halves within 20 and ends under 0.1 nat a token."""
+    """Sixty steps memorize the data: the loss halves within 20 and ends below 0.1 nat per token."""
     losses = run["losses"]
     assert len(losses) == 60
     assert min(losses[:20]) < losses[0] / 2
@@ -39,14 +39,14 @@ def trains(run: Run) -> None:
 
 
 def samples(run: Run) -> None:
-    """Greedy samples are the training text, twice the same."""
+    """Greedy samples reproduce the training text, twice."""
     for text, (first, second) in zip(run["texts"], run["sampled"], strict=True):
         assert text[:4] + first == text
         assert first == second
 
 
 def samples_what_it_trained(run: Run) -> None:
-    """At temperature 0 the untempered logprobs are reported; they come from the same weights."""
+    """At temperature 0 samples have the logprobs of temperature 1, and those of the trained weights."""
     width = len(run["texts"][0]) - 1
     for n, sampled in enumerate(run["sampled_logprobs"]):
         forward = run["logprobs"][n * width : (n + 1) * width]
@@ -54,14 +54,14 @@ def samples_what_it_trained(run: Run) -> None:
 
 
 def computes_logprobs(run: Run) -> None:
-    """Prompt logprobs start with nothing and are those of a forward pass."""
+    """Prompt logprobs equal those of a forward pass; the first one is None."""
     first, *rest = run["prompt_logprobs"]
     assert first is None
     assert near(rest, run["logprobs"][: len(rest)], 1e-4)
 
 
 def saves_and_loads(run: Run) -> None:
-    """A second client continues from the saved state, and so does one made from it."""
+    """A client that loads the saved state, and one created from it, continue from it."""
     assert run["path"].startswith("tinker://")
     assert run["path"].endswith("/weights/memorised")
     assert near(run["loaded_logprobs"], run["logprobs"], 1e-5)
@@ -70,7 +70,7 @@ def saves_and_loads(run: Run) -> None:
 
 
 def lists_and_deletes(run: Run) -> None:
-    """Checkpoints are listed, published, taken back and deleted; a deleted one cannot be loaded."""
+    """Checkpoints are listed, published, unpublished and deleted; a deleted one cannot be loaded."""
     found = run["checkpoints"]
     model_id = run["path"].split("/")[2]
     paths = [path for path, _, _ in found["before"]]
@@ -86,20 +86,20 @@ def lists_and_deletes(run: Run) -> None:
 
 
 def has_custom_losses(run: Run) -> None:
-    """A loss written in the client trains like the built-in one that is the same."""
+    """A custom loss in the client trains like the equal built-in loss."""
     found = run["custom_loss"]
     assert near(found["custom"], found["built_in"], 1e-4)
     assert "by_hand" in found["custom_metrics"]
 
 
 def knows_what_is_served(run: Run) -> None:
-    """The server says what it serves, and metrics have the names clients merge by."""
+    """The server lists its models, and metrics have the suffixes that clients merge by."""
     assert run["served"] == [TINY]
     assert run["model_name"] == TINY
     assert all(name.count(":") == 1 for name in run["step_metrics"])
 
 
-#: Column of the matrix -> its check.
+#: Columns of the matrix and their checks.
 CAPABILITIES: dict[str, Callable[[Run], None]] = {
     "train": trains,
     "sample": samples,

@@ -1,4 +1,5 @@
-"""Custom losses through the official SDK 0.36.0 with torch: on the server, and in the client.
+"""
+Custom losses with the official SDK 0.36.0 and torch, on the server and in the client.
 
 Runs in the SDK's own environment, with TINKER_BASE_URL and TINKER_API_KEY set; prints one line of JSON.
 """
@@ -8,8 +9,8 @@ import random
 import sys
 import warnings
 
-# The SDK's environment has no torch; the test names a folder that has one. At the end of the path:
-# everything else stays the SDK's own.
+# The SDK's environment has no torch; the test passes a folder that has it. It goes to the end of the
+# path, so that all other packages are those of the SDK's environment.
 sys.path.append(sys.argv[3])
 
 import tinker
@@ -29,7 +30,7 @@ def data(vocabulary: int) -> list[types.Datum]:
                     "target_tokens": tokens[1:],
                     "old_logprobs": torch.tensor([draw.gauss(-6.0, 1.0) for _ in range(length)]),
                     "advantages": torch.tensor([draw.gauss(0.0, 1.0) for _ in range(length)]),
-                    "logprobs": torch.zeros(length),  # not the model's own: nobody reads these
+                    "logprobs": torch.zeros(length),  # not used
                 },
             )
         )
@@ -37,7 +38,7 @@ def data(vocabulary: int) -> list[types.Datum]:
 
 
 def clipped(logprobs, old_logprobs, advantages):
-    """PPO written out, with a value of the whole datum in it."""
+    """PPO as a custom loss, with a value that depends on the whole datum."""
     ratio = torch.exp(logprobs - old_logprobs)
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     loss = -surrogate.sum() + 0.1 * torch.logsumexp(logprobs, dim=0)
@@ -48,7 +49,7 @@ def clipped(logprobs, old_logprobs, advantages):
 
 
 def by_hand(batch, logprobs_list):
-    """The same as a callable of the older kind, which always runs in the client."""
+    """The same as an older callable, which always runs in the client."""
     total = 0.0
     for datum, logprobs in zip(batch, logprobs_list, strict=True):
         inputs = datum.loss_fn_inputs

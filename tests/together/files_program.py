@@ -1,4 +1,5 @@
-"""Checkpoints as files, and copies of them, through the official SDK: 0.4.1 by archive, 0.36.0 by export.
+"""
+Downloads and copies of checkpoints with the official SDK: 0.4.1 by archive, 0.36.0 by export.
 
     python files_program.py BASE_MODEL FOLDER
 
@@ -20,7 +21,7 @@ from tinker import types
 
 
 def trained(service: tinker.ServiceClient, base_model: str) -> tinker.TrainingClient:
-    """A model that differs from every new one."""
+    """A model that has been trained, so that it differs from a new one."""
     training = service.create_lora_training_client(base_model=base_model, rank=4)
     datum = types.Datum(
         model_input=types.ModelInput.from_ints([20, 21, 22]),
@@ -32,7 +33,7 @@ def trained(service: tinker.ServiceClient, base_model: str) -> tinker.TrainingCl
 
 
 def fetched(url: str) -> bytes:
-    """As anybody would: no key, no headers."""
+    """Downloads without a key and without headers."""
     with urllib.request.urlopen(url) as answer:
         return answer.read()
 
@@ -47,7 +48,7 @@ def by_archive(service: tinker.ServiceClient, base_model: str) -> dict[str, obje
     with tarfile.open(fileobj=io.BytesIO(fetched(link.url))) as archive:
         sizes = {member.name: member.size for member in archive.getmembers()}
     left_s = (link.expires - datetime.now(link.expires.tzinfo)).total_seconds()
-    # Exports are a kind this version does not know: a list with one in it would be an error.
+    # This version does not know exports; a list that contains one would raise an error.
     listed = rest.list_user_checkpoints(limit=1000).result().checkpoints
     return {"path": path, "sizes": sizes, "left_s": left_s, "listed": len(listed)}
 

@@ -1,5 +1,5 @@
 """
-Trains with the official SDK and says what each step came to; run by the test with its own Python.
+Trains with the official SDK and prints the result of each step.
 
     python full_disk_program.py BASE TOKENS STEPS
 """

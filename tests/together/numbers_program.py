@@ -1,4 +1,4 @@
-"""Run by the official SDK: numbers that are NaN or infinite, then training and sampling as usual."""
+"""With the official SDK: values that are NaN or infinite, then valid training and sampling. Prints JSON."""
 
 import json
 import math
@@ -21,14 +21,14 @@ def step(**params: float) -> object:
 
 
 def sample(**params: object) -> object:
-    asked = types.SamplingParams(max_tokens=2, **params)
-    return sampler.sample(prompt, num_samples=1, sampling_params=asked).result()
+    given = types.SamplingParams(max_tokens=2, **params)
+    return sampler.sample(prompt, num_samples=1, sampling_params=given).result()
 
 
 def outcome(work: object, **params: object) -> str:
     try:
         work(**params)
-    except Exception as error:  # noqa: BLE001  any: the test looks at its words
+    except Exception as error:  # noqa: BLE001  the test checks the message
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -38,7 +38,7 @@ if "refused" in sys.argv:
     for name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"):
         for number in (math.nan, math.inf):
             refused[f"{name}={number}"] = outcome(step, **{name: number})
-# The nulls are what SDKs before 0.18 send where their user wrote None.
+# SDKs before 0.18 send null for None.
 usual = [
     outcome(step),
     outcome(step, learning_rate=1e-4),

@@ -1,4 +1,4 @@
-"""The same REST calls by either client: `python rest_calls_program.py tinker|tinkex URL`."""
+"""REST calls with either client: `python rest_calls_program.py tinker|tinkex URL`."""
 
 import importlib
 import sys
@@ -58,7 +58,7 @@ def main() -> None:
     for call in calls(package, types, url):
         try:
             call().result(20)
-        except package.UnprocessableEntityError:  # what the stand-in answers to everything
+        except package.UnprocessableEntityError:  # the stub server always returns 422
             continue
         raise AssertionError("a 422 was expected")
 

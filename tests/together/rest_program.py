@@ -1,4 +1,5 @@
-"""Many samples, a copy of a sampling client in another process, and every list about sessions.
+"""
+Many samples, a copy of a sampling client in another process, and all queries of sessions.
 
     python rest_program.py BASE_MODEL
 
@@ -26,7 +27,7 @@ PARAMS = types.SamplingParams(max_tokens=3, temperature=1.0)
 
 
 def draw(sampler: tinker.SamplingClient, count: int) -> int:
-    """So many at once; the tokens that came."""
+    """Runs concurrent samples; the number of tokens."""
     futures = [sampler.sample(PROMPT, 2, PARAMS) for _ in range(count)]
     sequences = [one for future in futures for one in future.result().sequences]
     assert len(sequences) == 2 * count
@@ -34,16 +35,16 @@ def draw(sampler: tinker.SamplingClient, count: int) -> int:
 
 
 def copied(sampler: tinker.SamplingClient) -> int:
-    """The same in another process, while the original has samples of its own."""
+    """The same in another process, while the original client samples too."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(pickle.dumps(sampler))
         file.flush()
         copy = subprocess.Popen([sys.executable, __file__, "--copy", file.name], stdout=-1)
         mine = draw(sampler, OF_COPY)
-        told, _ = copy.communicate()
-        # This SDK may abort after its last line.
+        output, _ = copy.communicate()
+        # SDK 0.36.0 may abort while the interpreter exits.
         assert copy.returncode in (0, -signal.SIGABRT)
-    return mine + int(told.splitlines()[-1])
+    return mine + int(output.splitlines()[-1])
 
 
 def rest(service: tinker.ServiceClient, session_id: str) -> dict[str, object]:
@@ -59,7 +60,7 @@ def rest(service: tinker.ServiceClient, session_id: str) -> dict[str, object]:
 
 
 def newest(session_id: str, url: str) -> dict[str, object]:
-    """What only 0.36.0 asks."""
+    """Queries that only 0.36.0 has."""
     service = tinker.ServiceClient(base_url=url)
     client = service.create_rest_client()
     wanted = types.SessionSearchRequest(

@@ -1,4 +1,5 @@
-"""Everything a sample can be asked, by the official SDK 0.36.0; prints one line of JSON.
+"""
+All options of samples with the official SDK 0.36.0; prints one line of JSON.
 
 Runs in the SDK's own environment, with TINKER_BASE_URL and TINKER_API_KEY set.
 """
@@ -19,7 +20,7 @@ ONE = types.SamplingParams(max_tokens=1, seed=1)
 
 
 def metric(name: str) -> float:
-    """The sum over all labels; 0 when there is none."""
+    """The sum of a metric over all labels; 0 if it does not exist."""
     with urllib.request.urlopen(os.environ["TINKER_BASE_URL"] + "/metrics") as page:
         lines = page.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
@@ -72,17 +73,17 @@ def questions(sampler: tinker.SamplingClient) -> dict[str, object]:
     }
 
 
-async def until(true: Callable[[], bool]) -> None:
-    """Waits for something that only the server's figures tell."""
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for a condition on the server's metrics."""
     for _ in range(1000):
-        if true():
+        if condition():
             return
         await asyncio.sleep(0.05)
     raise TimeoutError
 
 
 async def cancel(sampler: tinker.SamplingClient) -> dict[str, object]:
-    """A sample of minutes, given up by its awaiting task."""
+    """Cancels the task that awaits a very long sample."""
     finished = metric("tinkex_engine_operations_total")
     endless = types.SamplingParams(max_tokens=2000, seed=1, stop=[])
     prompt = types.ModelInput.from_ints(PROMPT)

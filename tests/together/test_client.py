@@ -1,4 +1,4 @@
-"""Our client and our server with the tiny model: train, sample, save, load."""
+"""tinkex as client and server with the tiny model: train, sample, save, load."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tinkex
-from processes import gone
+from processes import has_exited
 from serving import TINY, Server
 from tinkex import types
 from tinkex.client import training as training_module
@@ -26,7 +26,7 @@ TEXTS = (
 
 
 def batch(tokenizer, length=24):
-    """The texts as sequences of 24 tokens, and the data to learn them by heart."""
+    """The texts as sequences of 24 tokens, and training data for them."""
     sequences = []
     for text in TEXTS:
         tokens = tokenizer.encode(text, add_special_tokens=False)
@@ -41,7 +41,7 @@ def batch(tokenizer, length=24):
     return sequences, data
 
 
-def test_a_model_learns_by_heart_samples_what_it_learnt_and_comes_back_from_disk(server: Server):
+def test_a_model_memorizes_data_samples_it_and_is_restored_from_disk(server: Server):
     with tinkex.ServiceClient(base_url=server.url) as service:
         names = [m.model_name for m in service.get_server_capabilities().supported_models]
         assert names == [TINY]
@@ -71,7 +71,7 @@ def test_a_model_learns_by_heart_samples_what_it_learnt_and_comes_back_from_disk
         after = copy.forward(data, "cross_entropy").result()
         assert after.loss_fn_outputs == before.loss_fn_outputs
 
-        # What is sampled has the logprobs that training sees.
+        # Samples have the same logprobs as training.
         trained = before.loss_fn_outputs[0]["logprobs"].tolist()
         sampled = sampling.compute_logprobs(types.ModelInput.from_ints(sequences[0])).result()
         assert sampled[1:] == pytest.approx(trained, abs=1e-4)
@@ -98,8 +98,8 @@ def test_a_batch_in_many_chunks_is_one_batch(server: Server, monkeypatch):
         assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-class RefuseOne(HttpTransport):
-    """A network on which one pass is answered with a refusal that the server never gave."""
+class RejectsOnePass(HttpTransport):
+    """Answers the second pass with 422 without sending it to the server."""
 
     def __init__(self, url: str, settings: Settings) -> None:
         super().__init__(url)
@@ -113,20 +113,20 @@ class RefuseOne(HttpTransport):
         return await super().send(request)
 
 
-def test_half_a_batch_is_never_stepped_on(server: Server, monkeypatch):
+def test_no_step_uses_an_incomplete_batch(server: Server, monkeypatch):
     cut = training_module.cut
     monkeypatch.setattr(
         training_module, "cut", lambda sizes, **_: cut(sizes, max_count=1, max_bytes=99)
     )
-    with tinkex.ServiceClient(base_url=server.url, _make_transport=RefuseOne) as service:
+    with tinkex.ServiceClient(base_url=server.url, _make_transport=RejectsOnePass) as service:
         training = service.create_lora_training_client(TINY, rank=4, seed=1)
         _, data = batch(training.get_tokenizer())
-        first = training.forward_backward(data, "cross_entropy")  # one of its chunks is refused
+        first = training.forward_backward(data, "cross_entropy")  # one chunk is rejected
         with pytest.raises(tinkex.UnprocessableEntityError):
             first.result()
         monkeypatch.undo()
         before = training.forward(data, "cross_entropy").result().metrics["loss:sum"]
-        # The gap was filled so that the server takes the batch for failed, and says so once.
+        # The client fills the gap, so the server marks the batch as failed and reports it once.
         with pytest.raises(tinkex.RequestFailedError, match="never_sent"):
             training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
         training.forward_backward(data, "cross_entropy")
@@ -135,7 +135,7 @@ def test_half_a_batch_is_never_stepped_on(server: Server, monkeypatch):
         assert after < before
 
 
-def test_the_async_twins_do_the_same(server: Server):
+def test_the_async_methods_do_the_same(server: Server):
     async def main() -> list[int]:
         service = tinkex.ServiceClient(base_url=server.url)
         training = await service.create_lora_training_client_async(TINY, rank=4)
@@ -156,7 +156,9 @@ def test_the_async_twins_do_the_same(server: Server):
     assert asyncio.run(main()) == [1]  # same seed, same tokens
 
 
-def test_what_the_server_refuses_reaches_the_caller_in_words(server: Server, datum_of_wrong_shape):
+def test_rejections_of_the_server_reach_the_caller_with_their_reason(
+    server: Server, datum_of_wrong_shape
+):
     with tinkex.ServiceClient(base_url=server.url) as service:
         with pytest.raises(tinkex.TinkerError, match=TINY):
             service.create_lora_training_client("no/such-model")
@@ -177,7 +179,7 @@ def datum_of_wrong_shape() -> types.Datum:
     )
 
 
-def test_a_local_server_starts_by_itself_and_stops_with_the_program(
+def test_a_local_server_starts_automatically_and_stops_with_the_program(
     tiny_model: Path, tmp_path: Path
 ):
     program = """
@@ -208,7 +210,7 @@ def test_a_local_server_starts_by_itself_and_stops_with_the_program(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert gone(int(done.stdout))
+    assert has_exited(int(done.stdout))
 
 
 def test_a_sampler_of_an_aliased_model_finds_its_tokenizer(server: Server):

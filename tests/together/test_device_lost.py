@@ -1,8 +1,8 @@
 """
-An engine that loses its device, or finds it full, is a pause: the error itself reaches nobody.
+An engine that loses its device, or whose device is full, recovers without an error for the client.
 
-The errors are raised where a GPU raises them, in a real engine process on a CPU; those of a real GPU
-are in `benchmarks/check_gpu_recovery.py`.
+The test raises the errors in a real engine process on a CPU, where a GPU would raise them;
+`benchmarks/check_gpu_recovery.py` tests real GPUs.
 """
 
 from pathlib import Path
@@ -13,8 +13,8 @@ import tinkex
 from serving import TINY, serving
 from tinkex import types
 
-#: Loaded by the engine's Python: each word in a file is an error for one batch.
-LOSING = """
+#: Loaded by the engine's Python. Each word in a file raises an error for one batch.
+SITECUSTOMIZE = """
 import os, sys
 if any("tinkex.engine" in word for word in sys.orig_argv):
     import torch
@@ -58,17 +58,17 @@ def losses_of(url: str, planned: Path | None) -> list[float]:
     return found
 
 
-def test_a_device_that_is_lost_or_full_is_a_pause(
+def test_a_lost_or_full_device_changes_no_result(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = tmp_path / "planned"
-    (tmp_path / "sitecustomize.py").write_text(LOSING)
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     monkeypatch.setenv("TEST_LOSSES", str(planned))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with serving(f"{TINY}={tiny_model}", data=tmp_path / "data", args=("--deterministic",)) as one:
         planned.write_text("")
-        disturbed = losses_of(one.url, planned)
+        with_errors = losses_of(one.url, planned)
         planned.write_text("")
         told = [line for line in one.log if "its device failed or ran out of memory" in line]
         assert len(told) == len(KINDS), one.log[-40:]
-        assert losses_of(one.url, None) == disturbed
+        assert losses_of(one.url, None) == with_errors

@@ -1,4 +1,4 @@
-"""What `docs/reference/differences.md` says of both clients, seen by one program that runs with each."""
+"""Checks `docs/reference/differences.md` with one program that runs with both clients."""
 
 import json
 import os
@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 import sdk_envs
-from standin import Received, Reply, Standin, reply_json, standing_in
+from http_stub import Received, Reply, StubServer, reply_json, stub_server
 
 PROGRAM = Path(__file__).with_name("differences_program.py")
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "differences.md"
 COOKIE = "AWSALB=ab+/c=="
 
-#: What the program sees: the same with both clients, or theirs and ours.
+#: Output of the program: equal for both clients, or the official client's and ours.
 SAME: dict[str, Any] = {
     "equal prompts": True,
     "schema of a chunk": ["tokens", "type"],
@@ -30,7 +30,7 @@ SAME: dict[str, Any] = {
     "a 404 is no success": [404, False, True],
     "raise_for_status raises": True,
     "time of an error": True,
-    "logger": True,  # each its own name
+    "logger": True,  # each client has its own name
 }
 DIFFERENT: dict[str, tuple[Any, Any]] = {
     "tensor after its array changed": ([7, 2], [1, 2]),
@@ -52,14 +52,14 @@ DIFFERENT: dict[str, tuple[Any, Any]] = {
 
 
 @contextmanager
-def service() -> Iterator[tuple[Standin, Standin]]:
-    """Answers once, then leads to itself, then to another service."""
+def service() -> Iterator[tuple[StubServer, StubServer]]:
+    """Responds once, then redirects to itself, then to another service."""
     capabilities = reply_json({"supported_models": []})
 
     def elsewhere(request: Received) -> Reply:
         return capabilities
 
-    with standing_in(elsewhere) as other:
+    with stub_server(elsewhere) as other:
         times = 0
 
         def answer(request: Received) -> Reply:
@@ -76,11 +76,11 @@ def service() -> Iterator[tuple[Standin, Standin]]:
             headers = {**capabilities.headers, "Set-Cookie": f"{COOKIE}; Path=/"}
             return Reply(body=capabilities.body, headers=headers)
 
-        with standing_in(answer) as here:
+        with stub_server(answer) as here:
             yield here, other
 
 
-def seen(python: str | Path, package: str) -> tuple[dict[str, Any], Standin, Standin]:
+def seen(python: str | Path, package: str) -> tuple[dict[str, Any], StubServer, StubServer]:
     with service() as (here, other):
         done = subprocess.run(
             [python, PROGRAM, package, here.url, other.url],
@@ -94,28 +94,28 @@ def seen(python: str | Path, package: str) -> tuple[dict[str, Any], Standin, Sta
     return json.loads(done.stdout.splitlines()[-1]), here, other
 
 
-def cookies(here: Standin) -> set[str | None]:
+def cookies(here: StubServer) -> set[str | None]:
     return {each.headers.get("cookie") for each in here.requests if each.path == "/moved"}
 
 
 @pytest.mark.timeout(120)
-def test_our_column_of_the_page() -> None:
+def test_the_column_of_tinkex_on_the_page() -> None:
     facts, here, other = seen(sys.executable, "tinkex")
     assert facts == {**SAME, **{name: ours for name, (_, ours) in DIFFERENT.items()}}
     assert cookies(here) == {COOKIE}
-    assert other.requests == []  # the key went nowhere
+    assert other.requests == []  # the key was not sent to another origin
 
 
 @pytest.mark.sdk
 @pytest.mark.timeout(300)
-def test_the_official_clients_column_of_the_page() -> None:
+def test_the_column_of_the_official_client_on_the_page() -> None:
     facts, here, other = seen(sdk_envs.ensure("0.36.0"), "tinker")
     assert facts == {**SAME, **{name: theirs for name, (theirs, _) in DIFFERENT.items()}}
     assert cookies(here) == {COOKIE}
     assert [each.headers["x-api-key"] for each in other.requests] == ["tml-secret"]
 
 
-#: How the row of the page begins that each fact belongs to.
+#: The beginning of the row on the page for each fact.
 ROWS = {
     "tensor after its array changed": "| `TensorData` ✓",
     "chunks after append_int": "| `ModelInput.append_int` ✓",
@@ -146,7 +146,7 @@ ROWS = {
 }
 
 
-def test_the_rows_that_are_marked_are_those_that_the_program_sees() -> None:
+def test_the_marked_rows_are_those_that_the_program_checks() -> None:
     assert set(ROWS) == {*SAME, *DIFFERENT}
     marked = [line for line in PAGE.read_text().splitlines() if "✓" in line and "rows" not in line]
     seen_rows = [[line for line in marked if line.startswith(row)] for row in ROWS.values()]

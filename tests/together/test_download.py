@@ -1,4 +1,4 @@
-"""Checkpoints of every kind as files, from a real server."""
+"""Downloads of all kinds of checkpoints from a server."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ def runs(rest: RestClient) -> int:
     return rest.list_training_runs(0).result().cursor.total_count
 
 
-def test_defect_21_every_kind_is_downloaded_without_a_training_run_of_its_own(
+def test_defect_21_every_kind_is_downloaded_without_creating_a_training_run(
     rest: RestClient, paths: dict[str, str], tmp_path: Path
 ) -> None:
     before = runs(rest)
@@ -62,7 +62,7 @@ def test_defect_21_every_kind_is_downloaded_without_a_training_run_of_its_own(
 
 
 @pytest.mark.parametrize("kind", ["training", "sampler", "external"])
-def test_defect_21_a_download_that_was_stopped_goes_on_where_it_was(
+def test_defect_21_an_interrupted_download_resumes(
     kind: str,
     rest: RestClient,
     paths: dict[str, str],
@@ -92,7 +92,7 @@ def test_defect_21_a_download_that_was_stopped_goes_on_where_it_was(
 
 
 class NoArchives(RestClient):
-    """A service of which 0.36.0 is the newest that it knows: archives are no more."""
+    """A service without archive downloads."""
 
     def get_checkpoint_archive_url(self, *_: Any) -> Any:
         return self._ask(
@@ -119,7 +119,7 @@ def test_without_archives_a_training_checkpoint_is_exported_and_the_export_delet
     assert not [each for each in newest if "/download-" in each.tinker_path]
 
 
-def test_the_service_is_the_usual_one_unless_it_is_said(
+def test_the_default_service_is_used_unless_one_is_given(
     server: Server, paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKER_BASE_URL", server.url)

@@ -1,15 +1,12 @@
-"""The unmodified official SDK 0.36.0 over a quota: its user reads why at once, and training goes on."""
+"""Official SDK 0.36.0 over a quota: requests fail at once with the reason, and training continues."""
 
-import asyncio
-import json
-import os
 from pathlib import Path
 
 import pytest
 
-import sdk_envs
 from server.echo import BASE, EchoExecutor
 from server.hosting import hosted
+from together.official_sdk import run_program_async
 
 PROGRAM = Path(__file__).with_name("quota_program.py")
 
@@ -21,28 +18,16 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-async def test_what_is_over_a_quota_fails_at_once_with_the_numbers(
+async def test_requests_over_a_quota_fail_at_once_and_state_the_quota(
     anyio_backend: str, tmp_path: Path
 ) -> None:
-    python = await asyncio.to_thread(sdk_envs.ensure, "0.36.0")
     async with hosted(EchoExecutor(), tmp_path, max_checkpoints=2, max_runs=2) as api:
-        # Of the same owner, in another session: a checkpoint and a run.
+        # Another session of the same owner keeps one checkpoint and one run.
         model = await api.model()
         saved = await api.result(
             await api.step("save_weights", model_id=model, seq_id=1, path="kept")
         )
-        url = str(api.http._base_url)
-        process = await asyncio.create_subprocess_exec(
-            *(str(python), str(PROGRAM), BASE, saved["path"]),
-            env={**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-x"},
-            stdout=asyncio.subprocess.PIPE,
-        )
-        try:
-            out, _ = await asyncio.wait_for(process.communicate(), 100)
-        except TimeoutError:
-            process.kill()
-            raise
-    seen = json.loads(out.decode().splitlines()[-1])
+        seen = await run_program_async("0.36.0", PROGRAM, BASE, saved["path"], api=api)
     assert seen.pop("step")["error"] == ""
     for what, found in seen.items():
         assert "over quota: you have 2" in found["error"], what

@@ -1,12 +1,12 @@
-"""The unmodified official SDK asks our server everything a sample can be asked, and gives one up."""
+"""All options of samples, and cancellation, with the official SDK 0.36.0."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sdk_programs import run_program
 from serving import TINY, Server
+from together.official_sdk import run_program
 
 PROGRAM = Path(__file__).with_name("sampling_program.py")
 PROMPT = [20 + (37 * n) % 350 for n in range(40)]
@@ -19,7 +19,9 @@ def run(server: Server) -> dict[str, Any]:
     return run_program("0.36.0", PROGRAM, TINY, server=server, timeout_s=80)
 
 
-def test_the_last_positions_are_those_of_the_whole_prompt(run: dict[str, Any]) -> None:
+def test_logprobs_of_the_last_positions_equal_those_of_the_whole_prompt(
+    run: dict[str, Any],
+) -> None:
     assert run["prompt_logprobs"][0] is None
     assert None not in run["prompt_logprobs"][1:]
     assert run["last_logprobs"][:35] == [None] * 35
@@ -30,7 +32,7 @@ def test_the_last_positions_are_those_of_the_whole_prompt(run: dict[str, Any]) -
     assert [row[0][0] for row in run["last_topk"][35:]] == [row[0][0] for row in run["topk"][35:]]
 
 
-def test_given_tokens_come_back_in_the_form_they_were_sent(run: dict[str, Any]) -> None:
+def test_target_logprobs_have_the_form_of_the_targets(run: dict[str, Any]) -> None:
     shape, values = run["dense"]
     assert shape == [39, 2]
     assert values[1::2] == ["nan"] * 39
@@ -42,7 +44,7 @@ def test_given_tokens_come_back_in_the_form_they_were_sent(run: dict[str, Any]) 
     assert values == pytest.approx(expected, abs=1e-4)
 
 
-def test_alternatives_come_for_every_position_and_repeat_with_the_seed(run: dict[str, Any]) -> None:
+def test_alternatives_exist_for_every_position_and_depend_on_the_seed(run: dict[str, Any]) -> None:
     shape, tokens, logprobs = run["alt"]
     assert shape == [39, 4]
     assert len(tokens) == len(logprobs) == 39 * 4
@@ -51,13 +53,13 @@ def test_alternatives_come_for_every_position_and_repeat_with_the_seed(run: dict
     assert run["alt_again"] == tokens
 
 
-def test_samples_tell_their_likeliest_tokens_and_what_was_in_the_cache(run: dict[str, Any]) -> None:
+def test_samples_report_top_tokens_and_cache_hits(run: dict[str, Any]) -> None:
     assert len(run["sample_tokens"]) == len(run["sample_topk"]) == 6
     assert all(len(row) == 2 for row in run["sample_topk"])
     assert run["hits"] == 32
 
 
-def test_what_does_not_fit_the_prompt_is_refused_in_words(run: dict[str, Any]) -> None:
+def test_targets_of_a_wrong_shape_are_rejected_with_the_reason(run: dict[str, Any]) -> None:
     assert "int64 of shape [39, K] for this prompt" in run["refusal"]
 
 

@@ -1,6 +1,7 @@
-"""The unmodified official SDK, oldest and newest, trains and samples on our server.
+"""
+The oldest and the newest official SDK train and sample on the server.
 
-`make matrix` does the same with thirteen versions and writes docs/reference/sdk-matrix.md.
+`make matrix` runs the same with thirteen versions and writes docs/reference/sdk-matrix.md.
 """
 
 import json
@@ -23,5 +24,5 @@ pytestmark = [pytest.mark.sdk, pytest.mark.timeout(180)]
 
 
 @pytest.mark.parametrize("check", CAPABILITIES.values(), ids=lambda check: check.__name__)
-def test_the_sdk(check: Callable[[Run], None], run: Run) -> None:
+def test_capability_of_the_sdk(check: Callable[[Run], None], run: Run) -> None:
     check(run)

@@ -1,4 +1,4 @@
-"""A whole server on PostgreSQL: trained, killed, started again, gone on with; and it is alone there."""
+"""A server with PostgreSQL: training continues after kills, and a second server does not start."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 import tinkex
 from postgres import Postgres
-from processes import children, gone
+from processes import children, has_exited
 from serving import TINY, Server, serving
 from tinkex import types
 
@@ -28,13 +28,13 @@ def datum() -> types.Datum:
 
 
 def kill_all(server: Server) -> None:
-    """As a power failure would: supervisor, web process and engine at once."""
+    """Kills supervisor, web process and engine at once, as a power failure would."""
     web = children(server.process.pid)
     engines = [engine for one in web for engine in children(one)]
     for pid in (server.process.pid, *web, *engines):
         os.kill(pid, signal.SIGKILL)
     server.process.wait()
-    assert all(gone(pid) for pid in (*web, *engines))
+    assert all(has_exited(pid) for pid in (*web, *engines))
 
 
 def losses(training: tinkex.TrainingClient, steps: int) -> list[float]:
@@ -48,7 +48,7 @@ def losses(training: tinkex.TrainingClient, steps: int) -> list[float]:
 
 
 @pytest.mark.timeout(180)
-def test_training_goes_on_after_everything_was_killed(
+def test_training_continues_after_all_processes_were_killed(
     tiny_model: Path, postgres: Postgres, tmp_path: Path
 ) -> None:
     url = postgres.database()
@@ -62,7 +62,7 @@ def test_training_goes_on_after_everything_was_killed(
         params = types.SamplingParams(max_tokens=4, seed=7, temperature=1.0)
         prompt = types.ModelInput.from_ints([5, 9, 11])
         sampled = sampler.sample(prompt, 1, params).result().sequences[0].tokens
-        # Accepted, and maybe not done when the end comes.
+        # Accepted; maybe not finished when the processes are killed.
         passed = training.forward_backward([datum()], "cross_entropy")
         stepped = training.optim_step(types.AdamParams(learning_rate=1e-2))
         kill_all(server)
@@ -70,7 +70,7 @@ def test_training_goes_on_after_everything_was_killed(
         again = passed.result(60).metrics["loss:sum"]
         stepped.result(60)
         after = losses(training, STEPS)
-        # A step that was lost, or done twice, would break the line.
+        # A lost or repeated step would change the losses.
         everything = [*before, again, *after]
         assert everything == sorted(everything, reverse=True)
         assert sampler.sample(prompt, 1, params).result().sequences[0].tokens == sampled
@@ -81,7 +81,7 @@ def test_training_goes_on_after_everything_was_killed(
 
 
 def refused_beside(model: str, url: str, data: Path) -> None:
-    """A second server on the same database does not start, whatever its data folder."""
+    """A second server with the same database does not start, even with another data folder."""
     command = [sys.executable, "-m", "tinkex.cli.main", "serve", model, "--port", "0"]
     second = subprocess.run(
         [*command, "--data", str(data), "--db", url],

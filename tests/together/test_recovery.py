@@ -1,4 +1,4 @@
-"""A run on a real server whose session is taken away ends with the weights it would have had."""
+"""A run whose session is ended on the server recovers and has the same final weights."""
 
 import urllib.request
 
@@ -18,7 +18,7 @@ def datum(step: int) -> types.Datum:
 
 
 def end_session(server: Server, service: tinkex.ServiceClient) -> None:
-    """As an operator, or another program with the same key, may do."""
+    """Ends a session, as an operator or another program with the same key can do."""
     request = urllib.request.Request(
         f"{server.url}/api/v1/sessions/{service.holder.session_id}/finish",
         data=b'{"reason": {"type": "interrupted"}}',
@@ -29,7 +29,7 @@ def end_session(server: Server, service: tinkex.ServiceClient) -> None:
 
 
 def run(server: Server, lose_at: int | None) -> tuple[list[float], list[int]]:
-    """Logprobs under the final weights, and the steps at which it was started again."""
+    """Logprobs with the final weights, and the steps at which the run was restarted."""
     lost: list[int] = []
     restarted: list[int] = []
 
@@ -55,8 +55,8 @@ def run(server: Server, lose_at: int | None) -> tuple[list[float], list[int]]:
     return logprobs, restarted
 
 
-def test_a_run_whose_session_is_ended_ends_like_one_that_was_left_alone(server: Server) -> None:
-    undisturbed, restarted = run(server, None)
+def test_a_run_whose_session_is_ended_has_the_same_final_weights(server: Server) -> None:
+    expected, restarted = run(server, None)
     assert restarted == []
-    assert run(server, 3) == (undisturbed, [2])  # with its optimizer, or these would differ
-    assert run(server, 1) == (undisturbed, [0])  # before the first checkpoint
+    assert run(server, 3) == (expected, [2])  # without the optimizer state these would differ
+    assert run(server, 1) == (expected, [0])  # before the first checkpoint

@@ -1,4 +1,4 @@
-"""Every method of RestClient and AdminClient on a real server, waited for and awaited."""
+"""All methods of RestClient and AdminClient on a server, in both forms."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ class Saved:
 
 @pytest.fixture(scope="module")
 def saved(server: Server) -> Iterator[Saved]:
-    """A run with a checkpoint of each kind, and a sampler."""
+    """A run with checkpoints of each kind, and a sampler."""
     with tinkex.ServiceClient(
         {"why": "rest"}, "rest-project", base_url=server.url, display_name="rest test"
     ) as service:
@@ -65,7 +65,7 @@ def saved(server: Server) -> Iterator[Saved]:
 
 @pytest.fixture(params=["waited for", "awaited"])
 def call(request: pytest.FixtureRequest) -> Call:
-    """Both spellings of a method, as one."""
+    """Calls the blocking or the `_async` form of a method."""
 
     def wait(client: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         if request.param == "waited for":
@@ -89,7 +89,7 @@ def test_runs_and_checkpoints_are_listed_and_described(
     assert call(rest, "get_training_run_by_tinker_path", saved.state, "accessible") == run
     page = call(rest, "list_training_runs", 50, 0, project_id="rest-project")
     assert saved.run in [each.training_run_id for each in page.training_runs]
-    assert call(rest, "list_training_runs", project_id="nobody's").training_runs == []
+    assert call(rest, "list_training_runs", project_id="unknown").training_runs == []
     info = call(rest, "get_weights_info_by_tinker_path", saved.sampler)
     assert (info.base_model, info.is_lora, info.lora_rank) == (TINY, True, 4)
     found = call(rest, "list_checkpoints", saved.run).checkpoints
@@ -99,7 +99,7 @@ def test_runs_and_checkpoints_are_listed_and_described(
     assert {each.tinker_path for each in mine} >= {saved.state, saved.sampler, saved.export}
 
 
-def test_everything_is_found_page_by_page(rest: RestClient, saved: Saved) -> None:
+def test_pagination_returns_everything(rest: RestClient, saved: Saved) -> None:
     assert saved.run in [each.training_run_id for each in rest.all_training_runs()]
     assert saved.session_id in list(rest.all_sessions())
     paths = [each.tinker_path for each in rest.all_user_checkpoints()]
@@ -107,7 +107,7 @@ def test_everything_is_found_page_by_page(rest: RestClient, saved: Saved) -> Non
     assert len(paths) == len(set(paths))
 
 
-def test_a_checkpoint_is_published_taken_back_dated_copied_and_deleted(
+def test_a_checkpoint_is_published_unpublished_given_a_ttl_copied_and_deleted(
     rest: RestClient, saved: Saved, call: Call
 ) -> None:
     def described(path: str) -> types.Checkpoint:
@@ -129,7 +129,9 @@ def test_a_checkpoint_is_published_taken_back_dated_copied_and_deleted(
         call(rest, "delete_checkpoint", copied.split("/")[2], "weights/state")
 
 
-def test_files_of_checkpoints_have_links(rest: RestClient, saved: Saved, call: Call) -> None:
+def test_files_of_checkpoints_have_download_links(
+    rest: RestClient, saved: Saved, call: Call
+) -> None:
     links = call(rest, "get_external_weights_urls", saved.export)
     assert sorted(links.urls) == ["adapter_config.json", "adapter_model.safetensors"]
     with urllib.request.urlopen(links.urls["adapter_config.json"]) as answer:
@@ -154,9 +156,9 @@ def test_sessions_and_samplers_are_described_moved_found_and_traced(
     sampler = call(rest, "get_sampler", saved.sampler_id)
     assert (sampler.base_model, sampler.model_path) == (TINY, saved.sampler)
     call(rest, "assign_session_project", saved.session_id, "rest-project")
-    asked = types.SessionSearchRequest(session_id=saved.session_id)
+    query = types.SessionSearchRequest(session_id=saved.session_id)
     with pytest.warns(tinkex.ExperimentalWarning):
-        found = call(rest, "search_sessions", asked).sessions
+        found = call(rest, "search_sessions", query).sessions
     assert [(each.session_id, each.display_name) for each in found] == [
         (saved.session_id, "rest test")
     ]
@@ -167,13 +169,13 @@ def test_sessions_and_samplers_are_described_moved_found_and_traced(
         call(rest, "get_session", "no-such-session")
 
 
-def test_a_plain_key_does_not_say_whose_it_is(rest: RestClient, call: Call) -> None:
+def test_whoami_needs_a_jwt(rest: RestClient, call: Call) -> None:
     with pytest.raises(RuntimeError, match="token"):
         call(rest, "whoami")
 
 
-def test_a_token_says_whose_it_is(tmp_path: Path) -> None:
-    async def asked() -> list[types.WhoamiResponse]:
+def test_whoami_with_a_jwt(tmp_path: Path) -> None:
+    async def both_forms() -> list[types.WhoamiResponse]:
         key = await new_key(tmp_path, "alice", project_id="vision")
         async with hosted(EchoExecutor(), tmp_path, jwt=True) as api:
             url = str(api.http._base_url).rstrip("/")
@@ -182,20 +184,20 @@ def test_a_token_says_whose_it_is(tmp_path: Path) -> None:
 
     # As the official client reads the same server's token (see test_official_keys).
     me = types.WhoamiResponse(user_urn="tml:user:alice", org_urn="tml:organization:vision")
-    assert [one.model_copy(update={"email": None}) for one in asyncio.run(asked())] == [me, me]
+    assert [one.model_copy(update={"email": None}) for one in asyncio.run(both_forms())] == [me, me]
 
 
-def test_the_admin_client_tells_what_was_done_and_used(
+def test_the_admin_client_returns_audit_log_and_usage(
     server: Server, rest: RestClient, saved: Saved, call: Call
 ) -> None:
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     span = (hour - timedelta(hours=1), (hour + timedelta(hours=1)).isoformat())
     with AdminClient(base_url=server.url) as admin:
         for client in (admin, rest):
-            told: AbstractContextManager[Any] = nullcontext()
+            warning: AbstractContextManager[Any] = nullcontext()
             if client is rest:
-                told = pytest.warns(FutureWarning)
-            with told:
+                warning = pytest.warns(FutureWarning)
+            with warning:
                 log = call(client, "get_audit_log", "checkpoints", datetime.now(UTC).date())
                 assert log.entries
                 usage = call(client, "get_billing_usage", *span)
@@ -204,7 +206,7 @@ def test_the_admin_client_tells_what_was_done_and_used(
                 assert stored.data[0].checkpoint_count >= 3
 
 
-def test_a_model_is_unloaded_and_its_checkpoints_stay(server: Server, rest: RestClient) -> None:
+def test_an_unloaded_model_keeps_its_checkpoints(server: Server, rest: RestClient) -> None:
     with tinkex.ServiceClient(base_url=server.url) as service:
         training = service.create_lora_training_client(TINY, rank=4)
         path = training.save_state("kept").result().path
@@ -222,7 +224,7 @@ def test_a_model_is_unloaded_and_its_checkpoints_stay(server: Server, rest: Rest
         assert "adapter_model.safetensors" in links.urls
 
 
-def test_an_export_can_be_locked_with_age_keys(server: Server, rest: RestClient) -> None:
+def test_an_export_can_be_encrypted_with_age_keys(server: Server, rest: RestClient) -> None:
     pyrage = pytest.importorskip("pyrage")
     identity = pyrage.x25519.Identity.generate()
     with tinkex.ServiceClient(base_url=server.url) as service:

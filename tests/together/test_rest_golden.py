@@ -1,4 +1,4 @@
-"""Every REST call as the official SDK 0.36.0 sends it, field by field."""
+"""REST requests equal those of the official SDK 0.36.0, field by field."""
 
 import subprocess
 import sys
@@ -8,10 +8,10 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 
 import sdk_envs
-from standin import Received, Reply, reply_json, standing_in
+from http_stub import Received, Reply, reply_json, stub_server
 
 PROGRAM = Path(__file__).with_name("rest_calls_program.py")
-#: Said in the same words by both.
+#: Headers that must be equal.
 SAME = [
     "accept",
     "content-type",
@@ -32,9 +32,9 @@ def answer(request: Received) -> Reply:
 
 
 def sent(python: str | Path, package: str) -> list[dict[str, object]]:
-    with standing_in(answer) as service:
+    with stub_server(answer) as service:
         subprocess.run([python, PROGRAM, package, service.url], check=True, timeout=100)
-    requests = [
+    calls = [
         each
         for each in service.requests
         if "/client/" not in each.path and not each.path.endswith("/telemetry")
@@ -48,11 +48,11 @@ def sent(python: str | Path, package: str) -> list[dict[str, object]]:
             "repeatable": "x-idempotency-key" in each.headers,
             **{name: each.headers.get(name) for name in SAME},
         }
-        for each in requests
+        for each in calls
     ]
 
 
-def test_every_rest_call_is_the_official_clients_field_by_field() -> None:
+def test_every_rest_call_equals_that_of_the_official_client() -> None:
     theirs = sent(sdk_envs.ensure("0.36.0"), "tinker")
     ours = sent(sys.executable, "tinkex")
     assert len(theirs) == 27

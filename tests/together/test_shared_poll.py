@@ -1,4 +1,4 @@
-"""Many samples of a real server through one poll: ours and its copies', cancelled and low-level."""
+"""Many samples share one poll: of a client and its copy, failed, cancelled and low-level."""
 
 import asyncio
 import pickle
@@ -15,7 +15,7 @@ PROMPT = types.ModelInput.from_ints([5, 6, 7])
 
 
 @pytest.fixture(autouse=True)
-def _all_wait_together(monkeypatch):
+def _always_share_polls(monkeypatch):
     monkeypatch.setattr(polling, "MAX_SELF_POLLING", 0)
 
 
@@ -25,7 +25,7 @@ def sampling(server: Server):
         yield service.create_sampling_client(base_model=TINY)
 
 
-def test_samples_of_a_client_and_its_copy_share_polls_and_get_their_own_answers(sampling):
+def test_samples_of_a_client_and_its_copy_share_polls_and_get_their_own_results(sampling):
     copy = pickle.loads(pickle.dumps(sampling))
     params = [SamplingParams(max_tokens=6, seed=seed) for seed in range(30)]
     ours = [sampling.sample(PROMPT, 1, each) for each in params]
@@ -43,7 +43,7 @@ def test_a_failed_sample_has_its_reason(sampling):
     assert caught.value.category == "user"
 
 
-def test_a_cancelled_sample_makes_room_for_others(sampling):
+def test_cancelled_samples_free_capacity(sampling):
     long = SamplingParams(max_tokens=200, stop=[])
 
     async def main():

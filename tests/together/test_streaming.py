@@ -1,4 +1,4 @@
-"""Streamed samples of a real model: tokens while they are drawn, and the same answer at the end."""
+"""Streamed samples of a real model: tokens arrive early, and the result equals that of `sample`."""
 
 import asyncio
 import os
@@ -43,7 +43,7 @@ def test_streamed_tokens_are_those_of_the_same_seed_without_a_stream(sampling):
     answer = stream.response(30)
     for index, (ours, theirs) in enumerate(zip(answer.sequences, whole.sequences, strict=True)):
         assert ours.tokens == theirs.tokens == tokens[index]
-        # Bit for bit what the answer holds; a sample of its own is equal up to rounding.
+        # Equal to the response bit by bit; another sample is equal up to rounding.
         assert logprobs[index] == ours.logprobs
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=1e-4, atol=1e-5)
         assert ours.stop_reason == theirs.stop_reason == "length"
@@ -51,7 +51,7 @@ def test_streamed_tokens_are_those_of_the_same_seed_without_a_stream(sampling):
         assert ours.sequence_id
 
 
-def test_the_first_tokens_are_here_before_the_last_are_drawn(sampling):
+def test_the_first_tokens_arrive_before_the_last_are_sampled(sampling):
     params = SamplingParams(max_tokens=200, seed=1, stop=[])
     with sampling.sample_stream(PROMPT, 1, params) as stream:
         first = next(stream)
@@ -61,7 +61,7 @@ def test_the_first_tokens_are_here_before_the_last_are_drawn(sampling):
         assert len(first.tokens) + sum(len(event.tokens) for event in stream) == 200
 
 
-def test_a_stop_token_ends_the_stream_and_is_in_it(sampling):
+def test_a_stop_token_is_the_last_token_of_the_stream(sampling):
     free = sampling.sample(PROMPT, 1, SamplingParams(max_tokens=20, seed=4, stop=[])).result(30)
     stop = [free.sequences[0].tokens[9]]
     params = SamplingParams(max_tokens=20, seed=4, stop=stop)
@@ -72,24 +72,24 @@ def test_a_stop_token_ends_the_stream_and_is_in_it(sampling):
     assert stream.response(5).sequences[0].stop_reason == "stop"
 
 
-def test_questions_about_the_prompt_are_answered_as_by_sample(sampling):
+def test_prompt_logprobs_are_those_of_sample(sampling):
     params = SamplingParams(max_tokens=5, seed=2)
     targets = TensorData(data=[6, 8, 7, -1], dtype="int64", shape=[2, 2])
-    asked = {
+    options = {
         "include_prompt_logprobs": True,
         "topk_prompt_logprobs": 2,
         "target_prompt_logprobs": targets,
         "prompt_alt_tokens_k": 2,
     }
-    whole = sampling.sample(PROMPT, 1, params, **asked).result(30)
-    answer = sampling.sample_stream(PROMPT, 1, params, **asked).response(30)
+    whole = sampling.sample(PROMPT, 1, params, **options).result(30)
+    answer = sampling.sample_stream(PROMPT, 1, params, **options).response(30)
     np.testing.assert_allclose(answer.prompt_logprobs_np, whole.prompt_logprobs_np, rtol=1e-4)
     assert answer.topk_prompt_logprobs is not None
     assert answer.target_prompt_logprobs.shape == whole.target_prompt_logprobs.shape
     assert answer.prompt_alt_tokens == whole.prompt_alt_tokens
 
 
-def test_many_streams_at_once_stay_apart(sampling):
+def test_concurrent_streams_are_independent(sampling):
     async def read(seed):
         params = SamplingParams(max_tokens=12, seed=seed, stop=[])
         stream = sampling.sample_stream(PROMPT, 1, params)
@@ -103,8 +103,8 @@ def test_many_streams_at_once_stay_apart(sampling):
     assert len(set(asyncio.run(all_of_them()))) > 30
 
 
-def test_an_engine_that_dies_in_the_middle_changes_nothing(server: Server, sampling):
-    """Its successor draws the same tokens from the same seed, and none is told twice."""
+def test_an_engine_crash_during_a_stream_changes_no_token(server: Server, sampling):
+    """The restarted engine samples the same tokens with the same seed; no token is sent twice."""
     params = SamplingParams(max_tokens=240, seed=7, stop=[])
     expected = sampling.sample(PROMPT, 1, params).result(30).sequences[0].tokens
     stream = sampling.sample_stream(PROMPT, 1, params)

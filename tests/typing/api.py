@@ -100,10 +100,10 @@ async def stream_async(stream: tinkex.SampleStream) -> list[int]:
     return (await stream.response_async()).sequences[0].tokens
 
 
-# -- the twins: from one definition a blocking form and an `_async` one ---------------------------
+# -- methods with a blocking and an `_async` form ------------------------------------------------
 
 
-async def twins(
+async def both_forms(
     service: tinkex.ServiceClient, training: tinkex.TrainingClient, sampling: tinkex.SamplingClient
 ) -> None:
     # `waits` and `awaits`: the value, with the parameters of the definition.
@@ -112,13 +112,13 @@ async def twins(
     assert_type(sampling.get_base_model(), str)
     service.create_lora_training_client("base", rang=8)  # type: ignore[call-arg]
     await training.get_info_async("x")  # type: ignore[call-arg]
-    # `submits`: the future, which is awaited once more.
+    # `submits`: a future, which is awaited separately.
     stepped = await training.optim_step_async(types.AdamParams())
     assert_type(stepped, Promise[types.OptimStepResponse])
     assert_type(await stepped, types.OptimStepResponse)
     loaded: tinkex.APIFuture[types.LoadWeightsResponse] = training.load_state("tinker://a")
     assert_type(await loaded, types.LoadWeightsResponse)
-    # Any future is good for `concurrent.futures` and `asyncio` alike.
+    # Futures work with `concurrent.futures` and with `asyncio`.
     concurrent.futures.wait([training.forward([], "cross_entropy")])
     assert_type(
         await asyncio.gather(stepped, loaded),
@@ -144,11 +144,11 @@ async def streams(sampling: tinkex.SamplingClient, prompt: types.ModelInput) -> 
 
 
 async def single_endpoints(service: tinkex.ServiceClient, request: types.SampleRequest) -> None:
-    promised = await tinkex.resources.AsyncSamplingResource(service).asample(request=request)
-    assert_type(promised, types.UntypedAPIFuture)
-    asked = types.FutureRetrieveRequest(request_id=promised.request_id)
+    accepted = await tinkex.resources.AsyncSamplingResource(service).asample(request=request)
+    assert_type(accepted, types.UntypedAPIFuture)
+    poll = types.FutureRetrieveRequest(request_id=accepted.request_id)
     futures = tinkex.resources.AsyncFuturesResource(service)
-    raw = await futures.with_raw_response.retrieve(request=asked)
+    raw = await futures.with_raw_response.retrieve(request=poll)
     assert_type(raw, tinkex.AsyncAPIResponse)
     assert_type(await raw.parse(to=types.SampleResponse), types.SampleResponse)
 
@@ -162,7 +162,7 @@ def options() -> None:
     tinkex.Timeout("5")  # type: ignore[arg-type]
 
 
-def where_the_official_client_keeps_them() -> None:
+def official_import_paths() -> None:
     assert_type(public_interfaces.ServiceClient(), tinkex.ServiceClient)
     assert_type(retry_handler.RetryConfig(), tinkex.RetryConfig)
     plain: concurrent.futures.Future[int] = concurrent.futures.Future()

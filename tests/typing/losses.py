@@ -1,4 +1,4 @@
-"""Custom losses and text as users write them: must type-check; never run."""
+"""User code with custom losses and text that must type-check; never run."""
 
 from typing import assert_type
 

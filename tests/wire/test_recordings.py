@@ -1,20 +1,19 @@
 """
-Recorded requests of four releases of the official client (`tests/data/wire/record.py`).
+Recorded requests of four releases of the official client (`qa/recordings/record.py`).
 
 Every recorded request decodes into our types; our types make the same bodies from the same
 arguments; and a decoded request encodes to the bytes that were recorded.
 """
 
 import base64
-import importlib.util
 import json
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from qa.recordings import basic_program as build
 from tinkex import types
 from tinkex.wire.codec import decode_forward_json, decode_json, encode_json
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
@@ -42,15 +41,6 @@ TYPES = {
     "telemetry": types.TelemetrySendRequest,
 }
 PASSES = {"forward", "forward_backward"}
-
-
-@cache
-def program() -> Any:
-    """The builders of the recorded program."""
-    spec = importlib.util.spec_from_file_location("recorded_program", DATA / "program.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def requests(version: str, endpoint: str) -> list[dict[str, Any]]:
@@ -166,7 +156,6 @@ def test_a_recorded_json_pass_encodes_to_the_same_values(version):
 def test_the_same_arguments_make_the_same_examples_as_the_official_types(version):
     """Our `Datum`, built from the recorded program's arguments, equals what its `Datum` sent."""
     recorded = [request.forward_backward_input for request, _ in passes(version)]
-    build = program()
     expected = [
         build.cross_entropy(types),
         build.cross_entropy(types),
@@ -195,7 +184,6 @@ def dense(datum: types.Datum) -> types.Datum:
 
 def test_provenance_and_parts_of_a_batch_are_those_of_the_newest_client():
     recorded = passes("0.36.0")
-    build = program()
 
     assert any(r.forward_backward_input.data == build.provenance(types) for r, _ in recorded)
     parts = [

@@ -1,7 +1,5 @@
 """`tinkex.types` offers what the official client's `types` offers, and importing it is light."""
 
-import importlib
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from qa.api_surface import compare, extract
 from tinkex import types
 
 DATA = Path(__file__).parents[1] / "data"
@@ -23,27 +22,18 @@ DELIBERATE = {
 
 
 @cache
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, DATA / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@cache
 def reference() -> dict[str, Any]:
     return json.loads((DATA / "api-surface.json").read_text())["modules"]["types"]["names"]
 
 
 @cache
 def ours() -> dict[str, Any]:
-    extract = tool("extract_api_surface")
     return extract.describe_module(types, extract.Normaliser("tinkex"))["names"]
 
 
 @pytest.mark.parametrize("name", sorted(reference()))
 def test_a_public_name_is_what_it_is_in_the_official_client(name):
-    checks = tool("compare_api").object_checks(name, reference()[name], ours().get(name))
+    checks = compare.object_checks(name, reference()[name], ours().get(name))
 
     different = [check for check in checks if not check.ok and check.key not in DELIBERATE]
 
@@ -53,7 +43,7 @@ def test_a_public_name_is_what_it_is_in_the_official_client(name):
 def test_the_deliberate_differences_are_still_differences():
     for key in DELIBERATE:
         name = key.split()[0]
-        checks = tool("compare_api").object_checks(name, reference()[name], ours()[name])
+        checks = compare.object_checks(name, reference()[name], ours()[name])
         assert [check.key for check in checks if not check.ok] == [key]
 
 

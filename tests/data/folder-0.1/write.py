@@ -1,9 +1,9 @@
 """
-Wrote the data folder beside this file, with tinkex 0.1.0 at commit 82d5ef6. Not to be run again.
+Wrote the data folder beside this file with tinkex 0.1.0 at commit 82d5ef6. Do not run it again.
 
-Kept to show what is in it: a key, a run of 14 steps, two checkpoints, snapshots, and three requests
-that were accepted and not finished when every process was killed. `expected.json` has what 0.1.0
-itself answered when it was started again on a copy.
+It documents the folder: a key, a run of 14 steps, two checkpoints, snapshots, and three requests that
+were accepted and unfinished when all processes were killed. `expected.json` has the results of 0.1.0
+after a restart on a copy.
 
     python tests/data/folder-0.1/write.py      (in a checkout of that commit)
 """
@@ -81,8 +81,8 @@ def one_pass(model_id: str, seq_id: int) -> dict[str, Any]:
             "weights": {"data": [1.0] * 31, "dtype": "float32", "shape": [len(TEXT) - 1]},
         },
     }
-    told = {"data": [datum], "loss_fn": "cross_entropy"}
-    return {"model_id": model_id, "seq_id": seq_id, "forward_backward_input": told}
+    given = {"data": [datum], "loss_fn": "cross_entropy"}
+    return {"model_id": model_id, "seq_id": seq_id, "forward_backward_input": given}
 
 
 def main() -> None:
@@ -119,7 +119,7 @@ def main() -> None:
         prompt = types.ModelInput.from_ints(TEXT[:8])
         answer = sampler.sample(prompt, 2, params).result()
         expected["sampled"] = [list(sequence.tokens) for sequence in answer.sequences]
-        time.sleep(2.0)  # snapshots are written beside the work
+        time.sleep(2.0)  # snapshots are written in the background
         below = descendants(process.pid)
         engine = next(
             pid for pid in below if b"tinkex.engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -168,7 +168,7 @@ def main() -> None:
     expected["further_loss"] = answers["further"]["metrics"]["loss:sum"]
     expected["sample_tokens"] = answers["sample"]["sequences"][0]["tokens"]
     (HERE / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
-    os._exit(0)  # the client's session is of a server that is gone
+    os._exit(0)  # the client's session belongs to a server that was killed
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ import pytest
 from server.api.test_owner_limits import sample, sampler
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
-from server.waiting import until
 from tinkex.server import web
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +27,7 @@ def held(api: Api) -> int:
 
 async def polls(api: Api, path: str, body: Any) -> list["asyncio.Task[Any]"]:
     requested = [asyncio.create_task(api.post(path, body)) for _ in range(CLIENTS)]
-    await until(lambda: held(api) == CLIENTS)
+    await until_async(lambda: held(api) == CLIENTS)
     return requested
 
 
@@ -56,15 +56,15 @@ async def test_polls_end_when_their_client_disconnects(
             for task in requested:
                 task.cancel()
             await asyncio.gather(*requested, return_exceptions=True)
-            await until(lambda: held(api) == 1)
+            await until_async(lambda: held(api) == 1)
             assert futures.is_polled(request_id) is (path == "retrieve_future")
             assert not stays.done()
             stays.cancel()
             await asyncio.gather(stays, return_exceptions=True)
-            await until(lambda: held(api) == 0)
+            await until_async(lambda: held(api) == 0)
             assert not futures.is_polled(request_id)
         # Connected clients are still answered.
         waiting = asyncio.create_task(api.result(request_id))
-        await until(lambda: held(api) == 1)
+        await until_async(lambda: held(api) == 1)
         echo.open.set()
         assert (await waiting)["sequences"]

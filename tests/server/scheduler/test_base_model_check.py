@@ -13,9 +13,9 @@ import pytest
 from models.test_content_hash import flip
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
-from server.waiting import until
 from tinkex.server.executor import ServedModel
 from tinkex.server.scheduler import base_model_check
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -209,7 +209,7 @@ async def test_only_requests_that_need_the_hash_wait_for_it(
                 ),
             ]
             waiting = [asyncio.create_task(api.result(request_id)) for request_id in old]
-            await until(lambda: len(reached) == 2)
+            await until_async(lambda: len(reached) == 2)
             # Later requests are done, and these are not.
             new = await api.model()
             await api.forward_backward(new, 1, tokens=2)

@@ -8,11 +8,11 @@ import pytest
 
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
-from server.waiting import until
 from tinkex.server.executor import BatchFailed, EngineLost, Outcome, Task, Work, WorkFailed
 from tinkex.server.scheduler.crash_isolation import MAX_SINGLY, CrashIsolation, group_size
 from tinkex.wire.codec import decode_json
 from tinkex.wire.sampling import SampleRequest
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -121,7 +121,7 @@ async def test_samples_that_wait_for_admission_run_after_the_poisonous_one_faile
         waiting = send(8, 4)
         assert api.app
         futures = api.app.state.context.futures
-        await until(lambda: len(futures) == 12)
+        await until_async(lambda: len(futures) == 12)
         executor.die()
         executor.open.set()
         answers = await asyncio.gather(*admitted, *waiting)

@@ -8,13 +8,13 @@ import pytest
 from server.api.test_custom_losses import loss
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
-from server.waiting import until
 from tinkex.server.executor import Outcome, Task, Work, WorkFailed
 from tinkex.wire.protobuf import (
     decode_forward_backward_request,
     encode_forward_backward_output,
 )
 from tinkex.wire.training import ForwardBackwardOutput
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -76,7 +76,7 @@ async def test_losses_are_dropped_with_the_last_model_of_their_session_and_resto
         await api.result(await api.step("unload_model", model_id=models[0]))
         assert loss_id in engine.losses
         scheduler.unload_session(mine)
-        await until(lambda: loss_id not in engine.losses)
+        await until_async(lambda: loss_id not in engine.losses)
         assert theirs in engine.losses
         # They are registered again with the model, and so are new ones.
         later = await created(api, mine, 1)
@@ -89,7 +89,7 @@ async def test_losses_are_dropped_with_the_last_model_of_their_session_and_resto
         engine.die()
         scheduler.unload_session(mine)
         scheduler.unload_session(other)
-        await until(lambda: not engine.losses)
+        await until_async(lambda: not engine.losses)
         assert "error" not in await api.result(await api.custom(foreign, 2, {"loss_id": theirs}))
 
 
@@ -101,7 +101,7 @@ async def test_losses_that_no_model_can_use_are_only_checked(tmp_path: Path) -> 
             await created(api, session, number)
         bad = await api.step("create_custom_loss", **loss(session, 20, name="refused"))
         assert (await api.result(bad))["category"] == "user"
-        await until(lambda: not engine.losses)
+        await until_async(lambda: not engine.losses)
         assert len(engine.tasks(Task.REGISTER_LOSS)) == 21
 
 
@@ -127,4 +127,4 @@ async def test_a_model_that_is_loaded_while_losses_are_created_has_them_all(tmp_
                 await api.result(await api.step("unload_model", model_id=model))
 
         await asyncio.gather(make(), *(load_and_unload(number) for number in range(3)))
-        await until(lambda: not engine.losses)
+        await until_async(lambda: not engine.losses)

@@ -11,10 +11,10 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.scheduler.test_pickup import sample
 from server.tenants import new_key, with_key
-from server.waiting import until
 from tinkex.engine.settings import EngineSettings
 from tinkex.server.executor import Outcome, Task, Work
 from tinkex.server.scheduler.fairness import MAX_SEQUENCES, Admission
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -91,7 +91,7 @@ async def test_a_new_engine_gets_samples_of_owners_in_turn(
         executor.open.set()
         small = (await bob.post("asample", sample(theirs, 1))).json["request_id"]
         # All its requests wait for the next engine.
-        await until(lambda: len(arrived) == FLOOD + 1)
+        await until_async(lambda: len(arrived) == FLOOD + 1)
         executor.up.set()
         assert "sequences" in await bob.result(small)
         for request_id in flood:
@@ -120,7 +120,7 @@ async def test_models_of_owners_are_rebuilt_in_turn(tmp_path: Path) -> None:
         executor.die()
         later = [await alice.optim_step(model, 21) for model in models]
         step = await bob.optim_step(small, 2)
-        await until(lambda: executor.waiting == len(models) + 1)
+        await until_async(lambda: executor.waiting == len(models) + 1)
         executor.up.set()
         await bob.value(step)
         before = set(executor.done[: len(executor.done) - executor.done[::-1].index(small)])
@@ -143,7 +143,7 @@ async def test_a_large_batch_waits_for_a_short_rebuild_of_another_owner(tmp_path
         # Alice's model has almost no log, and a large pass that waits.
         passed = await alice.forward_backward(large, 1, tokens=2_000)
         step = await bob.optim_step(small, 6)
-        await until(lambda: executor.waiting == 2)
+        await until_async(lambda: executor.waiting == 2)
         executor.up.set()
         await bob.value(step)
         await alice.passed(passed)
@@ -166,9 +166,9 @@ async def test_admission_limits_the_requests_of_one_owner() -> None:
             admission.leave(owner)
 
     flood = [asyncio.create_task(enter("a")) for _ in range(6)]
-    await until(lambda: len(admitted) == 2)
+    await until_async(lambda: len(admitted) == 2)
     other = asyncio.create_task(enter("b"))
-    await until(lambda: "b" in admitted)
+    await until_async(lambda: "b" in admitted)
     # A cancelled wait takes no slot.
     flood[-1].cancel()
     go.set()

@@ -14,12 +14,13 @@ from server.api.test_custom_losses import loss
 from server.echo import BASE, EchoExecutor
 from server.hosting import PROTOBUF, Answer, Api, hosted, pass_body
 from server.store.test_store import opened
-from server.waiting import unfinished, until
+from server.stored_requests import unfinished
 from tinkex.server.executor import Task
 from tinkex.server.scheduler.fairness import Load
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import NewRequest, StorageError
 from tinkex.server.store.storage_health import UNREACHABLE, StorageProblem
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -238,7 +239,7 @@ async def test_requests_that_were_picked_up_count_in_the_load(
         async with hosted(held, tmp_path, janitor_s=0) as api:
             assert api.app
             loads = api.app.state.context.futures.loads
-            await until(lambda: len(loads) == 1)
+            await until_async(lambda: len(loads) == 1)
             assert list(loads.values()) == [Load(requests=1, tokens=100, samples=3)]
 
 

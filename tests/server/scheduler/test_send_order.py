@@ -10,9 +10,9 @@ import pytest
 from server.echo import BASE, EchoExecutor
 from server.hosting import hosted
 from server.scheduler.test_pickup import numbered_sample
-from server.waiting import until
 from tinkex.server.executor import Outcome, Task, Work
 from tinkex.wire.protobuf import decode_forward_backward_request
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -123,5 +123,5 @@ async def test_completions_are_published_in_commit_order(
         answers = await asyncio.gather(*(api.post("asample", one) for one in asked))
         for answer in answers:
             await api.result(answer.json["request_id"])
-        await until(lambda: len(published) == len(asked))
+        await until_async(lambda: len(published) == len(asked))
     assert published == sorted(published)

@@ -7,10 +7,10 @@ import pytest
 
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
-from server.waiting import until
 from serving import TINY
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import EngineOptions, ModelNotLoaded, Outcome, ServedModel, Task, Work
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -95,7 +95,7 @@ async def test_no_model_is_unloaded_beside_an_isolated_request(tmp_path: Path) -
         isolation.restore("isolated", 2)
         async with isolation.attempt("isolated") as attempt:
             unloaded = await unloading(api, model)
-            await until(lambda: bool(isolation._waiting))
+            await until_async(lambda: bool(isolation._waiting))
             assert Task.DROP not in echo.tasks()
             assert attempt.alone
         assert (await api.result(unloaded))["model_id"] == model

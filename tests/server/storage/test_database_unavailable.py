@@ -13,8 +13,8 @@ from postgres import Postgres, binaries, postgres_server
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.store.test_store import a_model, step
+from server.stored_requests import unfinished
 from server.tenants import with_key
-from server.waiting import unfinished
 from tinkex.server.api import auth
 from tinkex.server.store import NewRequest, StorageError, Store, group_commit, open_store
 from tinkex.server.store.models import Sampler

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from server.waiting import unfinished
+from server.stored_requests import unfinished
 from tinkex.server.store import (
     NewRequest,
     Status,

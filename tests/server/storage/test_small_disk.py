@@ -12,12 +12,12 @@ import pytest
 
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
-from server.waiting import until
 from serving import TINY
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import EngineOptions, Outcome, ServedModel, Task, Work
 from tinkex.server.maintenance import disk_monitor
 from tinkex.server.scheduler import checkpoints
+from waiting import until_async
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
@@ -92,7 +92,7 @@ async def test_saves_wait_for_free_space_and_log_it_once(
             for model in models
         ]
         # A fourth try comes after three have failed.
-        await until(lambda: all(executor.saves[model] >= 4 for model in models))
+        await until_async(lambda: all(executor.saves[model] >= 4 for model in models))
         waiting = [record.getMessage() for record in caplog.records]
         of_engine = capfd.readouterr().err
         filler.unlink()

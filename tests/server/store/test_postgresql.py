@@ -13,7 +13,7 @@ from sqlalchemy import event
 
 from postgres import Postgres
 from server.store.test_store import a_model, check_repeats_and_invalid_requests, step
-from server.waiting import unfinished
+from server.stored_requests import unfinished
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import (
     DatabaseRefused,

@@ -14,7 +14,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import event
 
-from server.waiting import unfinished
+from server.stored_requests import unfinished
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Model, NewRequest, Status, Store, open_store
 from tinkex.server.store.database import Database

@@ -7,7 +7,7 @@ import sqlalchemy as sa
 from hypothesis.stateful import invariant
 
 from server.store.machine.base import Base
-from server.waiting import unfinished
+from server.stored_requests import unfinished
 from tinkex.server.store.blobs import PREFIX_DEPTHS
 from tinkex.server.store.schema import metadata
 

@@ -1,0 +1,235 @@
+"""
+Fuzz tests: no response is a 5xx, none hangs, and no work fails with a server error.
+
+    python -m qa.fuzz.run [--bodies 50000] [--graphs 1000] [--cases 100] [--passes 3000] [--seed N]
+
+`make fuzz` runs all of it. Bodies are mutations of recorded requests of official clients
+(tests/data/wire), sent to the application in this process; graphs are hostile custom losses for the
+engine's interpreter. Schemathesis generates JSON from the server's OpenAPI page, and a real engine
+runs mutated passes. The same seed repeats a run. `python -m qa.fuzz.write_corpus` writes the corpus
+that `make test` sends.
+"""
+
+import argparse
+import asyncio
+import base64
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from qa.fuzz import request_bodies as bodies
+from qa.fuzz.mutations import mutate_bytes, with_odd_values
+from serving import TINY, serving
+from tinkex.conformance.raw_client import Remote, TrainingModel, Unexpected
+from tinkex.testing import write_tiny_model
+from tinkex.wire.codec import PROTOBUF_TYPE
+from tinkex.wire.proto import tinkex_wire_pb2 as pb
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+RECORDED = ROOT / "tests" / "data" / "wire"
+#: A response that takes longer counts as a hang. The servers here have short long polls.
+MAX_RESPONSE_S = 20
+MEBIBYTE = 2**20
+#: Allowed memory in the last quarter of a run relative to the first.
+MAX_GROWTH = 1.1
+#: Memory limit of the process that runs the graphs.
+GRAPH_BYTES = 8 * 2**30
+
+
+def schemathesis(url: str, *, cases: int, seed: int = 1, timeout_s: float = 600) -> str:
+    """The output of schemathesis; raises AssertionError for findings."""
+    remote = Remote(url)
+    model = remote.model()
+    sampler = remote.sampler(base_model=remote.base_model)
+    path = model.save_state("fuzz")
+    future = remote.request_id(model.submit_step())
+    ids = {
+        "session_id": [remote.session],
+        "model_id": [model.model_id],
+        "training_run_id": [model.model_id],
+        "run_id": [model.model_id],
+        "base_model": [remote.base_model],
+        "sampling_session_id": [sampler.sampling_session_id],
+        "request_id": [future],
+        "model_path": [path],
+        "tinker_path": [path],
+        "path": [path, "named"],
+        "source_path": [path],
+    }
+    options = [
+        *("--checks", "not_a_server_error", "--phases", "fuzzing", "--mode", "all"),
+        *("--max-examples", str(cases), "--seed", str(seed), "--no-shrink", "--no-color"),
+        *("--request-timeout", str(MAX_RESPONSE_S), "--continue-on-failure", "--warnings", "off"),
+        *("--generation-database", ":memory:", "--suppress-health-check", "all"),
+        # This route deletes the caller's key, which the other requests need.
+        *("--exclude-path", "/api/v1/auth/apikey/me", "-H", "X-API-Key: tml-fuzz"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", *options],
+        env={
+            **os.environ,
+            "FUZZ_IDS": json.dumps(ids),
+            "SCHEMATHESIS_HOOKS": "schemathesis_hooks",
+            "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-12_000:]
+    return done.stdout
+
+
+@dataclass
+class Findings:
+    """Results of protobuf bodies."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    #: Bodies with a 5xx status, no response, or work that failed with a server error.
+    wrong: list[str] = field(default_factory=list)
+
+
+def recorded_passes() -> list[bytes]:
+    """Bodies of passes that the newest official client sent."""
+    recorded = json.loads((RECORDED / "0.36.0" / "forward_backward.json").read_text())
+    return [base64.b64decode(request["body_base64"]) for request in recorded]
+
+
+def protobuf(url: str, *, bodies: int, seed: int = 1) -> Findings:
+    """Sends mutated passes to a real model and waits for their results."""
+    remote = Remote(url)
+    draw = random.Random(seed)
+    found = Findings()
+    passes = recorded_passes()
+    model: TrainingModel | None = None
+    for _ in range(bodies):
+        if model is None:
+            model = remote.model()
+        message = pb.ForwardBackwardRequest.FromString(draw.choice(passes))
+        message.model_id, message.seq_id = model.model_id, model.next
+        odd = draw.random() < 0.5
+        body = (
+            with_odd_values(message, draw)
+            if odd
+            else mutate_bytes(message.SerializeToString(), draw)
+        )
+        try:
+            answer = remote.post("forward_backward", body, Content_Type=PROTOBUF_TYPE)
+        except Unexpected as error:
+            found.wrong.append(f"{error}: {base64.b64encode(body).decode()}")
+            continue
+        found.statuses[answer.status] += 1
+        if answer.status >= 500:
+            found.wrong.append(f"{answer}: {base64.b64encode(body).decode()}")
+        if answer.status != 200:
+            continue
+        if not _is_next(body, model):
+            model = None  # another step number or model: nothing to wait for
+            continue
+        model.number()
+        settled = remote.wait_for(remote.request_id(answer), f"{PROTOBUF_TYPE}, application/json")
+        outcome = "done" if settled.is_protobuf else str(settled.json.get("category", "done"))
+        found.outcomes[outcome] += 1
+        if outcome not in ("done", "user"):
+            found.wrong.append(f"{settled}: {base64.b64encode(body).decode()}")
+    return found
+
+
+def _is_next(body: bytes, model: TrainingModel) -> bool:
+    try:
+        message = pb.ForwardBackwardRequest.FromString(body)
+    except DecodeError:
+        return False
+    return (message.model_id, message.seq_id) == (model.model_id, model.next)
+
+
+def fuzz_server(cases: int, passes: int, seed: int) -> list[str]:
+    """Runs schemathesis and mutated passes against a server with a real engine."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_tiny_model(Path(folder) / "model", arch="llama")
+        os.environ["TINKEX_LONG_POLL_S"] = "2"
+        with serving(f"{TINY}={model}", data=Path(folder) / "data") as server:
+            try:
+                print(schemathesis(server.url, cases=cases, seed=seed))
+            except AssertionError as error:
+                print("".join(server.log[-200:]), file=sys.stderr)
+                return [str(error)]
+            found = protobuf(server.url, bodies=passes, seed=seed)
+            print(f"passes: {dict(found.statuses)}, futures: {dict(found.outcomes)}")
+            return found.wrong
+
+
+def fuzz_application(count: int, seed: int) -> list[str]:
+    """Sends mutated bodies to the application in this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = asyncio.run(_bodies(Path(folder), count, seed))
+    first, last = found.quarters()
+    print(
+        f"bodies: {count} in {found.elapsed_s:.0f} s, slowest {found.slowest_s:.2f} s, "
+        f"{dict(found.statuses)}, {len(found.interesting)} kinds of answers; resident memory "
+        f"{first / MEBIBYTE:.0f} MiB in the first quarter, {last / MEBIBYTE:.0f} in the last"
+    )
+    if last > first * MAX_GROWTH + 20 * MEBIBYTE:
+        found.wrong.append(f"memory grew from {first:.0f} to {last:.0f} bytes")
+    return found.wrong
+
+
+async def _bodies(folder: Path, count: int, seed: int) -> bodies.Findings:
+    async with bodies.app_client(folder) as client:
+        return await bodies.fuzz(client, bodies=count, seed=seed, progress=print)
+
+
+def fuzz_graphs(count: int, seed: int) -> list[str]:
+    """Runs hostile graphs in a process with limits on memory and time."""
+    done = subprocess.run(
+        [sys.executable, "-m", "qa.fuzz.custom_loss_graphs", str(count), str(seed)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=3600,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (GRAPH_BYTES, GRAPH_BYTES)),
+        check=False,
+    )
+    if done.returncode:
+        return [f"the interpreter ended with {done.returncode}: {done.stderr[-4000:]}"]
+    found = json.loads(done.stdout)
+    wrong: list[str] = found.pop("wrong")
+    print(f"graphs: {count}, {found}")
+    if found["last_quarter_bytes"] > found["first_quarter_bytes"] * MAX_GROWTH + 50 * MEBIBYTE:
+        wrong.append("memory grew")
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=100, help="schemathesis cases per route")
+    parser.add_argument("--passes", type=int, default=3_000, help="passes for a real engine")
+    parser.add_argument("--bodies", type=int, default=50_000, help="bodies for the application")
+    parser.add_argument(
+        "--graphs", type=int, default=1_000, help="custom losses for the interpreter"
+    )
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    options = parser.parse_args()
+    print(f"seed {options.seed}")
+    wrong = fuzz_application(options.bodies, options.seed) if options.bodies else []
+    wrong += fuzz_graphs(options.graphs, options.seed) if options.graphs else []
+    if options.cases or options.passes:
+        wrong += fuzz_server(options.cases, options.passes, options.seed)
+    print("\n".join(wrong) or "no findings")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
