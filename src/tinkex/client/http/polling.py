@@ -365,7 +365,7 @@ class QueueLog:
 
 
 #: So many samples of a client ask for themselves: one request less each, and they hold few
-#: connections (docs/decisions/0041-a-few-samples-ask-for-themselves.md).
+#: connections (docs/decisions/0014-client.md).
 FEW = 64
 #: After news this long until the next poll: what finishes meanwhile is told by one answer.
 GATHER_S = 0.01
