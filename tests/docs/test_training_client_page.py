@@ -20,7 +20,7 @@ def test_m7_the_page_covers_what_programs_must_know():
         "Order",
         "Numbers",
         "Retries",
-        "Time-outs",
+        "Timeouts",
         "Cancellation",
         "Forks and pickles",
     ]
