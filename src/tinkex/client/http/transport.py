@@ -65,7 +65,7 @@ def proxy_for(url: str, env: Mapping[str, str]) -> str | None:
     return proxy
 
 
-# MERGED: The seam to the network: bytes and headers in, bytes and headers out. Knows no protocol. The only place that imports aiohttp, and only when the first request is sent. Why aiohttp: docs/decisions/0014-client.md.
+# MERGED: The seam to the network: bytes and headers in, bytes and headers out. Knows no protocol. The only place that imports aiohttp, and only when the first request is sent. Why aiohttp: docs/decisions/0002-transport.md.
 
 
 CONNECT_S = 10.0
