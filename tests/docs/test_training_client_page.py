@@ -20,7 +20,7 @@ def test_m7_the_page_has_all_sections():
         "Order",
         "Numbers",
         "Retries",
-        "Time-outs",
+        "Timeouts",
         "Cancellation",
         "Forks and pickles",
     ]

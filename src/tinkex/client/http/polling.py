@@ -367,7 +367,7 @@ class QueueLog:
 
 
 #: Up to this many samples of a client poll for themselves: that is one request less each, and few
-#: connections (docs/decisions/0041-a-few-samples-ask-for-themselves.md).
+#: connections (docs/decisions/0014-client.md).
 MAX_SELF_POLLING = 64
 #: Delay before the next poll after an event, so that one response reports several samples.
 COALESCE_S = 0.01
