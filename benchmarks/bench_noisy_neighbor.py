@@ -301,16 +301,16 @@ def measure(python: str, rounds: int) -> dict[str, Any]:
                 settle(bob)
         # A new server for each death: a request that was lost twice is tried apart from the others,
         # and that is another question than how long one death takes.
-        for name in ("engine start", "death under training", "death under samples"):
+        for name in ("engine start", "crash under training", "crash under samples"):
             data = Path(folder) / name.replace(" ", "-")
             alice, bob_key = (make_key(python, data, owner) for owner in ("alice", "bob"))
             with serving(python, data, model) as (server, url):
                 bob = Bob(url, bob_key)
                 bob.sample(), bob.step()
-                load = name.removeprefix("death under ")
+                load = name.removeprefix("crash under ")
                 with loading(load, url, alice) if load in LOADS else nullcontext():
                     kill_engine(server)
-                    found[f"crash under {name] = bob.both_at_once()
+                    found[name] = bob.both_at_once()
             print(f"{python}: {name}: {found[name]}", file=sys.stderr)
     return found
 

@@ -30,7 +30,7 @@ def test_a_large_request_leaves_room_for_a_small_one() -> None:
 def test_a_datum_longer_than_a_batch_runs_alone() -> None:
     mixer = BatchMixer()
     queues = [queue("long", 500, 2), queue("other", 2)]
-    assert mixer.next_batch(queues, 100) == [Cut("other", 1)]
+    assert mixer.next_batch(queues, 100) == [Selection("other", 1)]
     assert mixer.next_batch(queues, 100) == [
         Selection("long", 1)
     ]
@@ -38,11 +38,11 @@ def test_a_datum_longer_than_a_batch_runs_alone() -> None:
     assert mixer.next_batch(queues, 100) == [Selection("other", 50)]
 
 
-def test_a_small_pass_that_has_just_arrived_goes_before_a_long_row() -> None:
-    mixer = Mixer()
+def test_a_small_pass_that_has_just_arrived_runs_before_a_long_datum() -> None:
+    mixer = BatchMixer()
     flood = [queue(f"long{number}", *[500] * 8) for number in range(3)]
-    assert mixer.next_batch(flood, 100) == [Cut("long0", 1)]
-    assert mixer.next_batch([*flood, queue("small", 20)], 100) == [Cut("small", 1)]
+    assert mixer.next_batch(flood, 100) == [Selection("long0", 1)]
+    assert mixer.next_batch([*flood, queue("small", 20)], 100) == [Selection("small", 1)]
 
 
 @pytest.mark.parametrize("lengths", [[3, 3, 3], [2, 9, 2], [9], [1] * 20, [7, 1, 7, 1]])

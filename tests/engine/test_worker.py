@@ -163,10 +163,10 @@ def test_a_step_waits_for_earlier_passes_and_delays_later_ones(rounds: Rounds) -
     assert list(rounds.train()) == [second]
 
 
-def test_the_optimizer_step_behind_a_small_pass_waits_for_no_other_batch(turns: Turns) -> None:
-    turns.order(run_pass=passes("a", 3, 40))
-    small = turns.order(run_pass=passes("b", 1, 4))
-    optim = turns.order(optim_step=step("b"))
+def test_the_optimizer_step_behind_a_small_pass_waits_for_no_other_batch(rounds: Rounds) -> None:
+    rounds.order(run_pass=passes("a", 3, 40))
+    small = rounds.order(run_pass=passes("b", 1, 4))
+    optim = rounds.order(optim_step=step("b"))
     assert sorted(rounds.train()) == [small, optim]
 
 

@@ -30,7 +30,7 @@ from tinkex.server.scheduler import checkpoints
 from tinkex.server.settings import Settings
 from tinkex.server.store import checkpoint_lists, events
 from tinkex.server.store import sessions as stored_sessions
-from tinkex.wire import custom_loss, errors, limits, tensors
+from tinkex.wire import errors, limits, tensors
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
 
 #: Settings of the test server: the defaults would need gigabytes.

@@ -41,7 +41,7 @@ ALLOWED = {
     ("api/sessions.py", "search_sessions"): EXPIRES,
     ("api/sessions.py", "trace"): SHOWN,
     ("api/training_runs.py", "set_ttl"): EXPIRES,
-    ("presence.py", "Presence.__init__"): KEPT,
+    ("session_timeouts.py", "Presence.__init__"): KEPT,
     ("saving.py", "_naming"): EXPIRES,
     ("signing.py", "Signer.opens"): EXPIRES,
     ("scheduler/results.py", "Signer.sign"): KEPT,

@@ -292,15 +292,6 @@ async def test_a_trailer_is_not_taken_for_a_header(small: Api) -> None:
     assert first != second
 
 
-async def until(true: Callable[[], bool]) -> None:
-    """Wait until a condition holds."""
-    for _ in range(2_000):
-        if true():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("the condition does not hold after 20 s")
-
-
 def peak_mib(*, reset: bool = False) -> int:
     """The peak memory of this process since the last reset."""
     if reset:

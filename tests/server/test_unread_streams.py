@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from server.echo import BASE
 from server.hosting import Api, hosted
 from server.streaming_executor import StreamingExecutor, sample_body
 from server.tenants import new_key, with_key

@@ -34,7 +34,7 @@ def command(
         click.echo(f"{manifest.files} files, {size(manifest.bytes)}, in {target}", err=True)
     if manifest.missing:
         click.echo(
-            f"warning: {len(taken.missing)} files are missing from the data folder. "
+            f"warning: {len(manifest.missing)} files are missing from the data folder. "
             "`tinkex doctor` lists them.",
             err=True,
         )

@@ -143,7 +143,7 @@ def _with_keys(
     """Run `act` on the keys of the server's store; without `create` the store must exist."""
     settings = load_settings("key", data=data, db=db, module="tinkex.server.store.folder_lock")
     from tinkex.server.store import DatabaseRefused
-    from tinkex.server.store.folder_lock import open_beside
+    from tinkex.server.store.folder_lock import open_shared_store
 
     if not create:
         _check_exists(settings)

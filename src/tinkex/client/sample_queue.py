@@ -46,8 +46,6 @@ from tinkex.wire.sampling import (
 
 T = TypeVar("T")
 
-#: Each clone of a client numbers its samples from a multiple of this.
-CLONE_STRIDE = 1_000_000_000
 #: Approximate size of a prompt token in JSON.
 BYTES_PER_TOKEN = 10
 #: After a 429, prompts above this size wait longer.

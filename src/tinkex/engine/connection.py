@@ -99,7 +99,7 @@ def partial_output_report(ticket: int, outputs: Iterable[PartialOutput]) -> engi
 def shared_failure_report(ticket: int, error: Exception) -> engine_protocol.Report:
     """A micro-batch of several requests failed: the server retries each request alone."""
     message = f"a batch of several requests failed ({type(error).__name__}: {error})"
-    failed = frames_pb2.Failed(category=engine_protocol.MUDDLED, message=message)
+    failed = frames_pb2.Failed(category=engine_protocol.SHARED_FAILURE, message=message)
     return engine_protocol.Report(ticket=ticket, failed=failed)
 
 
@@ -107,7 +107,7 @@ def failure_report(ticket: int, error: Exception) -> engine_protocol.Report:
     """User failures are reported with their message, all other errors as a bug with a log id."""
     if isinstance(error, NoSuchModel):
         # The server then rebuilds the model in this engine.
-        failed = frames_pb2.Failed(category=engine_protocol.MISSING, message=str(error))
+        failed = frames_pb2.Failed(category=engine_protocol.MODEL_MISSING, message=str(error))
     elif isinstance(error, UserFailure | WriteFailed):
         category = "server" if isinstance(error, WriteFailed) else "user"
         failed = frames_pb2.Failed(category=category, message=str(error))

@@ -20,7 +20,7 @@ from tinkex.engine.connection import Connection
 from tinkex.engine.worker import Worker
 from tinkex.wire import engine_protocol
 from tinkex.wire.proto import frames_pb2
-from tinkex.wire.redaction import ScrubbedFormatter
+from tinkex.wire.redaction import RedactingFormatter
 
 log = logging.getLogger("tinkex.engine.process")
 

@@ -70,7 +70,7 @@ def create_app(
     executor: Executor,
     store: Store,
     *,
-    rolls: Mapping[str, Roll] | None = None,
+    in_flight_files: Mapping[str, InFlightFile] | None = None,
     web_crashed: bool = False,
 ) -> FastAPI:
     """Build the application on an open store. Its lifespan starts and stops the scheduler."""

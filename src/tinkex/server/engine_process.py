@@ -384,9 +384,9 @@ class _Engine:
 
 
 def _failure(failed: frames_pb2.Failed) -> Exception:
-    if failed.category == engine_protocol.MUDDLED:
+    if failed.category == engine_protocol.SHARED_FAILURE:
         return BatchFailed(failed.message)
-    if failed.category == engine_protocol.MISSING:
+    if failed.category == engine_protocol.MODEL_MISSING:
         return ModelNotLoaded(failed.message)
     return WorkFailed(failed.category, failed.message)
 

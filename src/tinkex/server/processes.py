@@ -24,7 +24,7 @@ LOG_FORMAT = "%(asctime)s %(name)s %(message)s"
 def setup_logging() -> None:
     """Configure the root logger of this process."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(ScrubbedFormatter(LOG_FORMAT))
+    handler.setFormatter(RedactingFormatter(LOG_FORMAT))
     logging.basicConfig(handlers=[handler], level=logging.INFO)
     # Alembic logs its internals on every start; the store logs migrations itself.
     logging.getLogger("alembic").setLevel(logging.WARNING)

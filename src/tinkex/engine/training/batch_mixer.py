@@ -43,8 +43,9 @@ class BatchMixer:
         """
         Data for one batch of at most `max_tokens`; a longer datum runs alone.
 
-        Ties are broken by input order. The first model served determines whether the batch has
-        gradients.
+        Ties go to the model with the fewest waiting tokens, then to the earlier in `queues`: a
+        small pass that has just arrived does not wait for another model's long datum. The first
+        model served determines whether the batch has gradients.
         """
         self._rebase_counts([queue.model_id for queue in queues])
         served = self._served
@@ -53,13 +54,13 @@ class BatchMixer:
         counts: dict[str, int] = {}
         left = max_tokens
         heap = [
-            (served[queue.model_id], index, queue)
+            (served[queue.model_id], waiting[queue.model_id], index, queue)
             for index, queue in enumerate(queues)
             if queue.backward == first.backward
         ]
         heapq.heapify(heap)
         while heap:
-            _, index, queue = heapq.heappop(heap)
+            _, _, index, queue = heapq.heappop(heap)
             count = counts.get(queue.model_id, 0)
             length = queue.lengths[count]
             if length > left and counts:
@@ -69,7 +70,7 @@ class BatchMixer:
             counts[queue.model_id] = count = count + 1
             if count < len(queue.lengths):
                 total = waiting[queue.model_id]
-                heapq.heappush(heap, (served[queue.model_id], index, queue))
+                heapq.heappush(heap, (served[queue.model_id], total, index, queue))
         return [
             Selection(queue.model_id, counts[queue.model_id])
             for queue in queues

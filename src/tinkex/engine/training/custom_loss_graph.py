@@ -35,11 +35,9 @@ from tinkex.engine.training.custom_loss_parser import (
     parse_nodes,
 )
 from tinkex.wire.custom_loss import (
-    INPUT_NAME,
-    MAX_INPUTS,
-    METRIC_NAME,
     CustomLossGraph,
-    CustomLossInput
+    CustomLossInput,
+)
 from tinkex.wire.errors import UserFailure
 
 __all__ = ["Graph"]

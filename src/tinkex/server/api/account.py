@@ -313,7 +313,7 @@ def _hour_start(hour: int) -> datetime:
 
 
 @audit_router.get("/audit")
-@bounded(entries=MOST_ENTRIES)
+@bounded(entries=MAX_ENTRIES)
 async def audit(
     request: Request,
     event_type: Annotated[Topic, Query()] = "all",

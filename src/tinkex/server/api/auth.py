@@ -108,7 +108,7 @@ class Authentication:
                 response = error_response({"detail": refusal.detail}, refusal.status)
                 await response(scope, receive, send)
                 return
-            except StorageTrouble as trouble:
+            except StorageError as trouble:
                 await _drain(receive)
                 await storage_trouble(request, trouble)(scope, receive, send)
                 return

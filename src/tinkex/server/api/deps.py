@@ -86,8 +86,8 @@ class Context:
     store: Store
     executor: Executor
     futures: Futures
-    dispatcher: Dispatcher
-    presence: Presence
+    scheduler: Scheduler
+    session_timeouts: SessionTimeouts
     #: Signs links to files and traces.
     signer: Signer
     _sessions: Cache[Session] = field(init=False)
@@ -113,7 +113,7 @@ class Context:
             raise Refusal(
                 410, f"session {session_id} was finished by its client. Create a new session."
             )
-        self.presence.heard(session_id)
+        self.session_timeouts.touch(session_id)
         return session
 
     def forget_session(self, session_id: str) -> None:

@@ -116,7 +116,6 @@ def _event(event: Completion) -> FutureCompletion:
 
 
 def _try_again(context: Context, request_id: str) -> Response:
-    base_model = context.futures.base_model(request_id)
     waiting = context.scheduler.queue_state(request_id)
     if (problem := context.store.health.problem) is not None:
         # The request may be done, with a result that cannot be stored now.

@@ -113,7 +113,7 @@ class _ServerMetrics(Collector):
         operations = CounterMetricFamily(
             "tinkex_engine_operations", "Operations engines finished", labels=["task"]
         )
-        for task, (count, total_s) in self._context.dispatcher.computed.items():
+        for task, (count, total_s) in self._context.scheduler.usage.by_task.items():
             seconds.add_metric([task.name.lower()], total_s)
             operations.add_metric([task.name.lower()], count)
         yield seconds
@@ -131,7 +131,7 @@ class _ServerMetrics(Collector):
         waiting = GaugeMetricFamily(
             "tinkex_owner_requests_open", "Requests of an owner that wait or run", labels=["owner"]
         )
-        for owner, seconds in self._context.dispatcher.used_s.items():
+        for owner, seconds in self._context.scheduler.usage.by_owner.items():
             if self._owner in (None, owner):
                 used.add_metric([owner], seconds)
         for owner, load in self._context.futures.loads.items():

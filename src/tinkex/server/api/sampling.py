@@ -212,7 +212,7 @@ async def _invalid_sample(
         context,
         request,
         source,
-        payload=scrubbed(body.decode(errors="replace")).encode(),
+        payload=redact(body.decode(errors="replace")).encode(),
         sampling_session_id=sampling_session_id,
         seq_id=seq_id if isinstance(seq_id, int) else None,
         sequences=sequences if isinstance(sequences, int) else 1,

@@ -145,7 +145,7 @@ async def finish_session(request: Request, session_id: str) -> Response:
     detail = None if message.detail is None else redact(message.detail)[:MAX_FINISH_DETAIL_LENGTH]
     await context.store.runs.finish_session(session_id, message.reason.type, detail)
     context.forget_session(session_id)
-    context.presence.left(session_id)
+    context.session_timeouts.finish(session_id)
     return json_response({})
 
 

@@ -106,11 +106,11 @@ def sequence_ids(first: Accepted) -> list[str]:
     return [f"{first.request_id}-{index}" for index in range(first.sequences)]
 
 
-async def accept_request(context: Context, new: NewRequest, *, tap: TokenStream | None = None) -> Accepted:
+async def accept_request(context: Context, new: NewRequest, *, token_stream: TokenStream | None = None) -> Accepted:
     """
     Store and schedule a request, or find the first one that it repeats.
 
-    The tokens of a new sample go to `tap` as they are sampled.
+    The tokens of a new sample go to `token_stream` as they are sampled.
     """
     first = None
     if context.store.health.problem is not None:
@@ -127,19 +127,19 @@ async def accept_request(context: Context, new: NewRequest, *, tap: TokenStream 
             f"{new.kind}. Two clients may be numbering the steps of one model.",
             "seq_id_reused",
         )
-    await schedule(context, new, first, tap=tap)
+    await schedule(context, new, first, token_stream=token_stream)
     return first
 
 
 async def schedule(
-    context: Context, new: NewRequest, first: Accepted, *, tap: Tap | None = None
+    context: Context, new: NewRequest, first: Accepted, *, token_stream: TokenStream | None = None
 ) -> None:
     """Hand a committed request to the scheduler; nothing between commit and this may fail."""
     if first.is_new:
-        context.dispatcher.take(new_row(new, first), payload=new.payload, tap=tap)
+        context.scheduler.submit(new_row(new, first), payload=new.payload, token_stream=token_stream)
     else:
         # The first request may be waiting without being known to the scheduler.
-        await context.dispatcher.take_again(first.request_id)
+        await context.scheduler.resubmit(first.request_id)
 
 
 def new_row(new: NewRequest, first: Accepted) -> RequestRow:
@@ -211,7 +211,7 @@ def _decode_step(message_type: type[NumberedStep], body: bytes) -> tuple[str, in
         model_id, seq_id = failure.request.get("model_id"), failure.request.get("seq_id")
         if not isinstance(model_id, str) or not isinstance(seq_id, int):
             raise
-        return model_id, seq_id, scrubbed(body.decode(errors="replace")).encode()
+        return model_id, seq_id, redact(body.decode(errors="replace")).encode()
     return message.model_id, message.seq_id, encode_json(message)
 
 

@@ -55,7 +55,7 @@ from tinkex.server.scheduler.step_queue import (
     StepQueue,
     arrived_late,
 )
-from tinkex.server.store import Damaged, Model, RequestRow, StorageTrouble
+from tinkex.server.store import Damaged, Model, RequestRow, StorageError
 from tinkex.wire.codec import encode_json
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import CreateModelResponse
@@ -427,8 +427,8 @@ class ModelWorkers:
         self, state: ModelState, batch: StepBatch, attempt: Attempt, lost: EngineLost
     ) -> None:
         """Requeue the unfinished steps, unless they crash the engine."""
-        mixed_batch = isinstance(lost, WorkMuddled)
-        if mixed_batch or isinstance(lost, ModelMissing):
+        mixed_batch = isinstance(lost, BatchFailed)
+        if mixed_batch or isinstance(lost, ModelNotLoaded):
             # The engine is up, but its copy of this model is not what the log describes.
             state.loaded_in = None
         unfinished = [step for step in batch.steps if step.seq_id in state.queue.running]

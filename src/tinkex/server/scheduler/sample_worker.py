@@ -17,7 +17,7 @@ from tinkex.server.scheduler.results import RequestOutcome, crash_outcome, inter
 from tinkex.server.store import RequestRow
 from tinkex.wire.codec import encode_json
 from tinkex.wire.custom_loss import CreateCustomLossResponse
-from tinkex.wire.partial_sample import Growing
+from tinkex.wire.partial_sample import PartialSample
 from tinkex.wire.proto import frames_pb2
 
 if TYPE_CHECKING:

@@ -250,7 +250,7 @@ class Scheduler:
         if request_id in self._execution.claimed or self._execution.futures.is_cached(request_id):
             return
         # If it cannot be read now, `Pickup` finds it later.
-        with contextlib.suppress(StorageTrouble):
+        with contextlib.suppress(StorageError):
             row = await self._store.requests.get(request_id)
             if row is not None and row.status is Status.WAITING:
                 self.submit(row)
@@ -285,7 +285,7 @@ class Scheduler:
         """Open a model; opening it adds all its stored steps."""
         try:
             await self._open(model_id, first_seq=first_seq)
-        except StorageTrouble as error:
+        except StorageError as error:
             log.info("the steps of %s are picked up later: %s", model_id, error)
         finally:
             self._opening.discard(model_id)

@@ -18,7 +18,6 @@ from tinkex.server.store.schema import Status, completions, requests, usage
 from tinkex.server.store.sql_dialects import in_list, list_parameter
 from tinkex.wire.errors import WireError
 from tinkex.wire.protobuf import count_sample_tokens
-from tinkex.wire.sampling import CLONE_STRIDE
 
 # -- ids -----------------------------------------------------------------------------------------
 

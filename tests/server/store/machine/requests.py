@@ -16,7 +16,7 @@ from tinkex.server.store import Accepted, Completion, NewRequest, Status
 from tinkex.server.store.request_writes import SAMPLES_PER_CLONE, failure, success
 from tinkex.server.store.requests import INLINE_BYTES, ResultGone
 from tinkex.wire.protobuf import encode_sample_response
-from tinkex.wire.sampling import CLONE_STRIDE, SampledSequence, SampleResponse
+from tinkex.wire.sampling import SampledSequence, SampleResponse
 
 LARGE = b"x" * (INLINE_BYTES + 1)
 
