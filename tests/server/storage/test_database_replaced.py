@@ -32,12 +32,12 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-async def until_noticed(api: Api) -> Answer:
+async def until_detected(api: Api) -> Answer:
     for _ in range(100):
         if (health := await api.get("/api/v1/healthz")).status == 503:
             return health
         await asyncio.sleep(0.05)
-    pytest.fail("the server has not noticed")
+    pytest.fail("the server has not detected it")
 
 
 def replaced(file: Path) -> None:
@@ -49,9 +49,9 @@ def replaced(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "act", "word"),
     [
-        ("tinkex.db", Path.unlink, "not there"),
-        ("tinkex.db-wal", Path.unlink, "not there"),
-        ("tinkex.db", replaced, "another file"),
+        ("tinkex.db", Path.unlink, "does not exist any more"),
+        ("tinkex.db-wal", Path.unlink, "does not exist any more"),
+        ("tinkex.db", replaced, "is not the file that was opened"),
     ],
 )
 async def test_nothing_is_acknowledged_without_the_database(
@@ -68,7 +68,7 @@ async def test_nothing_is_acknowledged_without_the_database(
         echo.open.clear()
         running = await api.optim_step(model, 1)
         act(tmp_path / name)
-        health = await until_noticed(api)
+        health = await until_detected(api)
         assert health.json["trouble"] == "gone"
         assert word in health.json["detail"]
         assert "tinkex restore" in health.json["detail"]
@@ -100,7 +100,7 @@ async def test_the_server_continues_after_the_database_is_moved_back(
         passed = await api.forward_backward(model, 1)
         step = await api.optim_step(model, 2)
         (tmp_path / "tinkex.db").rename(tmp_path / "aside")
-        await until_noticed(api)
+        await until_detected(api)
         echo.open.set()
         assert (await api.poll(step)).status in (408, 503)
         (tmp_path / "aside").rename(tmp_path / "tinkex.db")
