@@ -238,8 +238,8 @@ def _storage_events(
             saves[saved_in, one.session_id, one.project_id, one.base_model] += 1
         since_s = max(one.since_s, first_hour * HOUR_S)
         kept[one.session_id, one.project_id, one.base_model].add(since_s, until_s, one.size_bytes)
-    for group, count in saves.items():
-        yield _event(group, owner, CheckpointBillingEvent(count=count))
+    for hour_group, count in saves.items():
+        yield _event(hour_group, owner, CheckpointBillingEvent(count=count))
     for group, storage in kept.items():
         for hour, byte_hours in storage.byte_hours():
             gigabyte_hours = byte_hours / GIGABYTE
