@@ -433,7 +433,10 @@ def test_a_handle_of_another_session_is_refused(service, fake):
     [
         ({"advantages": [1.0]}, r"data\[0\] has no 'target_tokens'"),
         ({"target_tokens": [1]}, r"data\[0\] has no 'advantages'.*\['target_tokens'\]"),
-        ({"target_tokens": [1], "advantages": [[1.0]]}, "'advantages' has rank 2.*created for rank 1"),
+        (
+            {"target_tokens": [1], "advantages": [[1.0]]},
+            "'advantages' has rank 2.*created for rank 1",
+        ),
         ({"target_tokens": [[1, 2]], "advantages": [1.0]}, "'target_tokens' has rank 2"),
     ],
 )

@@ -32,7 +32,7 @@ def test_m7_the_figures_are_those_of_the_code():
     assert f"`TINKEX_GIVE_UP_S` ({settings.give_up_s:g} s)" in PAGE
     assert settings.reconnect_s == 3600
     assert "`TINKEX_RECONNECT_S` (one hour)" in PAGE
-    delays = f"after {policy.first_delay_s:g} s, doubling to {policy.longest_delay_s:g} s"
+    delays = f"after {policy.first_delay_s:g} s, doubling to {policy.max_delay_s:g} s"
     assert delays in PAGE
     assert policy.jitter == 0.25
     assert "less up to a quarter at random" in PAGE
@@ -50,5 +50,5 @@ def test_m7_the_listed_statuses_are_those_that_are_retried(status):
 def test_m7_retries_are_limited_by_time_and_not_by_count():
     """The official client's limit of ten attempts would end a wait that has time left."""
     names = {each.name for each in inspect.signature(RetryPolicy).parameters.values()}
-    assert names == {"first_delay_s", "longest_delay_s", "jitter", "give_up_s"}
+    assert names == {"first_delay_s", "max_delay_s", "jitter", "give_up_s"}
     assert "by time, not by count" in PAGE

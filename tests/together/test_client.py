@@ -13,7 +13,7 @@ import tinkex
 from processes import has_exited
 from serving import TINY, Server
 from tinkex import types
-from tinkex.client import training as training_module
+from tinkex.client import submission
 from tinkex.client.http.transport import HttpTransport, Request, Response
 from tinkex.client.settings import Settings
 
@@ -79,14 +79,16 @@ def test_a_model_memorizes_data_samples_it_and_is_restored_from_disk(server: Ser
 
 def test_a_batch_in_many_chunks_is_one_batch(server: Server, monkeypatch):
     with tinkex.ServiceClient(base_url=server.url) as service:
-        cut = training_module.cut
+        split_batch = submission.split_batch
         one = service.create_lora_training_client(TINY, rank=4, seed=1)
         many = service.create_lora_training_client(TINY, rank=4, seed=1)
         _, data = batch(one.get_tokenizer())
         for training in (one, many):
             if training is many:
                 monkeypatch.setattr(
-                    training_module, "cut", lambda s, **_: cut(s, max_count=1, max_bytes=99)
+                    submission,
+                    "split_batch",
+                    lambda s, **_: split_batch(s, max_count=1, max_bytes=99),
                 )
             training.forward_backward(data, "cross_entropy").result()
             training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
@@ -114,9 +116,9 @@ class RejectsOnePass(HttpTransport):
 
 
 def test_no_step_uses_an_incomplete_batch(server: Server, monkeypatch):
-    cut = training_module.cut
+    split_batch = submission.split_batch
     monkeypatch.setattr(
-        training_module, "cut", lambda sizes, **_: cut(sizes, max_count=1, max_bytes=99)
+        submission, "split_batch", lambda sizes, **_: split_batch(sizes, max_count=1, max_bytes=99)
     )
     with tinkex.ServiceClient(base_url=server.url, _make_transport=RejectsOnePass) as service:
         training = service.create_lora_training_client(TINY, rank=4, seed=1)
@@ -126,7 +128,7 @@ def test_no_step_uses_an_incomplete_batch(server: Server, monkeypatch):
             first.result()
         monkeypatch.undo()
         before = training.forward(data, "cross_entropy").result().metrics["loss:sum"]
-        # The client fills the gap, so the server marks the batch as failed and reports it once.
+        # The client fills the gap, so the server marks the batch as failed which reports it once.
         with pytest.raises(tinkex.RequestFailedError, match="never_sent"):
             training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
         training.forward_backward(data, "cross_entropy")

@@ -10,6 +10,10 @@ from tinkex.client.http.backpressure import input_bytes
 from tinkex.wire.inputs import Datum
 from tinkex.wire.training import ForwardBackwardOutput
 
+log = logging.getLogger("tinkex.merge")
+
+Reducer = Callable[[Sequence[float], Sequence[int]], float]
+
 
 def datum_bytes(datum: Datum) -> int:
     """Approximate size of a datum as protobuf."""
@@ -35,11 +39,6 @@ def split_batch(sizes: Sequence[int], *, max_count: int, max_bytes: int) -> list
     if len(sizes) > first:
         pieces.append(slice(first, len(sizes)))
     return pieces
-
-
-log = logging.getLogger("tinkex.merge")
-
-Reducer = Callable[[Sequence[float], Sequence[int]], float]
 
 
 def _mean(values: Sequence[float], weights: Sequence[int]) -> float:

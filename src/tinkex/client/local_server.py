@@ -35,7 +35,7 @@ from tinkex.client.errors import TinkerError
 
 READY = re.compile(r"^tinkex ready at (http://\S+)$", re.MULTILINE)
 #: Lines of the server's log that do not show its progress.
-ROUTINE_LINES = re.compile(r" (tinkex\.server\.run setting|uvicorn)")
+ROUTINE_LINES = re.compile(r" (tinkex\.server\.supervisor setting|uvicorn)")
 POLL_S = 0.05
 DEFAULT_WAIT_S = 600.0
 #: A server that is stopping has ended after this long.
