@@ -121,7 +121,7 @@ from tinkex.wire.proto import frames_pb2
 wire = socket.socket(fileno=int(sys.argv[1]))
 wire.sendall(engine_protocol.frame(engine_protocol.Report(ready=frames_pb2.Ready(device="cpu"))))
 stream = wire.makefile("rb")
-while head := stream.read(engine_protocol.LENGTH.size):
+while head := stream.read(engine_protocol.LENGTH_PREFIX.size):
     order = engine_protocol.Order.FromString(stream.read(engine_protocol.body_length(head)))
     done = frames_pb2.Done(result=b"x" * 2**22)
     wire.sendall(engine_protocol.frame(engine_protocol.Report(ticket=order.ticket, done=done)))

@@ -28,7 +28,7 @@ from tinkex.client.http.transport import HttpTransport, Transport, max_open_poll
 from tinkex.client.observe import telemetry
 from tinkex.client.observe.telemetry import Telemetry
 from tinkex.client.settings import PROTOCOL_VERSION, Settings
-from tinkex.wire.runs import (
+from tinkex.wire.client_config import (
     ClientConfigRequest,
     ClientConfigResponse,
     ClientDynamicConfigResponse,

@@ -40,7 +40,8 @@ from tinkex.client.observe import instrumentation
 from tinkex.client.observe.telemetry import Telemetry
 from tinkex.client.settings import LOCAL, PROTOCOL_VERSION, Settings
 from tinkex.wire.base import Payload
-from tinkex.wire.client_config import (
+from tinkex.wire.futures import UntypedAPIFuture
+from tinkex.wire.sessions import (
     CreateSessionRequest,
     CreateSessionResponse,
     SessionHeartbeatRequest,

@@ -32,7 +32,7 @@ from tinkex.wire.checkpoints import (
 )
 from tinkex.wire.codec import encode_json
 from tinkex.wire.inputs import Datum
-from tinkex.wire.runs import GetInfoRequest, GetInfoResponse
+from tinkex.wire.sessions import GetInfoRequest, GetInfoResponse
 from tinkex.wire.training import (
     AdamParams,
     ForwardBackwardOutput,

@@ -61,7 +61,7 @@ class Connection:
     def _read(self) -> None:
         try:
             with self._socket.makefile("rb") as stream:
-                while head := stream.read(engine_protocol.LENGTH.size):
+                while head := stream.read(engine_protocol.LENGTH_PREFIX.size):
                     body = stream.read(engine_protocol.body_length(head))
                     self.inbox.put(engine_protocol.Order.FromString(body))
         except ConnectionError:
@@ -76,7 +76,7 @@ class Connection:
         if self._exit_marker is not None:
             # Shows the next web process that this engine exited cleanly and no request killed it.
             with contextlib.suppress(OSError):
-                os.pwrite(self._exit_marker, engine_protocol.LEFT, 0)
+                os.pwrite(self._exit_marker, engine_protocol.CLEAN_EXIT, 0)
         os._exit(0)
 
 

@@ -526,7 +526,7 @@ def _exit_if_device_lost_or_full(error: Exception) -> None:
 
 def _exit(error: Exception) -> NoReturn:
     log.critical("the device is lost to this process, or full", exc_info=error)
-    os._exit(engine_protocol.GAVE_OUT)
+    os._exit(engine_protocol.DEVICE_LOST_STATUS)
 
 
 @contextlib.contextmanager

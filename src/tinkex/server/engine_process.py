@@ -29,8 +29,7 @@ from tinkex.server.executor import (
     WorkFailed,
 )
 from tinkex.server.processes import ENGINE_BACKOFF, engine_was_stable
-from tinkex.server.scheduler.crash_isolation import Engine as Life
-from tinkex.server.scheduler.crash_isolation import Roll
+from tinkex.server.scheduler.crash_isolation import EngineState, InFlightFile
 from tinkex.wire import engine_protocol
 from tinkex.wire.proto import frames_pb2
 
@@ -54,11 +53,11 @@ class LocalExecutor:
         served: Sequence[ServedModel],
         options: EngineOptions,
         *,
-        rolls: Mapping[str, Roll] | None = None,
+        in_flight_files: Mapping[str, InFlightFile] | None = None,
     ) -> None:
         self.served = tuple(served)
         self._engines = {
-            model.name: _Engine(model, options, (rolls or {}).get(model.name)) for model in served
+            model.name: _Engine(model, options, (in_flight_files or {}).get(model.name)) for model in served
         }
         #: Idle time after which an engine is unloaded; 0 is never. A single engine stays loaded:
         #: no other needs its memory.
@@ -122,11 +121,11 @@ class LocalExecutor:
 class _Engine:
     """One child process and its restarts."""
 
-    def __init__(self, model: ServedModel, options: EngineOptions, roll: Roll | None) -> None:
+    def __init__(self, model: ServedModel, options: EngineOptions, in_flight_file: InFlightFile | None) -> None:
         self._model = model
         self._options = options
         #: Records how this engine ended, for the next web process in case this one crashes too.
-        self._roll = roll
+        self._in_flight_file = in_flight_file
         self._incarnation = 0
         #: How the last child ended, as text for log and errors.
         self._exit_text = ""
@@ -291,9 +290,9 @@ class _Engine:
         process = None
         passed = [theirs.fileno()]
         command = _command(theirs.fileno(), self._model, self._options)
-        if self._roll is not None:
-            passed.append(self._roll.descriptor)
-            command += ["--roll-fd", str(self._roll.descriptor)]
+        if self._in_flight_file is not None:
+            passed.append(self._in_flight_file.descriptor)
+            command += ["--roll-fd", str(self._in_flight_file.descriptor)]
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
@@ -314,7 +313,7 @@ class _Engine:
             self._process = None
             ours.close()
             self._exit_text = "" if process is None else await _wait_for_exit(process)
-            self._record(Life.NONE)
+            self._record(EngineState.NONE)
             self._fail_pending()
 
     async def _read_reports(
@@ -323,7 +322,7 @@ class _Engine:
         try:
             while True:
                 try:
-                    head = await reader.readexactly(engine_protocol.LENGTH.size)
+                    head = await reader.readexactly(engine_protocol.LENGTH_PREFIX.size)
                     body = await reader.readexactly(engine_protocol.body_length(head))
                 except (asyncio.IncompleteReadError, ConnectionError):
                     return
@@ -339,7 +338,7 @@ class _Engine:
         match report.WhichOneof("body"):
             case "ready":
                 self._incarnation += 1
-                self._record(Life.UP)
+                self._record(EngineState.UP)
                 self._writer = writer
                 self._up.set()
                 facts = report.ready
@@ -367,9 +366,9 @@ class _Engine:
                 if (answer := self._open_answer(report.ticket)) is not None:
                     answer.set_exception(_failure(report.failed))
 
-    def _record(self, life: Life) -> None:
-        if self._roll is not None:
-            self._roll.engine(life)
+    def _record(self, state: EngineState) -> None:
+        if self._in_flight_file is not None:
+            self._in_flight_file.set_engine_state(state)
 
     def _open_answer(self, ticket: int) -> asyncio.Future[Outcome] | None:
         """The future of an order, if it was neither answered nor cancelled yet."""
@@ -402,7 +401,7 @@ async def _wait_for_exit(process: asyncio.subprocess.Process) -> str:
     status = process.returncode or 0
     if status == -signal.SIGKILL:
         return " (SIGKILL: killed by a user, or by the system because memory ran out; see its log)"
-    if status == engine_protocol.GAVE_OUT:
+    if status == engine_protocol.DEVICE_LOST_STATUS:
         return " (its device failed or ran out of memory; see its log)"
     if status < 0:
         return f" ({signal.Signals(-status).name})"

@@ -101,9 +101,9 @@ async def serve(
         log.error("%s", refused)
         reporter.report(f"failed\n{refused}")
         return False
-    rolls = _open_rolls(settings.folder / "rolls", served)
-    executor = LocalExecutor(served, _engine_options(settings, served), rolls=rolls)
-    app = create_app(settings, executor, store, in_flight_files=rolls, web_crashed=after_crash)
+    in_flight_files = _open_in_flight_files(settings.folder / "rolls", served)
+    executor = LocalExecutor(served, _engine_options(settings, served), in_flight_files=in_flight_files)
+    app = create_app(settings, executor, store, in_flight_files=in_flight_files, web_crashed=after_crash)
     server = Server(uvicorn_config(app, settings), app)
     _raise_file_limit()
     tune_gc()
@@ -121,8 +121,8 @@ async def serve(
         return started and server.started
     finally:
         collecting.cancel()
-        for roll in rolls.values():
-            roll.close()
+        for in_flight_file in in_flight_files.values():
+            in_flight_file.close()
         store.close()
 
 
@@ -169,15 +169,15 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
-def _open_rolls(folder: Path, served: Sequence[ServedModel]) -> dict[str, InFlightFile]:
+def _open_in_flight_files(folder: Path, served: Sequence[ServedModel]) -> dict[str, InFlightFile]:
     """Open the in-flight file of each engine; without a writable disk, serve without them."""
-    rolls = {}
+    in_flight_files = {}
     for model in served:
         try:
-            rolls[model.name] = InFlightFile.for_base_model(folder, model.name)
+            in_flight_files[model.name] = InFlightFile.for_base_model(folder, model.name)
         except OSError as error:
             log.warning("crashes of this process will not be counted: %s", error)
-    return rolls
+    return in_flight_files
 
 
 def _engine_options(settings: Settings, served: Sequence[ServedModel]) -> EngineOptions:

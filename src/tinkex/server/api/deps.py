@@ -95,10 +95,9 @@ class Context:
     _samplers: Cache[Sampler] = field(init=False)
 
     def __post_init__(self) -> None:
-        runs = self.store.runs
-        object.__setattr__(self, "_sessions", Cache(runs.session))
-        object.__setattr__(self, "_models", Cache(runs.model))
-        object.__setattr__(self, "_samplers", Cache(runs.sampler))
+        object.__setattr__(self, "_sessions", Cache(self.store.sessions.session))
+        object.__setattr__(self, "_models", Cache(self.store.models.model))
+        object.__setattr__(self, "_samplers", Cache(self.store.models.sampler))
 
     async def session(self, request: Request, session_id: str) -> Session:
         session = await self._sessions.get(session_id)
@@ -172,7 +171,7 @@ async def readable_checkpoint(
     version = await context.store.checkpoints.find(
         path, readers=await reader_owners(request, token)
     )
-    source = None if version is None else await context.store.runs.model(version.model_id)
+    source = None if version is None else await context.store.models.model(version.model_id)
     if version is None or source is None:
         raise Refusal(404, no_checkpoint(path))
     return version, source

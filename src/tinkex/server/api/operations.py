@@ -17,8 +17,8 @@ from tinkex.server.executor import Executor
 from tinkex.server.store.storage_health import KINDS
 from tinkex.wire.client_config import HealthResponse
 from tinkex.wire.codec import decompress
+from tinkex.wire.errors import WireError
 from tinkex.wire.proto.frames_pb2 import Stats
-from tinkex.wire.runs import WireError
 from tinkex.wire.telemetry import TelemetrySendRequest
 
 router = APIRouter(prefix="/api/v1", tags=["health"])
@@ -100,12 +100,12 @@ class _ServerMetrics(Collector):
         yield CounterMetricFamily(
             "tinkex_store_commits", "Transactions committed", self._context.store.commits
         )
-        trouble = self._context.store.condition.trouble
+        problem = self._context.store.health.problem
         troubles = GaugeMetricFamily(
             "tinkex_storage_trouble", "1 while nothing new can be stored", labels=["kind"]
         )
         for kind in KINDS:
-            troubles.add_metric([kind], int(trouble is not None and trouble.kind == kind))
+            troubles.add_metric([kind], int(problem is not None and problem.kind == kind))
         yield troubles
         seconds = CounterMetricFamily(
             "tinkex_engine_compute_seconds", "Seconds engines computed", labels=["task"]

@@ -107,7 +107,7 @@ async def create_sampling_session(request: Request) -> Response:
     if number < 0:
         raise WireError.at(("sampling_session_seq_id",), f"{number} is negative.")
     source = await _named_source(request, context, message.base_model, message.model_path)
-    sampler = await context.store.runs.create_sampler(
+    sampler = await context.store.models.create_sampler(
         Sampler(
             sampling_session_id=f"{session.session_id}:sample:{number}",
             owner=session.owner,
@@ -137,7 +137,7 @@ async def join_sampling_session(request: Request) -> Response:
     context = context_of(request)
     sampler = await context.sampler(request, message.sampling_session_id)
     await context.open_session(request, sampler.session_id)
-    counter = await context.store.runs.join_sampler(sampler.sampling_session_id)
+    counter = await context.store.models.add_sampler_client(sampler.sampling_session_id)
     return json_response(JoinSamplingSessionResponse(client_counter=counter))
 
 
@@ -306,7 +306,7 @@ async def _named_source(
 async def stream_sample(request: Request) -> Response:
     context = context_of(request)
     new = await read_sample(request)
-    first = await accept_request(context, new, tap=TokenStream())
+    first = await accept_request(context, new, token_stream=TokenStream())
     # The body is stored, and a stream may last for minutes.
     release_memory(request.scope)
     session = None

@@ -143,7 +143,7 @@ async def finish_session(request: Request, session_id: str) -> Response:
     context = context_of(request)
     await context.session(request, session_id)
     detail = None if message.detail is None else redact(message.detail)[:MAX_FINISH_DETAIL_LENGTH]
-    await context.store.runs.finish_session(session_id, message.reason.type, detail)
+    await context.store.sessions.finish_session(session_id, message.reason.type, detail)
     context.forget_session(session_id)
     context.session_timeouts.finish(session_id)
     return json_response({})

@@ -217,7 +217,7 @@ def counts_as_crash(leftover: LeftoverState, *, boot_id: str, web_crashed: bool)
 
 # One line each: the engine's state and the boot id first, then a request id or blanks.
 LINE_BYTES = 64
-STATE_BYTES = len(engine_protocol.LEFT)
+STATE_BYTES = len(engine_protocol.CLEAN_EXIT)
 #: How long to wait for an engine without a web process to exit.
 ENGINE_EXIT_S = 5.0
 _POLL_S = 0.02

@@ -395,7 +395,7 @@ class ResultWriter:
                 model_id=model.model_id,
                 seq_id=first.step.seq_id,
             )
-            await requests.file_refused(new, first.outcome.error or "", cause=Cause.WORK)
+            await requests.store_refused(new, first.outcome.error or "", cause=Cause.WORK)
             return
         writes = [
             await self._execution.prepare_write(one.step.request_id, one.outcome) for one in group
@@ -527,8 +527,8 @@ class EngineClient:
     async def _store_crash_counts(self) -> None:
         """Store the counts, so that they survive this process."""
         self._counts_changed = False
-        deaths = self._execution.store.deaths
+        stored = self._execution.store.crash_counts
         if counts := dict(self.isolation.crash_counts):
-            await deaths.note(counts)
+            await stored.set(counts)
         else:
-            await deaths.clear(self.base_model)
+            await stored.clear(self.base_model)

@@ -70,7 +70,7 @@ class ModelStates:
         async with self._opening[model_id]:
             if (state := self._states.get(model_id)) is not None:
                 return state
-            model = await self._store.runs.model(model_id)
+            model = await self._store.models.model(model_id)
             if model is None:
                 raise LookupError(f"model {model_id} is not in the database")
             snapshot = await self._store.snapshots.newest(model_id)
@@ -162,7 +162,7 @@ class Scheduler:
 
     async def _restore_crash_counts(self) -> None:
         """Restore the counts of waiting requests; count the crash of the last web process too."""
-        counts = await self._store.deaths.all()
+        counts = await self._store.crash_counts.all()
         leftovers = {
             base_model: leftover
             for base_model, engine in self._engines.items()
@@ -182,13 +182,13 @@ class Scheduler:
             # As in `CrashIsolation`: a request that was alone caused the crash.
             if len(leftover.in_flight) == len(lost) == 1 and found[lost[0]] >= MAX_CRASHES:
                 caused[lost[0]] = f"the web process died with the engine of {base_model}"
-        await self._store.deaths.note(found)
+        await self._store.crash_counts.set(found)
         counts.update(found)
         for request_id, reason in caused.items():
             base_model = base_models[request_id]
             # It caused the earlier crashes too: the other requests of the engine are cleared.
             counts = {one: n for one, n in counts.items() if base_models.get(one) != base_model}
-            await self._store.deaths.clear(base_model)
+            await self._store.crash_counts.clear(base_model)
             isolation = self.engine(base_model).client.isolation
             isolation.restore(request_id, MAX_CRASHES, reason=reason)
         for request_id, crashes in counts.items():

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tinkex.server.scheduler.results import RequestOutcome
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Store
-from tinkex.wire.runs import (
+from tinkex.wire.sessions import (
     ClientSessionFinished,
     ClientSessionFinishErrored,
     ClientSessionFinishInterrupted,
@@ -92,7 +92,7 @@ class SessionFailures:
         self._failed: set[str] = set()
 
     async def start(self) -> None:
-        self._failed = set(await self._store.runs.failed_sessions())
+        self._failed = set(await self._store.sessions.failed_sessions())
 
     def update(
         self,
@@ -111,7 +111,7 @@ class SessionFailures:
         if outcome.error is None:
             if session_id in self._failed:
                 self._failed.discard(session_id)
-                self._store.runs.mark_failed(session_id, None)
+                self._store.sessions.mark_failed(session_id, None)
             return
         if outcome.category != "server" and not creates_model:
             return
@@ -130,7 +130,7 @@ class SessionFailures:
             "message": outcome.error[:MAX_MESSAGE_CHARS],
             "reason": reason,
         }
-        self._store.runs.mark_failed(session_id, failure)
+        self._store.sessions.mark_failed(session_id, failure)
 
 
 class SessionTimeouts:
@@ -154,7 +154,7 @@ class SessionTimeouts:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._timed_out = set(await self._store.runs.lapsed_sessions())
+        self._timed_out = set(await self._store.sessions.lapsed_sessions())
         self._task = asyncio.create_task(self._check_periodically())
 
     async def close(self) -> None:
@@ -167,7 +167,7 @@ class SessionTimeouts:
         self._last_request_s[session_id] = time.monotonic()
         if session_id in self._timed_out:
             self._timed_out.discard(session_id)
-            self._store.runs.revive_session(session_id)
+            self._store.sessions.mark_active(session_id)
             log.info("session %s is active again", session_id)
 
     def finish(self, session_id: str) -> None:
@@ -185,15 +185,15 @@ class SessionTimeouts:
             if at_s >= oldest_s
         }
         # Rows outlive this process, so their times are of the system clock.
-        silent = await self._store.runs.silent_sessions(self._clock() - self._grace_s)
+        silent = await self._store.sessions.inactive_sessions(self._clock() - self._grace_s)
         timed_out = [one for one in silent if one not in self._last_request_s]
         if not timed_out:
             return
-        await self._store.runs.lapse_sessions(timed_out)
+        await self._store.sessions.mark_lapsed(timed_out)
         for session_id in timed_out:
             # A request may have come while the mark was written.
             if session_id in self._last_request_s:
-                self._store.runs.revive_session(session_id)
+                self._store.sessions.mark_active(session_id)
                 continue
             self._timed_out.add(session_id)
             self._scheduler.unload_session(session_id)

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from tinkex.server.store.database import Database
 from tinkex.server.store.schema import audit, telemetry
-from tinkex.wire.redaction import scrubbed as without_secrets
+from tinkex.wire.redaction import redact as without_secrets
 
 #: The values of `GET audit?event_type=`, by the first word of an event.
 TOPICS = {
