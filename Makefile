@@ -62,7 +62,7 @@ faults: setup
 chaos: setup
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
 	@$(BIN)/python tests/chaos/run.py
-	@TINKEX_PROPERTY_EXAMPLES=300 $(BIN)/python -m pytest tests/server/store/test_model.py
+	@TINKEX_PROPERTY_EXAMPLES=300 $(BIN)/python -m pytest tests/server/store/test_stateful.py
 
 soak: setup
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)

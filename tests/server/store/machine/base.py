@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import sqlalchemy as sa
 from hypothesis.stateful import RuleBasedStateMachine
 
-from server.store import model as told
+from server.store import reference_model as expected
 from tinkex.server.store import Store, open_store
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Base(RuleBasedStateMachine):
         super().__init__()
         self.runner = asyncio.Runner()
         self.folder = Path(tempfile.mkdtemp(dir=self.root))
-        self.world = told.World()
+        self.world = expected.World()
         #: Files that nothing refers to: left by work that was refused, or undone.
         self.orphans: set[str] = set()
         #: Rooms in which the last operation left one more, by what the model knows.
@@ -94,10 +94,10 @@ class Base(RuleBasedStateMachine):
         go.set()
         await first
 
-    def some_session(self, number: int) -> told.Session:
+    def some_session(self, number: int) -> expected.Session:
         return self.pick(list(self.world.sessions.values()), number)
 
-    def some_model(self, number: int) -> told.Model:
+    def some_model(self, number: int) -> expected.Model:
         return self.pick(list(self.world.models.values()), number)
 
     def teardown(self) -> None:

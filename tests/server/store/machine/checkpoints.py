@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import precondition, rule
 
-from server.store import model as told
+from server.store import reference_model as expected
 from server.store.machine.base import BASE, PICK
 from server.store.machine.requests import Requests
 from tinkex.server.scheduler.step_queue import Kind
@@ -97,15 +97,15 @@ class Checkpoints(Requests):
         self.world.finish(request, b"saved", None, now_s)
         request.version_id = version.version_id
         self.world.audit.append((now_s, "checkpoint.saved"))
-        self.world.versions[version.version_id] = told.Version(
+        self.world.versions[version.version_id] = expected.Version(
             **{
                 each.name: getattr(version, each.name)
-                for each in fields(told.Version)
+                for each in fields(expected.Version)
                 if each.name != "discarded_s"
             }
         )
         if sampler is not None and sampler_number is not None:
-            self.world.samplers[sampler.sampling_session_id] = told.Sampler(
+            self.world.samplers[sampler.sampling_session_id] = expected.Sampler(
                 sampling_session_id=sampler.sampling_session_id,
                 owner=model.owner,
                 session_id=model.session_id,
@@ -113,7 +113,7 @@ class Checkpoints(Requests):
                 version_id=version.version_id,
             )
         else:
-            self.world.names[key] = told.Named(
+            self.world.names[key] = expected.Named(
                 model_id=model.model_id,
                 kind=kind,
                 name=name,

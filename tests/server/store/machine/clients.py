@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis.stateful import precondition, rule
 
-from server.store import model as told
+from server.store import reference_model as expected
 from server.store.machine.base import AGES_S, BASE, OWNERS, PICK
 from server.store.machine.requests import Requests
 from tinkex.server.scheduler.step_queue import Kind
@@ -36,7 +36,7 @@ class Clients(Requests):
             assert session.session_id == known[0].session_id
             return
         assert session.session_id not in self.world.sessions
-        self.world.sessions[session.session_id] = told.Session(
+        self.world.sessions[session.session_id] = expected.Session(
             session_id=session.session_id,
             owner=owner,
             idempotency_key=key,
@@ -104,7 +104,7 @@ class Clients(Requests):
             user_metadata=None,
             created_s=now_s,
         )
-        mirrored = told.Model(
+        mirrored = expected.Model(
             model_id=model.model_id,
             owner=model.owner,
             session_id=model.session_id,
@@ -133,7 +133,7 @@ class Clients(Requests):
         found = self.run(self.store.models.create_sampler(sampler, sampler_number))
         mirrored = self.world.samplers.setdefault(
             sampler.sampling_session_id,
-            told.Sampler(
+            expected.Sampler(
                 sampling_session_id=sampler.sampling_session_id,
                 owner=session.owner,
                 session_id=session.session_id,

@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis.stateful import rule
 
-from server.store import model as told
+from server.store import reference_model as expected
 from server.store.machine.base import OWNERS, PICK, Base
 
 
@@ -23,7 +23,7 @@ class Keys(Base):
         key, secret = self.run(self.store.keys.create(owner=owner, name="n", expires_s=expires_s))
         assert key.key_id > max(self.world.keys, default=0)
         self.secrets[key.key_id] = secret
-        self.world.keys[key.key_id] = told.Key(
+        self.world.keys[key.key_id] = expected.Key(
             key_id=key.key_id, owner=owner, name="n", created_s=now_s, expires_s=expires_s
         )
         self.world.audit.append((now_s, "key.created"))

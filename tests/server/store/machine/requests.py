@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 from hypothesis.stateful import precondition, rule
 
-from server.store import model as told
+from server.store import reference_model as expected
 from server.store.machine.base import BASE, OWNERS, PICK, Base
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Accepted, Completion, NewRequest, Status
@@ -35,7 +35,7 @@ class Requests(Base):
     """Some come twice, some at once, and some beside a write that cannot be done."""
 
     def step(
-        self, model: told.Model, seq_id: int, kind: Kind, *, payload: bytes = b"", tokens: int = 0
+        self, model: expected.Model, seq_id: int, kind: Kind, *, payload: bytes = b"", tokens: int = 0
     ) -> NewRequest:
         return NewRequest(
             owner=model.owner,
@@ -48,7 +48,7 @@ class Requests(Base):
             tokens=tokens,
         )
 
-    def take(self, new: NewRequest, accepted: Accepted, now_s: float) -> told.Request:
+    def take(self, new: NewRequest, accepted: Accepted, now_s: float) -> expected.Request:
         """What the model makes of an acceptance."""
         place = new.model_id or new.sampling_session_id
         assert place is not None
@@ -63,7 +63,7 @@ class Requests(Base):
             return first
         assert accepted.request_id not in self.world.requests
         assert accepted.request_id not in self.gone
-        self.world.requests[accepted.request_id] = told.Request(
+        self.world.requests[accepted.request_id] = expected.Request(
             request_id=accepted.request_id,
             owner=new.owner,
             session_id=new.session_id,
@@ -195,7 +195,7 @@ class Requests(Base):
             self.counted(one, now_s)
             self.completed(one, event, now_s)
 
-    def counted(self, request: told.Request, now_s: float) -> None:
+    def counted(self, request: expected.Request, now_s: float) -> None:
         if request.status == "failed":
             return
         if request.kind == Kind.SAMPLE:
@@ -203,13 +203,13 @@ class Requests(Base):
         elif request.kind == Kind.FORWARD_BACKWARD:
             self.world.count(request, now_s, training=request.tokens)
 
-    def completed(self, request: told.Request, event: Completion | None, now_s: float) -> None:
+    def completed(self, request: expected.Request, event: Completion | None, now_s: float) -> None:
         if request.sampling_session_id is None:
             assert event is None
             return
         assert event is not None
         assert event.position > max(self.world.events, default=0)
-        self.world.events[event.position] = told.Event(
+        self.world.events[event.position] = expected.Event(
             position=event.position,
             sampling_session_id=request.sampling_session_id,
             clone_id=request.seq_id // SAMPLES_OF_A_CLONE,

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import precondition, rule
 
-from server.store import model as told
+from server.store import reference_model as expected
 from server.store.machine.base import PICK, Base
 from tinkex.server.store import Damaged
 
@@ -32,7 +32,7 @@ class Snapshots(Base):
         folder = Path(named)
         folder.mkdir(parents=True)
         (folder / "state").write_text(place)
-        snapshot = told.Snapshot(
+        snapshot = expected.Snapshot(
             model_id=model.model_id,
             seq_id=seq_id,
             place=place,
@@ -93,6 +93,6 @@ class Snapshots(Base):
                 self.run(self.store.snapshots.sound(bad.model_id))
             file.write_text(text)
 
-    def log_of(self, model_id: str) -> list[told.Request]:
+    def log_of(self, model_id: str) -> list[expected.Request]:
         snapshot = self.world.snapshots.get(model_id)
         return self.world.log(model_id, after=-1 if snapshot is None else snapshot.seq_id)

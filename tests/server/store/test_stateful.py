@@ -5,7 +5,7 @@ After each operation every table and every file is compared with the model. At a
 is closed and opened, or dies in the middle of a transaction: what it had answered is there, what
 it had not is undone. On SQLite, and on PostgreSQL where that is installed.
 
-    TINKEX_PROPERTY_EXAMPLES=500 pytest tests/server/store/test_model.py
+    TINKEX_PROPERTY_EXAMPLES=500 pytest tests/server/store/test_stateful.py
 
 looks longer, and elsewhere each time.
 """
@@ -28,7 +28,7 @@ from server.store.machine.base import OWNERS, PICK, Clock
 from server.store.machine.clients import Clients
 from server.store.machine.comparing import Comparing
 from server.store.machine.keys import Keys
-from server.store.machine.tidying import Tidying
+from server.store.machine.retention import Tidying
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import (
     audit,

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import precondition, rule
 
-from server.store import model as told
+from server.store import reference_model as expected
 from server.store.machine.base import AGES_S, PICK
 from server.store.machine.checkpoints import KINDS, Checkpoints
 from server.store.machine.snapshots import Snapshots
@@ -109,7 +109,7 @@ class Tidying(Checkpoints, Snapshots):
         there = {id(one) for one in self.world.names.values()}
         self.world.drop_names([one for one in doomed if id(one) in there], now_s)
 
-    def surplus_names(self, keep_last: int) -> list[told.Named]:
+    def surplus_names(self, keep_last: int) -> list[expected.Named]:
         found = []
         for model_id in self.world.models:
             for kind in KINDS:
