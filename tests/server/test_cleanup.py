@@ -66,7 +66,7 @@ async def asked(api: Api, session: str, seq_id: int) -> str:
     return str((await api.post("asample", sample)).json["request_id"])
 
 
-async def test_a_result_goes_an_hour_after_it_was_fetched_and_a_day_after_it_was_not(
+async def test_results_are_deleted_an_hour_after_fetching_or_a_day_after_finishing(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with kept(echo, tmp_path, result_kept_s=HOUR_S) as api:
@@ -90,7 +90,7 @@ async def test_a_result_goes_an_hour_after_it_was_fetched_and_a_day_after_it_was
         assert (await api.poll("never-given")).status == 404
 
 
-async def test_steps_are_kept_until_a_snapshot_is_past_them(
+async def test_steps_stay_until_a_snapshot_contains_them(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with kept(echo, tmp_path, snapshot_steps=4, session_grace_s=1e9) as api:
@@ -138,7 +138,7 @@ async def test_a_snapshot_remembers_that_gradients_are_incomplete(
         assert await api.value(await api.optim_step(model, 4)) == 0
 
 
-async def test_models_of_silent_sessions_are_written_down_and_come_back(
+async def test_models_of_inactive_sessions_get_a_snapshot_and_can_be_rebuilt(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with kept(echo, tmp_path) as api:
@@ -153,7 +153,7 @@ async def test_models_of_silent_sessions_are_written_down_and_come_back(
         assert await api.value(await api.optim_step(model, 2)) == 7
 
 
-async def test_a_session_that_is_over_keeps_nothing_but_its_checkpoints(
+async def test_only_checkpoints_of_a_finished_session_stay(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with kept(echo, tmp_path, snapshot_steps=2) as api:
@@ -238,7 +238,7 @@ async def test_an_expired_checkpoint_is_in_no_list_and_its_end_in_the_audit_log(
         assert run.get("last_checkpoint") is None
 
 
-def test_surplus_is_counted_by_run_and_kind() -> None:
+def test_keep_last_counts_by_run_and_kind() -> None:
     names = [
         Named(model_id=model, kind=kind, name=str(n), saved_s=float(n), public=n == 0)
         for model in "ab"
@@ -252,7 +252,7 @@ def test_surplus_is_counted_by_run_and_kind() -> None:
     assert surplus(names, keep_last=4) == []
 
 
-async def test_files_that_nothing_refers_to_are_swept_once_they_are_old(
+async def test_old_orphans_are_deleted(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with kept(echo, tmp_path) as api:
@@ -283,7 +283,7 @@ async def test_files_that_nothing_refers_to_are_swept_once_they_are_old(
         assert len([*(tmp_path / "checkpoints").glob("*/*/*/*")]) == 1
 
 
-async def test_another_store_is_tidied_too(echo: EchoExecutor, tmp_path: Path) -> None:
+async def test_an_object_store_is_cleaned_up_too(echo: EchoExecutor, tmp_path: Path) -> None:
     store = f"memory://{tmp_path.name}"
     async with kept(echo, tmp_path, storage=store, snapshot_steps=2) as api:
         model = await api.model()
@@ -323,7 +323,7 @@ class _NotYet:
         return await self._dispatcher.snapshot(model_id)
 
 
-async def test_a_model_that_could_not_be_written_down_is_tried_again_ever_more_rarely(
+async def test_a_failed_snapshot_is_retried_with_backoff(
     echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with kept(echo, tmp_path, snapshot_steps=50) as api:

@@ -37,7 +37,7 @@ async def taken(data: Path, target: Path) -> About:
     return await asyncio.to_thread(take, Settings(data=str(data)), target)
 
 
-async def test_work_goes_on_while_it_is_copied_and_the_copy_is_of_one_moment(
+async def test_a_backup_of_a_busy_server_is_consistent(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     data, target, elsewhere = (tmp_path / name for name in ("data", "backup", "elsewhere"))
@@ -81,7 +81,7 @@ async def test_work_goes_on_while_it_is_copied_and_the_copy_is_of_one_moment(
 
 
 @pytest.mark.timeout(120)
-async def test_a_real_server_is_copied_while_it_trains(
+async def test_a_real_server_is_backed_up_while_it_trains(
     server: Server, tiny_model: Path, tmp_path: Path
 ) -> None:
     target, elsewhere = tmp_path / "backup", tmp_path / "elsewhere"
@@ -109,7 +109,7 @@ async def _step(api: Api, model: str, seq_id: int) -> float:
     return passed.metrics["loss:sum"]
 
 
-async def test_what_cannot_be_copied_or_restored_is_refused(
+async def test_what_cannot_be_backed_up_or_restored_is_refused(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     data = tmp_path / "data"
@@ -135,7 +135,7 @@ async def test_what_cannot_be_copied_or_restored_is_refused(
     assert {path.name for path in list_of(tmp_path)} == {"data", "target"}
 
 
-async def test_a_back_up_that_did_not_come_over_whole_is_refused(
+async def test_an_incomplete_backup_is_refused(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     data, target = tmp_path / "data", tmp_path / "target"
@@ -165,7 +165,7 @@ def files_up_to(most: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-async def test_a_disk_without_room_for_a_back_up_is_said_to_be_and_left_as_it_was(
+async def test_a_backup_to_a_full_disk_fails_and_leaves_nothing(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     data, target = tmp_path / "data", tmp_path / "target"
@@ -193,7 +193,7 @@ async def test_a_disk_without_room_for_a_back_up_is_said_to_be_and_left_as_it_wa
 
 
 @pytest.mark.parametrize("way_out", ["a link", "a linked folder", "a place", "a pipe"])
-async def test_a_back_up_that_leads_out_of_itself_is_refused(
+async def test_a_backup_with_links_or_paths_out_of_it_is_refused(
     echo: EchoExecutor, tmp_path: Path, way_out: str
 ) -> None:
     """Who restores it would hand their own files to whoever made it, or have them deleted."""
@@ -221,7 +221,7 @@ async def test_a_back_up_that_leads_out_of_itself_is_refused(
     assert not elsewhere.exists()
 
 
-async def test_a_restored_folder_is_its_users_alone_however_it_was_carried(
+async def test_a_restored_folder_is_private_whatever_the_mode_of_the_backup(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     data, target, elsewhere = (tmp_path / name for name in ("data", "backup", "elsewhere"))

@@ -43,7 +43,7 @@ def tear(folder: Path) -> None:
     (folder / "number").write_text("0 0")
 
 
-async def test_a_torn_snapshot_is_set_aside_and_the_one_before_it_used(
+async def test_a_damaged_snapshot_is_set_aside_and_the_one_before_it_used(
     echo: EchoExecutor, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with hosted(echo, tmp_path) as api:
@@ -64,7 +64,7 @@ async def test_a_torn_snapshot_is_set_aside_and_the_one_before_it_used(
         assert "are not what was written" in caplog.text
 
 
-async def test_the_first_snapshot_torn_is_done_without(echo: EchoExecutor, tmp_path: Path) -> None:
+async def test_a_damaged_first_snapshot_is_replaced_by_the_log(echo: EchoExecutor, tmp_path: Path) -> None:
     async with hosted(echo, tmp_path) as api:
         model = await api.model()
         assert await trained(api, model, 1) == 1
@@ -74,7 +74,7 @@ async def test_the_first_snapshot_torn_is_done_without(echo: EchoExecutor, tmp_p
         assert Task.RESTORE not in echo.tasks()
 
 
-async def test_a_snapshot_that_may_not_be_read_stays_and_stops_nobody_else(
+async def test_an_unreadable_snapshot_stays_and_affects_no_other_model(
     echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with hosted(echo, tmp_path) as api:
@@ -98,7 +98,7 @@ async def test_a_snapshot_that_may_not_be_read_stays_and_stops_nobody_else(
         assert await trained(api, model, 4) == 3
 
 
-async def test_a_model_that_nothing_can_build_again_fails_with_the_reason_and_others_go_on(
+async def test_a_model_that_cannot_be_rebuilt_fails_with_the_reason_and_others_continue(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with hosted(echo, tmp_path) as api:
@@ -139,7 +139,7 @@ async def test_a_payload_that_is_missing_fails_its_request_only(
         assert await trained(api, other, 1) == 1
 
 
-async def test_a_payload_that_may_not_be_read_says_so(
+async def test_an_unreadable_payload_is_reported(
     echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def opened(path: str, mode: str) -> IO[bytes]:
@@ -156,7 +156,7 @@ async def test_a_payload_that_may_not_be_read_says_so(
         assert "cannot be read: Permission denied (payloads/" in failed["error"]
 
 
-async def test_a_payload_that_was_cut_off_is_not_computed(
+async def test_a_truncated_payload_is_not_computed(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with hosted(echo, tmp_path) as api:
@@ -169,7 +169,7 @@ async def test_a_payload_that_was_cut_off_is_not_computed(
         assert "is damaged: the 1000 bytes" in failed["error"]
 
 
-async def test_a_log_with_a_payload_missing_builds_nothing(
+async def test_a_log_with_a_missing_payload_is_not_replayed(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with hosted(echo, tmp_path) as api:
@@ -183,7 +183,7 @@ async def test_a_log_with_a_payload_missing_builds_nothing(
         assert "cannot be built again: the payload of request" in failed["error"]
 
 
-async def test_a_result_that_is_missing_is_said_to_be(echo: EchoExecutor, tmp_path: Path) -> None:
+async def test_a_missing_result_is_reported(echo: EchoExecutor, tmp_path: Path) -> None:
     async with hosted(echo, tmp_path) as api:
         model = await api.model()
         large = await api.forward_backward(model, 1, tokens=LARGE)
@@ -228,7 +228,7 @@ async def test_a_checkpoint_without_its_files_cannot_be_read_and_others_can(
         assert len(listed["checkpoints"]) == 3
 
 
-async def test_a_damaged_checkpoint_is_not_copied_and_a_torn_copy_is_noticed(
+async def test_a_damaged_checkpoint_is_not_copied_and_a_damaged_copy_is_detected(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with hosted(echo, tmp_path) as api:
@@ -282,7 +282,7 @@ async def test_a_server_does_not_start_on_a_damaged_database(
         )
 
 
-async def test_a_database_that_turns_out_damaged_answers_nothing_more(
+async def test_a_database_that_becomes_damaged_is_not_read_any_more(
     echo: EchoExecutor, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with hosted(echo, tmp_path) as api:

@@ -91,7 +91,7 @@ async def test_nothing_is_acknowledged_without_the_database(
     assert [one.levelno for one in said] == [logging.ERROR]
 
 
-async def test_a_database_that_is_moved_back_goes_on(echo: EchoExecutor, tmp_path: Path) -> None:
+async def test_the_server_continues_after_the_database_is_moved_back(echo: EchoExecutor, tmp_path: Path) -> None:
     async with hosted(echo, tmp_path, long_poll_s=0.2) as api:
         model = await api.model()
         echo.open.clear()

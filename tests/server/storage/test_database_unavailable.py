@@ -72,7 +72,7 @@ async def health(api: Api, status: int) -> Any:
 
 
 @pytest.mark.parametrize("outage", [stopped, paused])
-async def test_new_work_is_refused_and_accepted_work_goes_on_when_it_is_back(
+async def test_new_work_is_refused_and_accepted_work_continues_after_an_outage(
     own: Postgres,
     outage: Outage,
     echo: EchoExecutor,
@@ -119,7 +119,7 @@ async def test_new_work_is_refused_and_accepted_work_goes_on_when_it_is_back(
     assert 1 <= len(said) <= 2, said
 
 
-async def test_who_had_a_good_key_keeps_polling_and_nobody_else_gets_in(
+async def test_clients_with_a_valid_key_keep_polling_during_an_outage(
     own: Postgres, echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_commit, "SILENT_S", 0.3)
@@ -172,7 +172,7 @@ async def store(own: Postgres, tmp_path: Path) -> AsyncIterator[Store]:
     opened.close()
 
 
-async def test_a_result_outlives_a_database_that_stays_away_for_long(
+async def test_a_result_survives_a_long_database_outage(
     own: Postgres, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_commit, "AWAY_S", 0.3)
@@ -241,7 +241,7 @@ def sample(sampler: str, seq_id: int) -> NewRequest:
     )
 
 
-async def test_who_loses_the_answer_to_a_commit_finds_what_it_wrote(store: Store) -> None:
+async def test_a_commit_whose_response_was_lost_is_not_repeated(store: Store) -> None:
     model = await a_model(store)
     sampler = await a_sampler(store, model)
     new = [step(model, 1), sample(sampler, 1), sample(sampler, 2)]
@@ -273,7 +273,7 @@ def _until_trouble(store: Store) -> None:
         time.sleep(0.01)
 
 
-async def test_what_may_be_on_disk_is_not_refused(
+async def test_a_write_that_may_be_committed_is_not_refused(
     own: Postgres, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_commit, "AWAY_S", 0.2)

@@ -53,7 +53,7 @@ def told(folder: Path) -> str:
     return "\n".join(f"{finding.about}: {finding.text}" for finding in problems(folder))
 
 
-async def test_a_sound_folder_is_sound(tmp_path: Path) -> None:
+async def test_an_intact_folder_has_no_problems(tmp_path: Path) -> None:
     await filled(tmp_path)
     assert problems(tmp_path) == []
     about = {finding.about for finding in examine(Settings(data=str(tmp_path)))}
@@ -61,7 +61,7 @@ async def test_a_sound_folder_is_sound(tmp_path: Path) -> None:
     assert await mended(tmp_path) == []
 
 
-async def test_everything_that_is_broken_is_named(tmp_path: Path) -> None:
+async def test_all_damaged_files_are_named(tmp_path: Path) -> None:
     await filled(tmp_path)
     (payload,) = (tmp_path / "payloads").glob("*/*")
     payload.unlink()
@@ -79,7 +79,7 @@ async def test_everything_that_is_broken_is_named(tmp_path: Path) -> None:
     assert "reserve_mb" in problems(tmp_path, reserve_mb=2.0**40)[0].advice
 
 
-async def test_a_torn_snapshot_is_mended_and_the_model_goes_on(tmp_path: Path) -> None:
+async def test_a_damaged_snapshot_is_repaired_and_the_model_continues(tmp_path: Path) -> None:
     model = await filled(tmp_path)
     with sqlite3.connect(tmp_path / "tinkex.db") as connection:
         (place,) = connection.execute("SELECT place FROM snapshots").fetchone()
@@ -93,7 +93,7 @@ async def test_a_torn_snapshot_is_mended_and_the_model_goes_on(tmp_path: Path) -
         assert await api.value(await api.optim_step(model, 5)) == 2 + LARGE
 
 
-async def test_what_was_left_behind_is_deleted_and_keys_are_closed(tmp_path: Path) -> None:
+async def test_orphans_are_deleted_and_secrets_are_made_private(tmp_path: Path) -> None:
     model = await filled(tmp_path)
     left = [
         tmp_path / "payloads" / "ab" / ".part",
@@ -110,7 +110,7 @@ async def test_what_was_left_behind_is_deleted_and_keys_are_closed(tmp_path: Pat
     assert problems(tmp_path) == []
 
 
-async def test_what_a_link_leads_to_is_not_left_behind(tmp_path: Path) -> None:
+async def test_targets_of_links_are_not_orphans(tmp_path: Path) -> None:
     """Nor is it the server's to delete: whoever made the link may mean somebody else's files."""
     data, others = tmp_path / "data", tmp_path / "others"
     await filled(data)
@@ -138,7 +138,7 @@ HEADS = [
 
 
 @pytest.mark.parametrize("head", HEADS, ids=[head[:30].decode(errors="replace") for head in HEADS])
-def test_any_bytes_may_be_the_head_of_a_checkpoint(tmp_path: Path, head: bytes) -> None:
+def test_any_bytes_may_be_the_header_of_a_checkpoint(tmp_path: Path, head: bytes) -> None:
     file = tmp_path / "adapter_model.safetensors"
     file.write_bytes(len(head).to_bytes(8, "little") + head)
     assert "cannot be read" in str(tensor_fault(file))
@@ -155,7 +155,7 @@ async def test_a_missing_step_of_a_log_is_found(tmp_path: Path) -> None:
     assert f"steps 2, 3 of {model} are missing" in told(tmp_path)
 
 
-async def test_a_damaged_database_is_said_to_be_and_not_touched(tmp_path: Path) -> None:
+async def test_a_damaged_database_is_reported_and_not_changed(tmp_path: Path) -> None:
     await filled(tmp_path)
     overwrite_pages(tmp_path / "tinkex.db", "models")
     before = (tmp_path / "tinkex.db").read_bytes()
@@ -168,7 +168,7 @@ async def test_a_damaged_database_is_said_to_be_and_not_touched(tmp_path: Path) 
     assert (tmp_path / "tinkex.db").read_bytes() == before
 
 
-async def test_indexes_are_made_anew(tmp_path: Path) -> None:
+async def test_indexes_are_rebuilt(tmp_path: Path) -> None:
     await filled(tmp_path)
     # An index that was not told of a row, as a write that was lost leaves it: it is taken out of
     # the schema while the row goes, and put back.
@@ -193,7 +193,7 @@ def schema(folder: Path) -> Iterator[sqlite3.Connection]:
         yield connection
 
 
-async def test_an_old_database_is_brought_up_to_date(tmp_path: Path) -> None:
+async def test_an_old_database_is_upgraded(tmp_path: Path) -> None:
     await filled(tmp_path)
     with sqlite3.connect(tmp_path / "tinkex.db") as connection:
         connection.execute("ALTER TABLE models DROP COLUMN base_hash")
@@ -221,7 +221,7 @@ async def test_a_database_older_than_0_1_is_left_as_it_is(tmp_path: Path) -> Non
     assert await mended(tmp_path) == []
 
 
-async def test_a_database_elsewhere_is_looked_at_too(postgres: Postgres, tmp_path: Path) -> None:
+async def test_a_postgresql_database_is_checked_too(postgres: Postgres, tmp_path: Path) -> None:
     url = postgres.database()
     await filled(tmp_path, db=url)
     assert problems(tmp_path, db=url) == []
@@ -231,7 +231,7 @@ async def test_a_database_elsewhere_is_looked_at_too(postgres: Postgres, tmp_pat
     assert finding.about == "result"
 
 
-async def test_beside_a_server_it_looks_and_does_not_repair(api: Api, tmp_path: Path) -> None:
+async def test_it_checks_but_does_not_repair_while_a_server_runs(api: Api, tmp_path: Path) -> None:
     await api.model()
     with hold_folder(tmp_path):
         said = [finding.text for finding in examine(Settings(data=str(tmp_path)))]
@@ -248,7 +248,7 @@ async def test_beside_a_server_it_looks_and_does_not_repair(api: Api, tmp_path: 
         await mended(tmp_path)
 
 
-async def test_the_command_says_it_for_people_and_for_programs(tmp_path: Path) -> None:
+async def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
     await filled(tmp_path)
     done = await tinkex("doctor", "--data", str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -272,7 +272,7 @@ def below(folder: Path) -> list[Path]:
     )
 
 
-async def test_files_of_another_database_are_never_taken_for_left_behind(tmp_path: Path) -> None:
+async def test_files_of_another_database_are_not_orphans(tmp_path: Path) -> None:
     await filled(tmp_path)
     before = below(tmp_path)
     # Lost, and made anew by the next command that needs one.
@@ -294,7 +294,7 @@ async def test_files_of_another_database_are_never_taken_for_left_behind(tmp_pat
     assert below(tmp_path) == before
 
 
-async def test_files_of_a_later_time_than_the_database_stay(tmp_path: Path) -> None:
+async def test_files_newer_than_the_database_stay(tmp_path: Path) -> None:
     data = tmp_path / "data"
     await filled(data)
     (data / "tinkex.db").rename(tmp_path / "older.db")
@@ -313,7 +313,7 @@ async def test_files_of_a_later_time_than_the_database_stay(tmp_path: Path) -> N
     assert [*lost.glob("*/value")]
 
 
-async def test_what_is_no_file_is_a_finding_like_others(tmp_path: Path) -> None:
+async def test_a_folder_in_place_of_a_file_is_reported(tmp_path: Path) -> None:
     await filled(tmp_path)
     (payload,) = (tmp_path / "payloads").glob("*/*")
     payload.unlink()
@@ -326,7 +326,7 @@ async def test_what_is_no_file_is_a_finding_like_others(tmp_path: Path) -> None:
     assert f"{folder.name}/more is no file" in said
 
 
-async def test_a_folder_that_is_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+async def test_a_folder_that_is_not_a_data_folder_is_not_changed(tmp_path: Path) -> None:
     assert await mended(tmp_path / "typo") == []
     assert await mended(tmp_path) == []
     assert below(tmp_path) == []
@@ -345,7 +345,7 @@ def weak(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("weak")
-async def test_parts_that_belong_to_somebody_else_are_named(tmp_path: Path) -> None:
+async def test_inaccessible_parts_are_named(tmp_path: Path) -> None:
     await filled(tmp_path)
     (tmp_path / "payloads").chmod(0o500)
     (tmp_path / "tinkex.db").chmod(0o400)
@@ -359,7 +359,7 @@ async def test_parts_that_belong_to_somebody_else_are_named(tmp_path: Path) -> N
     assert "cannot be read and written by this user" in finding.text
 
 
-def test_a_file_that_may_not_be_read_may_be_whole() -> None:
+def test_an_unreadable_file_may_be_intact() -> None:
     """Only looking at it failed: nothing is set aside, and no back-up is asked for."""
     place = Place(
         folder=Path("/data"),
@@ -381,7 +381,7 @@ def test_a_file_that_may_not_be_read_may_be_whole() -> None:
         assert finding.repair is None
 
 
-async def test_commits_that_went_with_the_log_of_the_database_are_said_to_be_missing(
+async def test_a_lost_wal_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     await filled(tmp_path)
@@ -400,7 +400,7 @@ async def test_commits_that_went_with_the_log_of_the_database_are_said_to_be_mis
     assert caplog.text == ""
 
 
-def test_what_a_disk_cannot_do_is_not_laid_on_the_database() -> None:
+def test_disk_problems_are_not_reported_as_database_problems() -> None:
     place = Place(
         folder=Path("/data"),
         exists=True,

@@ -20,7 +20,7 @@ from tinkex.server.store.migrations import alembic_config
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_second_server_is_refused_and_told_who_has_the_folder(
+async def test_a_second_server_is_refused_with_the_holder_of_the_folder(
     server: Server, tiny_model: Path
 ) -> None:
     spec = f"{TINY}={tiny_model}"
@@ -35,7 +35,7 @@ async def test_a_second_server_is_refused_and_told_who_has_the_folder(
     assert holder in repair.stderr
 
 
-def test_the_folder_is_free_again_however_its_holder_ended(tmp_path: Path) -> None:
+def test_the_folder_is_free_after_its_holder_ended(tmp_path: Path) -> None:
     assert holder_of(tmp_path) is None
     with hold_folder(tmp_path):
         assert holder_of(tmp_path) == str(os.getpid())
@@ -64,7 +64,7 @@ async def test_a_database_is_not_shared_by_servers_with_folders_of_their_own(
     assert "hint: Use that server, stop it, or choose another database with --db" in done.stderr
 
 
-def test_a_database_is_free_again_when_its_server_ended(tmp_path: Path) -> None:
+def test_a_database_is_free_after_its_server_ended(tmp_path: Path) -> None:
     def settings(name: str) -> Settings:
         return Settings(data=str(tmp_path / name), db=f"sqlite:///{tmp_path / 'shared.db'}")
 
@@ -87,11 +87,11 @@ def test_a_database_is_free_again_when_its_server_ended(tmp_path: Path) -> None:
         ("postgresql+psycopg://me@localhost/tinkex", None),
     ],
 )
-def test_the_file_of_a_database_is_known_by_its_url(url: str, file: str | None) -> None:
+def test_the_file_of_a_database_url(url: str, file: str | None) -> None:
     assert database_file(url) == (None if file is None else Path(file))
 
 
-async def test_deleting_lock_files_lets_no_second_server_in(
+async def test_a_second_server_is_refused_after_lock_files_were_deleted(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """
@@ -120,7 +120,7 @@ async def test_deleting_lock_files_lets_no_second_server_in(
     assert any(f"{data} was moved, deleted or replaced" in line for line in server.log)
 
 
-async def test_a_server_says_who_it_is_again_after_its_lock_file_was_deleted(
+async def test_a_deleted_lock_file_is_created_again(
     tmp_path: Path,
 ) -> None:
     settings = Settings(data=str(tmp_path))
@@ -183,7 +183,7 @@ def version(folder: Path) -> str:
         ("merge", "tinker://x:train:0/weights/a", "out"),
     ],
 )
-async def test_nothing_brings_a_database_up_to_date_that_another_holds(
+async def test_a_database_that_a_server_holds_is_not_upgraded(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     data = tmp_path / "data"
@@ -201,7 +201,7 @@ async def test_nothing_brings_a_database_up_to_date_that_another_holds(
         assert version(data) > "0008"
 
 
-async def test_a_server_that_is_refused_leaves_an_old_database_as_it_is(tmp_path: Path) -> None:
+async def test_a_server_that_does_not_start_does_not_upgrade_the_database(tmp_path: Path) -> None:
     """Nobody holds it; the server is refused for another reason, after it looked for keys."""
     data = tmp_path / "data"
     old_database(data)

@@ -42,7 +42,7 @@ async def until_well(api: Api) -> None:
     pytest.fail("the server does not see that the disk is well again")
 
 
-async def test_a_full_disk_holds_results_back_and_loses_none(
+async def test_a_full_disk_delays_results_and_loses_none(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
     async with hosted(echo, tmp_path, storage="failing://full", long_poll_s=0.2) as api:
@@ -73,7 +73,7 @@ async def test_a_full_disk_holds_results_back_and_loses_none(
         assert await api.value(await api.optim_step(model, 3)) == 40_000
 
 
-async def test_a_read_only_disk_takes_no_new_work(echo: EchoExecutor, tmp_path: Path) -> None:
+async def test_new_work_is_refused_on_a_read_only_disk(echo: EchoExecutor, tmp_path: Path) -> None:
     async with hosted(echo, tmp_path, storage="failing://frozen") as api:
         model = await api.model()
         done = await api.optim_step(model, 1)
@@ -103,7 +103,7 @@ class Cramped(EchoExecutor):
         return await super().run(base_model, work, incarnation=incarnation)
 
 
-async def test_a_save_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_save_waits_for_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "ROOM_RETRY_S", 0.05)
     echo = Cramped()
     async with hosted(echo, tmp_path) as api:
@@ -115,7 +115,7 @@ async def test_a_save_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyP
         await until_well(api)
 
 
-async def test_room_is_kept_for_results(echo: EchoExecutor, tmp_path: Path) -> None:
+async def test_disk_space_is_reserved_for_results(echo: EchoExecutor, tmp_path: Path) -> None:
     async with hosted(echo, tmp_path) as api:
         model = await api.model()
         done = await api.optim_step(model, 1)
@@ -140,7 +140,7 @@ async def test_room_is_kept_for_results(echo: EchoExecutor, tmp_path: Path) -> N
         (errno.ENOENT, None),
     ],
 )
-def test_what_the_system_says_is_known_for_what_it_is(number: int, kind: str | None) -> None:
+def test_errors_are_classified_by_errno(number: int, kind: str | None) -> None:
     found = trouble_of(OSError(number, os.strerror(number)))
     assert (None if found is None else found.kind) == kind
 

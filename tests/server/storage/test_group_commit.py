@@ -60,7 +60,7 @@ def full(connection: sqlite3.Connection) -> Iterator[None]:
             connection.execute("PRAGMA max_page_count = 1000000000")
 
 
-async def test_results_wait_in_their_order_and_new_requests_are_refused(store: Store) -> None:
+async def test_results_wait_in_order_and_new_requests_are_refused(store: Store) -> None:
     first, second = [(await store.requests.accept(NEW)).request_id for _ in range(2)]
     with full(await writing(store)):
         large = store.requests.finish_one(success(first, RESULT, None))
@@ -80,7 +80,7 @@ async def test_results_wait_in_their_order_and_new_requests_are_refused(store: S
     assert (await store.requests.accept(NEW)).is_new
 
 
-async def test_a_read_only_database_is_noticed_and_left(store: Store) -> None:
+async def test_a_read_only_database_is_detected(store: Store) -> None:
     connection = await writing(store)
     first = (await store.requests.accept(NEW)).request_id
     connection.execute("PRAGMA query_only = ON")
@@ -99,7 +99,7 @@ async def test_a_read_only_database_is_noticed_and_left(store: Store) -> None:
     assert store.condition.trouble is None
 
 
-async def test_a_store_that_is_closed_on_a_full_disk_closes(store: Store) -> None:
+async def test_a_store_on_a_full_disk_can_be_closed(store: Store) -> None:
     first = (await store.requests.accept(NEW)).request_id
     with full(await writing(store)):
         waiting = store.requests.finish_one(success(first, RESULT, None))
@@ -111,7 +111,7 @@ async def test_a_store_that_is_closed_on_a_full_disk_closes(store: Store) -> Non
             await waiting
 
 
-async def test_a_disk_that_hangs_before_the_commit_is_noticed(
+async def test_a_disk_that_hangs_before_the_commit_is_detected(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_commit, "SILENT_S", 0.2)
@@ -148,7 +148,7 @@ def test_two_threads_clear_one_part() -> None:
 
 
 @pytest.mark.parametrize("number", sorted(storage_health._ERRNOS), ids=errno.errorcode.get)
-async def test_work_on_files_waits_for_any_trouble_of_the_disk(store: Store, number: int) -> None:
+async def test_required_file_work_waits_for_any_disk_problem(store: Store, number: int) -> None:
     fails = [True, True]
 
     def act() -> str:

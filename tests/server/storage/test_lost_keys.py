@@ -59,7 +59,7 @@ def of_another_server(folder: Path) -> None:
     shutil.copy(folder.with_name("other") / "tinkex.db", folder / "tinkex.db")
 
 
-async def test_a_stopped_server_has_everything_in_its_database(
+async def test_a_stopped_server_has_no_wal(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """All of it was in the log beside it: whoever copied the one file, or lost the other, lost it."""
@@ -77,7 +77,7 @@ async def test_a_stopped_server_has_everything_in_its_database(
     assert owners == ["local", "alice"]
 
 
-async def test_the_log_is_emptied_while_others_read(tmp_path: Path) -> None:
+async def test_the_wal_is_checkpointed_while_others_read(tmp_path: Path) -> None:
     start(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "tinkex.db")) as reader:
         reader.execute("SELECT count(*) FROM api_keys").fetchall()
@@ -128,7 +128,7 @@ async def test_a_revoked_last_key_is_a_key(tmp_path: Path) -> None:
     start(tmp_path)
 
 
-async def test_a_back_up_knows_that_there_were_keys(tmp_path: Path) -> None:
+async def test_a_backup_contains_the_keys_marker(tmp_path: Path) -> None:
     data, target, elsewhere = (tmp_path / name for name in ("data", "backup", "elsewhere"))
     await with_key(data)
     take(Settings(data=str(data)), target)
@@ -156,7 +156,7 @@ def killed_in_the_midst(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("left", [None, 0, 0.5])
-def test_a_log_that_is_gone_or_shorter_is_said_to_be(
+def test_a_missing_or_truncated_wal_is_detected(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, left: float | None
 ) -> None:
     file = killed_in_the_midst(tmp_path)
@@ -172,7 +172,7 @@ def test_a_log_that_is_gone_or_shorter_is_said_to_be(
     assert "was cut short, and what was committed last was in it" in caplog.text
 
 
-def test_a_whole_log_is_not_said_to_be_lost(
+def test_a_complete_wal_is_not_reported_as_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     killed_in_the_midst(tmp_path)

@@ -47,7 +47,7 @@ def folder_of(tmp_path: Path, **content: str) -> str:
     return str(folder)
 
 
-def test_what_another_process_wrote_is_seen_at_once(root: str, tmp_path: Path) -> None:
+def test_writes_of_another_process_are_visible_at_once(root: str, tmp_path: Path) -> None:
     one, other = Files(root), Files(root)
     assert one.names("checkpoints") == set()
     assert not one.exists("checkpoints/m/weights/a/v1")
@@ -59,7 +59,7 @@ def test_what_another_process_wrote_is_seen_at_once(root: str, tmp_path: Path) -
     assert one.older("checkpoints", 4, before_s=1000) == []
 
 
-def test_a_folder_that_is_uploaded_twice_is_there_once(root: str, tmp_path: Path) -> None:
+def test_a_folder_uploaded_twice_is_stored_once(root: str, tmp_path: Path) -> None:
     files, folder = Files(root), folder_of(tmp_path, a="1", b="2")
     files.upload(folder, "checkpoints/m/weights/a/v1")
     files.upload(folder, "checkpoints/m/weights/a/v1")
@@ -71,7 +71,7 @@ def test_a_folder_that_is_uploaded_twice_is_there_once(root: str, tmp_path: Path
         assert {file.name: file.read_text() for file in back.iterdir()} == {"a": "1", "b": "2"}
 
 
-def test_a_folder_moves(root: str, tmp_path: Path) -> None:
+def test_a_folder_can_be_moved(root: str, tmp_path: Path) -> None:
     files = Files(root)
     files.upload(folder_of(tmp_path, number="7 0"), "snapshots/m/one")
     files.move("snapshots/m/one", "aside/snapshots/m/one")
@@ -84,7 +84,7 @@ def test_a_folder_moves(root: str, tmp_path: Path) -> None:
     assert files.all_places() == []
 
 
-def test_missing_is_told_from_away(root: str, tmp_path: Path) -> None:
+def test_a_missing_object_differs_from_an_unavailable_store(root: str, tmp_path: Path) -> None:
     files = Files(root)
     place = files.put("payloads", b"abc")
     assert files.get(place) == b"abc"
@@ -120,7 +120,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_what_concerns_one_object_is_told_from_what_concerns_all(
+def test_errors_of_one_object_differ_from_errors_of_the_store(
     root: str, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     status, body = ANSWERS[answer]
@@ -147,7 +147,7 @@ def test_what_concerns_one_object_is_told_from_what_concerns_all(
             server.shutdown()
 
 
-def test_silence_has_an_end(root: str, running: ObjectStore) -> None:
+def test_a_store_that_does_not_respond_times_out(root: str, running: ObjectStore) -> None:
     files = Files(root)
     files.put("payloads", b"abc")
     began_s = time.monotonic()
@@ -194,7 +194,7 @@ async def test_training_saving_and_sampling_with_an_empty_cache(root: str, tmp_p
 
 
 @pytest.mark.anyio
-async def test_a_result_waits_for_a_store_that_is_silent(
+async def test_a_result_waits_for_a_store_that_does_not_respond(
     root: str, running: ObjectStore, tmp_path: Path
 ) -> None:
     echo = EchoExecutor()
@@ -225,7 +225,7 @@ async def test_a_result_waits_for_a_store_that_is_silent(
 
 
 @pytest.mark.anyio
-async def test_new_work_is_refused_while_the_store_is_gone_and_taken_when_it_is_back(
+async def test_new_work_is_refused_during_an_outage_and_accepted_after_it(
     root: str, running: ObjectStore, tmp_path: Path
 ) -> None:
     async with hosted(EchoExecutor(), tmp_path / "data", storage=root) as api:
@@ -263,7 +263,7 @@ async def test_a_save_waits_for_the_store(root: str, running: ObjectStore, tmp_p
         assert (await api.result(saving))["path"].endswith("/weights/a")
 
 
-def test_a_server_whose_store_is_away_says_so_and_ends(
+def test_a_server_does_not_start_without_its_object_store(
     root: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")

@@ -35,7 +35,7 @@ async def loss(api: Api, request_id: str) -> float:
     return (await api.passed(request_id)).metrics["loss:sum"]
 
 
-async def test_steps_on_their_way_arrive_when_there_is_room_again(server: Server) -> None:
+async def test_steps_continue_when_there_is_free_space_again(server: Server) -> None:
     async with connected(server.url, TINY) as api:
         model = await api.model()
         first = await api.forward_backward(model, 1, tokens=8)
@@ -64,7 +64,7 @@ async def test_steps_on_their_way_arrive_when_there_is_room_again(server: Server
         assert (await api.get("/api/v1/healthz")).status == 200
 
 
-async def test_a_result_that_cannot_be_written_is_kept_until_it_can(server: Server) -> None:
+async def test_a_result_waits_until_it_can_be_written(server: Server) -> None:
     async with connected(server.url, TINY) as api:
         model = await api.model()
         passes = [await api.forward_backward(model, number, tokens=8) for number in range(1, 9)]

@@ -69,7 +69,7 @@ class Counting(LocalExecutor):
         return await super().send(base_model, work, incarnation=incarnation)
 
 
-async def test_saves_without_room_wait_and_the_log_says_so_once(
+async def test_saves_wait_for_free_space_and_log_it_once(
     small_disk: Path,
     tiny_model: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -111,7 +111,7 @@ async def test_saves_without_room_wait_and_the_log_says_so_once(
     assert caplog.text.count("was written after") == len(models)
 
 
-async def test_a_flood_of_sessions_leaves_most_of_the_reserve(small_disk: Path) -> None:
+async def test_a_burst_of_sessions_leaves_most_of_the_reserve(small_disk: Path) -> None:
     reserve = 24 * 2**20
     settings = {"reserve_mb": reserve // 2**20}
     async with hosted(EchoExecutor(), small_disk / "data", **settings) as api:

@@ -10,7 +10,7 @@ import pytest
 from tinkex.server.store.blobs import Files, fault, fingerprint
 
 
-def test_what_lies_below_a_room_is_found_by_its_depth(tmp_path: Path) -> None:
+def test_keys_below_a_prefix_are_found_by_depth(tmp_path: Path) -> None:
     for place in ("results/aa/one", "results/bb/two", "results/loose", "payloads/aa/other"):
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / place).write_text("x")
@@ -28,7 +28,7 @@ def test_what_lies_below_a_room_is_found_by_its_depth(tmp_path: Path) -> None:
     assert files.older("snapshots", 2, before_s=math.inf) == []
 
 
-def test_a_fingerprint_is_of_names_and_bytes(tmp_path: Path) -> None:
+def test_a_fingerprint_covers_names_and_bytes(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("1")
     (tmp_path / "b").write_text("2")
     # As earlier versions wrote it down: it must stay the same for what is on disk.
@@ -39,7 +39,7 @@ def test_a_fingerprint_is_of_names_and_bytes(tmp_path: Path) -> None:
     assert "not what was written" in str(fault(str(tmp_path), "snapshots/x", written))
 
 
-def test_names_that_come_once_are_not_kept_by_the_interpreter(
+def test_used_names_are_not_interned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A `Path` puts every part of its name into a table that grows with those that were there."""

@@ -33,7 +33,7 @@ def writing(folder: Path) -> Iterator[None]:
         other.execute("ROLLBACK")
 
 
-async def test_new_connections_that_read_do_not_wait_for_it(store: Store, tmp_path: Path) -> None:
+async def test_new_read_connections_do_not_wait_for_a_writer(store: Store, tmp_path: Path) -> None:
     with writing(tmp_path):
         began_s = time.monotonic()
         # More at once than there were connections before.
@@ -41,7 +41,7 @@ async def test_new_connections_that_read_do_not_wait_for_it(store: Store, tmp_pa
         assert time.monotonic() - began_s < 4
 
 
-async def test_what_an_owner_says_it_has_fetched_does_not_hold_up_others(
+async def test_fetched_marks_of_one_owner_do_not_delay_others(
     store: Store, tmp_path: Path
 ) -> None:
     waiting = store.requests._fetched_waiting

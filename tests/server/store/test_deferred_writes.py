@@ -63,7 +63,7 @@ async def a_session(store: Store) -> str:
     return session.session_id
 
 
-async def test_so_many_wait_and_the_oldest_are_dropped_and_told_of_once(
+async def test_the_oldest_deferred_writes_are_dropped_and_logged_once(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(group_commit, "MOST_LAZY", 50)
@@ -78,7 +78,7 @@ async def test_so_many_wait_and_the_oldest_are_dropped_and_told_of_once(
     assert len(told) == 1
 
 
-async def test_of_writes_about_one_thing_the_newest_waits(store: Store) -> None:
+async def test_a_newer_deferred_write_replaces_one_with_the_same_key(store: Store) -> None:
     session_id = await a_session(store)
     key, _ = await store.keys.create(owner="alice")
     with silent(store):
@@ -100,7 +100,7 @@ async def test_of_writes_about_one_thing_the_newest_waits(store: Store) -> None:
     assert used.used_s is not None
 
 
-async def test_marks_that_are_dropped_count_no_more(
+async def test_dropped_fetched_marks_are_not_counted(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_commit, "MOST_LAZY", 3)
@@ -112,7 +112,7 @@ async def test_marks_that_are_dropped_count_no_more(
     assert store.requests._fetched_waiting == {}
 
 
-async def test_while_the_disk_takes_nothing_marks_are_dropped_too(store: Store) -> None:
+async def test_fetched_marks_are_dropped_while_the_disk_is_full(store: Store) -> None:
     def full(_: sa.Connection) -> None:
         raise sa.exc.OperationalError("", {}, Exception("database or disk is full"))
 
@@ -136,7 +136,7 @@ class _Slow(Counter[str]):
         return found
 
 
-async def test_marks_that_two_threads_count_are_all_counted(store: Store) -> None:
+async def test_fetched_marks_of_two_threads_are_all_counted(store: Store) -> None:
     store.requests._fetched_waiting = _Slow()
     for number in range(50):
         store.requests.all_fetched([str(number)], owner="alice")

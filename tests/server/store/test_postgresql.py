@@ -12,7 +12,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import event
 
 from postgres import Postgres
-from server.store.test_store import a_model, step, tell_repeats_and_bad_ones_apart
+from server.store.test_store import a_model, step, check_repeats_and_invalid_requests
 from server.waiting import unfinished
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import (
@@ -55,7 +55,7 @@ async def cut(store: Store) -> None:
     await store._database.read(lambda connection: connection.execute(statement).all())
 
 
-def test_the_migrations_make_the_tables_that_the_code_uses(url: str) -> None:
+def test_the_migrated_schema_matches_the_tables(url: str) -> None:
     migrated = sa.create_engine(url)
     migrate(migrated)
     with migrated.connect() as connection:
@@ -83,7 +83,7 @@ async def test_a_database_that_a_server_holds_is_refused_until_it_is_closed(
     opened(url, tmp_path).close()
 
 
-def test_a_database_that_is_not_there_is_refused_without_its_password(
+def test_a_missing_database_is_refused_without_its_password(
     url: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DatabaseRefused, match=r"postgres:\*\*\*@.*/nowhere cannot be used: ") as no:
@@ -91,7 +91,7 @@ def test_a_database_that_is_not_there_is_refused_without_its_password(
     assert sa.make_url(url).password not in str(no.value)
 
 
-async def test_connections_that_are_cut_are_made_again_and_nothing_is_done_twice(
+async def test_lost_connections_are_replaced_and_nothing_runs_twice(
     store: Store,
 ) -> None:
     model = await a_model(store)
@@ -106,7 +106,7 @@ async def test_connections_that_are_cut_are_made_again_and_nothing_is_done_twice
     assert [row.seq_id for row in await store.requests.log(model)] == [1, 2, 3]
 
 
-async def test_a_server_that_lost_its_database_to_another_writes_nothing(
+async def test_a_server_that_lost_its_lock_writes_nothing(
     url: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = await a_model(store)
@@ -149,7 +149,7 @@ async def cut_writer(store: Store) -> None:
     await store._database.read(lambda connection: connection.execute(statement).all())
 
 
-async def test_a_database_that_stays_away_fails_the_writes_that_waited(
+async def test_writes_fail_when_the_database_stays_unavailable(
     store: Store, postgres: Postgres, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_commit, "AWAY_S", 0.3)
@@ -166,7 +166,7 @@ async def test_a_database_that_stays_away_fails_the_writes_that_waited(
     assert (await store.requests.accept(step(model, 1))).is_new
 
 
-async def test_commits_are_durable_even_where_the_database_is_told_to_be_quick(
+async def test_commits_are_durable_whatever_the_default_of_the_database(
     postgres: Postgres, url: str, tmp_path: Path
 ) -> None:
     name = sa.make_url(url).database
@@ -221,11 +221,11 @@ async def test_one_bad_write_undoes_only_itself(store: Store) -> None:
     }
 
 
-async def test_repeats_and_bad_ones_in_one_group_are_told_apart(store: Store) -> None:
-    await tell_repeats_and_bad_ones_apart(store)
+async def test_repeats_and_invalid_requests_in_one_group(store: Store) -> None:
+    await check_repeats_and_invalid_requests(store)
 
 
-async def test_a_text_that_is_too_long_is_refused_and_not_cut(store: Store) -> None:
+async def test_a_text_that_is_too_long_is_refused_and_not_truncated(store: Store) -> None:
     model = await a_model(store)
     with pytest.raises(sa.exc.DataError):
         await store.requests.accept(replace(step(model, 1), base_model="b" * 501))
@@ -235,7 +235,7 @@ async def test_a_text_that_is_too_long_is_refused_and_not_cut(store: Store) -> N
     assert row.base_model == "b\ufffd"
 
 
-async def test_a_text_with_a_nul_character_is_taken_without_it(store: Store) -> None:
+async def test_nul_characters_in_text_are_replaced(store: Store) -> None:
     session = await store.sessions.create_session(
         owner="local",
         sdk_version="1\0",
@@ -252,7 +252,7 @@ async def test_a_text_with_a_nul_character_is_taken_without_it(store: Store) -> 
     assert await store.sessions.session("no\0body") is None
 
 
-async def test_what_was_to_be_written_is_not_in_the_text_of_an_error(store: Store) -> None:
+async def test_error_messages_do_not_contain_parameters(store: Store) -> None:
     statement = sa.text("SELECT CAST(:secret AS INTEGER)")
     with pytest.raises(sa.exc.DBAPIError) as failed:
         await store._database.write(

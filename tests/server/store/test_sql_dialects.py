@@ -30,7 +30,7 @@ def chosen(connection: sa.Connection, texts: list[str]) -> set[str]:
     return set(connection.scalars(sa.select(TABLE.c.id).where(among(TABLE.c.id, texts))))
 
 
-def test_those_on_the_list_are_found_whatever_is_in_them(connection: sa.Connection) -> None:
+def test_listed_rows_are_found_whatever_their_text(connection: sa.Connection) -> None:
     assert chosen(connection, IDS) == set(IDS)
     assert chosen(connection, [*IDS[1:3], "unknown"]) == set(IDS[1:3])
     assert chosen(connection, []) == set()
@@ -40,13 +40,13 @@ def test_no_list_is_too_long(connection: sa.Connection) -> None:
     assert chosen(connection, [*(f"id-{number}" for number in range(70_000)), "plain"]) == {"plain"}
 
 
-def test_others_can_be_deleted_and_changed_by_it(connection: sa.Connection) -> None:
+def test_in_list_works_in_delete_and_update(connection: sa.Connection) -> None:
     connection.execute(TABLE.delete().where(among(TABLE.c.id, IDS[1:])))
     connection.execute(TABLE.update().where(among(TABLE.c.id, IDS)).values(id="other"))
     assert list(connection.scalars(sa.select(TABLE.c.id))) == ["other"]
 
 
-def test_a_parameter_can_stand_for_the_list(connection: sa.Connection) -> None:
+def test_the_list_can_be_a_parameter(connection: sa.Connection) -> None:
     statement = sa.select(TABLE.c.id).where(among(TABLE.c.id, sa.bindparam("ids", type_=sa.Text)))
     assert list(connection.scalars(statement, {"ids": listed(["plain", "x"])})) == ["plain"]
 

@@ -194,13 +194,13 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 # The threads that die in `crash`.
 @pytest.mark.filterwarnings("ignore:Exception in thread tinkex-writer")
 @pytest.mark.timeout(3600 if EXAMPLES else 180)
-def test_on_sqlite_the_store_does_what_its_model_does(folder: Path, clock: Clock) -> None:
+def test_the_store_on_sqlite_matches_the_reference_model(folder: Path, clock: Clock) -> None:
     check(f"sqlite:///{folder / 'tinkex.db'}", folder, clock, examples=12)
 
 
 @pytest.mark.filterwarnings("ignore:Exception in thread tinkex-writer")
 @pytest.mark.timeout(3600 if EXAMPLES else 180)
-def test_on_postgresql_the_store_does_what_its_model_does(
+def test_the_store_on_postgresql_matches_the_reference_model(
     folder: Path, clock: Clock, postgres: Postgres
 ) -> None:
     check(postgres.database(), folder, clock, examples=12)

@@ -78,7 +78,7 @@ def step(
     )
 
 
-def test_the_migrations_make_the_tables_that_the_code_uses(tmp_path: Path) -> None:
+def test_the_migrated_schema_matches_the_tables(tmp_path: Path) -> None:
     engine = sa.create_engine(f"sqlite:///{tmp_path / 'x.db'}")
     migrate(engine)
     with engine.connect() as connection:
@@ -93,7 +93,7 @@ def _parts(sql: str) -> list[str]:
     return [part for part in parts if part.strip()]
 
 
-def test_every_promise_of_the_tables_is_in_the_migrated_database(tmp_path: Path) -> None:
+def test_all_constraints_are_in_the_migrated_database(tmp_path: Path) -> None:
     """Checks and names of constraints are not compared by Alembic; the text of the tables is."""
     made = sa.create_engine(f"sqlite:///{tmp_path / 'made.db'}")
     migrated = sa.create_engine(f"sqlite:///{tmp_path / 'migrated.db'}")
@@ -120,7 +120,7 @@ def test_every_promise_of_the_tables_is_in_the_migrated_database(tmp_path: Path)
     assert found[0] == found[1]
 
 
-async def test_what_was_accepted_is_there_after_opening_again(tmp_path: Path) -> None:
+async def test_accepted_requests_survive_a_restart(tmp_path: Path) -> None:
     store = opened(tmp_path)
     model = await a_model(store)
     large = b"x" * 100_000
@@ -137,7 +137,7 @@ async def test_what_was_accepted_is_there_after_opening_again(tmp_path: Path) ->
     store.close()
 
 
-async def test_a_write_alone_is_one_statement_and_waits_for_no_company(store: Store) -> None:
+async def test_a_single_write_is_one_statement_and_is_not_delayed(store: Store) -> None:
     model = await a_model(store)
     asked: list[str] = []
 
@@ -150,7 +150,7 @@ async def test_a_write_alone_is_one_statement_and_waits_for_no_company(store: St
     assert asked == ["BEGIN", "INSERT", "BEGIN", "UPDATE"]
 
 
-async def tell_repeats_and_bad_ones_apart(store: Store) -> None:
+async def check_repeats_and_invalid_requests(store: Store) -> None:
     """In one group; the same on every database."""
     model = await a_model(store)
     known = await store.requests.accept(step(model, 1))
@@ -164,11 +164,11 @@ async def tell_repeats_and_bad_ones_apart(store: Store) -> None:
     assert isinstance(orphan, sa.exc.IntegrityError)
 
 
-async def test_repeats_and_bad_ones_in_one_group_are_told_apart(store: Store) -> None:
-    await tell_repeats_and_bad_ones_apart(store)
+async def test_repeats_and_invalid_requests_in_one_group(store: Store) -> None:
+    await check_repeats_and_invalid_requests(store)
 
 
-async def test_a_commit_asks_the_disk(tmp_path: Path, store: Store) -> None:
+async def test_a_commit_flushes_to_disk(tmp_path: Path, store: Store) -> None:
     """The settings behind "on disk when acknowledged"."""
     database = Database(f"sqlite:///{tmp_path / 'tinkex.db'}")
     found = {}
@@ -181,7 +181,7 @@ async def test_a_commit_asks_the_disk(tmp_path: Path, store: Store) -> None:
     assert found == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
 
 
-def test_a_process_killed_after_the_answer_has_lost_nothing(tmp_path: Path) -> None:
+def test_a_process_killed_after_its_response_has_lost_nothing(tmp_path: Path) -> None:
     program = """
 import asyncio, os, signal, sys
 sys.path.insert(0, "tests/server/store")
@@ -216,7 +216,7 @@ async def test_many_writes_share_few_commits(store: Store) -> None:
     assert store.commits - before < 50
 
 
-async def test_a_repeat_finds_the_first_even_among_many(store: Store) -> None:
+async def test_a_repeat_returns_the_first_request(store: Store) -> None:
     model = await a_model(store)
     accepted = await asyncio.gather(
         *(store.requests.accept(step(model, 1 + number % 5)) for number in range(50))
@@ -268,7 +268,7 @@ async def test_one_bad_write_undoes_only_itself(tmp_path: Path) -> None:
     assert rows == [0, 1, 2, 4, 5]
 
 
-async def test_writes_nobody_waits_for_are_not_lost_by_closing(tmp_path: Path) -> None:
+async def test_deferred_writes_are_written_at_close(tmp_path: Path) -> None:
     store = opened(tmp_path)
     model = await a_model(store)
     first = await store.requests.accept(step(model, 1))
@@ -281,7 +281,7 @@ async def test_writes_nobody_waits_for_are_not_lost_by_closing(tmp_path: Path) -
     assert rows[0][0] is not None
 
 
-async def test_a_finished_request_stays_as_it_was(store: Store) -> None:
+async def test_a_finished_request_does_not_change(store: Store) -> None:
     model = await a_model(store)
     first = await store.requests.accept(step(model, 1))
     await store.requests.finish_one(success(first.request_id, b"one", None))

@@ -83,7 +83,7 @@ async def test_a_key_is_looked_up_while_everything_else_is_busy(store: Store) ->
         assert await asyncio.wait_for(store.keys.by_id(found.key_id), 10)
 
 
-async def test_polls_and_payloads_wait_for_no_report_and_no_folder(store: Store) -> None:
+async def test_polls_and_payloads_do_not_wait_for_reports_and_folders(store: Store) -> None:
     with blocked(store, "_reporters", "_folder_threads"):
         assert await asyncio.wait_for(store.requests.get("nobody"), 10) is None
         # Larger than what is kept in a row.
@@ -169,7 +169,7 @@ class _Watched:
             self.seen.add((threading.current_thread().name, event, frame.f_code.co_qualname))
 
 
-async def test_files_are_touched_in_their_own_threads_only(tmp_path: Path) -> None:
+async def test_files_are_used_only_in_file_threads(tmp_path: Path) -> None:
     watched = _Watched()
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0, orphan_s=0) as api:
         watched.below = str(tmp_path)
