@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted
-from tinkex.server.maintenance.cleanup import Janitor
+from tinkex.server.maintenance.cleanup import Cleanup
 from tinkex.wire.inputs import Datum, ModelInput
 from tinkex.wire.protobuf import encode_forward_backward_request
 from tinkex.wire.training import ForwardBackwardInput, ForwardBackwardRequest
@@ -71,14 +71,14 @@ async def tidy_later(api: Api) -> None:
     """The janitor's pass as it would be once everything has been kept long enough."""
     assert api.app is not None
     context = api.app.state.context
-    ahead = Janitor(
+    ahead = Cleanup(
         settings=context.settings,
         store=context.store,
         dispatcher=context.dispatcher,
         futures=context.futures,
         clock=lambda: time.time() + KEPT_S + 1,
     )
-    await ahead.tidy()
+    await ahead.run_once()
 
 
 async def measure(folder: Path, requests: int) -> list[dict[str, int]]:

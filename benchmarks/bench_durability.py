@@ -229,11 +229,11 @@ def about_training(on: Sequence[Turn], off: Sequence[Turn]) -> str:
 @contextmanager
 def a_commit_each() -> Iterator[None]:
     """The writer takes one write at a time."""
-    together, group_commit.MOST_TOGETHER = group_commit.MOST_TOGETHER, 1
+    together, group_commit.MAX_GROUP = group_commit.MAX_GROUP, 1
     try:
         yield
     finally:
-        group_commit.MOST_TOGETHER = together
+        group_commit.MAX_GROUP = together
 
 
 class Acceptor:
@@ -452,7 +452,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.serve:
         if options.serve == "each":
-            group_commit.MOST_TOGETHER = 1
+            group_commit.MAX_GROUP = 1
         bench_api.serve("tinkex", options.folder)
         return
     pairs: list[Pair] = []

@@ -49,10 +49,10 @@ class Api:
     app: FastAPI | None = None
     server: uvicorn.Server | None = None
 
-    async def tidy(self) -> None:
+    async def clean_up(self) -> None:
         """One pass of the janitor, now."""
         assert self.app is not None
-        await self.app.state.janitor.tidy()
+        await self.app.state.cleanup.run_once()
 
     async def call(self, method: str, path: str, body: Any = None) -> int:
         """The status of a call whose answer has no content."""

@@ -148,7 +148,7 @@ def _tensors(message: pb.ForwardBackwardRequest) -> None:
 
 
 def _spans(message: pb.ForwardBackwardRequest) -> None:
-    for _ in range(limits.MOST_SPANS + 1):
+    for _ in range(limits.MAX_SPANS + 1):
         message.data[0].model_input_spans.add().prompt_tokens.length = 1
 
 
@@ -321,7 +321,7 @@ LIMITS = [
     Limit("settings of a loss", limits.MOST_TENSORS, "422", "loss_fn_config", passed(_settings)),
     Limit(
         "runs of tokens of known origin, of an example",
-        limits.MOST_SPANS,
+        limits.MAX_SPANS,
         "422",
         "model_input_spans",
         passed(_spans),
@@ -518,7 +518,7 @@ LIMITS = [
     ),
     Limit(
         "characters of telemetry of one owner that are kept in an hour",
-        events.MOST_AN_HOUR,
+        events.MAX_CHARACTERS_PER_HOUR,
         "200, the rest not kept",
         "",
         None,
@@ -526,7 +526,7 @@ LIMITS = [
     ),
     Limit(
         "events of one batch of telemetry that are kept",
-        events.MOST_EVENTS,
+        events.MAX_EVENTS,
         "200, the rest not kept",
         "accepted",
         None,
@@ -535,7 +535,7 @@ LIMITS = [
     # Of answers.
     Limit(
         "characters of metadata in one answer",
-        checkpoint_lists.MOST_METADATA,
+        checkpoint_lists.MAX_METADATA_CHARACTERS,
         "400",
         "",
         None,
@@ -568,13 +568,13 @@ LIMITS = [
     ),
     Limit(
         "sessions that one search looks at",
-        stored_sessions.MOST_SEARCHED,
+        stored_sessions.MAX_SEARCHED,
         "a cursor to go on with",
         "",
         None,
         test=f"{BOUNDS}::test_a_search_looks_at_so_many_sessions_and_says_where_to_go_on",
     ),
-    Limit("requests in a trace", stored_sessions.MOST_SPANS, "the newest", "", None, test=MUCH),
+    Limit("requests in a trace", stored_sessions.MAX_SPANS, "the newest", "", None, test=MUCH),
     Limit(
         "lists, searches and reports of an owner that are made at once",
         bodies.REPORTS_AT_ONCE,

@@ -223,7 +223,7 @@ async def test_deaths_that_a_web_process_saw_count_in_the_next_one(tmp_path: Pat
             if not passed:
                 passed = await api.forward_backward(await api.model(), 1, tokens=COMPANY_POISON)
             assert api.app is not None
-            deaths = api.app.state.context.store.deaths
+            deaths = api.app.state.context.store.crash_counts
             while (known := await deaths.all()) != {passed: times}:
                 assert known.get(passed, 0) < times
         assert executor.deaths == 1
@@ -231,6 +231,6 @@ async def test_deaths_that_a_web_process_saw_count_in_the_next_one(tmp_path: Pat
     async with hosted(last, tmp_path) as api:
         deadly = await api.result(passed)
         assert api.app is not None
-        assert await api.app.state.context.store.deaths.all() == {}
+        assert await api.app.state.context.store.crash_counts.all() == {}
     assert "died 3 times" in deadly["error"]
     assert last.deaths == 1

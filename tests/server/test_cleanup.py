@@ -15,9 +15,9 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from tinkex.server.executor import Task
 from tinkex.server.maintenance import cleanup as janitors
-from tinkex.server.maintenance.cleanup import Janitor, surplus
+from tinkex.server.maintenance.cleanup import Cleanup, over_keep_last
 from tinkex.server.scheduler.scheduler import Dispatcher
-from tinkex.server.store.retention import Named
+from tinkex.server.store.retention import CheckpointName
 
 pytestmark = pytest.mark.anyio
 
@@ -35,7 +35,7 @@ async def tidy_in(api: Api, seconds: float) -> None:
     """The janitor's pass, as if so much time had gone by."""
     assert api.app
     context = api.app.state.context
-    janitor = Janitor(
+    janitor = Cleanup(
         settings=context.settings,
         store=context.store,
         dispatcher=context.dispatcher,
@@ -245,11 +245,11 @@ def test_keep_last_counts_by_run_and_kind() -> None:
         for kind in ("weights", "sampler_weights")
         for n in range(4)
     ]
-    gone = surplus(names, keep_last=2)
+    gone = over_keep_last(names, keep_last=2)
     assert {(name.model_id, name.kind, name.name) for name in gone} == {
         (model, kind, "1") for model in "ab" for kind in ("weights", "sampler_weights")
     }
-    assert surplus(names, keep_last=4) == []
+    assert over_keep_last(names, keep_last=4) == []
 
 
 async def test_old_orphans_are_deleted(
@@ -332,7 +332,7 @@ async def test_a_failed_snapshot_is_retried_with_backoff(
         assert api.app
         context = api.app.state.context
         dispatcher = _NotYet(context.dispatcher, fails=2)
-        janitor = Janitor(
+        janitor = Cleanup(
             settings=context.settings,
             store=context.store,
             dispatcher=dispatcher,  # type: ignore[arg-type]

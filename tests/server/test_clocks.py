@@ -41,7 +41,7 @@ ALLOWED = {
     ("api/runs.py", "set_ttl"): EXPIRES,
     ("dispatch/dispatcher.py", "Dispatcher.start"): EXPIRES,
     ("futures.py", "_is_old"): KEPT,
-    ("janitor.py", "Janitor.__init__"): KEPT,
+    ("janitor.py", "Cleanup.__init__"): KEPT,
     ("presence.py", "Presence.__init__"): KEPT,
     ("saving.py", "_naming"): EXPIRES,
     ("signing.py", "Signer.opens"): EXPIRES,

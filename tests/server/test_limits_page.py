@@ -96,8 +96,8 @@ async def test_telemetry_over_its_limits_is_accepted_and_not_kept(tmp_path: Path
         assert api.app
         store = api.app.state.context.store
         event = {"event": "GENERIC_EVENT", "event_id": "x" * 5_000}
-        few = {"session_id": "few", "events": [event] * (events.MOST_EVENTS // 2)}
-        many = {"session_id": "many", "events": [{}] * (events.MOST_EVENTS + 9)}
+        few = {"session_id": "few", "events": [event] * (events.MAX_EVENTS // 2)}
+        many = {"session_id": "many", "events": [{}] * (events.MAX_EVENTS + 9)}
         large = {"session_id": "large", "events": [{}], "x": "x" * operations.MOST_BYTES}
         deep = b"[" * 500_000
         for body in (few, many, large, deep):
@@ -117,7 +117,7 @@ async def test_telemetry_of_an_hour_has_an_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody fills the disk of all others with it."""
-    monkeypatch.setattr(events, "MOST_AN_HOUR", 5_000)
+    monkeypatch.setattr(events, "MAX_CHARACTERS_PER_HOUR", 5_000)
     keys = [await new_key(tmp_path, owner) for owner in ("alice", "bob")]
     batch = {"session_id": "s", "events": [{"event_id": "x" * 450}] * 4}
     async with hosted(EchoExecutor(), tmp_path) as api:
@@ -360,7 +360,7 @@ async def test_bodies_that_an_owner_has_arriving_have_an_end_together(tmp_path: 
 async def test_an_answer_holds_so_much_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_lists, "MOST_METADATA", 50_000)
+    monkeypatch.setattr(checkpoint_lists, "MAX_METADATA_CHARACTERS", 50_000)
     said = {"a": "x" * 12_000, "b": "y" * 12_000}
     async with hosted(EchoExecutor(), tmp_path) as api:
         session = {"tags": [], "user_metadata": said, "sdk_version": "0.36.0"}

@@ -18,12 +18,12 @@ from server.waiting import unfinished, until
 from tinkex.server.executor import Task
 from tinkex.server.scheduler.fairness import Load
 from tinkex.server.scheduler.step_queue import Kind
-from tinkex.server.store import NewRequest, StorageTrouble
-from tinkex.server.store.storage_health import AWAY, Trouble
+from tinkex.server.store import NewRequest, StorageError
+from tinkex.server.store.storage_health import UNREACHABLE, StorageProblem
 
 pytestmark = pytest.mark.anyio
 
-TROUBLE = StorageTrouble(Trouble(kind=AWAY, reason="a test says so"))
+TROUBLE = StorageError(StorageProblem(kind=UNREACHABLE, reason="a test says so"))
 
 
 def sample(session: str, number: int) -> dict[str, Any]:
@@ -301,8 +301,8 @@ async def test_owners_are_taken_up_by_turns_and_those_who_have_least_first(tmp_p
         looking = scheduler.Pickup(desk, lambda row: taken.append(row.owner))  # type: ignore[arg-type]
         waiting_of = store.requests.waiting_of
 
-        async def piece(owner: str, *, after: Any, most: int) -> Any:
-            found = await waiting_of(owner, after=after, most=most)
+        async def piece(owner: str, *, after: Any, limit: int) -> Any:
+            found = await waiting_of(owner, after=after, limit=limit)
             read.append(len(found[0]))
             return found
 

@@ -105,7 +105,7 @@ async def test_a_model_that_goes_back_does_not_run_what_is_behind_a_missing_step
         assert api.app
         context = api.app.state.context
         model = await api.model()
-        keep = context.store.requests.keep
+        keep = context.store.requests.store_result
 
         async def fails(result: bytes) -> Any:
             if len(result) > LARGE:
@@ -113,7 +113,7 @@ async def test_a_model_that_goes_back_does_not_run_what_is_behind_a_missing_step
                 raise RuntimeError("SlowDown")
             return await keep(result)
 
-        monkeypatch.setattr(context.store.requests, "keep", fails)
+        monkeypatch.setattr(context.store.requests, "store_result", fails)
         first = await api.forward_backward(model, 1, tokens=LARGE)
         await until(lambda: Task.PASS in echo.tasks())
         run = context.dispatcher._runs.get(model)
@@ -169,7 +169,7 @@ async def test_a_sample_whose_result_is_refused_is_stored_later_or_fails(
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api, asyncio.timeout(20):
         assert api.app
         requests = api.app.state.context.store.requests
-        keep, refusals = requests.keep, [True]
+        keep, refusals = requests.store_result, [True]
 
         async def keeps(result: bytes) -> Any:
             if refusals and refusals.pop():
@@ -180,10 +180,10 @@ async def test_a_sample_whose_result_is_refused_is_stored_later_or_fails(
             raise RuntimeError("SlowDown")
 
         session = await api.session()
-        monkeypatch.setattr(requests, "keep", keeps)
+        monkeypatch.setattr(requests, "store_result", keeps)
         first = (await api.post("asample", sample(session, 1))).json["request_id"]
         assert "sequences" in await api.result(first)
-        monkeypatch.setattr(requests, "keep", never)
+        monkeypatch.setattr(requests, "store_result", never)
         second = (await api.post("asample", sample(session, 2))).json["request_id"]
         assert "could not be stored" in (await api.result(second))["error"]
 
@@ -200,7 +200,7 @@ async def test_a_save_is_not_on_disk_without_the_steps_before_it(
         async def waits(result: bytes) -> Any:
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(requests, "keep", waits)
+        monkeypatch.setattr(requests, "store_result", waits)
         # It never ends: a stop that waits for it longer finds nothing new.
         monkeypatch.setattr(scheduler, "SETTLE_S", 0.1)
         first = await api.forward_backward(model, 1)

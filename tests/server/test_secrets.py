@@ -147,7 +147,7 @@ async def test_no_secret_is_logged_kept_or_answered(
 
         assert nobody.app
         store = nobody.app.state.context.store
-        monkeypatch.setattr(type(store.sessions), "ids", broken)
+        monkeypatch.setattr(type(store.sessions), "list_ids", broken)
         answer = await told.ask("GET", "/api/v1/sessions")
         number = re.search(r"under the id (\w+)", answer)
         assert number

@@ -100,15 +100,15 @@ async def test_finished_samples_are_told_in_the_order_of_their_commits(
         assert api.app
         context = api.app.state.context
         database, told = context.store._database, []
-        submit_one_of, add = database.submit_one_of, context.futures.completions.add
+        submit_batched, add = database.submit_batched, context.futures.completions.add
 
         async def heard_late(promise: asyncio.Future[Any]) -> Any:
             answer = await promise
             await dawdle(dice)
             return answer
 
-        def submit(many: Any, item: Any, *, must: bool = False) -> asyncio.Future[Any]:
-            return asyncio.ensure_future(heard_late(submit_one_of(many, item, must=must)))
+        def submit(many: Any, item: Any, *, required: bool = False) -> asyncio.Future[Any]:
+            return asyncio.ensure_future(heard_late(submit_batched(many, item, required=required)))
 
         def adds(event: Any) -> None:
             told.append(event.position)
@@ -117,7 +117,7 @@ async def test_finished_samples_are_told_in_the_order_of_their_commits(
         session = await api.session()
         body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
         assert (await api.post("create_sampling_session", body)).status == 200
-        monkeypatch.setattr(database, "submit_one_of", submit)
+        monkeypatch.setattr(database, "submit_batched", submit)
         monkeypatch.setattr(context.futures.completions, "add", adds)
         asked = [{**numbered_sample(session), "seq_id": number} for number in range(1, 41)]
         answers = await asyncio.gather(*(api.post("asample", one) for one in asked))

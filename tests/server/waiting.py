@@ -20,5 +20,5 @@ async def unfinished(store: Store) -> list[RequestRow]:
     """What was accepted and not finished: of each owner the oldest first."""
     rows: list[RequestRow] = []
     for owner in await store.requests.waiting_owners():
-        rows += (await store.requests.waiting_of(owner, after=None, most=10_000))[0]
+        rows += (await store.requests.waiting_of(owner, after=None, limit=10_000))[0]
     return rows

@@ -21,7 +21,7 @@ def command(
     `tinkex restore` makes a data folder of it, and `tinkex doctor --data TARGET` looks at it.
     """
     settings = settings_of("backup", data=data, db=db, storage=storage)
-    from tinkex.server.maintenance.backup import BackupFailed, take
+    from tinkex.server.maintenance.backup import BackupFailed, create
 
     try:
         taken = take(settings, target)

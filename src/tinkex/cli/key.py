@@ -142,7 +142,7 @@ def _with_keys(
     try:
         from tinkex.server.settings import Settings, SettingsError
         from tinkex.server.store import DatabaseRefused
-        from tinkex.server.store.folder_lock import open_beside
+        from tinkex.server.store.folder_lock import open_shared_store
     except ModuleNotFoundError as error:
         raise needs(error, "`tinkex key`", "all") from error
     try:
@@ -152,7 +152,7 @@ def _with_keys(
     if not make:
         _check_there(settings)
     try:
-        store = open_beside(settings)
+        store = open_shared_store(settings)
     except OSError as error:
         raise CommandFailed(
             f"the data folder {settings.folder} cannot be opened: {error.strerror}."

@@ -78,7 +78,7 @@ def from_server(path: str, data: str | None) -> Path:
     try:
         from tinkex.server.settings import Settings
         from tinkex.server.store import DatabaseRefused
-        from tinkex.server.store.folder_lock import database_file, open_beside
+        from tinkex.server.store.folder_lock import database_file, open_shared_store
     except ModuleNotFoundError as error:
         raise needs(error, "a tinker:// path", "all") from error
     settings = Settings.from_sources({"data": data})
@@ -88,7 +88,7 @@ def from_server(path: str, data: str | None) -> Path:
             f"{settings.folder} is no server's data folder.", hint="Say which with --data DIR."
         )
     try:
-        store = open_beside(settings)
+        store = open_shared_store(settings)
     except DatabaseRefused as error:
         raise CommandFailed(str(error)) from error
 

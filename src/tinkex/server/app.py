@@ -31,8 +31,8 @@ from tinkex.server.api.bodies import Leaving
 from tinkex.server.api.deps import Context
 from tinkex.server.api.openapi import complete
 from tinkex.server.executor import Executor
-from tinkex.server.maintenance.cleanup import Janitor
-from tinkex.server.maintenance.disk_monitor import Watch
+from tinkex.server.maintenance.cleanup import Cleanup
+from tinkex.server.maintenance.disk_monitor import DiskMonitor
 from tinkex.server.scheduler.base_model_check import BaseCheck
 from tinkex.server.scheduler.crash_isolation import Roll
 from tinkex.server.scheduler.results import Futures
@@ -145,19 +145,19 @@ def create_app(
             presence=presence,
             signer=Signer.of_folder(settings.folder),
         )
-        watch = Watch(settings, store)
-        await watch.start()
+        disk_monitor = DiskMonitor(settings, store)
+        await disk_monitor.start()
         await dispatcher.start()
         await presence.start()
-        janitor = Janitor(settings=settings, store=store, dispatcher=dispatcher, futures=waiting)
-        janitor.start()
-        app.state.janitor = janitor
+        cleanup = Cleanup(settings=settings, store=store, dispatcher=dispatcher, futures=waiting)
+        cleanup.start()
+        app.state.cleanup = cleanup
         try:
             yield
         finally:
             waiting.release()
-            await janitor.close()
-            await watch.close()
+            await cleanup.close()
+            await disk_monitor.close()
             await presence.close()
             await dispatcher.close()
             await base_check.close()
@@ -216,12 +216,12 @@ class _Figures(Collector):
         yield CounterMetricFamily(
             "tinkex_store_commits", "Transactions committed", self._context.store.commits
         )
-        trouble = self._context.store.condition.trouble
+        problem = self._context.store.health.problem
         troubles = GaugeMetricFamily(
             "tinkex_storage_trouble", "1 while nothing new can be stored", labels=["kind"]
         )
         for kind in KINDS:
-            troubles.add_metric([kind], int(trouble is not None and trouble.kind == kind))
+            troubles.add_metric([kind], int(problem is not None and problem.kind == kind))
         yield troubles
         seconds = CounterMetricFamily(
             "tinkex_engine_compute_seconds", "Seconds engines computed", labels=["task"]

@@ -24,7 +24,7 @@ from tinkex.models.resolve import DEFAULT_MODEL, ModelSource, resolve
 from tinkex.server import processes
 from tinkex.server.scheduler import crash_isolation
 from tinkex.server.settings import Settings, SettingsError, is_loopback
-from tinkex.server.store.folder_lock import Held, hold_database, hold_folder
+from tinkex.server.store.folder_lock import HeldLock, lock_database, lock_folder
 
 log = logging.getLogger("tinkex.server.supervisor")
 
@@ -50,8 +50,8 @@ def run(settings: Settings, *, announce: Callable[[str], None]) -> int:
         log.debug("setting %s", line)
     with contextlib.ExitStack() as stack:
         locks = [
-            stack.enter_context(hold_folder(settings.folder)),
-            stack.enter_context(hold_database(settings)),
+            stack.enter_context(lock_folder(settings.folder)),
+            stack.enter_context(lock_database(settings)),
         ]
         if not is_loopback(settings.host):
             settings.check_reachable(has_keys=_has_keys(settings))
@@ -76,7 +76,7 @@ class Supervisor:
         settings: Settings,
         sources: Sequence[ModelSource],
         listening: socket.socket,
-        locks: Sequence[Held],
+        locks: Sequence[HeldLock],
     ) -> None:
         self._settings = settings
         self._sources = sources

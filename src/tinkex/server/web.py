@@ -92,7 +92,7 @@ async def serve(
             db_url=settings.db_url,
             storage_url=settings.storage_url,
             folder=settings.folder,
-            alone=True,
+            exclusive=True,
         )
     except DatabaseRefused as refused:
         log.error("%s", refused)

@@ -29,7 +29,7 @@ from tinkex.server.api.report_limits import MOST_BYTES, MOST_LISTED, bound_of, e
 from tinkex.server.app import HOT_ROUTES, ROUTERS
 from tinkex.server.store import Store, checkpoint_lists, schema
 from tinkex.server.store import sessions as stored_sessions
-from tinkex.server.store.usage import Stored
+from tinkex.server.store.usage import StoredCheckpoint
 from tinkex.wire.billing import StorageBillingEvent
 from tinkex.wire.checkpoints import CheckpointsListResponse
 from tinkex.wire.codec import encode_json
@@ -173,7 +173,7 @@ def fill(connection: sa.Connection) -> None:
                 "finished_s": now_s,
                 **kept,
             }
-            for number in range(stored_sessions.MOST_SPANS + 5)
+            for number in range(stored_sessions.MAX_SPANS + 5)
         ],
     )
     connection.execute(
@@ -312,13 +312,13 @@ async def test_a_search_looks_at_so_many_sessions_and_says_where_to_go_on(full: 
         pages_seen += 1
         if (cursor := answer.json.get("next_cursor")) is None:
             break
-    assert pages_seen == -(-12_001 // stored_sessions.MOST_SEARCHED)
+    assert pages_seen == -(-12_001 // stored_sessions.MAX_SEARCHED)
 
 
 async def test_a_search_finds_everything_whatever_the_length_of_what_it_looks_at(
     full: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_sessions, "MOST_SEARCHED_CHARACTERS", 100_000)
+    monkeypatch.setattr(stored_sessions, "MAX_SEARCHED_CHARACTERS", 100_000)
     found: list[str] = []
     cursor = None
     for _ in range(40):

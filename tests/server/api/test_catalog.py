@@ -106,7 +106,7 @@ async def test_what_is_deleted_is_a_404_and_open_samplers_go_on(api: Api, tmp_pa
     loaded = await api.result(await api.step("load_weights", model_id=model, seq_id=2, path=path))
     assert loaded["category"] == "user"
     assert (await api.get(f"{RUNS}/{model}/checkpoints")).json == {"checkpoints": []}
-    await api.tidy()
+    await api.clean_up()
     sample = {
         "sampling_session_id": f"{session}:sample:0",
         "seq_id": 0,
@@ -116,7 +116,7 @@ async def test_what_is_deleted_is_a_404_and_open_samplers_go_on(api: Api, tmp_pa
     }
     assert "sequences" in await api.result((await api.post("asample", sample)).json["request_id"])
     await api.post(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
-    await api.tidy()
+    await api.clean_up()
     assert not [*(tmp_path / "checkpoints").glob("*/*/*/*")]
 
 
@@ -261,7 +261,7 @@ async def test_a_copy_is_a_run_of_its_own(api: Api, tmp_path: Path) -> None:
     assert second == f"tinker://{session}:train:1/weights/a"
     # The copies stay when the first is gone.
     await api.call("DELETE", f"training_runs/{model}/checkpoints/weights/a")
-    await api.tidy()
+    await api.clean_up()
     for copy in (first, second):
         about = (await api.post("weights_info", {"tinker_path": copy})).json
         assert about["lora_rank"] == 8
@@ -299,7 +299,7 @@ async def test_a_model_that_was_refused_does_not_become_a_run_when_its_request_i
         await api.result(asked.json["request_id"])
         done = {"reason": {"type": "success"}, "detail": None}
         await api.post(f"sessions/{session}/finish", done)
-        await api.tidy()
+        await api.clean_up()
         assert (await api.get(RUNS)).json["training_runs"] == []
 
 

@@ -14,7 +14,7 @@ from server.hosting import Api, hosted
 from server.tenants import everything_kept, is_private, new_key, revoke, with_key
 from tinkex.server.api import auth
 from tinkex.server.api.auth import BadToken, Tokens
-from tinkex.server.store.folder_lock import hold_folder
+from tinkex.server.store.folder_lock import lock_folder
 from tinkex.server.store.keys import hashed
 
 pytestmark = pytest.mark.anyio
@@ -170,7 +170,7 @@ def test_a_new_data_folder_is_its_users_alone(tmp_path: Path) -> None:
         old.mkdir()
         for folder in (new, old):
             asyncio.run(new_key(folder, "alice"))
-        with hold_folder(tmp_path / "held"):
+        with lock_folder(tmp_path / "held"):
             pass
     finally:
         os.umask(before)

@@ -64,7 +64,7 @@ async def test_a_large_result_is_looked_at_elsewhere(
 async def test_a_disk_that_hangs_does_not_stop_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_monitor, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(disk_monitor, "CHECK_EVERY_S", 0.01)
     hangs, hanging, release = (threading.Event() for _ in range(3))
     real = disk_monitor.shutil.disk_usage
     loop_thread = threading.get_ident()

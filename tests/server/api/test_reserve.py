@@ -23,7 +23,7 @@ from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
 from tinkex.server.store.database import Database
 from tinkex.server.store.schema import telemetry
-from tinkex.server.store.storage_health import ROOM, NewRefused
+from tinkex.server.store.storage_health import FREE_SPACE, NewDataRefused
 
 pytestmark = pytest.mark.anyio
 
@@ -290,14 +290,14 @@ async def test_a_write_without_a_gate_of_its_own_is_refused_alone(tmp_path: Path
     row = {"owner": "o", "session_id": "s", "at_s": 0.0, "event": {}}
     insert = telemetry.insert().values(**row)
     try:
-        database.condition.note(OSError(28, "no room"), ROOM)
+        database.health.record(OSError(28, "no room"), FREE_SPACE)
         changed = database.write(lambda connection: connection.execute(telemetry.delete()).rowcount)
-        with pytest.raises(NewRefused):
+        with pytest.raises(NewDataRefused):
             await database.write(lambda connection: connection.execute(insert))
         assert await changed == 0
         await database.write(lambda connection: connection.execute(insert), reserve=True)
-        await database.write(lambda connection: connection.execute(insert), must=True)
-        database.condition.clear(ROOM)
+        await database.write(lambda connection: connection.execute(insert), required=True)
+        database.health.clear(FREE_SPACE)
         await database.write(lambda connection: connection.execute(insert))
     finally:
         database.close()

@@ -16,8 +16,8 @@ from server.echo import EchoExecutor
 from server.hosting import hosted
 from tinkex.server import scheduler
 from tinkex.server.scheduler import checkpoints
-from tinkex.server.store import StorageTrouble, database
-from tinkex.server.store.storage_health import AWAY, Trouble
+from tinkex.server.store import StorageError, database
+from tinkex.server.store.storage_health import UNREACHABLE, StorageProblem
 
 pytestmark = pytest.mark.anyio
 
@@ -56,7 +56,7 @@ def failed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         def once(connection: Any) -> Any:
             if name not in done:
                 done.add(name)
-                raise StorageTrouble(Trouble(kind=AWAY, reason="it is being started again"))
+                raise StorageError(StorageProblem(kind=UNREACHABLE, reason="it is being started again"))
             return act(connection)
 
         return await read(self, once)
@@ -86,7 +86,7 @@ async def test_each_read_of_accepted_work_may_fail_once(tmp_path: Path, failed: 
         )
         assert await api.app.state.context.dispatcher.snapshot(model)
         # The process forgets what it has looked at.
-        api.app.state.context.store.checkpoints._sound.clear()
+        api.app.state.context.store.checkpoints._verified.clear()
         load = {"path": saved["path"], "optimizer": True}
         await api.result(await api.step("load_weights", model_id=model, seq_id=6, **load))
         for sampler in ({"model_path": named["path"]}, unnamed):

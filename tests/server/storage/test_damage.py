@@ -278,7 +278,7 @@ async def test_a_server_does_not_start_on_a_damaged_database(
             db_url=f"sqlite:///{tmp_path / 'tinkex.db'}",
             storage_url=str(tmp_path),
             folder=tmp_path,
-            alone=True,
+            exclusive=True,
         )
 
 

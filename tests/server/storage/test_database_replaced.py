@@ -20,15 +20,15 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture(autouse=True)
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One for each look at the disk, and they come soon. A stop does not wait for lost results."""
-    monkeypatch.setattr(disk_monitor, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(disk_monitor, "CHECK_EVERY_S", 0.05)
     monkeypatch.setattr(scheduler, "SETTLE_S", 0.1)
-    real, counted = disk_monitor.Watch.look, []
+    real, counted = disk_monitor.DiskMonitor.look, []
 
-    async def look(self: disk_monitor.Watch) -> None:
+    async def look(self: disk_monitor.DiskMonitor) -> None:
         await real(self)
         counted.append(1)
 
-    monkeypatch.setattr(disk_monitor.Watch, "look", look)
+    monkeypatch.setattr(disk_monitor.DiskMonitor, "look", look)
     return counted
 
 

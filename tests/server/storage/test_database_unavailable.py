@@ -16,7 +16,7 @@ from server.store.test_store import a_model, step
 from server.tenants import with_key
 from server.waiting import unfinished
 from tinkex.server.api import auth
-from tinkex.server.store import NewRequest, StorageTrouble, Store, group_commit, open_store
+from tinkex.server.store import NewRequest, StorageError, Store, group_commit, open_store
 from tinkex.server.store.models import Sampler
 from tinkex.server.store.request_writes import failure, success
 
@@ -80,7 +80,7 @@ async def test_new_work_is_refused_and_accepted_work_continues_after_an_outage(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(group_commit, "SILENT_S", 0.3)
+    monkeypatch.setattr(group_commit, "RESPONSE_TIMEOUT_S", 0.3)
     async with hosted(echo, tmp_path, db=own.database(), long_poll_s=0.2, gap_s=0.2) as api:
         model = await api.model()
         kept = await api.optim_step(model, 1)
@@ -122,7 +122,7 @@ async def test_new_work_is_refused_and_accepted_work_continues_after_an_outage(
 async def test_clients_with_a_valid_key_keep_polling_during_an_outage(
     own: Postgres, echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_commit, "SILENT_S", 0.3)
+    monkeypatch.setattr(group_commit, "RESPONSE_TIMEOUT_S", 0.3)
     monkeypatch.setattr(auth, "BELIEVED_S", 0.0)
     async with hosted(echo, tmp_path, db=own.database(), long_poll_s=0.2) as api:
         assert api.app is not None
@@ -166,7 +166,7 @@ async def test_clients_with_a_valid_key_keep_polling_during_an_outage(
 @pytest.fixture
 async def store(own: Postgres, tmp_path: Path) -> AsyncIterator[Store]:
     opened = open_store(
-        db_url=own.database(), storage_url=str(tmp_path), folder=tmp_path, alone=True
+        db_url=own.database(), storage_url=str(tmp_path), folder=tmp_path, exclusive=True
     )
     yield opened
     opened.close()
@@ -175,23 +175,23 @@ async def store(own: Postgres, tmp_path: Path) -> AsyncIterator[Store]:
 async def test_a_result_survives_a_long_database_outage(
     own: Postgres, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_commit, "AWAY_S", 0.3)
+    monkeypatch.setattr(group_commit, "RECONNECT_S", 0.3)
     model = await a_model(store)
     ids = [(await store.requests.accept(step(model, seq_id))).request_id for seq_id in (1, 2)]
     async with out_of_reach(own, stopped):
         settling = [store.requests.finish_one(success(one, one.encode(), None)) for one in ids]
-        with pytest.raises(StorageTrouble, match="cannot be reached"):
+        with pytest.raises(StorageError, match="cannot be reached"):
             await store.requests.accept(step(model, 3))
-        with pytest.raises(StorageTrouble, match="cannot be reached"):
+        with pytest.raises(StorageError, match="cannot be reached"):
             await store.requests.get(ids[0])
-        assert store.condition.trouble is not None
-        assert store.condition.trouble.kind == "away"
+        assert store.health.problem is not None
+        assert store.health.problem.kind == "away"
         assert not any(one.done() for one in settling)
     async with asyncio.timeout(SOON_S):
         await asyncio.gather(*settling)
     for one in ids:
         assert await store.requests.result(one) == one.encode()
-    assert store.condition.trouble is None
+    assert store.health.problem is None
     assert (await store.requests.accept(step(model, 3))).is_new
 
 
@@ -269,22 +269,22 @@ async def test_a_commit_whose_response_was_lost_is_not_repeated(store: Store) ->
 
 
 def _until_trouble(store: Store) -> None:
-    while store.condition.trouble is None:
+    while store.health.problem is None:
         time.sleep(0.01)
 
 
 async def test_a_write_that_may_be_committed_is_not_refused(
     own: Postgres, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_commit, "AWAY_S", 0.2)
-    monkeypatch.setattr(group_commit, "SILENT_S", 0.5)
+    monkeypatch.setattr(group_commit, "RECONNECT_S", 0.2)
+    monkeypatch.setattr(group_commit, "RESPONSE_TIMEOUT_S", 0.5)
     model = await a_model(store)
     try:
         with answer_lost(store, then=own.stop):
             accepting = asyncio.create_task(store.requests.accept(step(model, 1)))
             async with asyncio.timeout(SOON_S):
                 await asyncio.to_thread(_until_trouble, store)
-        with pytest.raises(StorageTrouble, match="cannot be reached"):
+        with pytest.raises(StorageError, match="cannot be reached"):
             await store.requests.accept(step(model, 2))
         assert not accepting.done()
     finally:

@@ -20,8 +20,8 @@ from server.storage.test_damage import LARGE, overwrite_pages, snapshot, tear, t
 from tinkex.server.maintenance.doctor import Finding, Level, Place, diagnose, examine, repair
 from tinkex.server.settings import Settings, SettingsError
 from tinkex.server.store import DatabaseRefused, open_store
-from tinkex.server.store.blobs import UNREADABLE, tensor_fault
-from tinkex.server.store.folder_lock import hold_database, hold_folder
+from tinkex.server.store.blobs import UNREADABLE, safetensors_problem
+from tinkex.server.store.folder_lock import lock_database, lock_folder
 from tinkex.server.store.inspection import PAYLOAD, SNAPSHOT, Broken, Facts
 
 pytestmark = pytest.mark.anyio
@@ -122,7 +122,7 @@ async def test_targets_of_links_are_not_orphans(tmp_path: Path) -> None:
     (data / "snapshots" / "zz" / "link").symlink_to(others)
     await mended(data)
     async with hosted(EchoExecutor(), data, orphan_s=0) as api:
-        await api.tidy()
+        await api.clean_up()
     assert (others / "deep" / "file").read_text() == "theirs"
 
 
@@ -141,7 +141,7 @@ HEADS = [
 def test_any_bytes_may_be_the_header_of_a_checkpoint(tmp_path: Path, head: bytes) -> None:
     file = tmp_path / "adapter_model.safetensors"
     file.write_bytes(len(head).to_bytes(8, "little") + head)
-    assert "cannot be read" in str(tensor_fault(file))
+    assert "cannot be read" in str(safetensors_problem(file))
 
 
 async def test_a_missing_step_of_a_log_is_found(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ async def test_a_postgresql_database_is_checked_too(postgres: Postgres, tmp_path
 
 async def test_it_checks_but_does_not_repair_while_a_server_runs(api: Api, tmp_path: Path) -> None:
     await api.model()
-    with hold_folder(tmp_path):
+    with lock_folder(tmp_path):
         said = [finding.text for finding in examine(Settings(data=str(tmp_path)))]
         assert f"a server (process {os.getpid()}) runs on it" in said
         with pytest.raises(SettingsError, match=f"process {os.getpid()}"):
@@ -242,7 +242,7 @@ async def test_it_checks_but_does_not_repair_while_a_server_runs(api: Api, tmp_p
     (tmp_path / "payloads" / "ab").mkdir(parents=True)
     (tmp_path / "payloads" / "ab" / "left").write_text("behind")
     with (
-        hold_database(Settings(data=str(tmp_path))),
+        lock_database(Settings(data=str(tmp_path))),
         pytest.raises(SettingsError, match="holds the database"),
     ):
         await mended(tmp_path)
@@ -284,13 +284,13 @@ async def test_files_of_another_database_are_not_orphans(tmp_path: Path) -> None
     url = f"sqlite:///{tmp_path / 'tinkex.db'}"
     stores = {"db_url": url, "storage_url": str(tmp_path), "folder": tmp_path}
     store = open_store(**stores)
-    await store.retention.sweep(before_s=float("inf"))
+    await store.retention.delete_orphans(before_s=float("inf"))
     store.close()
     assert "it knows nothing of them" in told(tmp_path)
     assert await mended(tmp_path) == []
     # A server would tell its clients that their models were never there.
     with pytest.raises(DatabaseRefused, match=r"another one, or .* lost.*--db"):
-        open_store(**stores, alone=True)
+        open_store(**stores, exclusive=True)
     assert below(tmp_path) == before
 
 
@@ -309,7 +309,7 @@ async def test_files_newer_than_the_database_stay(tmp_path: Path) -> None:
         in told(data)
     )
     async with hosted(EchoExecutor(), data, orphan_s=0) as api:
-        await api.tidy()
+        await api.clean_up()
     assert [*lost.glob("*/value")]
 
 
@@ -391,12 +391,12 @@ async def test_a_lost_wal_is_reported(
     (tmp_path / "tinkex.db-shm").write_bytes(bytes(32768))
     url = f"sqlite:///{tmp_path / 'tinkex.db'}"
     stores = {"db_url": url, "storage_url": str(tmp_path), "folder": tmp_path}
-    open_store(**stores, alone=True).close()
+    open_store(**stores, exclusive=True).close()
     assert "tinkex.db-wal is gone" in caplog.text
     # Closed in order there is neither.
     assert problems(tmp_path) == []
     caplog.clear()
-    open_store(**stores, alone=True).close()
+    open_store(**stores, exclusive=True).close()
     assert caplog.text == ""
 
 

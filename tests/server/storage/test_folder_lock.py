@@ -14,7 +14,7 @@ from server.storage.commands import tinkex
 from server.tenants import is_private
 from serving import TINY, Server, serving
 from tinkex.server.settings import Settings, SettingsError
-from tinkex.server.store.folder_lock import database_file, hold_database, hold_folder, holder_of
+from tinkex.server.store.folder_lock import database_file, lock_database, lock_folder, lock_holder
 from tinkex.server.store.migrations import alembic_config
 
 pytestmark = pytest.mark.anyio
@@ -36,15 +36,15 @@ async def test_a_second_server_is_refused_with_the_holder_of_the_folder(
 
 
 def test_the_folder_is_free_after_its_holder_ended(tmp_path: Path) -> None:
-    assert holder_of(tmp_path) is None
-    with hold_folder(tmp_path):
-        assert holder_of(tmp_path) == str(os.getpid())
+    assert lock_holder(tmp_path) is None
+    with lock_folder(tmp_path):
+        assert lock_holder(tmp_path) == str(os.getpid())
         with (
             pytest.raises(SettingsError, match=f"process {os.getpid()}"),
-            hold_folder(tmp_path),
+            lock_folder(tmp_path),
         ):
             pass
-    assert holder_of(tmp_path) is None
+    assert lock_holder(tmp_path) is None
 
 
 async def test_a_database_is_not_shared_by_servers_with_folders_of_their_own(
@@ -68,11 +68,11 @@ def test_a_database_is_free_after_its_server_ended(tmp_path: Path) -> None:
     def settings(name: str) -> Settings:
         return Settings(data=str(tmp_path / name), db=f"sqlite:///{tmp_path / 'shared.db'}")
 
-    with hold_database(settings("one")), hold_database(Settings(data=str(tmp_path / "two"))):
-        shared = hold_database(settings("two"))
+    with lock_database(settings("one")), lock_database(Settings(data=str(tmp_path / "two"))):
+        shared = lock_database(settings("two"))
         with pytest.raises(SettingsError, match=r"holds the database .*shared\.db"), shared:
             pass
-    with hold_database(settings("two")):
+    with lock_database(settings("two")):
         pass
 
 
@@ -124,15 +124,15 @@ async def test_a_deleted_lock_file_is_created_again(
     tmp_path: Path,
 ) -> None:
     settings = Settings(data=str(tmp_path))
-    with hold_folder(tmp_path) as folder, hold_database(settings) as database:
+    with lock_folder(tmp_path) as folder, lock_database(settings) as database:
         for held, name in ((folder, "server.lock"), (database, "tinkex.db.lock")):
             assert held is not None
             assert held.problem() is None
             (tmp_path / name).unlink()
             assert held.problem() is None
             assert (tmp_path / name).read_text() == f"{os.getpid()}\n"
-        assert holder_of(tmp_path) == str(os.getpid())
-    assert holder_of(tmp_path) is None
+        assert lock_holder(tmp_path) == str(os.getpid())
+    assert lock_holder(tmp_path) is None
 
 
 def test_a_lock_file_names_one_process(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_lock_file_names_one_process(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         for _ in range(2):
-            with hold_folder(tmp_path), hold_database(Settings(data=str(tmp_path))):
+            with lock_folder(tmp_path), lock_database(Settings(data=str(tmp_path))):
                 for name in ("server.lock", "tinkex.db.lock"):
                     assert (tmp_path / name).read_text() == f"{os.getpid()}\n"
                     assert is_private(tmp_path / name)
@@ -188,7 +188,7 @@ async def test_a_database_that_a_server_holds_is_not_upgraded(
 ) -> None:
     data = tmp_path / "data"
     old_database(data)
-    with hold_folder(data), hold_database(Settings(data=str(data))):
+    with lock_folder(data), lock_database(Settings(data=str(data))):
         done = await tinkex(*words, "--data", str(data))
         assert done.returncode == 1
         assert str(os.getpid()) in done.stderr

@@ -14,7 +14,7 @@ from server.hosting import Api, hosted
 from server.storage.failing import FULL, READ_ONLY, FailingFileSystem
 from tinkex.server.executor import Outcome, Task, Work, WorkFailed
 from tinkex.server.scheduler import checkpoints
-from tinkex.server.store.storage_health import trouble_of
+from tinkex.server.store.storage_health import storage_problem
 
 pytestmark = pytest.mark.anyio
 
@@ -141,7 +141,7 @@ async def test_disk_space_is_reserved_for_results(echo: EchoExecutor, tmp_path: 
     ],
 )
 def test_errors_are_classified_by_errno(number: int, kind: str | None) -> None:
-    found = trouble_of(OSError(number, os.strerror(number)))
+    found = storage_problem(OSError(number, os.strerror(number)))
     assert (None if found is None else found.kind) == kind
 
 

@@ -15,7 +15,7 @@ from server.waiting import unfinished
 from tinkex.server.store import (
     NewRequest,
     Status,
-    StorageTrouble,
+    StorageError,
     Store,
     group_commit,
     open_store,
@@ -66,16 +66,16 @@ async def test_results_wait_in_order_and_new_requests_are_refused(store: Store) 
         large = store.requests.finish_one(success(first, RESULT, None))
         # Small enough to be written: it must not overtake, or a crash now would change the order.
         small = store.requests.finish_one(success(second, b"s", None))
-        with pytest.raises(StorageTrouble, match="full"):
+        with pytest.raises(StorageError, match="full"):
             await store.requests.accept(NEW)
-        assert store.condition.trouble is not None
-        assert store.condition.trouble.kind == "full"
+        assert store.health.problem is not None
+        assert store.health.problem.kind == "full"
         rows = await unfinished(store)
         assert {row.request_id for row in rows} == {first, second}
         assert not large.done()
     async with asyncio.timeout(10):
         await asyncio.gather(large, small)
-    assert store.condition.trouble is None
+    assert store.health.problem is None
     assert await store.requests.result(first) == RESULT
     assert (await store.requests.accept(NEW)).is_new
 
@@ -84,50 +84,50 @@ async def test_a_read_only_database_is_detected(store: Store) -> None:
     connection = await writing(store)
     first = (await store.requests.accept(NEW)).request_id
     connection.execute("PRAGMA query_only = ON")
-    with pytest.raises(StorageTrouble, match="cannot write"):
+    with pytest.raises(StorageError, match="cannot write"):
         await store.requests.accept(NEW)
     failing = store.requests.finish_one(failure(first, "e", category="server", cause="work"))
     await store.probe()
-    assert store.condition.trouble is not None
-    assert store.condition.trouble.kind == "read_only"
+    assert store.health.problem is not None
+    assert store.health.problem.kind == "read_only"
     connection.execute("PRAGMA query_only = OFF")
     async with asyncio.timeout(10):
         await failing
     row = await store.requests.get(first)
     assert row is not None
     assert row.status is Status.FAILED
-    assert store.condition.trouble is None
+    assert store.health.problem is None
 
 
 async def test_a_store_on_a_full_disk_can_be_closed(store: Store) -> None:
     first = (await store.requests.accept(NEW)).request_id
     with full(await writing(store)):
         waiting = store.requests.finish_one(success(first, RESULT, None))
-        with pytest.raises(StorageTrouble):
+        with pytest.raises(StorageError):
             await store.requests.accept(NEW)
         await asyncio.to_thread(store.close)
         # It is computed again after a start.
-        with pytest.raises(StorageTrouble):
+        with pytest.raises(StorageError):
             await waiting
 
 
 async def test_a_disk_that_hangs_before_the_commit_is_detected(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_commit, "SILENT_S", 0.2)
+    monkeypatch.setattr(group_commit, "RESPONSE_TIMEOUT_S", 0.2)
     answers = threading.Event()
-    store.condition.look = lambda: answers.wait() and None
+    store.health.before_commit = lambda: answers.wait() and None
     try:
         waiting = asyncio.create_task(store.requests.accept(NEW))
         async with asyncio.timeout(10):
-            while store.condition.trouble is None:  # noqa: ASYNC110  nobody tells
+            while store.health.problem is None:  # noqa: ASYNC110  nobody tells
                 await asyncio.sleep(0.05)
-        with pytest.raises(StorageTrouble, match="has not answered"):
+        with pytest.raises(StorageError, match="has not answered"):
             await store.requests.accept(NEW)
     finally:
         answers.set()
     assert (await waiting).is_new
-    assert store.condition.trouble is None
+    assert store.health.problem is None
 
 
 class _Slow(dict[str, object]):
@@ -157,6 +157,6 @@ async def test_required_file_work_waits_for_any_disk_problem(store: Store, numbe
             raise OSError(number, os.strerror(number))
         return "done"
 
-    with pytest.raises(StorageTrouble):
-        await store._database.in_thread(act)
-    assert await store._database.in_thread(act, must=True) == "done"
+    with pytest.raises(StorageError):
+        await store._database.with_folder(act)
+    assert await store._database.with_folder(act, must=True) == "done"

@@ -20,7 +20,7 @@ from tinkex.server.maintenance.backup import restore, take
 from tinkex.server.maintenance.doctor import Level, examine
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
-from tinkex.server.store.folder_lock import open_beside
+from tinkex.server.store.folder_lock import open_shared_store
 from tinkex.server.store.sql_dialects import log_is_lost
 
 pytestmark = pytest.mark.anyio
@@ -31,12 +31,12 @@ MARKER = "keys.made"
 def start(folder: Path) -> None:
     """What the web process does first."""
     url = f"sqlite:///{folder / 'tinkex.db'}"
-    open_store(db_url=url, storage_url=str(folder), folder=folder, alone=True).close()
+    open_store(db_url=url, storage_url=str(folder), folder=folder, exclusive=True).close()
 
 
 async def with_key(folder: Path) -> Path:
     """As `tinkex key create` does it."""
-    store = open_beside(Settings(data=str(folder)))
+    store = open_shared_store(Settings(data=str(folder)))
     try:
         await store.keys.create(owner="local")
     finally:

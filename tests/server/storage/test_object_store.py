@@ -18,7 +18,7 @@ from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted, pass_body
 from tinkex.server.store import blobs as files_module
 from tinkex.server.store.blobs import Files, ObjectTooLarge
-from tinkex.server.store.storage_health import Damaged, StoreAway
+from tinkex.server.store.storage_health import Damaged, ObjectStoreUnavailable
 
 LARGE = 40_000  # tokens: payload and result are files of their own
 SOON_S = 20.0
@@ -97,7 +97,7 @@ def test_a_missing_object_differs_from_an_unavailable_store(root: str, tmp_path:
     # A bucket that is gone says nothing about what was in it.
     elsewhere = Files("s3://no-such-bucket/x")
     for act in (lambda: elsewhere.get(place), lambda: elsewhere.put("results", b"x")):
-        with pytest.raises(StoreAway, match="bucket does not exist"):
+        with pytest.raises(ObjectStoreUnavailable, match="bucket does not exist"):
             act()
 
 
@@ -140,7 +140,7 @@ def test_errors_of_one_object_differ_from_errors_of_the_store(
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
         try:
-            expected = ObjectTooLarge if answer.startswith("too large") else StoreAway
+            expected = ObjectTooLarge if answer.startswith("too large") else ObjectStoreUnavailable
             with pytest.raises(expected):
                 Files(root).put("results", b"abc")
         finally:
@@ -151,7 +151,7 @@ def test_a_store_that_does_not_respond_times_out(root: str, running: ObjectStore
     files = Files(root)
     files.put("payloads", b"abc")
     began_s = time.monotonic()
-    with running.paused(), pytest.raises(StoreAway):
+    with running.paused(), pytest.raises(ObjectStoreUnavailable):
         files.put("payloads", b"abc")
     # Two tries of a second; five times five tries is what the libraries do by themselves.
     assert time.monotonic() - began_s < SOON_S

@@ -77,7 +77,7 @@ async def test_saves_wait_for_free_space_and_log_it_once(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(checkpoints, "ROOM_RETRY_S", 0.1)
-    monkeypatch.setattr(disk_monitor, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(disk_monitor, "CHECK_EVERY_S", 0.05)
     caplog.set_level(logging.INFO)
     executor = Counting(tiny_model)
     async with hosted(executor, small_disk / "data", reserve_mb=1) as api:

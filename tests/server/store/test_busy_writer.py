@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tinkex.server.store import Store, open_store
-from tinkex.server.store.requests import MOST_FETCHED_WAITING
+from tinkex.server.store.requests import MAX_FETCHED_PENDING
 
 pytestmark = pytest.mark.anyio
 
@@ -45,10 +45,10 @@ async def test_fetched_marks_of_one_owner_do_not_delay_others(
     store: Store, tmp_path: Path
 ) -> None:
     waiting = store.requests._fetched_waiting
-    told = [f"{number}" for number in range(MOST_FETCHED_WAITING * 2 // 3)]
+    told = [f"{number}" for number in range(MAX_FETCHED_PENDING * 2 // 3)]
     with writing(tmp_path):
         for owner in ("alice", "alice", "alice", "bob"):
-            store.requests.all_fetched(told, owner=owner)
-        assert waiting == {"alice": MOST_FETCHED_WAITING, "bob": len(told)}
+            store.requests.mark_all_fetched(told, owner=owner)
+        assert waiting == {"alice": MAX_FETCHED_PENDING, "bob": len(told)}
     await store.keys.create(owner="alice")
     assert not +waiting

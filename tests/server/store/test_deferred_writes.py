@@ -47,7 +47,7 @@ def silent(store: Store) -> Iterator[None]:
 
 def waiting(store: Store) -> int:
     lazy = store._database.writer
-    return len(lazy._lazy) + len(lazy._newest)
+    return len(lazy._deferred) + len(lazy._deferred_by_key)
 
 
 async def a_session(store: Store) -> str:
@@ -66,11 +66,11 @@ async def a_session(store: Store) -> str:
 async def test_the_oldest_deferred_writes_are_dropped_and_logged_once(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(group_commit, "MOST_LAZY", 50)
+    monkeypatch.setattr(group_commit, "MAX_DEFERRED", 50)
     written: list[int] = []
     with silent(store), caplog.at_level(logging.WARNING):
         for number in range(500):
-            store._database.write_later(lambda _, number=number: written.append(number))
+            store._database.write_deferred(lambda _, number=number: written.append(number))
         assert waiting(store) == 50
     await store.keys.create(owner="alice")
     assert written == list(range(450, 500))
@@ -83,9 +83,9 @@ async def test_a_newer_deferred_write_replaces_one_with_the_same_key(store: Stor
     key, _ = await store.keys.create(owner="alice")
     with silent(store):
         for _ in range(200):
-            store.sessions.seen(session_id)
-            store.keys.used(key.key_id)
-            store.sessions.revive_session(session_id)
+            store.sessions.mark_seen(session_id)
+            store.keys.mark_used(key.key_id)
+            store.sessions.mark_active(session_id)
             store.sessions.mark_failed(session_id, {"error": "x"})
         store.sessions.mark_failed(session_id, None)
         assert waiting(store) == 4
@@ -103,10 +103,10 @@ async def test_a_newer_deferred_write_replaces_one_with_the_same_key(store: Stor
 async def test_dropped_fetched_marks_are_not_counted(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_commit, "MOST_LAZY", 3)
+    monkeypatch.setattr(group_commit, "MAX_DEFERRED", 3)
     with silent(store):
         for number in range(10):
-            store.requests.all_fetched([str(number)] * 10, owner="alice")
+            store.requests.mark_all_fetched([str(number)] * 10, owner="alice")
         assert store.requests._fetched_waiting == {"alice": 30}
     await store.keys.create(owner="alice")
     assert store.requests._fetched_waiting == {}
@@ -117,7 +117,7 @@ async def test_fetched_marks_are_dropped_while_the_disk_is_full(store: Store) ->
         raise sa.exc.OperationalError("", {}, Exception("database or disk is full"))
 
     writing = store._database.submit(full)
-    store.requests.all_fetched(["a", "b"], owner="alice")
+    store.requests.mark_all_fetched(["a", "b"], owner="alice")
     with pytest.raises(Exception, match="full"):
         await writing
     for _ in range(200):
@@ -139,7 +139,7 @@ class _Slow(Counter[str]):
 async def test_fetched_marks_of_two_threads_are_all_counted(store: Store) -> None:
     store.requests._fetched_waiting = _Slow()
     for number in range(50):
-        store.requests.all_fetched([str(number)], owner="alice")
+        store.requests.mark_all_fetched([str(number)], owner="alice")
         store._database.submit(lambda _: None)
         await asyncio.sleep(0)
     await store.keys.create(owner="alice")

@@ -17,7 +17,7 @@ from server.waiting import unfinished
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import (
     DatabaseRefused,
-    StorageTrouble,
+    StorageError,
     Store,
     group_commit,
     open_store,
@@ -36,7 +36,7 @@ def url(postgres: Postgres) -> str:
 
 
 def opened(url: str, folder: Path) -> Store:
-    return open_store(db_url=url, storage_url=str(folder), folder=folder, alone=True)
+    return open_store(db_url=url, storage_url=str(folder), folder=folder, exclusive=True)
 
 
 @pytest.fixture
@@ -118,11 +118,11 @@ async def test_a_server_that_lost_its_lock_writes_nothing(
     await cut_writer(store)
     other = await waiting
     monkeypatch.setattr(sql_dialects, "LOCK_WAIT_S", 0.2)
-    monkeypatch.setattr(group_commit, "AWAY_S", 0.3)
+    monkeypatch.setattr(group_commit, "RECONNECT_S", 0.3)
     first = (await unfinished(store))[0].request_id
     settling = store.requests.finish_one(success(first, b"{}", None))
     # To be sent again: the other one may be gone by then.
-    with pytest.raises(StorageTrouble, match="another server"):
+    with pytest.raises(StorageError, match="another server"):
         await store.requests.accept(step(model, 1))
     assert (await other.requests.accept(step(model, 1))).is_new
     assert not settling.done()
@@ -152,7 +152,7 @@ async def cut_writer(store: Store) -> None:
 async def test_writes_fail_when_the_database_stays_unavailable(
     store: Store, postgres: Postgres, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_commit, "AWAY_S", 0.3)
+    monkeypatch.setattr(group_commit, "RECONNECT_S", 0.3)
     model = await a_model(store)
     name = sa.make_url(url).database
     with postgres.connect() as admin:
@@ -160,7 +160,7 @@ async def test_writes_fail_when_the_database_stays_unavailable(
         admin.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [name]
         )
-        with pytest.raises(StorageTrouble, match="not currently accepting connections"):
+        with pytest.raises(StorageError, match="not currently accepting connections"):
             await store.requests.accept(step(model, 1))
         admin.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true".encode())
     assert (await store.requests.accept(step(model, 1))).is_new

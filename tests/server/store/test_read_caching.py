@@ -48,7 +48,7 @@ async def test_samples_of_one_checkpoint_look_it_up_once(
             assert (await sampled(api, session, number))["sequences"][0]["tokens"] == [0]
         assert looked == 1
         # What is tidied up is looked for again.
-        await api.tidy()
+        await api.clean_up()
         await sampled(api, session, 6)
         assert looked == 2
 

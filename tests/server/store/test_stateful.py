@@ -94,7 +94,7 @@ class StoreMachine(Clients, Tidying, Keys, Comparing):
         self.create_model(0, 1)
         self.finish_requests([-1], "failed", again=False, beside=False)
         # One client was taken for gone and is back; the other one has work, and was not.
-        self.lapse_sessions(0.0, 0, comes_back=True)
+        self.mark_lapsed(0.0, 0, comes_back=True)
 
     @rule(seconds=st.sampled_from([10.0, 1000.0, 50_000.0]))
     def wait(self, seconds: float) -> None:
@@ -137,9 +137,9 @@ class StoreMachine(Clients, Tidying, Keys, Comparing):
                 for one in self.world.waiting()[:3]
             ]
             for session_id in self.world.sessions:
-                self.store.sessions.seen(session_id)
+                self.store.sessions.mark_seen(session_id)
             for request_id in self.world.requests:
-                self.store.requests.fetched(request_id)
+                self.store.requests.mark_fetched(request_id)
 
         self.run(act())
 

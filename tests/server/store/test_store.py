@@ -273,7 +273,7 @@ async def test_deferred_writes_are_written_at_close(tmp_path: Path) -> None:
     model = await a_model(store)
     first = await store.requests.accept(step(model, 1))
     await store.requests.finish_one(success(first.request_id, b"{}", None))
-    store.requests.fetched(first.request_id)
+    store.requests.mark_fetched(first.request_id)
     store.close()
     with sqlite3.connect(tmp_path / "tinkex.db") as connection:
         rows = connection.execute("SELECT fetched_s FROM requests WHERE seq_id = 1").fetchall()

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.anyio
 
 #: Methods that are about files: what they answer depends on them.
 WITH_FILES = {
-    *("checkpoints.copy_files", "checkpoints.keep_files", "snapshots.open", "snapshots.save"),
-    *("snapshots.set_aside", "retention.sweep", "checkpoints.discard"),
+    *("checkpoints.copy_files", "checkpoints.store_files", "snapshots.open", "snapshots.save"),
+    *("snapshots.set_aside", "retention.delete_orphans", "checkpoints.discard"),
 }
 FILE_POOLS = ("_file_threads", "_folder_threads")
 
@@ -87,7 +87,7 @@ async def test_polls_and_payloads_do_not_wait_for_reports_and_folders(store: Sto
     with blocked(store, "_reporters", "_folder_threads"):
         assert await asyncio.wait_for(store.requests.get("nobody"), 10) is None
         # Larger than what is kept in a row.
-        place = await asyncio.wait_for(store.requests.keep(bytes(200_000)), 10)
+        place = await asyncio.wait_for(store.requests.store_result(bytes(200_000)), 10)
         assert place is not None
 
 
@@ -183,7 +183,7 @@ async def test_files_are_used_only_in_file_threads(tmp_path: Path) -> None:
         step = await api.step("save_weights_for_sampler", model_id=model_id, seq_id=4, path="s")
         path = (await api.result(step))["path"]
         await api.result(await api.step("asample", **sample, base_model=BASE, model_path=path))
-        await api.tidy()
+        await api.clean_up()
         watched.below = None
     threads = {name.rpartition("_")[0] or name for name, *_ in watched.seen}
     assert {"tinkex-file", "tinkex-folder"} <= threads

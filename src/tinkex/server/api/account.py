@@ -17,9 +17,9 @@ from tinkex.server.api.errors import Refusal
 from tinkex.server.api.report_limits import bounded, report
 from tinkex.server.api.sessions import texts
 from tinkex.server.settings import HOURS_A_MONTH, Prices
-from tinkex.server.store.events import MOST_ENTRIES, AuditEntry
+from tinkex.server.store.events import MAX_ENTRIES, AuditEntry
 from tinkex.server.store.request_writes import CACHED, HOUR_S, SAMPLED, TRAINING
-from tinkex.server.store.usage import Stored, Used
+from tinkex.server.store.usage import StoredCheckpoint, UsageRow
 from tinkex.wire.billing import (
     AuditLogEntry,
     AuditLogResponse,
@@ -75,13 +75,13 @@ async def usage_events(
     first_hour, end_hour = int(first.timestamp()) // HOUR_S, int(end.timestamp()) // HOUR_S
     usage = context.store.usage
     used = await usage.between(
-        owner=owner, first_hour=first_hour, end_hour=end_hour, most=MOST_EVENTS + 1
+        owner=owner, first_hour=first_hour, end_hour=end_hour, limit=MOST_EVENTS + 1
     )
     stored = await usage.stored(
         owner=owner,
         since_s=first_hour * HOUR_S,
         until_s=end_hour * HOUR_S,
-        most=MOST_STORED + 1,
+        limit=MOST_STORED + 1,
     )
     if len(stored) > MOST_STORED:
         raise UserFailure(
@@ -130,7 +130,7 @@ async def current_storage(request: Request, project_id: str | None = None) -> Re
     context = context_of(request)
     owner = owner_of(request)
     kept = await context.store.usage.current(
-        owner=owner, project_id=project_id, now_s=time.time(), most=MOST_PROJECTS + 1
+        owner=owner, project_id=project_id, now_s=time.time(), limit=MOST_PROJECTS + 1
     )
     if len(kept) > MOST_PROJECTS:
         raise UserFailure(
@@ -183,7 +183,7 @@ def _wrong(name: str, message: str) -> Refusal:
     return Refusal(422, [{"loc": ["query", name], "msg": message, "type": "value_error"}])
 
 
-def _token_event(used: Used, prices: Prices, owner: str) -> BillingUsageEvent:
+def _token_event(used: UsageRow, prices: Prices, owner: str) -> BillingUsageEvent:
     rate = prices.rate(used.base_model, used.what)
     return BillingUsageEvent(
         bucket_start=_moment(used.hour),
@@ -198,7 +198,7 @@ def _token_event(used: Used, prices: Prices, owner: str) -> BillingUsageEvent:
     )
 
 
-def _info(used: Used) -> BillingEventInfo:
+def _info(used: UsageRow) -> BillingEventInfo:
     if used.what == TRAINING:
         return TrainingBillingEvent(token_count=used.amount)
     if used.what == SAMPLED:
@@ -207,7 +207,7 @@ def _info(used: Used) -> BillingEventInfo:
 
 
 def _storage_events(
-    stored: Iterable[Stored],
+    stored: Iterable[StoredCheckpoint],
     first_hour: int,
     end_hour: int,
     now_s: float,
@@ -307,7 +307,7 @@ Topic = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
 
 @audit_router.get("/audit")
-@bounded(entries=MOST_ENTRIES)
+@bounded(entries=MAX_ENTRIES)
 async def audit(
     request: Request,
     event_type: Annotated[Topic, Query()] = "all",

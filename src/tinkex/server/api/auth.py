@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkex.server.api.errors import Refusal, storage_trouble, told
 from tinkex.server.settings import is_loopback
-from tinkex.server.store import ApiKey, Keys, StorageTrouble
+from tinkex.server.store import ApiKey, Keys, StorageError
 
 log = logging.getLogger("tinkex.server.api.auth")
 
@@ -244,7 +244,7 @@ class Gate:
             try:
                 self._needs_keys = await self._keys.any() or self._needs_keys
                 self._told = True
-            except StorageTrouble:
+            except StorageError:
                 if not self._told:
                     raise
         return self._needs_keys
@@ -283,7 +283,7 @@ class Gate:
         if known is None or not known.lasts(now_s, moment_s):
             try:
                 known = await self._look_up(credential, now_s, moment_s)
-            except StorageTrouble:
+            except StorageError:
                 if known is None or known.caller is None:
                     raise
                 if not known.lasts(now_s, moment_s, longer_s=BELIEVED_AWAY_S):
@@ -334,7 +334,7 @@ class Gate:
             if len(self._noted) >= MOST_CACHED:
                 self._noted.clear()  # each is noted once more than needed
             self._noted[key.key_id] = now_s
-            self._keys.used(key.key_id)
+            self._keys.mark_used(key.key_id)
 
 
 def _caller(key: ApiKey, *, by_token: bool) -> Caller:
@@ -367,7 +367,7 @@ class Authentication:
                 await _swallow(receive)
                 await told({"detail": refusal.detail}, refusal.status)(scope, receive, send)
                 return
-            except StorageTrouble as trouble:
+            except StorageError as trouble:
                 await _swallow(receive)
                 await storage_trouble(request, trouble)(scope, receive, send)
                 return

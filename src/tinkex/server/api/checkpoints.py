@@ -25,8 +25,8 @@ from tinkex.server.api.submit import admit, numbered
 from tinkex.server.api.training import NumberedStep, accept_step, read_step
 from tinkex.server.scheduler.checkpoints import check_ttl, refuse_external, tinker_path
 from tinkex.server.scheduler.step_queue import Kind
-from tinkex.server.store import Model, NewRequest, OverQuota, RunTaken, Saved, Session, Version
-from tinkex.server.store.storage_health import NewRefused
+from tinkex.server.store import Model, NewRequest, OverQuota, RunTaken, NamedCheckpoint, Session, Version
+from tinkex.server.store.storage_health import NewDataRefused
 from tinkex.wire.base import StrictModel
 from tinkex.wire.checkpoints import (
     CopyWeightsRequest,
@@ -210,18 +210,18 @@ async def copy_weights(request: Request) -> Response:
         user_metadata=run.user_metadata if is_own else None,
         created_s=now_s,
     )
-    checkpoints, catalog = context.store.checkpoints, context.store.catalog
+    checkpoints, lists = context.store.checkpoints, context.store.checkpoint_lists
     copy = checkpoints.new_version(
         owner=model.owner,
         model_id=model.model_id,
         kind=source.kind,
         name=source.name or UNNAMED,
-    ).sized(source.size_bytes)
+    ).with_size(source.size_bytes)
     written = await checkpoints.fingerprint(source)
-    version = await catalog.earlier_copy(copy, written)
+    version = await lists.earlier_copy(copy, written)
     if version is None:
         add = functools.partial(
-            catalog.add_copy,
+            lists.add_copy,
             copy,
             fingerprint=written,
             model=model,
@@ -233,7 +233,7 @@ async def copy_weights(request: Request) -> Response:
         await checkpoints.copy_files(source, copy)
         try:
             version = await context.store.quotas.within(model.owner, add)
-        except (OverQuota, RunTaken, NewRefused):
+        except (OverQuota, RunTaken, NewDataRefused):
             # After any other error the row may be there: the sweep, which looks, deletes them.
             await checkpoints.discard(copy)
             raise
@@ -243,11 +243,11 @@ async def copy_weights(request: Request) -> Response:
     return answer(CopyWeightsResponse(tinker_path=path))
 
 
-async def _notes(context: Context, source: Version, *, is_own: bool) -> Saved | None:
+async def _notes(context: Context, source: Version, *, is_own: bool) -> NamedCheckpoint | None:
     """The checkpoint whose own metadata the copy may have: the reader's, or a published one."""
     if source.name is None:
         return None
-    saved = await context.store.catalog.checkpoint(
+    saved = await context.store.checkpoint_lists.checkpoint(
         model_id=source.model_id, kind=source.kind, name=source.name
     )
     return saved if saved is not None and (is_own or saved.public) else None

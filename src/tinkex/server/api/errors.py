@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 
 from tinkex.server.scheduler.results import UnknownRequest
-from tinkex.server.store import Damaged, RunTaken, StorageTrouble
+from tinkex.server.store import Damaged, RunTaken, StorageError
 from tinkex.server.store.requests import ResultGone
 from tinkex.wire.errors import FieldError, TooLarge, UserFailure, WireError
 from tinkex.wire.redaction import scrubbed_value
@@ -158,7 +158,7 @@ HANDLERS: dict[Any, Any] = {
     UnknownRequest: unknown_request,
     ResultGone: result_gone,
     RunTaken: run_taken,
-    StorageTrouble: storage_trouble,
+    StorageError: storage_trouble,
     Damaged: damaged,
     HTTPException: by_status,
     ClientDisconnect: gone,

@@ -56,13 +56,13 @@ async def retrieve_future(request: Request) -> Response:
         return _try_again(context, asked.request_id)
     if settled.error is not None:
         category = RequestErrorCategory.parse(settled.category)
-        context.store.requests.fetched(asked.request_id)
+        context.store.requests.mark_fetched(asked.request_id)
         return answer(RequestFailedResponse(error=settled.error, category=category))
     size = len(settled.result)
     if asked.allow_metadata_only and size > context.settings.metadata_only_bytes:
         return answer(CompleteMetadata(response_payload_size=size))
     response = await _result(request, context, settled)
-    context.store.requests.fetched(asked.request_id)
+    context.store.requests.mark_fetched(asked.request_id)
     return response
 
 
@@ -73,7 +73,7 @@ async def retrieve_futures(request: Request) -> Response:
     target = asked.target
     # Anything but a 200 here ends the client's polling for good: only a wrong target gets it.
     await context.sampler(request, target.sampling_session_id)
-    context.store.requests.all_fetched(asked.retrieved_request_ids, owner=owner_of(request))
+    context.store.requests.mark_all_fetched(asked.retrieved_request_ids, owner=owner_of(request))
     for name, number in (("prev_cursor", asked.prev_cursor), ("target", target.cloned_sampler_id)):
         if not 0 <= number <= LARGEST_NUMBER:
             raise WireError.at((name,), f"{number} is not a number of 64 bits from 0.")
@@ -114,9 +114,9 @@ def _event(event: Completion) -> FutureCompletion:
 def _try_again(context: Context, request_id: str) -> Response:
     base_model = context.futures.base_model(request_id)
     standing = context.dispatcher.standing(request_id, base_model or "")
-    if (trouble := context.store.condition.trouble) is not None:
+    if (problem := context.store.health.problem) is not None:
         # Its result may be there already, and wait for the disk.
-        standing = Waiting(state="paused_capacity", reason=trouble.text)
+        standing = Waiting(state="paused_capacity", reason=problem.text)
     return answer(
         TryAgainResponse(
             request_id=request_id,

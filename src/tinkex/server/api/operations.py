@@ -20,10 +20,10 @@ router = APIRouter(prefix="/api/v1", tags=["health"])
 @router.get("/healthz")
 async def healthz(request: Request) -> Response:
     """A 503 while nothing new can be stored, with what to do about it; reads go on meanwhile."""
-    trouble = context_of(request).store.condition.trouble
-    if trouble is not None:
-        detail = f"{trouble.text} {trouble.advice}"
-        return answer({"status": "degraded", "trouble": trouble.kind, "detail": detail}, 503)
+    problem = context_of(request).store.health.problem
+    if problem is not None:
+        detail = f"{problem.text} {problem.advice}"
+        return answer({"status": "degraded", "trouble": problem.kind, "detail": detail}, 503)
     return answer(HealthResponse(status="ok"))
 
 
@@ -66,7 +66,7 @@ def _keep(request: Request, body: bytes) -> None:
     if not isinstance(batch, dict) or not isinstance(events := batch.get("events"), list):
         return
     about = f"{batch.get('sdk_version')} {batch.get('platform')}"
-    context_of(request).store.telemetry.keep(
+    context_of(request).store.telemetry.record(
         events,
         owner=owner_of(request),
         session_id=str(batch.get("session_id")),

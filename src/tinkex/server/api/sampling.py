@@ -108,7 +108,7 @@ async def join_sampling_session(request: Request) -> Response:
     context = context_of(request)
     sampler = await context.sampler(request, asked.sampling_session_id)
     await context.open_session(request, sampler.session_id)
-    counter = await context.store.models.join_sampler(sampler.sampling_session_id)
+    counter = await context.store.models.add_sampler_client(sampler.sampling_session_id)
     return answer(JoinSamplingSessionResponse(client_counter=counter))
 
 
@@ -352,7 +352,7 @@ class _Told:
             for piece in await self._ending(self._settled):
                 yield piece
             over = True
-            self._context.store.requests.fetched(self._request_id)
+            self._context.store.requests.mark_fetched(self._request_id)
         except (UnknownRequest, ResultGone):
             over = True
             yield error("the result is not kept any more: ask for a new sample.", "user")

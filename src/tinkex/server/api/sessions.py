@@ -16,7 +16,7 @@ from tinkex.server.api.deps import answer, context_of, describe, read_json
 from tinkex.server.api.errors import Refusal, missing
 from tinkex.server.api.report_limits import MOST_LISTED, bounded, report
 from tinkex.server.scheduler.session_timeout import session_status
-from tinkex.server.store.sessions import MOST_SPANS, Holdings, PastSession, Span
+from tinkex.server.store.sessions import MAX_SPANS, CheckpointTotals, SessionDetails, Span
 from tinkex.wire.base import StrictModel
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.redaction import scrubbed
@@ -114,7 +114,7 @@ async def session_heartbeat(request: Request) -> Response:
     asked = await read_json(request, SessionHeartbeatRequest)
     context = context_of(request)
     await context.open_session(request, asked.session_id)
-    context.store.sessions.seen(asked.session_id)
+    context.store.sessions.mark_seen(asked.session_id)
     return answer({"type": "session_heartbeat"})
 
 
@@ -154,7 +154,7 @@ async def list_sessions(
     request: Request, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "owned"
 ) -> Response:
     """Newest first."""
-    found = await context_of(request).store.sessions.ids(
+    found = await context_of(request).store.sessions.list_ids(
         owner=owner_of(request),
         published=access_scope == "accessible",
         limit=limit,
@@ -185,7 +185,7 @@ async def search_sessions(request: Request) -> Response:
         wanted=lambda session: _is_wanted(session, asked),
         limit=asked.limit,
     )
-    holdings = await sessions.holdings(
+    holdings = await sessions.checkpoint_totals(
         [one.session_id for one in found.sessions], reader=owner, now_s=time.time()
     )
     return await report(
@@ -202,8 +202,8 @@ async def search_sessions(request: Request) -> Response:
 @bounded(entries=2 * MOST_LISTED)
 async def get_session(request: Request, session_id: str, access_scope: Scope = "owned") -> Response:
     session = await _session(request, session_id, published=access_scope == "accessible")
-    runs, samplers = await context_of(request).store.sessions.made_in(
-        session_id, reader=owner_of(request), most=MOST_LISTED + 1
+    runs, samplers = await context_of(request).store.sessions.contents(
+        session_id, reader=owner_of(request), limit=MOST_LISTED + 1
     )
     if max(len(runs), len(samplers)) > MOST_LISTED:
         raise UserFailure(
@@ -270,7 +270,7 @@ async def _traced(request: Request) -> str:
 
 @router.get("/signed/traces/{session_id}")
 # Each span begins and ends; each track has a name.
-@bounded(entries=3 * MOST_SPANS, owner=_traced)
+@bounded(entries=3 * MAX_SPANS, owner=_traced)
 async def trace(request: Request, session_id: str, expires: str, signature: str) -> Response:
     """What such a link leads to: one line of time for each model and sampler of a session."""
     spans = await context_of(request).store.sessions.spans(session_id)
@@ -293,7 +293,7 @@ def texts(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
     }
 
 
-async def _session(request: Request, session_id: str, *, published: bool = False) -> PastSession:
+async def _session(request: Request, session_id: str, *, published: bool = False) -> SessionDetails:
     session = await context_of(request).store.sessions.details(
         session_id, reader=owner_of(request), published=published
     )
@@ -302,7 +302,7 @@ async def _session(request: Request, session_id: str, *, published: bool = False
     return session
 
 
-def _is_wanted(session: PastSession, asked: SessionSearchRequest) -> bool:
+def _is_wanted(session: SessionDetails, asked: SessionSearchRequest) -> bool:
     if isinstance(asked.owner, UserSearchOwner) and session.owner not in asked.owner.owner_urns:
         return False
     if asked.project_ids is not None and (session.project_id or NO_PROJECT) not in (
@@ -330,10 +330,10 @@ def _has_status(status: SessionStatus, query: SessionStatusQuery) -> bool:
     return True
 
 
-def _summary(session: PastSession, holdings: Holdings) -> SessionSummary:
+def _summary(session: SessionDetails, holdings: CheckpointTotals) -> SessionSummary:
     return SessionSummary(
         session_id=session.session_id,
-        created_at=_moment(session.place),
+        created_at=_moment(session.position),
         owner=session.owner,
         project_id=session.project_id or NO_PROJECT,
         status=session_status(session),

@@ -49,10 +49,10 @@ async def admit(
         return
     if new.model_id is not None and context.dispatcher.awaits(new.model_id, new.seq_id or 0):
         return
-    repeats = context.store.repeats
-    if loss_number is not None and await repeats.has_loss(new.session_id or "", loss_number):
+    store = context.store
+    if loss_number is not None and await store.models.has_custom_loss(new.session_id or "", loss_number):
         return
-    if await repeats.find(new) is not None:
+    if await store.requests.find_repeat(new) is not None:
         return
     raise Refusal(429, refusal, headers={"Retry-After": str(RETRY_AFTER_S)})
 
@@ -77,11 +77,11 @@ def sequence_ids(first: Accepted) -> list[str]:
 async def take(context: Context, new: NewRequest, *, tap: Tap | None = None) -> Accepted:
     """The same without the answer; a new sample tells its tokens to the tap."""
     first = None
-    if context.store.condition.trouble is not None:
+    if context.store.health.problem is not None:
         # What was promised stands, whatever the disk takes now.
-        first = await context.store.repeats.find(new)
+        first = await context.store.requests.find_repeat(new)
         if first is None:
-            context.store.condition.refuse_any()
+            context.store.health.refuse_new_work()
     if first is None:
         first = await context.store.requests.accept(new)
     if first.kind != new.kind:

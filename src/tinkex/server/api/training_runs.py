@@ -21,7 +21,7 @@ from tinkex.server.scheduler.checkpoints import (
     no_checkpoint,
     tinker_path,
 )
-from tinkex.server.store.checkpoint_lists import Run, Saved
+from tinkex.server.store.checkpoint_lists import NamedCheckpoint, RunSummary
 from tinkex.wire.checkpoints import (
     KINDS,
     Checkpoint,
@@ -54,8 +54,8 @@ async def list_training_runs(
     project_id: str | None = None,
 ) -> Response:
     """Newest first."""
-    catalog = context_of(request).store.catalog
-    runs, total = await catalog.runs(
+    lists = context_of(request).store.checkpoint_lists
+    runs, total = await lists.runs(
         owner=owner_of(request),
         project_id=project_id,
         published=access_scope == "accessible",
@@ -84,7 +84,7 @@ async def list_run_checkpoints(
 ) -> Response:
     """All of a run, newest first."""
     await _readable(request, run, access_scope)
-    found, total = await context_of(request).store.catalog.checkpoints(
+    found, total = await context_of(request).store.checkpoint_lists.checkpoints(
         owner=owner_of(request),
         kinds=_kinds(request),
         model_id=run,
@@ -109,7 +109,7 @@ async def list_checkpoints(
     request: Request, limit: Limit = 100, offset: Offset = 0, access_scope: Scope = "owned"
 ) -> Response:
     """All of an owner, newest first."""
-    found, total = await context_of(request).store.catalog.checkpoints(
+    found, total = await context_of(request).store.checkpoint_lists.checkpoints(
         owner=owner_of(request),
         kinds=_kinds(request),
         published=access_scope == "accessible",
@@ -130,20 +130,20 @@ async def list_checkpoints(
 async def delete_checkpoint(request: Request, run: str, kind: str, name: str) -> Response:
     """Gone for everybody who asks by its path; samplers that are open on it go on."""
     key = await _key(request, run, kind, name)
-    return _changed(await context_of(request).store.catalog.delete(**key), key)
+    return _changed(await context_of(request).store.checkpoint_lists.delete(**key), key)
 
 
 @router.post(f"{CHECKPOINT}/publish", status_code=204)
 async def publish(request: Request, run: str, kind: str, name: str) -> Response:
     """Everybody on this server may read it. A second time changes nothing."""
     key = await _key(request, run, kind, name)
-    return _changed(await context_of(request).store.catalog.set_public(True, **key), key)
+    return _changed(await context_of(request).store.checkpoint_lists.set_public(True, **key), key)
 
 
 @router.delete(f"{CHECKPOINT}/publish", status_code=204)
 async def unpublish(request: Request, run: str, kind: str, name: str) -> Response:
     key = await _key(request, run, kind, name)
-    return _changed(await context_of(request).store.catalog.set_public(False, **key), key)
+    return _changed(await context_of(request).store.checkpoint_lists.set_public(False, **key), key)
 
 
 @router.put(
@@ -155,15 +155,15 @@ async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
     key = await _key(request, run, kind, name)
     check_ttl(ttl_s)
     expires_s = None if ttl_s is None else time.time() + ttl_s
-    return _changed(await context_of(request).store.catalog.set_expiry(expires_s, **key), key)
+    return _changed(await context_of(request).store.checkpoint_lists.set_expiry(expires_s, **key), key)
 
 
-async def _readable(request: Request, run: str, access_scope: Scope) -> Run:
+async def _readable(request: Request, run: str, access_scope: Scope) -> RunSummary:
     """A run of the caller's or, if asked for, one of which something is published."""
     context = context_of(request)
     if access_scope == "owned":
         await context.model(request, run)
-    found = await context.store.catalog.run(run, reader=owner_of(request))
+    found = await context.store.checkpoint_lists.run(run, reader=owner_of(request))
     if found is None:
         raise missing("model", run, "Create one with create_model.")
     return found
@@ -202,7 +202,7 @@ def _kinds(request: Request) -> set[str]:
     return set(KINDS) if known else set(KINDS) - {EXTERNAL}
 
 
-def _run(run: Run) -> TrainingRun:
+def _run(run: RunSummary) -> TrainingRun:
     model = run.model
     training, sampler = run.newest.get(TRAINING), run.newest.get(SAMPLER)
     return TrainingRun(
@@ -219,7 +219,7 @@ def _run(run: Run) -> TrainingRun:
     )
 
 
-def _checkpoint(saved: Saved) -> Checkpoint:
+def _checkpoint(saved: NamedCheckpoint) -> Checkpoint:
     return Checkpoint(
         checkpoint_id=f"{saved.kind}/{saved.name}",
         checkpoint_type=KINDS[saved.kind],

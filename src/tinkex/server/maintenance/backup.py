@@ -1,12 +1,12 @@
 """
 Back-ups of a data folder, also of one that a server works on, and back again.
 
-    taken = take(settings, target)     # a folder like the data folder, of one moment
+    manifest = take(settings, target)     # a folder like the data folder, of one moment
     restore(target, folder)
 
 The database is copied first, by SQLite itself, as it is at one moment. Files never change once they
 have their name, so they are copied after it; what the server deleted meanwhile is no part of a
-newer copy of the database, which is then taken instead.
+newer copy of the database, which is then manifest instead.
 """
 
 import contextlib
@@ -26,22 +26,22 @@ from tinkex.server.api.auth import TOKEN_KEY_FILE as TOKENS_KEY
 from tinkex.server.settings import CONFIG_FILE, Settings
 from tinkex.server.store.blobs import Files
 from tinkex.server.store.inspection import (
-    CannotCopy,
+    CopyFailed,
     copy_database,
-    places_of,
-    strange_places,
-    version_of,
+    referenced_keys,
+    invalid_keys,
+    schema_version,
 )
 from tinkex.server.store.keys import MARKER
-from tinkex.server.store.storage_health import told_by
+from tinkex.server.store.storage_health import os_error_in
 
 DATABASE = "tinkex.db"
-ABOUT = "backup.json"
+MANIFEST = "backup.json"
 FORMAT = 1
 # Beside the database and the files.
-ALONGSIDE = (SIGNING_KEY, TOKENS_KEY, CONFIG_FILE)
+OTHER_FILES = (SIGNING_KEY, TOKENS_KEY, CONFIG_FILE)
 # A server deletes in small steps, minutes apart.
-MOST_ROUNDS = 5
+MAX_ROUNDS = 5
 
 
 class BackupFailed(Exception):
@@ -53,7 +53,7 @@ class BackupFailed(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class About:
+class Manifest:
     """What a back-up says of itself."""
 
     format: int
@@ -66,16 +66,16 @@ class About:
     missing: tuple[str, ...]
 
 
-def take(settings: Settings, target: Path) -> About:
+def create(settings: Settings, target: Path) -> Manifest:
     """Everything a server needs to go on from this moment, in a new folder."""
     database, root = _local(settings)
     target = target.absolute()
     if target.exists():
         raise BackupFailed(f"{target} exists already.", hint="Give a folder that does not.")
     with _whole_or_not(target) as part:
-        taken = _fill(part, database, root, settings.folder)
-        (part / ABOUT).write_text(json.dumps(asdict(taken), indent=2) + "\n")
-    return taken
+        manifest = _fill(part, database, root, settings.folder)
+        (part / MANIFEST).write_text(json.dumps(asdict(manifest), indent=2) + "\n")
+    return manifest
 
 
 @contextlib.contextmanager
@@ -86,7 +86,7 @@ def _whole_or_not(target: Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         part.mkdir(mode=0o700)
         yield part
-        _keep_private(part)
+        _make_private(part)
         # Once for all files, and then the name that says that they are there.
         os.sync()
         if target.exists():
@@ -99,7 +99,7 @@ def _whole_or_not(target: Path) -> Iterator[Path]:
         raise
 
 
-def _keep_private(part: Path) -> None:
+def _make_private(part: Path) -> None:
     """Every file by itself: what is copied out of the folder stays its owner's alone."""
     for path in part.rglob("*"):
         if not path.is_symlink():
@@ -110,7 +110,7 @@ def _failed(error: OSError, target: Path) -> BackupFailed:
     file = error.filename
     if isinstance(error, shutil.Error):  # of several files, each with its reason in words
         file, _, reason = error.args[0][0]
-        error = told_by(str(reason))
+        error = os_error_in(str(reason))
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     hint = (
         f"Make room on the disk of {target.parent}, or choose another place. Nothing was left there."
@@ -120,19 +120,19 @@ def _failed(error: OSError, target: Path) -> BackupFailed:
     return BackupFailed(f"{file or target} cannot be copied: {error.strerror}.", hint=hint)
 
 
-def _fill(part: Path, database: Path, root: Path, folder: Path) -> About:
+def _fill(part: Path, database: Path, root: Path, folder: Path) -> Manifest:
     # Before the database is copied: the copy has the keys that this marker speaks of.
-    alongside = [name for name in (*ALONGSIDE, MARKER) if (folder / name).exists()]
+    alongside = [name for name in (*OTHER_FILES, MARKER) if (folder / name).exists()]
     places: set[str] = set()
     missing: list[str] = []
     try:
-        for _ in range(MOST_ROUNDS):
+        for _ in range(MAX_ROUNDS):
             copy_database(database, part / DATABASE)
-            places = places_of(f"sqlite:///{part / DATABASE}")
+            places = referenced_keys(f"sqlite:///{part / DATABASE}")
             missing = [place for place in sorted(places) if not _copied(root, part, place)]
             if not missing:
                 break
-    except CannotCopy as error:
+    except CopyFailed as error:
         if error.is_full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(database)) from error
         raise BackupFailed(
@@ -143,11 +143,11 @@ def _fill(part: Path, database: Path, root: Path, folder: Path) -> About:
     for name in alongside:
         shutil.copy2(folder / name, part / name)
     files = [file for file in part.rglob("*") if file.is_file()]
-    return About(
+    return Manifest(
         format=FORMAT,
         tinkex=version("tinkex"),
         taken_s=time.time(),
-        database_version=version_of(f"sqlite:///{part / DATABASE}"),
+        database_version=schema_version(f"sqlite:///{part / DATABASE}"),
         files=len(files),
         bytes=sum(file.stat().st_size for file in files),
         missing=tuple(missing),
@@ -180,19 +180,19 @@ def _copied(root: Path, part: Path, place: str) -> bool:
 def _prune(part: Path, *, keep: Iterable[str]) -> None:
     """Copies that only an earlier round needed."""
     files, wanted = Files(str(part)), set(keep)
-    for place in files.all_places():
+    for place in files.all_keys():
         if place not in wanted:
             files.remove(place)
 
 
-def about(source: Path) -> About:
+def read_manifest(source: Path) -> Manifest:
     """What a back-up says of itself; raises when it is none."""
     try:
-        told = json.loads((source / ABOUT).read_text())
-        found = About(**{**told, "missing": tuple(told["missing"])})
+        told = json.loads((source / MANIFEST).read_text())
+        found = Manifest(**{**told, "missing": tuple(told["missing"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise BackupFailed(
-            f"{source} is no back-up: {ABOUT} in it cannot be read ({error}).",
+            f"{source} is no back-up: {MANIFEST} in it cannot be read ({error}).",
             hint="Name a folder that `tinkex backup` has written.",
         ) from error
     if found.format != FORMAT:
@@ -203,9 +203,9 @@ def about(source: Path) -> About:
     return found
 
 
-def restore(source: Path, folder: Path) -> About:
+def restore(source: Path, folder: Path) -> Manifest:
     """A new data folder from a back-up, which stays as it is."""
-    found = about(source)
+    found = read_manifest(source)
     folder = folder.absolute()
     if folder.exists() and any(folder.iterdir()):
         raise BackupFailed(
@@ -219,7 +219,7 @@ def restore(source: Path, folder: Path) -> About:
         shutil.copytree(source, part, symlinks=True, dirs_exist_ok=True)
         # However it was carried here.
         part.chmod(0o700)
-        (part / ABOUT).unlink()
+        (part / MANIFEST).unlink()
     return found
 
 
@@ -231,8 +231,8 @@ def _refuse_strange(source: Path) -> None:
         if path.is_symlink() or not (path.is_dir() or path.is_file())
     ]
     try:
-        strange += [Path(place) for place in strange_places((source / DATABASE).absolute())]
-    except CannotCopy as error:
+        strange += [Path(place) for place in invalid_keys((source / DATABASE).absolute())]
+    except CopyFailed as error:
         raise BackupFailed(
             f"the database of {source} cannot be read: {error}.",
             hint="Take another back-up.",
@@ -245,9 +245,9 @@ def _refuse_strange(source: Path) -> None:
         )
 
 
-def _check_whole(source: Path, found: About) -> None:
+def _check_whole(source: Path, found: Manifest) -> None:
     """Refuse a copy of a back-up that did not come over whole."""
-    files = [file for file in source.rglob("*") if file.is_file() and file.name != ABOUT]
+    files = [file for file in source.rglob("*") if file.is_file() and file.name != MANIFEST]
     size = sum(file.stat().st_size for file in files)
     if (len(files), size) != (found.files, found.bytes):
         raise BackupFailed(

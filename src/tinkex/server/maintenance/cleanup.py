@@ -15,25 +15,25 @@ from dataclasses import dataclass
 from tinkex.server.scheduler.results import Futures
 from tinkex.server.scheduler.scheduler import Dispatcher
 from tinkex.server.settings import Settings
-from tinkex.server.store import StorageTrouble, Store
-from tinkex.server.store.retention import Named
+from tinkex.server.store import StorageError, Store
+from tinkex.server.store.retention import CheckpointName
 
 log = logging.getLogger("tinkex.server.maintenance.cleanup")
 
 # Between two steps of a pass, so that requests go first.
-BREATH_S = 0.01
+PAUSE_S = 0.01
 # Files are looked through this often.
-SWEEP_EVERY_S = 1800.0
+ORPHAN_CHECK_S = 1800.0
 # A session that was silent for this long has its models written down.
-SILENT_S = 900.0
-SNAPSHOTS_AT_ONCE = 4
+INACTIVE_S = 900.0
+SNAPSHOTS_PER_PASS = 4
 # One that could not be written down is tried again after this long, then after twice as long, ...
 RETRY_S = 600.0
-LONGEST_RETRY_S = 86_400.0
+MAX_RETRY_S = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class Cutoffs:
     """Points in time: what is older may go."""
 
     fetched_s: float
@@ -46,12 +46,12 @@ class Limits:
     audit_s: float
 
 
-def limits(settings: Settings, *, now_s: float) -> Limits:
+def cutoffs(settings: Settings, *, now_s: float) -> Cutoffs:
     """What the settings mean at this moment."""
-    return Limits(
+    return Cutoffs(
         fetched_s=now_s - settings.result_kept_s,
         unfetched_s=now_s - settings.unfetched_kept_s,
-        silent_s=now_s - max(SILENT_S, settings.session_grace_s),
+        silent_s=now_s - max(INACTIVE_S, settings.session_grace_s),
         abandoned_s=now_s - settings.abandoned_s,
         way_back_s=now_s - settings.way_back_s,
         orphan_s=now_s - settings.orphan_s,
@@ -60,9 +60,9 @@ def limits(settings: Settings, *, now_s: float) -> Limits:
     )
 
 
-def surplus(names: Iterable[Named], *, keep_last: int) -> list[Named]:
+def over_keep_last(names: Iterable[CheckpointName], *, keep_last: int) -> list[CheckpointName]:
     """Which checkpoints go when a run keeps so many of a kind; published ones stay."""
-    by_kind: defaultdict[tuple[str, str], list[Named]] = defaultdict(list)
+    by_kind: defaultdict[tuple[str, str], list[CheckpointName]] = defaultdict(list)
     for name in names:
         by_kind[name.model_id, name.kind].append(name)
     gone = []
@@ -72,7 +72,7 @@ def surplus(names: Iterable[Named], *, keep_last: int) -> list[Named]:
     return gone
 
 
-class Janitor:
+class Cleanup:
     """The loop. Belongs to one event loop; `start` before, `close` after."""
 
     def __init__(
@@ -89,10 +89,10 @@ class Janitor:
         self._dispatcher = dispatcher
         self._futures = futures
         self._clock = clock
-        self._swept_s = float("-inf")
+        self._orphans_checked_s = float("-inf")
         #: Models that could not be written down -> when to try again (by the monotonic clock), and
         #: how long the wait was.
-        self._put_off: dict[str, tuple[float, float]] = {}
+        self._retry_at: dict[str, tuple[float, float]] = {}
         self._running: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -108,17 +108,17 @@ class Janitor:
         while True:
             await asyncio.sleep(self._settings.janitor_s)
             try:
-                await self.tidy()
-            except StorageTrouble as error:
+                await self.run_once()
+            except StorageError as error:
                 log.info("nothing is tidied up now: %s", error)
             except Exception:
                 log.exception("tidying up failed; it is tried again")
 
-    async def tidy(self) -> None:
+    async def clean_up(self) -> None:
         """One pass over everything."""
-        until = limits(self._settings, now_s=self._clock())
+        until = cutoffs(self._settings, now_s=self._clock())
         retention = self._store.retention
-        await self._write_down(until)
+        await self._snapshot_inactive_models(until)
         await retention.drop_older_snapshots(before_s=until.way_back_s)
         while dropped := await retention.drop_results(
             fetched_before_s=until.fetched_s,
@@ -126,7 +126,7 @@ class Janitor:
             abandoned_before_s=until.abandoned_s,
         ):
             self._futures.forget(dropped)
-            await asyncio.sleep(BREATH_S)
+            await asyncio.sleep(PAUSE_S)
         await retention.drop_events(
             # A result that is gone needs no notice that it is there.
             completions_before_s=min(until.fetched_s, until.unfetched_s),
@@ -135,41 +135,41 @@ class Janitor:
         )
         await self._drop_checkpoints(until)
         await retention.drop_snapshots(abandoned_before_s=until.abandoned_s)
-        if time.monotonic() - self._swept_s >= min(SWEEP_EVERY_S, self._settings.orphan_s):
-            self._swept_s = time.monotonic()
-            if swept := await retention.sweep(before_s=until.orphan_s):
+        if time.monotonic() - self._orphans_checked_s >= min(ORPHAN_CHECK_S, self._settings.orphan_s):
+            self._orphans_checked_s = time.monotonic()
+            if swept := await retention.delete_orphans(before_s=until.orphan_s):
                 log.info("deleted %d files and folders that nothing refers to", swept)
-        while pages := await retention.shrink():
+        while pages := await retention.free_pages():
             log.debug("gave %d pages of the database back", pages)
-            await asyncio.sleep(BREATH_S)
+            await asyncio.sleep(PAUSE_S)
 
-    async def _write_down(self, until: Limits) -> None:
+    async def _snapshot_inactive_models(self, until: Cutoffs) -> None:
         """Models whose client is silent need no log once they are written down."""
-        silent = await self._store.retention.without_snapshot(
+        silent = await self._store.retention.models_without_snapshot(
             silent_before_s=until.silent_s,
             abandoned_before_s=until.abandoned_s,
-            most=(most := SNAPSHOTS_AT_ONCE + len(self._put_off)),
+            most=(most := SNAPSHOTS_PER_PASS + len(self._retry_at)),
         )
         if len(silent) < most:  # these are all; the others need nothing any more
-            self._put_off = {one: self._put_off[one] for one in silent if one in self._put_off}
+            self._retry_at = {one: self._retry_at[one] for one in silent if one in self._retry_at}
         now_s = time.monotonic()
-        due = [one for one in silent if self._put_off.get(one, (now_s, 0.0))[0] <= now_s]
-        for model_id in due[:SNAPSHOTS_AT_ONCE]:
+        due = [one for one in silent if self._retry_at.get(one, (now_s, 0.0))[0] <= now_s]
+        for model_id in due[:SNAPSHOTS_PER_PASS]:
             if await self._dispatcher.snapshot(model_id):
-                self._put_off.pop(model_id, None)
+                self._retry_at.pop(model_id, None)
             else:
                 # Its engine may have been started again meanwhile; or it can never be done.
-                _, waited_s = self._put_off.get(model_id, (0.0, RETRY_S / 2))
-                wait_s = min(2 * waited_s, LONGEST_RETRY_S)
-                self._put_off[model_id] = (now_s + wait_s, wait_s)
+                _, waited_s = self._retry_at.get(model_id, (0.0, RETRY_S / 2))
+                wait_s = min(2 * waited_s, MAX_RETRY_S)
+                self._retry_at[model_id] = (now_s + wait_s, wait_s)
 
-    async def _drop_checkpoints(self, until: Limits) -> None:
+    async def _drop_checkpoints(self, until: Cutoffs) -> None:
         retention = self._store.retention
         await retention.drop_expired_names(now_s=self._clock())
         keep_last = self._settings.keep_last
         if keep_last > 0:
             await retention.drop_names(
-                surplus(await retention.crowded(keep_last=keep_last), keep_last=keep_last)
+                over_keep_last(await retention.names_over_limit(keep_last=keep_last), keep_last=keep_last)
             )
         await retention.drop_versions(abandoned_before_s=until.abandoned_s)
-        self._store.checkpoints.forget_opened()
+        self._store.checkpoints.clear_open_cache()

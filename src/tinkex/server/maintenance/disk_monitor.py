@@ -13,11 +13,11 @@ import time
 
 from tinkex.server.settings import MEBIBYTE, Settings
 from tinkex.server.store import Store
-from tinkex.server.store.storage_health import ROOM
+from tinkex.server.store.storage_health import FREE_SPACE
 
 log = logging.getLogger("tinkex.server.maintenance.disk_monitor")
 
-LOOK_EVERY_S = 1.0
+CHECK_EVERY_S = 1.0
 # While things are added, the room is looked at more often: a flood fills much in a second.
 FLOOD_LOOK_S = 0.05
 
@@ -34,7 +34,7 @@ def shortage(free_bytes: int, settings: Settings) -> OSError | None:
     )
 
 
-class Watch:
+class DiskMonitor:
     """The loop. Belongs to one event loop; `start` before, `close` after."""
 
     def __init__(self, settings: Settings, store: Store) -> None:
@@ -42,10 +42,10 @@ class Watch:
         self._store = store
         self._running: asyncio.Task[None] | None = None
         self._looked_s = float("-inf")
-        store.condition.look = self._look_if_due
+        store.health.before_commit = self._look_if_due
 
     async def start(self) -> None:
-        await asyncio.to_thread(self._look_around)
+        await asyncio.to_thread(self._check_all)
         self._running = asyncio.create_task(self._run())
 
     async def close(self) -> None:
@@ -55,35 +55,35 @@ class Watch:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(CHECK_EVERY_S)
             try:
-                await self.look()
+                await self.check()
             except Exception:
                 log.exception("the disk could not be looked at; it is tried again")
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """How the disk is now."""
         # A network disk that hangs keeps this thread, and not the event loop.
-        await asyncio.to_thread(self._look_around)
-        trouble = self._store.condition.trouble
-        if trouble is not None and trouble.passes:
+        await asyncio.to_thread(self._check_all)
+        problem = self._store.health.problem
+        if problem is not None and problem.is_temporary:
             await self._store.probe()
 
-    def _look_around(self) -> None:
-        self._look_at_room()
-        self._store.look_at_database()
+    def _check_all(self) -> None:
+        self._check_free_space()
+        self._store.check_database_file()
 
     def _look_if_due(self) -> None:
         if time.monotonic() - self._looked_s >= FLOOD_LOOK_S:
-            self._look_at_room()
+            self._check_free_space()
 
-    def _look_at_room(self) -> None:
+    def _check_free_space(self) -> None:
         self._looked_s = time.monotonic()
-        condition = self._store.condition
+        condition = self._store.health
         # A folder that cannot be asked is noticed by whoever writes to it.
         with contextlib.suppress(OSError):
             free = shutil.disk_usage(self._settings.folder).free
             if (short := shortage(free, self._settings)) is not None:
-                condition.note(short, ROOM)
+                condition.note(short, FREE_SPACE)
             else:
-                condition.clear(ROOM)
+                condition.clear(FREE_SPACE)

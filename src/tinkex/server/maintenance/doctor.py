@@ -23,16 +23,16 @@ from tinkex.server.api.auth import TOKEN_KEY_FILE as TOKENS_KEY
 from tinkex.server.maintenance.backup import DATABASE
 from tinkex.server.settings import MEBIBYTE, Settings
 from tinkex.server.store import Store, open_store
-from tinkex.server.store.blobs import ROOMS, UNREADABLE, Files
-from tinkex.server.store.folder_lock import LOCK_FILE, hold_database, hold_folder, holder_of
+from tinkex.server.store.blobs import PREFIX_DEPTHS, UNREADABLE, Files
+from tinkex.server.store.folder_lock import LOCK_FILE, lock_database, lock_folder, lock_holder
 from tinkex.server.store.inspection import (
     CHECKPOINT,
     OLDER_SNAPSHOT,
     PAYLOAD,
     RESULT,
     SNAPSHOT,
-    Broken,
-    Facts,
+    DamagedItem,
+    Inspection,
     inspect,
     rebuild_indexes,
     remove,
@@ -44,14 +44,14 @@ from tinkex.server.store.sql_dialects import log_is_lost
 #: What a data folder consists of.
 PARTS = (
     *(DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", SIGNING_KEY, TOKENS_KEY, MARKER, LOCK_FILE),
-    *ROOMS,
+    *PREFIX_DEPTHS,
 )
 _ALL = os.R_OK | os.W_OK | os.X_OK
 
 # Of many alike, so many are named.
-MOST_NAMED = 5
+MAX_NAMED = 5
 # Beside a running server younger files may be about to be pointed to.
-YOUNG_S = 3600.0
+MIN_ORPHAN_AGE_S = 3600.0
 
 _INDEX = re.compile(r"(missing from|wrong # of entries in|non-unique entry in) index")
 
@@ -84,7 +84,7 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class FolderState:
     """The folder itself."""
 
     folder: Path
@@ -106,14 +106,14 @@ class Place:
     closed: tuple[str, ...] = ()
 
 
-def place_of(settings: Settings) -> Place:
+def folder_state(settings: Settings) -> FolderState:
     folder = settings.folder
     exists = folder.is_dir()
     secrets = [folder / name for name in (SIGNING_KEY, TOKENS_KEY)]
     writable = exists and os.access(folder, _ALL)
     readable = exists and os.access(folder, os.R_OK | os.X_OK)
     parts = [folder / name for name in PARTS] if writable else []
-    return Place(
+    return FolderState(
         folder=folder,
         exists=exists,
         writable=writable,
@@ -122,7 +122,7 @@ def place_of(settings: Settings) -> Place:
         log_lost=readable and log_is_lost(folder / DATABASE),
         keys_made=readable and (folder / MARKER).exists(),
         free_bytes=shutil.disk_usage(folder).free if exists else 0,
-        holder=holder_of(folder) if readable else None,
+        holder=lock_holder(folder) if readable else None,
         open_secrets=tuple(
             file.name
             for file in secrets
@@ -144,11 +144,11 @@ def _owner(path: Path) -> str:
         return f"user {path.stat().st_uid}"
 
 
-def diagnose(place: Place, facts: Facts, *, reserve_mb: float) -> Iterator[Finding]:
+def diagnose(state: FolderState, facts: Inspection, *, reserve_mb: float) -> Iterator[Finding]:
     """Everything there is to say, most basic first. Pure."""
-    yield from _about_folder(place, reserve_mb)
-    yield from _about_database(facts, is_full=place.free_bytes < MEBIBYTE)
-    if place.log_lost:
+    yield from _about_folder(state, reserve_mb)
+    yield from _about_database(facts, is_full=state.free_bytes < MEBIBYTE)
+    if state.log_lost:
         yield Finding(
             level=Level.PROBLEM,
             about="database",
@@ -159,7 +159,7 @@ def diagnose(place: Place, facts: Facts, *, reserve_mb: float) -> Iterator[Findi
             "are not known.",
         )
     is_known = not facts.damage and facts.version in (None, facts.newest_version)
-    if place.keys_made and is_known and not facts.has_keys:
+    if state.keys_made and is_known and not facts.has_keys:
         yield Finding(
             level=Level.PROBLEM,
             about="keys",
@@ -168,49 +168,49 @@ def diagnose(place: Place, facts: Facts, *, reserve_mb: float) -> Iterator[Findi
             "a back-up: `tinkex restore`. `tinkex key create` makes a new key; deleting "
             f"{MARKER} lets the server start without keys.",
         )
-    if facts.version != facts.newest_version or facts.damage or facts.refused or facts.another:
+    if facts.version != facts.newest_version or facts.damage or facts.refused or facts.is_wrong_database:
         return
     yield from _about_files(facts)
     yield from _about_logs(facts)
 
 
-def _about_folder(place: Place, reserve_mb: float) -> Iterator[Finding]:
+def _about_folder(state: FolderState, reserve_mb: float) -> Iterator[Finding]:
     about = "folder"
-    if place.read_only:
+    if state.read_only:
         yield Finding(
             level=Level.PROBLEM,
             about=about,
-            text=f"{place.folder} is on a file system that is mounted read-only",
+            text=f"{state.folder} is on a file system that is mounted read-only",
             advice="No server can work on it. After errors of a disk that is how systems mount it: "
             "look at the system's log, then mount it writable. `tinkex backup` can still copy it.",
         )
-    elif not place.writable:
+    elif not state.writable:
         yield Finding(
             level=Level.PROBLEM,
             about=about,
-            text=f"{place.folder}, of {_owner(place.folder)}, cannot be read and written by this "
+            text=f"{state.folder}, of {_owner(state.folder)}, cannot be read and written by this "
             "user",
             advice="Run this as the user that runs the server, or make it belong to that user.",
         )
     else:
-        yield Finding(level=Level.FINE, about=about, text=f"{place.folder} can be written")
-    if place.closed:
+        yield Finding(level=Level.FINE, about=about, text=f"{state.folder} can be written")
+    if state.closed:
         yield Finding(
             level=Level.PROBLEM,
             about="rights",
-            text=f"this user may not read and write {_some(place.closed, ', ')}",
+            text=f"this user may not read and write {_some(state.closed, ', ')}",
             advice="A server needs all of its folder. Run this as the user that runs the server, "
             "or make everything belong to that user.",
         )
-    if place.holder is not None:
+    if state.holder is not None:
         yield Finding(
             level=Level.NOTE,
             about="lock",
-            text=f"a server (process {place.holder}) runs on it",
+            text=f"a server (process {state.holder}) runs on it",
             advice="Files of the last hour are not looked at for being left behind.",
         )
-    free = f"{place.free_bytes / MEBIBYTE:,.0f} MiB are free"
-    if place.free_bytes < reserve_mb * MEBIBYTE:
+    free = f"{state.free_bytes / MEBIBYTE:,.0f} MiB are free"
+    if state.free_bytes < reserve_mb * MEBIBYTE:
         yield Finding(
             level=Level.PROBLEM,
             about="room",
@@ -219,17 +219,17 @@ def _about_folder(place: Place, reserve_mb: float) -> Iterator[Finding]:
         )
     else:
         yield Finding(level=Level.FINE, about="room", text=free)
-    if place.open_secrets:
+    if state.open_secrets:
         yield Finding(
             level=Level.PROBLEM,
             about="keys",
-            text=f"others on this machine can read {', '.join(place.open_secrets)}",
+            text=f"others on this machine can read {', '.join(state.open_secrets)}",
             advice="They open links and tokens of this server. --repair closes them.",
             repair=Repair.KEYS,
         )
 
 
-def _about_database(facts: Facts, *, is_full: bool) -> Iterator[Finding]:
+def _about_database(facts: Inspection, *, is_full: bool) -> Iterator[Finding]:
     about = "database"
     if facts.refused is not None and is_full:
         yield Finding(
@@ -256,7 +256,7 @@ def _about_database(facts: Facts, *, is_full: bool) -> Iterator[Finding]:
             else "Keep a copy of the folder and restore a back-up: `tinkex restore`.",
             repair=Repair.INDEXES if only_indexes else None,
         )
-    elif facts.another:
+    elif facts.is_wrong_database:
         empty = "it is empty" if facts.version is None else "it knows nothing of them"
         yield Finding(
             level=Level.PROBLEM,
@@ -296,13 +296,13 @@ _ADVICE = {
     RESULT: "Its client hears that the result is lost. Restore it from a back-up.",
     CHECKPOINT: "It cannot be loaded, sampled or downloaded. Restore its folder from a back-up, or "
     "delete the checkpoint.",
-    OLDER_SNAPSHOT: "The newest one is used; the next one takes its place.",
+    OLDER_SNAPSHOT: "The newest one is used; the next one takes its state.",
     SNAPSHOT: "Its model cannot be built again. Restore the folder from a back-up, or go on from a "
     "checkpoint.",
 }
 
 
-def _advice(broken: Broken, *, mendable: bool) -> str:
+def _advice(broken: DamagedItem, *, mendable: bool) -> str:
     if mendable:
         return "The one before it and the log can take its place: --repair, or the server."
     if broken.problem.startswith(UNREADABLE):
@@ -312,9 +312,9 @@ def _advice(broken: Broken, *, mendable: bool) -> str:
     return _ADVICE[broken.what]
 
 
-def _about_files(facts: Facts) -> Iterator[Finding]:
-    for broken in facts.broken:
-        mendable = torn(broken, facts)
+def _about_files(facts: Inspection) -> Iterator[Finding]:
+    for broken in facts.damaged:
+        mendable = can_fall_back(broken, facts)
         yield Finding(
             level=Level.PROBLEM,
             about=broken.what,
@@ -322,11 +322,11 @@ def _about_files(facts: Facts) -> Iterator[Finding]:
             advice=_advice(broken, mendable=mendable),
             repair=Repair.SNAPSHOTS if mendable else None,
         )
-    if not facts.broken:
-        counted = f"{facts.looked_at} files and folders are what was written"
+    if not facts.damaged:
+        counted = f"{facts.checked} files and folders are what was written"
         yield Finding(level=Level.FINE, about="files", text=counted)
     if facts.orphans:
-        rooms = Counter(place.partition("/")[0] for place in facts.orphans)
+        rooms = Counter(state.partition("/")[0] for place in facts.orphans)
         counts = ", ".join(f"{count} in {room}" for room, count in sorted(rooms.items()))
         yield Finding(
             level=Level.NOTE,
@@ -335,12 +335,12 @@ def _about_files(facts: Facts) -> Iterator[Finding]:
             advice="The server deletes them after an hour; --repair does now.",
             repair=Repair.ORPHANS,
         )
-    if facts.strange:
+    if facts.unknown_sessions:
         yield Finding(
             level=Level.PROBLEM,
             about="strange files",
-            text=f"{len(facts.strange)} sessions have checkpoints or snapshots here and are not in "
-            f"the database: {_some(facts.strange, ', ')}",
+            text=f"{len(facts.unknown_sessions)} sessions have checkpoints or snapshots here and are not in "
+            f"the database: {_some(facts.unknown_sessions, ', ')}",
             advice="They are of another database, or of a later time than this one. Nothing of "
             "them is deleted by itself. Restore the back-up into a folder of its own, or move them "
             "away.",
@@ -354,60 +354,60 @@ def _about_files(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _about_logs(facts: Facts) -> Iterator[Finding]:
-    for hole in facts.holes:
+def _about_logs(facts: Inspection) -> Iterator[Finding]:
+    for gap in facts.log_gaps:
         yield Finding(
             level=Level.PROBLEM,
             about="log",
-            text=f"steps {_some([str(number) for number in hole.seq_ids], ', ')} of "
-            f"{hole.model_id} are missing",
+            text=f"steps {_some([str(number) for number in gap.seq_ids], ', ')} of "
+            f"{gap.model_id} are missing",
             advice="The model cannot be built again if its newest snapshot is lost too.",
         )
-    if not facts.holes:
+    if not facts.log_gaps:
         yield Finding(level=Level.FINE, about="logs", text="no step of any model is missing")
 
 
-def torn(broken: Broken, facts: Facts) -> bool:
+def can_fall_back(broken: DamagedItem, facts: Inspection) -> bool:
     """Whether it is a snapshot that can be done without."""
     whole = broken.problem.startswith(UNREADABLE)  # perhaps: nobody could look
-    return broken.what == SNAPSHOT and broken.name in facts.way_back and not whole
+    return broken.what == SNAPSHOT and broken.name in facts.has_fallback and not whole
 
 
 def _some(names: Sequence[str], between: str) -> str:
-    shown = between.join(names[:MOST_NAMED])
-    more = len(names) - MOST_NAMED
+    shown = between.join(names[:MAX_NAMED])
+    more = len(names) - MAX_NAMED
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _facts(settings: Settings, *, held: bool) -> Facts:
+def _facts(settings: Settings, *, held: bool) -> Inspection:
     return inspect(
         settings.db_url,
         Files(settings.storage_url),
-        young_s=YOUNG_S if held else 0.0,
+        young_s=MIN_ORPHAN_AGE_S if held else 0.0,
         abandoned_s=settings.abandoned_s,
     )
 
 
 def examine(settings: Settings) -> list[Finding]:
     """Look at everything, and change nothing."""
-    place = place_of(settings)
-    if not place.exists:
-        text = f"there is no folder {place.folder}"
+    state = folder_state(settings)
+    if not state.exists:
+        text = f"there is no folder {state.folder}"
         return [Finding(level=Level.PROBLEM, about="folder", text=text, advice="Check --data.")]
-    if not place.readable:
-        return list(_about_folder(place, settings.reserve_mb))
-    facts = _facts(settings, held=place.holder is not None)
-    return list(diagnose(place, facts, reserve_mb=settings.reserve_mb))
+    if not state.readable:
+        return list(_about_folder(state, settings.reserve_mb))
+    facts = _facts(settings, held=state.holder is not None)
+    return list(diagnose(state, facts, reserve_mb=settings.reserve_mb))
 
 
 def repair(settings: Settings) -> list[str]:
     """Put right what can be without losing anything; what was done. Raises beside a server."""
     done: list[str] = []
-    place = place_of(settings)
-    if place.holder is None and not any(finding.repair for finding in examine(settings)):
+    state = folder_state(settings)
+    if state.holder is None and not any(finding.repair for finding in examine(settings)):
         # Not even a lock is left in a folder that is something else.
         return done
-    with hold_folder(settings.folder), hold_database(settings):
+    with lock_folder(settings.folder), lock_database(settings):
         wanted = {finding.repair for finding in examine(settings)}
         if Repair.INDEXES in wanted:
             rebuild_indexes(settings.db_url)
@@ -421,21 +421,21 @@ def repair(settings: Settings) -> list[str]:
         if facts.orphans:
             remove(Files(settings.storage_url), facts.orphans)
             done.append(f"deleted {len(facts.orphans)} files and folders that nothing refers to")
-        for name in place_of(settings).open_secrets:
+        for name in folder_state(settings).open_secrets:
             (settings.folder / name).chmod(0o600)
             done.append(f"made {name} readable for its owner alone")
     return done
 
 
-def _repair_snapshots(settings: Settings, facts: Facts) -> list[str]:
-    models = [broken.name for broken in facts.broken if torn(broken, facts)]
+def _repair_snapshots(settings: Settings, facts: Inspection) -> list[str]:
+    models = [broken.name for broken in facts.damaged if can_fall_back(broken, facts)]
     if not models:
         return []
     store = _open(settings)
 
     async def act() -> None:
         for model_id in models:
-            await store.snapshots.sound(model_id)
+            await store.snapshots.newest_intact(model_id)
 
     try:
         asyncio.run(act())
@@ -449,5 +449,5 @@ def _open(settings: Settings) -> Store:
         db_url=settings.db_url,
         storage_url=settings.storage_url,
         folder=settings.folder,
-        alone=True,
+        exclusive=True,
     )

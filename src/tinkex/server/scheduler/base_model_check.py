@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tinkex.models.content_hash import Stopped, changed_parts, content_hash
 from tinkex.server.executor import ServedModel
-from tinkex.server.store import StorageTrouble, Store
+from tinkex.server.store import StorageError, Store
 from tinkex.wire.errors import UserFailure
 
 log = logging.getLogger("tinkex.server.scheduler.base_model_check")
@@ -134,7 +134,7 @@ class BaseCheck:
                 lambda: content_hash(base.folder, self._cache_file, stopped=self._stop.is_set),
             )
             return await self._note(name, base, found, took_s=time.monotonic() - began_s)
-        except (OSError, StorageTrouble, Stopped) as error:
+        except (OSError, StorageError, Stopped) as error:
             if not self._stop.is_set():
                 log.warning("whether %s has changed cannot be told: %s", name, error)
             return None

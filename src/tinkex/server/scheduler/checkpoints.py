@@ -12,9 +12,9 @@ from tinkex.server.executor import Outcome, Task, Work, WorkFailed
 from tinkex.server.scheduler.base_model_check import BaseCheck
 from tinkex.server.scheduler.step_queue import Kind, Step
 from tinkex.server.store import Model, OverQuota, Sampler, Store, Version
-from tinkex.server.store.blobs import check_recipients, lock_files
+from tinkex.server.store.blobs import check_recipients, encrypt_files
 from tinkex.server.store.checkpoints import NameTaken, Naming, SamplerTaken
-from tinkex.server.store.storage_health import FILES, told_by, trouble_of
+from tinkex.server.store.storage_health import FILES, os_error_in, storage_problem
 from tinkex.wire.checkpoints import (
     LoadWeightsRequest,
     LoadWeightsResponse,
@@ -87,7 +87,7 @@ class Saving:
                 f"{request.path} was saved for sampling and holds no optimizer state. "
                 "Load it without the optimizer, or load a checkpoint made by save_state."
             )
-        folder = await self._store.checkpoints.open(version.version_id, must=True)
+        folder = await self._store.checkpoints.open(version.version_id, required=True)
         await run(
             Work(
                 task=Task.LOAD,
@@ -148,14 +148,14 @@ class Saving:
         outcome = await self._with_room(run, work)
         size_bytes: int = json.loads(outcome.result)["size_bytes"]
         if recipients:
-            size_bytes = await asyncio.to_thread(lock_files, written, folder, recipients)
+            size_bytes = await asyncio.to_thread(encrypt_files, written, folder, recipients)
         path = tinker_path(model.model_id, EXTERNAL, request.path)
         result = encode_json(
             SaveWeightsExternalResponseInternal(
                 path=path, size_bytes=size_bytes, type="save_weights_external"
             )
         )
-        await self._commit_named(model, step, version.sized(size_bytes), naming, result)
+        await self._commit_named(model, step, version.with_size(size_bytes), naming, result)
         return result
 
     async def _save_named(
@@ -199,7 +199,7 @@ class Saving:
     ) -> None:
         """The save is there for everybody who may see it, or its files are gone."""
         checkpoints = self._store.checkpoints
-        written = await checkpoints.keep_files(version)
+        written = await checkpoints.store_files(version)
         try:
             await self._store.quotas.within(
                 version.owner,
@@ -275,7 +275,7 @@ class Saving:
             optimizer=kind == TRAINING,
         )
         outcome = await self._with_room(run, work)
-        return version.sized(json.loads(outcome.result)["size_bytes"])
+        return version.with_size(json.loads(outcome.result)["size_bytes"])
 
     async def _with_room(self, run: RunWork, work: Work) -> Outcome:
         """A save was accepted: while the disk does not take it, it waits; the log says that once."""
@@ -286,8 +286,8 @@ class Saving:
             try:
                 outcome = await run(work)
             except WorkFailed as failed:
-                error = told_by(failed.message)
-                if (trouble := trouble_of(error)) is None:
+                error = os_error_in(failed.message)
+                if (problem := storage_problem(error)) is None:
                     raise
                 waited_s = time.monotonic() - began_s
                 if waited_s > ROOM_PATIENCE_S:
@@ -296,10 +296,10 @@ class Saving:
                 if not waits:
                     waits = True
                     # Only the first time: there may be room for everything but this.
-                    self._store.condition.note(error, FILES)
+                    self._store.health.record(error, FILES)
                     log.error(
                         "a save of %s waits up to %.0f s: %s. %s",
-                        *(work.model_id, ROOM_PATIENCE_S, failed.message, trouble.advice),
+                        *(work.model_id, ROOM_PATIENCE_S, failed.message, problem.advice),
                     )
             else:
                 if waits:

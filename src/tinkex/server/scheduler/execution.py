@@ -186,18 +186,18 @@ class Desk:
             base_model = self._to_count.pop()
             counted = dict(self.companies[base_model].counted)
             if counted:
-                await self.store.deaths.note(counted)
+                await self.store.crash_counts.set(counted)
             else:
-                await self.store.deaths.clear(base_model)
+                await self.store.crash_counts.clear(base_model)
 
-    async def kept(self, request_id: str, ending: Ending) -> request_writes.Ending:
+    async def kept(self, request_id: str, ending: Ending) -> request_writes.FinalState:
         """What is to be written of a request; a large result is on disk already."""
         if ending.error is not None:
             category = ending.category or "server"
             return request_writes.failure(
                 request_id, ending.error, category=category, cause=ending.cause
             )
-        place = await self.store.requests.keep(ending.result)
+        place = await self.store.requests.store_result(ending.result)
         return request_writes.success(request_id, ending.result, place)
 
     async def insist_on_storing(self, attempt: Callable[[], Awaitable[None]]) -> None:
@@ -339,7 +339,7 @@ class Results:
                 model_id=model.model_id,
                 seq_id=first.step.seq_id,
             )
-            await requests.file_refused(new, first.ending.error or "", cause=Cause.WORK)
+            await requests.store_refused(new, first.ending.error or "", cause=Cause.WORK)
             return
         endings = [await self._desk.kept(one.step.request_id, one.ending) for one in group]
         await requests.finish_all(endings)

@@ -28,7 +28,7 @@ from tinkex.server.scheduler.jobs import Ending, bug, deadly
 from tinkex.server.scheduler.model_state import Run, step_of
 from tinkex.server.scheduler.recovery import Rebuilding, Revival, Snapshots
 from tinkex.server.scheduler.step_queue import Cause, Kind, Step, Turn
-from tinkex.server.store import Damaged, StorageTrouble
+from tinkex.server.store import Damaged, StorageError
 from tinkex.wire.codec import encode_json
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import CreateModelResponse
@@ -375,7 +375,7 @@ class Turns:
         # What was accepted has arrived, even if it was not handed on.
         try:
             await self.find(run)
-        except StorageTrouble as error:
+        except StorageError as error:
             log.info("a missing step of %s is given up later: %s", run.model.model_id, error)
             return
         if run.line.gap() == gap:

@@ -21,7 +21,7 @@ from tinkex.server.scheduler.checkpoints import Saving
 from tinkex.server.scheduler.execution import Desk
 from tinkex.server.scheduler.model_state import Run
 from tinkex.server.scheduler.step_queue import Cause, Kind, Step, Turn
-from tinkex.server.store import Damaged, RequestRow, Status, StorageTrouble
+from tinkex.server.store import Damaged, RequestRow, Status, StorageError
 
 #: What a step costs beside its tokens, in tokens.
 STEP_TOKENS = 100
@@ -226,7 +226,7 @@ class Revival:
 
     async def _replay(self, run: Run, incarnation: int) -> None:
         await self._rebuilding.turn(run)
-        snapshot = await self._store.snapshots.sound(run.model.model_id)
+        snapshot = await self._store.snapshots.newest_intact(run.model.model_id)
         if snapshot is not None:
             folder = await self._store.snapshots.open(snapshot)
             await self.work(run, jobs.create(run.model), incarnation)
@@ -342,7 +342,7 @@ class Snapshots:
             return await self._begin(run)
         except (EngineLost, EngineRefused, BaseChanged, WorkFailed, Damaged) as lost:
             log.info("no snapshot of %s: %s", run.model.model_id, lost)
-        except StorageTrouble as trouble:
+        except StorageError as trouble:
             log.warning("no snapshot of %s: %s", run.model.model_id, trouble)
         except Exception:
             log.exception("no snapshot of %s", run.model.model_id)
@@ -363,7 +363,7 @@ class Snapshots:
             if run.live_in != incarnation:  # a result could not be stored
                 return None
             model_id = run.model.model_id
-            place, folder = self._desk.store.snapshots.new_place(model_id)
+            place, folder = self._desk.store.snapshots.new_key(model_id)
             work = Work(task=Task.SNAPSHOT, model_id=model_id, folder=folder)
             # The engine has the order before anything that is asked for later.
             answer = await self._revival.send(run, work, incarnation)
@@ -393,7 +393,7 @@ class Snapshots:
             )
         except (EngineLost, EngineRefused) as lost:
             log.info("no snapshot of %s: %s", model_id, lost)
-        except (WorkFailed, StorageTrouble) as failed:
+        except (WorkFailed, StorageError) as failed:
             log.warning("no snapshot of %s: %s", model_id, failed)
         except Exception:
             # The model goes on: its log is complete without a snapshot.

@@ -16,10 +16,10 @@ from tinkex.server.store import (
     NewRequest,
     RequestRow,
     Status,
-    StorageTrouble,
+    StorageError,
     Store,
 )
-from tinkex.server.store.request_writes import given_s
+from tinkex.server.store.request_writes import issued_s
 from tinkex.server.store.requests import ResultGone
 
 #: Is given what wakes a sleeper, for when nobody is there any more who would hear of it.
@@ -260,7 +260,7 @@ def load_of(request: NewRequest | RequestRow) -> Load:
 
 def _is_old(request_id: str, kept_s: float) -> bool:
     """Whether this may be a request whose row has been deleted."""
-    at_s = given_s(request_id)
+    at_s = issued_s(request_id)
     return at_s is not None and FIRST_S < at_s < time.time() - kept_s
 
 
@@ -374,7 +374,7 @@ class Completions:
             if older or tail.events or within_s <= 0 or self._closing:
                 return [*older, *tail.events[: MOST_TOLD - len(older)]]
             await tail.sleepers.sleep(within_s, leaving)
-        except StorageTrouble:
+        except StorageError:
             # Nothing may be told before what cannot be read now. The client asks again from the
             # same place, and not at once.
             await asyncio.sleep(min(within_s, TROUBLE_S))
@@ -394,7 +394,7 @@ class Completions:
         while floor < tail.floor:
             floor = tail.floor
             older = await self._store.requests.completions(
-                sampling_session_id, clone_id, after=cursor, up_to=floor, most=MOST_TOLD
+                sampling_session_id, clone_id, after=cursor, up_to=floor, limit=MOST_TOLD
             )
         return older
 

@@ -113,7 +113,7 @@ class Samples:
             if (check := self._desk.base_check) is not None:
                 incarnation = await self._desk.executor.ready(row.base_model)
                 await check.check_version(row.version_id, row.base_model, incarnation)
-            folder = await self._desk.store.checkpoints.open_again(row.version_id)
+            folder = await self._desk.store.checkpoints.open_cached(row.version_id)
         payload = await self._desk.payloads.get(row.request_id)
         tap = self._taps.get(row.request_id)
         return jobs.sample(row.owner, folder, payload, None if tap is None else tap.hear)

@@ -25,7 +25,7 @@ from tinkex.server.scheduler.recovery import Rebuilding, Revival, Snapshots
 from tinkex.server.scheduler.results import Futures
 from tinkex.server.scheduler.sample_worker import Losses, Samples, Tap
 from tinkex.server.scheduler.step_queue import Kind
-from tinkex.server.store import RequestRow, Status, StorageTrouble, Store
+from tinkex.server.store import RequestRow, Status, StorageError, Store
 from tinkex.wire.codec import encode_json
 from tinkex.wire.training import UnloadModelResponse
 
@@ -111,7 +111,7 @@ class Dispatcher:
 
     async def _remember_deaths(self) -> None:
         """How often what waits was lost so far; the end of the last web process counts too."""
-        deaths = await self._store.deaths.all()
+        deaths = await self._store.crash_counts.all()
         inside = [
             one for roll in self._rolls.values() if roll.remains for one in roll.remains.inside
         ]
@@ -130,13 +130,13 @@ class Dispatcher:
             # Alone as in `Company`: then it is known who it was.
             if len(remains.inside) == len(lost) == 1 and found[lost[0]] >= MOST_DEATHS:
                 guilty[lost[0]] = f"the web process died with the engine of {base_model}"
-        await self._store.deaths.note(found)
+        await self._store.crash_counts.set(found)
         deaths.update(found)
         for request_id, reason in guilty.items():
             base_model = base_models[request_id]
             # Whoever shared an engine with it was lost because of it.
             deaths = {one: n for one, n in deaths.items() if base_models.get(one) != base_model}
-            await self._store.deaths.clear(base_model)
+            await self._store.crash_counts.clear(base_model)
             self._desk.companies[base_model].remember(request_id, MOST_DEATHS, reason=reason)
         for request_id, times in deaths.items():
             if request_id in base_models:
@@ -196,7 +196,7 @@ class Dispatcher:
         if request_id in self._desk.taken or self._desk.futures.is_kept(request_id):
             return
         # While it cannot be read it stays where it is: `Pickup` finds it.
-        with contextlib.suppress(StorageTrouble):
+        with contextlib.suppress(StorageError):
             row = await self._store.requests.get(request_id)
             if row is not None and row.status is Status.WAITING:
                 self.take(row)
@@ -231,7 +231,7 @@ class Dispatcher:
         """Open a model that has steps: all that are on disk arrive together."""
         try:
             await self._open(model_id, first_seq=first_seq)
-        except StorageTrouble as error:
+        except StorageError as error:
             log.info("the steps of %s are taken up later: %s", model_id, error)
         finally:
             self._opening.discard(model_id)
@@ -403,7 +403,7 @@ class Pickup:
                 # One number from an index, while nothing is missing.
                 if await self._desk.store.requests.count_waiting() > len(self._desk.taken):
                     await self.look()
-            except StorageTrouble as error:
+            except StorageError as error:
                 log.info("waiting requests cannot be looked for now: %s", error)
             except Exception:
                 log.exception("waiting requests could not be looked for; it is tried again")
@@ -415,7 +415,7 @@ class Pickup:
         places = dict.fromkeys(await requests.waiting_owners())
         while places and not self._desk.closing:
             for owner, after in list(places.items()):
-                rows, last = await requests.waiting_of(owner, after=after, most=PIECE)
+                rows, last = await requests.waiting_of(owner, after=after, limit=PIECE)
                 for row in rows:
                     self._take(row)
                 if last is None:

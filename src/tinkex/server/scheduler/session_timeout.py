@@ -106,7 +106,7 @@ class Presence:
         self._active[session_id] = time.monotonic()
         if session_id in self._lapsed:
             self._lapsed.discard(session_id)
-            self._store.sessions.revive_session(session_id)
+            self._store.sessions.mark_active(session_id)
             log.info("session %s is back", session_id)
 
     def left(self, session_id: str) -> None:
@@ -124,15 +124,15 @@ class Presence:
             if heard_s >= oldest_s
         }
         # Rows outlive this process, so they have moments of the system clock.
-        silent = await self._store.sessions.silent_sessions(self._clock() - self._grace_s)
+        silent = await self._store.sessions.inactive_sessions(self._clock() - self._grace_s)
         gone = [session_id for session_id in silent if session_id not in self._active]
         if not gone:
             return
-        await self._store.sessions.lapse_sessions(gone)
+        await self._store.sessions.mark_lapsed(gone)
         for session_id in gone:
             # It may have come back while the mark was written.
             if session_id in self._active:
-                self._store.sessions.revive_session(session_id)
+                self._store.sessions.mark_active(session_id)
                 continue
             self._lapsed.add(session_id)
             self._dispatcher.free_session(session_id)

@@ -9,15 +9,15 @@ from typing import TypeVar
 import sqlalchemy as sa
 
 from tinkex.server.store.blobs import Files
-from tinkex.server.store.checkpoint_lists import Catalog, Saved
+from tinkex.server.store.checkpoint_lists import CheckpointLists, NamedCheckpoint
 from tinkex.server.store.checkpoints import Checkpoints, OverQuota, Quota, Quotas, Version
 from tinkex.server.store.database import Database, accepted_work
 from tinkex.server.store.events import Audit, Telemetry
 from tinkex.server.store.keys import ApiKey, Keys, refuse_lost_keys
 from tinkex.server.store.models import BaseHashes, CustomLoss, Model, Models, RunTaken, Sampler
 from tinkex.server.store.request_writes import Accepted, Completion, NewRequest
-from tinkex.server.store.requests import Deaths, Repeats, RequestRow, Requests
-from tinkex.server.store.retention import Retention, refuse_another
+from tinkex.server.store.requests import CrashCounts, Repeats, RequestRow, Requests
+from tinkex.server.store.retention import Retention, refuse_wrong_database
 from tinkex.server.store.schema import Status
 from tinkex.server.store.sessions import Session, Sessions
 from tinkex.server.store.snapshots import Snapshots
@@ -25,8 +25,8 @@ from tinkex.server.store.storage_health import (
     FILES,
     Damaged,
     DatabaseRefused,
-    StorageTrouble,
-    StoreAway,
+    StorageError,
+    ObjectStoreUnavailable,
 )
 from tinkex.server.store.usage import Usage
 
@@ -48,11 +48,11 @@ __all__ = [
     "Requests",
     "RunTaken",
     "Sampler",
-    "Saved",
+    "NamedCheckpoint",
     "Session",
     "Sessions",
     "Status",
-    "StorageTrouble",
+    "StorageError",
     "Store",
     "Version",
     "accepted_work",
@@ -71,11 +71,11 @@ class Store:
     def __init__(self, *, database: Database, files: Files, folder: Path) -> None:
         self._database = database
         #: Whether anything is wrong with the disk or the database.
-        self.condition = database.condition
+        self.health = database.health
         self.files = files
         self.keys = Keys(database, folder)
         self.requests = Requests(database, files)
-        self.deaths = Deaths(database)
+        self.crash_counts = CrashCounts(database)
         self.repeats = Repeats(database)
         self.retention = Retention(database, files, folder)
         self.quotas = Quotas(database, self.retention)
@@ -86,7 +86,7 @@ class Store:
         self.audit = Audit(database)
         self.telemetry = Telemetry(database)
         self.checkpoints = Checkpoints(database, files, folder, self.quotas)
-        self.catalog = Catalog(database, self.quotas)
+        self.catalog = CheckpointLists(database, self.quotas)
         self.snapshots = Snapshots(database, files, folder)
 
     @property
@@ -98,20 +98,20 @@ class Store:
         """Build a large answer off the event loop."""
         return await self._database.build_report(act)
 
-    def look_at_database(self) -> None:
+    def check_database_file(self) -> None:
         """Whether the database is still there; `condition` then tells."""
-        self._database.look_at_file()
+        self._database.check_file()
 
     async def probe(self) -> None:
         """Write something everywhere; `condition` then tells how that went."""
-        with contextlib.suppress(StorageTrouble):
+        with contextlib.suppress(StorageError):
             await self._database.write(_touch)
         try:
             await self._database.with_file(self._probe_files)
-        except StorageTrouble:
+        except StorageError:
             return
         else:
-            self.condition.clear(FILES)
+            self.health.clear(FILES)
 
     def _probe_files(self) -> None:
         place = self.files.put("probe", PROBE)
@@ -129,7 +129,7 @@ def _touch(connection: sa.Connection) -> None:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = version_num")
 
 
-def open_store(*, db_url: str, storage_url: str, folder: Path, alone: bool = False) -> Store:
+def open_store(*, db_url: str, storage_url: str, folder: Path, exclusive: bool = False) -> Store:
     """
     Open, or make, the store. Servers are `alone` on it, and bring its schema up to date.
 
@@ -137,13 +137,13 @@ def open_store(*, db_url: str, storage_url: str, folder: Path, alone: bool = Fal
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _keep_private(db_url)
-    database = Database(db_url, alone=alone)
+    database = Database(db_url, exclusive=exclusive)
     try:
         files = Files(storage_url)
         if alone:
-            refuse_another(database, files)
+            refuse_wrong_database(database, files)
             refuse_lost_keys(database, folder)
-    except (StoreAway, ImportError) as error:
+    except (ObjectStoreUnavailable, ImportError) as error:
         database.close()
         raise DatabaseRefused(
             f"the object store {storage_url} cannot be used: {error}. See that it runs and lets "

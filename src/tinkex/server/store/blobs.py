@@ -16,7 +16,7 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
-from tinkex.server.store.storage_health import Damaged, StoreAway
+from tinkex.server.store.storage_health import Damaged, ObjectStoreUnavailable
 from tinkex.wire.errors import UserFailure
 
 #: How a problem begins that is one of rights, or of the disk, and says nothing of what is there.
@@ -26,20 +26,20 @@ UNREADABLE = "cannot be read"
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.EIO)
 
 # Files of which is known that they are sound; more are read again.
-KNOWN = 10_000
+MAX_KNOWN = 10_000
 
 # Of the fingerprint in a file's name.
 FINGERPRINT_DIGITS = 32
 
 
 #: Where files and folders are that rows point to, and how many names deep below that.
-ROOMS = {"payloads": 2, "results": 2, "checkpoints": 4, "snapshots": 2}
+PREFIX_DEPTHS = {"payloads": 2, "results": 2, "checkpoints": 4, "snapshots": 2}
 
 
-def is_place(text: str) -> bool:
+def is_key(text: str) -> bool:
     """Whether it leads to something in one of the rooms, and nowhere else."""
     room, *names = text.split("/")
-    return room in ROOMS and names != [] and not {"", ".", ".."} & set(names) and "\0" not in text
+    return room in PREFIX_DEPTHS and names != [] and not {"", ".", ".."} & set(names) and "\0" not in text
 
 
 #: An object store has this long to take a connection, and to send the next bytes.
@@ -64,7 +64,7 @@ class ObjectTooLarge(UserFailure):
 
 
 class Files:
-    """Named bytes below one root: a local folder, or any fsspec URL."""
+    """CheckpointName bytes below one root: a local folder, or any fsspec URL."""
 
     def __init__(self, root_url: str) -> None:
         # A listing that was kept would not show what other processes have written since.
@@ -108,7 +108,7 @@ class Files:
     def _remember(self, place: str, facts: os.stat_result) -> None:
         if not place.startswith("payloads/"):
             return  # nobody asks for these without reading them
-        if len(self._known) >= KNOWN:
+        if len(self._known) >= MAX_KNOWN:
             self._known.clear()
         self._known[place] = _identity(facts)
 
@@ -126,7 +126,7 @@ class Files:
             raise Damaged(f"is missing: there is no file {place}") from None
         except (IsADirectoryError, NotADirectoryError) as error:
             raise Damaged(f"is damaged: {place} is no file ({error.strerror})") from None
-        except StoreAway:
+        except ObjectStoreUnavailable:
             raise
         except OSError as error:
             if error.errno not in _UNREADABLE:
@@ -192,11 +192,11 @@ class Files:
             with _store_errors():
                 self._filesystem.rm(names)
 
-    def older(self, room: str, depth: int, *, before_s: float) -> list[str]:
+    def list_older(self, room: str, depth: int, *, before_s: float) -> list[str]:
         """What lies so many names below a room and was last written before then."""
         found: dict[str, float] = {}
         if self.local is not None:
-            for place, entry in _below(self.local, room, depth):
+            for place, entry in _entries_below(self.local, room, depth):
                 with contextlib.suppress(FileNotFoundError):
                     found[place] = entry.stat(follow_symlinks=False).st_mtime
         else:
@@ -209,11 +209,11 @@ class Files:
                 found[place] = max(found.get(place, 0.0), _written_s(facts))
         return [place for place, at_s in found.items() if at_s < before_s]
 
-    def names(self, room: str) -> set[str]:
+    def top_names(self, room: str) -> set[str]:
         """The first names below a room under which there is something."""
         if self.local is not None:
             # Folders stay behind empty.
-            places = self.older(room, ROOMS[room], before_s=math.inf)
+            places = self.list_older(room, PREFIX_DEPTHS[room], before_s=math.inf)
             return {place.split("/")[1] for place in places}
         try:
             with _store_errors(may_be_missing=True):
@@ -222,12 +222,12 @@ class Files:
             return set()
         return {name.rstrip("/").rpartition("/")[2] for name in listed}
 
-    def all_places(self) -> list[str]:
+    def all_keys(self) -> list[str]:
         """Everything that rows may point to, or have pointed to."""
         return [
             place
-            for room, depth in ROOMS.items()
-            for place in self.older(room, depth, before_s=math.inf)
+            for room, depth in PREFIX_DEPTHS.items()
+            for place in self.list_older(room, depth, before_s=math.inf)
         ]
 
     def upload(self, folder: str, place: str) -> None:
@@ -278,7 +278,7 @@ def _s3_options() -> dict[str, Any]:
         from aiobotocore.session import get_session  # type: ignore[import-untyped]
         from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
     except ModuleNotFoundError as error:
-        raise StoreAway(
+        raise ObjectStoreUnavailable(
             f"it needs {error.name}, which is not installed: run `pip install 'tinkex[s3]'`"
         ) from None
     session = get_session()
@@ -290,7 +290,7 @@ def _s3_options() -> dict[str, Any]:
 @contextlib.contextmanager
 def _store_errors(*, may_be_missing: bool = False) -> Iterator[None]:
     """
-    Whatever an object store raises becomes `StoreAway`, which is waited for.
+    Whatever an object store raises becomes `ObjectStoreUnavailable`, which is waited for.
 
     That is right for missing rights or a missing bucket too: they concern all objects, and only
     the operator can mend them. What concerns one object, missing or too large, is raised as such.
@@ -301,19 +301,19 @@ def _store_errors(*, may_be_missing: bool = False) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in _LOCAL:
             raise  # the disk that it was brought to
         # A whole bucket that is missing says nothing about what was in it.
-        missing = isinstance(error, FileNotFoundError) and "NoSuchBucket" not in _said(error)
+        missing = isinstance(error, FileNotFoundError) and "NoSuchBucket" not in _s3_error_codes(error)
         if missing and may_be_missing:
             raise
         told = str(error).strip().partition("\n")[0] or type(error).__name__
-        if not _said(error).isdisjoint(_TOO_LARGE):
+        if not _s3_error_codes(error).isdisjoint(_TOO_LARGE):
             raise ObjectTooLarge(
                 f"the object store of this server does not take an object of this size ({told}). "
                 "Send less in one request, or ask whoever runs the server to allow larger objects."
             ) from error
-        raise StoreAway(told) from error
+        raise ObjectStoreUnavailable(told) from error
 
 
-def _said(error: Exception) -> set[str | int]:
+def _s3_error_codes(error: Exception) -> set[str | int]:
     """Code and status of an answer of S3, which s3fs keeps behind its own errors; else nothing."""
     response = getattr(error.__cause__ or error, "response", None) or {}
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -325,7 +325,7 @@ def _identity(facts: os.stat_result) -> tuple[int, int, int]:
     return facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
-def _below(root: str, place: str, depth: int) -> Iterator[tuple[str, os.DirEntry[str]]]:
+def _entries_below(root: str, place: str, depth: int) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """
     What lies so many names below a place, with the place of each.
 
@@ -340,7 +340,7 @@ def _below(root: str, place: str, depth: int) -> Iterator[tuple[str, os.DirEntry
         if depth == 1:
             yield f"{place}/{entry.name}", entry
         else:
-            yield from _below(root, f"{place}/{entry.name}", depth - 1)
+            yield from _entries_below(root, f"{place}/{entry.name}", depth - 1)
 
 
 def fingerprint(folder: str) -> str:
@@ -353,31 +353,31 @@ def fingerprint(folder: str) -> str:
     return whole.hexdigest()
 
 
-def fault(folder: str, place: str, written: str | None) -> str | None:
+def folder_problem(folder: str, place: str, written: str | None) -> str | None:
     """What is wrong with the files of a folder; None when they are what was written."""
     try:
-        return _fault(folder, place, written)
+        return _folder_problem(folder, place, written)
     except OSError as error:
         if error.errno not in _UNREADABLE:
             raise
         return f"{UNREADABLE}: {error.strerror} ({error.filename or place})"
 
 
-def _fault(folder: str, place: str, written: str | None) -> str | None:
+def _folder_problem(folder: str, place: str, written: str | None) -> str | None:
     if not os.path.isdir(folder):
         return f"is missing: there is no folder {place}"
     for name in sorted(os.listdir(folder)):
         file = f"{folder}/{name}"
         if not os.path.isfile(file):
             return f"is damaged: {place}/{name} is no file"
-        if name.endswith(".safetensors") and (problem := tensor_fault(file)) is not None:
+        if name.endswith(".safetensors") and (problem := safetensors_problem(file)) is not None:
             return f"is damaged: {place}/{name} {problem}"
     if written is not None and fingerprint(folder) != written:
         return f"is damaged: the files in {place} are not what was written"
     return None
 
 
-def tensor_fault(file: str) -> str | None:
+def safetensors_problem(file: str) -> str | None:
     """What is wrong with a safetensors file, by its head and its length."""
     size = os.path.getsize(file)
     with open(file, "rb") as opened:
@@ -443,24 +443,24 @@ def sync(path: str | Path) -> None:
 # MERGED: Files that only the holders of some age keys can read. Needs `tinkex[age]`.
 
 
-MOST_RECIPIENTS = 10
+MAX_RECIPIENTS = 10
 
 
 def check_recipients(recipients: Sequence[str]) -> None:
     """Refuse before the work what could not be locked after it."""
-    if len(recipients) > MOST_RECIPIENTS:
+    if len(recipients) > MAX_RECIPIENTS:
         raise UserFailure(
-            f"age_encryption_recipients has {len(recipients)} keys; {MOST_RECIPIENTS} are allowed."
+            f"age_encryption_recipients has {len(recipients)} keys; {MAX_RECIPIENTS} are allowed."
         )
     if recipients:
-        _parsed(recipients)
+        _parse_recipients(recipients)
 
 
-def lock_files(folder: Path, locked: Path, recipients: Sequence[str]) -> int:
+def encrypt_files(folder: Path, locked: Path, recipients: Sequence[str]) -> int:
     """Every file of `folder` as NAME.age in `locked`, whole or not at all; bytes of the result."""
     import pyrage  # type: ignore[import-untyped]
 
-    keys = _parsed(recipients)
+    keys = _parse_recipients(recipients)
     part = locked.with_name(f".{locked.name}.{secrets.token_hex(4)}.part")
     part.mkdir()
     size_bytes = 0
@@ -481,7 +481,7 @@ def lock_files(folder: Path, locked: Path, recipients: Sequence[str]) -> int:
     return size_bytes
 
 
-def _parsed(recipients: Sequence[str]) -> list[Any]:
+def _parse_recipients(recipients: Sequence[str]) -> list[Any]:
     try:
         import pyrage
     except ImportError:

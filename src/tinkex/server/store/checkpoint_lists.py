@@ -8,9 +8,9 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store import events
-from tinkex.server.store.checkpoints import VERSION, Quotas, Version, alive, note_saved
+from tinkex.server.store.checkpoints import VERSION, Quotas, Version, not_expired, note_saved
 from tinkex.server.store.database import Database
-from tinkex.server.store.models import MODEL, Model, RunTaken, was_made
+from tinkex.server.store.models import MODEL, Model, RunTaken, was_created
 from tinkex.server.store.schema import (
     checkpoint_names,
     checkpoint_versions,
@@ -18,14 +18,14 @@ from tinkex.server.store.schema import (
     requests,
     sessions,
 )
-from tinkex.server.store.sql_dialects import among
+from tinkex.server.store.sql_dialects import in_list
 from tinkex.wire.errors import UserFailure
 
 FEWER = "Ask for fewer at once (`limit`, `offset`); all checkpoints can be listed in such pages."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
+class NamedCheckpoint:
     """A checkpoint under its name."""
 
     model_id: str
@@ -39,12 +39,12 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class RunSummary:
     """A training run, with the newest checkpoint of each kind."""
 
     model: Model
     last_request_s: float
-    newest: Mapping[str, Saved]
+    newest: Mapping[str, NamedCheckpoint]
     #: Nothing can build it again.
     lost: bool
 
@@ -65,7 +65,7 @@ _SAVED = (
 )
 
 
-class Catalog:
+class CheckpointLists:
     """Lists, and what an owner may do to a name. Expired names are not there any more."""
 
     def __init__(self, database: Database, quotas: Quotas) -> None:
@@ -81,13 +81,13 @@ class Catalog:
         published: bool = False,
         limit: int | None = None,
         offset: int = 0,
-    ) -> tuple[list[Saved], int]:
+    ) -> tuple[list[NamedCheckpoint], int]:
         """A page, newest first, and how many there are; also of what others published if asked."""
         of_owner = checkpoint_versions.c.owner == owner
         readable = [
             sa.or_(of_owner, checkpoint_names.c.public) if published else of_owner,
             checkpoint_names.c.kind.in_(sorted(kinds)),
-            alive(time.time()),
+            not_expired(time.time()),
         ]
         if model_id is not None:
             readable.append(checkpoint_names.c.model_id == model_id)
@@ -97,9 +97,9 @@ class Catalog:
         page = page.limit(limit).offset(offset)
         count = sa.select(sa.func.count()).select_from(chosen.subquery())
 
-        def act(connection: sa.Connection) -> tuple[list[Saved], int]:
-            found: list[Saved] = []
-            weight = Weight(FEWER)
+        def act(connection: sa.Connection) -> tuple[list[NamedCheckpoint], int]:
+            found: list[NamedCheckpoint] = []
+            weight = MetadataBudget(FEWER)
             for row in connection.execute(page):
                 found.append(_saved(row))
                 weight.add(found[-1].user_metadata)
@@ -107,10 +107,10 @@ class Catalog:
 
         return await self._database.read_report(act)
 
-    async def checkpoint(self, *, model_id: str, kind: str, name: str) -> Saved | None:
-        statement = _SAVED.where(_is(model_id, kind, name), alive(time.time()))
+    async def checkpoint(self, *, model_id: str, kind: str, name: str) -> NamedCheckpoint | None:
+        statement = _SAVED.where(_is(model_id, kind, name), not_expired(time.time()))
 
-        def act(connection: sa.Connection) -> Saved | None:
+        def act(connection: sa.Connection) -> NamedCheckpoint | None:
             row = connection.execute(statement).first()
             return None if row is None else _saved(row)
 
@@ -124,7 +124,7 @@ class Catalog:
         limit: int,
         offset: int,
         published: bool = False,
-    ) -> tuple[list[Run], int]:
+    ) -> tuple[list[RunSummary], int]:
         """
         A page, newest first, and how many there are.
 
@@ -133,8 +133,8 @@ class Catalog:
         of_owner = models.c.owner == owner
         shared = published and project_id is None
         chosen = sa.select(models.c.model_id).where(
-            sa.or_(of_owner, shares_something(time.time())) if shared else of_owner,
-            was_made(),
+            sa.or_(of_owner, has_published_checkpoint(time.time())) if shared else of_owner,
+            was_created(),
         )
         if project_id is not None:
             chosen = chosen.join(sessions, sessions.c.session_id == models.c.session_id).where(
@@ -144,10 +144,10 @@ class Catalog:
         page = page.limit(limit).offset(offset)
         count = sa.select(sa.func.count()).select_from(chosen.subquery())
 
-        def act(connection: sa.Connection) -> tuple[list[Run], int]:
-            found: list[Run] = []
-            weight = Weight(FEWER)
-            for ids in slices(list(connection.scalars(page))):
+        def act(connection: sa.Connection) -> tuple[list[RunSummary], int]:
+            found: list[RunSummary] = []
+            weight = MetadataBudget(FEWER)
+            for ids in batches(list(connection.scalars(page))):
                 for run in _runs(connection, ids, owner):
                     weight.add(run.model.user_metadata)
                     for saved in run.newest.values():
@@ -157,10 +157,10 @@ class Catalog:
 
         return await self._database.read_report(act)
 
-    async def run(self, model_id: str, *, reader: str) -> Run | None:
+    async def run(self, model_id: str, *, reader: str) -> RunSummary | None:
         """A run as this owner may see it; None if nothing of it is theirs or published."""
 
-        def act(connection: sa.Connection) -> Run | None:
+        def act(connection: sa.Connection) -> RunSummary | None:
             found = next(iter(_runs(connection, [model_id], reader)), None)
             if found is None or (found.model.owner != reader and not found.newest):
                 return None
@@ -170,7 +170,7 @@ class Catalog:
 
     async def delete(self, *, model_id: str, kind: str, name: str) -> bool:
         """Take the name away; whether it was there. Its files go when nothing uses them."""
-        statement = checkpoint_names.delete().where(_is(model_id, kind, name), alive(time.time()))
+        statement = checkpoint_names.delete().where(_is(model_id, kind, name), not_expired(time.time()))
         return await self._change(
             statement, "checkpoint.deleted", (model_id, kind, name), reserve=True
         )
@@ -179,7 +179,7 @@ class Catalog:
         """Whether it is there. What is so already is not written, nor noted, once more."""
         statement = checkpoint_names.update().where(
             _is(model_id, kind, name),
-            alive(time.time()),
+            not_expired(time.time()),
             checkpoint_names.c.public.is_(not public),
         )
         event = "checkpoint.published" if public else "checkpoint.unpublished"
@@ -194,7 +194,7 @@ class Catalog:
     async def set_expiry(
         self, expires_s: float | None, *, model_id: str, kind: str, name: str
     ) -> bool:
-        statement = checkpoint_names.update().where(_is(model_id, kind, name), alive(time.time()))
+        statement = checkpoint_names.update().where(_is(model_id, kind, name), not_expired(time.time()))
         return await self._change(
             statement.values(expires_s=expires_s),
             "checkpoint.expiry_set",
@@ -216,7 +216,7 @@ class Catalog:
         model: Model,
         model_seq_id: int,
         source: Version,
-        like: Saved | None,
+        like: NamedCheckpoint | None,
         expires_s: float | None,
     ) -> Version:
         """A run that is one copied checkpoint; a repeat finds the first copy. May raise RunTaken."""
@@ -270,7 +270,7 @@ class Catalog:
         model_id, kind, name = key
         told = {"model_id": model_id, "tinker_path": f"tinker://{model_id}/{kind}/{name}"}
         whose = sa.select(models.c.owner).where(models.c.model_id == model_id)
-        there = sa.select(checkpoint_names.c.name).where(_is(*key), alive(time.time()))
+        there = sa.select(checkpoint_names.c.name).where(_is(*key), not_expired(time.time()))
 
         def act(connection: sa.Connection) -> bool:
             if not connection.execute(statement).rowcount:
@@ -301,7 +301,7 @@ def _earlier_copy(connection: sa.Connection, version: Version, fingerprint: str)
         _SAVED.where(
             _is(version.model_id, version.kind, version.name or ""),
             checkpoint_versions.c.fingerprint == fingerprint,
-            alive(time.time()),
+            not_expired(time.time()),
         )
     ).first()
     if copy is None or run.trained or run.last_request_s is not None:
@@ -309,10 +309,10 @@ def _earlier_copy(connection: sa.Connection, version: Version, fingerprint: str)
     return _saved(copy).version
 
 
-def shares_something(now_s: float) -> sa.ColumnElement[bool]:
+def has_published_checkpoint(now_s: float) -> sa.ColumnElement[bool]:
     """Models of which a checkpoint is published."""
     return sa.exists().where(
-        checkpoint_names.c.model_id == models.c.model_id, checkpoint_names.c.public, alive(now_s)
+        checkpoint_names.c.model_id == models.c.model_id, checkpoint_names.c.public, not_expired(now_s)
     )
 
 
@@ -324,7 +324,7 @@ def _is(model_id: str, kind: str, name: str) -> sa.ColumnElement[bool]:
     )
 
 
-def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Run]:
+def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[RunSummary]:
     """Runs in the order of their ids; of those of others only what was published."""
     last = (
         sa.select(sa.func.max(requests.c.created_s))
@@ -334,9 +334,9 @@ def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Ru
     chosen = (
         sa.select(*MODEL, models.c.last_request_s, last.label("last_s"), sessions.c.failure)
         .join(sessions, sessions.c.session_id == models.c.session_id)
-        .where(among(models.c.model_id, ids), was_made())
+        .where(in_list(models.c.model_id, ids), was_created())
     )
-    newest: dict[str, dict[str, Saved]] = {}
+    newest: dict[str, dict[str, NamedCheckpoint]] = {}
     for saved in _newest(connection, ids, reader):
         newest.setdefault(saved.model_id, {})[saved.kind] = saved
     found = {}
@@ -351,7 +351,7 @@ def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Ru
             failed = None
             shown = newest.get(model.model_id, {}).values()
             last_s = max((saved.saved_s for saved in shown), default=model.created_s)
-        found[model.model_id] = Run(
+        found[model.model_id] = RunSummary(
             model=model,
             last_request_s=last_s,
             newest=newest.get(model.model_id, {}),
@@ -360,7 +360,7 @@ def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Ru
     return [found[model_id] for model_id in ids if model_id in found]
 
 
-def _newest(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Saved]:
+def _newest(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[NamedCheckpoint]:
     own = sa.select(models.c.model_id).where(models.c.owner == reader)
     place = (
         sa.func.row_number()
@@ -373,9 +373,9 @@ def _newest(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[
     ranked = (
         sa.select(*_KEY, place)
         .where(
-            among(checkpoint_names.c.model_id, ids),
+            in_list(checkpoint_names.c.model_id, ids),
             sa.or_(checkpoint_names.c.public, checkpoint_names.c.model_id.in_(own)),
-            alive(time.time()),
+            not_expired(time.time()),
         )
         .subquery()
     )
@@ -391,9 +391,9 @@ def _newest(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[
     return [_saved(row) for row in connection.execute(first)]
 
 
-def _saved(row: sa.Row[*tuple[Any, ...]]) -> Saved:
+def _saved(row: sa.Row[*tuple[Any, ...]]) -> NamedCheckpoint:
     values = row._mapping
-    return Saved(
+    return NamedCheckpoint(
         version=Version(**{column.name: values[column.name] for column in VERSION}),
         **{column.name: values[f"named_{column.name}"] for column in _NAME},
         **{column.name: values[f"key_{column.name}"] for column in _KEY},
@@ -404,16 +404,16 @@ def _saved(row: sa.Row[*tuple[Any, ...]]) -> Saved:
 
 
 #: Characters of all metadata on one page. It is in memory several times before it is sent.
-MOST_METADATA = 16 * 2**20
+MAX_METADATA_CHARACTERS = 16 * 2**20
 #: Rows that are looked at together.
-SLICE = 200
+ROWS_PER_READ = 200
 
 
-def characters_of(metadata: Mapping[str, Any] | None) -> int:
+def metadata_characters(metadata: Mapping[str, Any] | None) -> int:
     return sum(len(key) + len(str(value)) for key, value in (metadata or {}).items())
 
 
-class Weight:
+class MetadataBudget:
     """What the metadata of a page comes to; raises when it is too much."""
 
     def __init__(self, advice: str) -> None:
@@ -423,24 +423,24 @@ class Weight:
 
     def add(self, metadata: Mapping[str, Any] | None) -> None:
         self._entries += 1
-        self._characters += characters_of(metadata)
-        if self._characters > MOST_METADATA:
+        self._characters += metadata_characters(metadata)
+        if self._characters > MAX_METADATA_CHARACTERS:
             raise UserFailure(
-                f"the first {self._entries} entries have more than {MOST_METADATA} characters of "
+                f"the first {self._entries} entries have more than {MAX_METADATA_CHARACTERS} characters of "
                 f"metadata, which is the most of one answer. {self._advice}"
             )
 
 
-def slices(ids: list[str]) -> Iterator[list[str]]:
-    for start in range(0, len(ids), SLICE):
-        yield ids[start : start + SLICE]
+def batches(ids: list[str]) -> Iterator[list[str]]:
+    for start in range(0, len(ids), ROWS_PER_READ):
+        yield ids[start : start + ROWS_PER_READ]
 
 
-def weighed(
+def within_metadata_budget(
     rows: Iterable[tuple[str, Mapping[str, Any]]], advice: str
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The same pairs of a name and its metadata, as far as they fit."""
-    weight = Weight(advice)
+    weight = MetadataBudget(advice)
     for name, metadata in rows:
         weight.add(metadata)
         yield name, metadata

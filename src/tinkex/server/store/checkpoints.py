@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from tinkex.server.store import events, request_writes
-from tinkex.server.store.blobs import Files, fault, fingerprint
+from tinkex.server.store.blobs import Files, folder_problem, fingerprint
 from tinkex.server.store.database import Database
-from tinkex.server.store.models import Sampler, insert_sampler, was_made
-from tinkex.server.store.retention import Retention, ended
+from tinkex.server.store.models import Sampler, insert_sampler, was_created
+from tinkex.server.store.retention import Retention, session_ended
 from tinkex.server.store.schema import (
     api_keys,
     checkpoint_names,
@@ -24,14 +24,14 @@ from tinkex.server.store.schema import (
     models,
     sessions,
 )
-from tinkex.server.store.storage_health import FILES, Damaged, StorageTrouble
+from tinkex.server.store.storage_health import FILES, Damaged, StorageError
 from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
 from tinkex.wire.errors import UserFailure
 
 T = TypeVar("T")
 
 #: How many versions are remembered as looked at.
-SOUND_KEPT = 4096
+MAX_CACHED_VERSIONS = 4096
 
 
 class NameTaken(Exception):
@@ -55,7 +55,7 @@ class Version:
     size_bytes: int
     created_s: float
 
-    def sized(self, size_bytes: int) -> "Version":
+    def with_size(self, size_bytes: int) -> "Version":
         """The same version, written."""
         return replace(self, size_bytes=size_bytes)
 
@@ -83,7 +83,7 @@ class Checkpoints:
         #: Where the engine writes and reads; the store itself when that is local.
         self._folder = files.local or str(folder)
         #: Versions whose files this process has looked at: they never change.
-        self._sound: set[str] = set()
+        self._verified: set[str] = set()
         #: The folders of versions that were opened lately.
         self._opened: dict[str, str] = {}
 
@@ -106,11 +106,11 @@ class Checkpoints:
         """Where the engine writes this version."""
         return f"{self._folder}/{version.place}"
 
-    async def open(self, version_id: str, *, must: bool = False) -> str:
+    async def open(self, version_id: str, *, required: bool = False) -> str:
         """
         The folder of a saved version on this machine.
 
-        While an object store is away this raises StorageTrouble, or waits if it `must` be opened.
+        While an object store is away this raises StorageError, or waits if it `must` be opened.
         A database that is away is waited for in accepted work only (see `Database.read`).
         """
         version = await self.version(version_id)
@@ -122,31 +122,31 @@ class Checkpoints:
         folder = self.folder(version)
         # Every sample asks this: where the files are here anyway, it waits for no hash or upload.
         local = self._files.local is not None
-        look = self._database.with_file if local else self._database.in_thread
-        if not await look(lambda: self._brought(version, folder), must=must):
+        look = self._database.with_file if local else self._database.with_folder
+        if not await look(lambda: self._download(version, folder), required=required):
             raise _unreadable(version, f"is missing: there is no folder {version.place}")
-        if version.version_id not in self._sound:
+        if version.version_id not in self._verified:
             await self._check(version, folder)
         return folder
 
-    async def open_again(self, version_id: str) -> str:
+    async def open_cached(self, version_id: str) -> str:
         """
         The same for accepted samples, without a look each time: a version never changes.
 
-        Nor is one deleted that an unfinished request names. `forget_opened` all the same, now and
+        Nor is one deleted that an unfinished request names. `clear_open_cache` all the same, now and
         then: somebody may have deleted files by hand.
         """
         if (folder := self._opened.get(version_id)) is None:
-            folder = await self.open(version_id, must=True)
-            if len(self._opened) >= SOUND_KEPT:
+            folder = await self.open(version_id, required=True)
+            if len(self._opened) >= MAX_CACHED_VERSIONS:
                 self._opened.clear()
             self._opened[version_id] = folder
         return folder
 
-    def forget_opened(self) -> None:
+    def clear_open_cache(self) -> None:
         self._opened.clear()
 
-    def _brought(self, version: Version, folder: str) -> bool:
+    def _download(self, version: Version, folder: str) -> bool:
         """Whether the files are on this machine now."""
         with contextlib.suppress(FileNotFoundError):
             self._files.download(version.place, folder)
@@ -155,12 +155,12 @@ class Checkpoints:
     async def _check(self, version: Version, folder: str) -> None:
         """Raises Damaged unless the files are what was saved. They are read once, then believed."""
         written = await self._fingerprint(version)
-        problem = await self._database.in_thread(lambda: fault(folder, version.place, written))
+        problem = await self._database.with_folder(lambda: folder_problem(folder, version.place, written))
         if problem is not None:
             raise _unreadable(version, problem)
-        if len(self._sound) >= SOUND_KEPT:
-            self._sound.clear()  # samplers come and go; looking again costs one read
-        self._sound.add(version.version_id)
+        if len(self._verified) >= MAX_CACHED_VERSIONS:
+            self._verified.clear()  # samplers come and go; looking again costs one read
+        self._verified.add(version.version_id)
 
     async def _fingerprint(self, version: Version) -> str | None:
         """As it was written down when the version was saved."""
@@ -173,11 +173,11 @@ class Checkpoints:
         version, _ = await self._named(model_id, kind, name)
         return version is not None
 
-    async def keep_files(self, version: Version) -> str:
+    async def store_files(self, version: Version) -> str:
         """Make the files that the engine wrote durable; their fingerprint, for `save`."""
         folder = self.folder(version)
-        written = await self._database.in_thread(lambda: fingerprint(folder), must=True)
-        await self._database.in_thread(lambda: self._files.upload(folder, version.place), must=True)
+        written = await self._database.with_folder(lambda: fingerprint(folder), required=True)
+        await self._database.with_folder(lambda: self._files.upload(folder, version.place), required=True)
         return written
 
     async def save(
@@ -195,7 +195,7 @@ class Checkpoints:
         def act(connection: sa.Connection) -> None:
             values = {column.name: getattr(version, column.name) for column in VERSION}
             connection.execute(checkpoint_versions.insert(), {**values, "fingerprint": fingerprint})
-            named = naming is not None and _point_name(connection, version, naming)
+            named = naming is not None and _assign_name(connection, version, naming)
             self._quotas.check(
                 connection, version.owner, size_bytes=version.size_bytes, checkpoints=int(named)
             )
@@ -204,14 +204,14 @@ class Checkpoints:
             note_saved(connection, version, "checkpoint.saved")
             request_writes.set_done(connection, request_id, result, version_id=version.version_id)
 
-        await self._database.write(act, must=True)
+        await self._database.write(act, required=True)
 
     async def discard(self, version: Version) -> None:
         """Delete the files of a version that was not saved; the sweep deletes what is left."""
         folder = self.folder(version)
-        with contextlib.suppress(StorageTrouble):
-            await self._database.in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
-            await self._database.in_thread(lambda: self._files.remove(version.place))
+        with contextlib.suppress(StorageError):
+            await self._database.with_folder(lambda: shutil.rmtree(folder, ignore_errors=True))
+            await self._database.with_folder(lambda: self._files.remove(version.place))
 
     async def find(self, path: str, *, readers: Collection[str]) -> Version | None:
         """
@@ -251,7 +251,7 @@ class Checkpoints:
                 checkpoint_names.c.model_id == model_id,
                 checkpoint_names.c.kind == kind,
                 checkpoint_names.c.name == name,
-                alive(time.time()),
+                not_expired(time.time()),
             )
         )
 
@@ -278,7 +278,7 @@ class Checkpoints:
         folder = await self.open(version.version_id)
         written = await self._fingerprint(version)
         if written is None:  # a save from before there were fingerprints
-            written = await self._database.in_thread(lambda: fingerprint(folder))
+            written = await self._database.with_folder(lambda: fingerprint(folder))
         return written
 
     async def copy_files(self, source: Version, target: Version) -> None:
@@ -287,13 +287,13 @@ class Checkpoints:
 
         Ask for their `fingerprint` first: files that are not what was saved are not handed on.
         """
-        condition = self._database.condition
+        condition = self._database.health
         condition.refuse_new()
-        await self._database.in_thread(lambda: self._files.copy(source.place, target.place))
+        await self._database.with_folder(lambda: self._files.copy(source.place, target.place))
         condition.clear(FILES)
 
 
-def alive(now_s: float) -> sa.ColumnElement[bool]:
+def not_expired(now_s: float) -> sa.ColumnElement[bool]:
     """Names that have not expired."""
     expires_s = checkpoint_names.c.expires_s
     return sa.or_(expires_s.is_(None), expires_s > now_s)
@@ -318,7 +318,7 @@ def note_saved(connection: sa.Connection, version: Version, event: str) -> None:
     events.note_audit(connection, owner=version.owner, event=event, details=details)
 
 
-def _point_name(connection: sa.Connection, version: Version, naming: Naming) -> bool:
+def _assign_name(connection: sa.Connection, version: Version, naming: Naming) -> bool:
     """Whether there is one checkpoint more than before."""
     is_new = True
     mine = sa.and_(
@@ -399,7 +399,7 @@ class Quota:
         return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
 
-def allowed(server: Quota, keys: Iterable[Mapping[str, int]]) -> Quota:
+def owner_quota(server: Quota, keys: Iterable[Mapping[str, int]]) -> Quota:
     """
     What an owner with these limits of keys may keep.
 
@@ -413,7 +413,7 @@ def allowed(server: Quota, keys: Iterable[Mapping[str, int]]) -> Quota:
     return Quota(**most)
 
 
-def over(name: str, *, used: int, new: int, most: int) -> str | None:
+def over_quota_message(name: str, *, used: int, new: int, most: int) -> str | None:
     """Why one more is too much; None when it fits. Something whose size is not known yet is 0."""
     if not most or used + max(new, 1) <= most:
         return None
@@ -453,7 +453,7 @@ class Quotas:
         new = {name: count for name, count in added.items() if count}
         quota = self._allowed(connection, owner)
         for name, used in self._used(connection, owner, quota, new):
-            _refuse(name, used=used - new[name], new=new[name], quota=quota)
+            _refuse_over_quota(name, used=used - new[name], new=new[name], quota=quota)
 
     async def refuse_save(self, owner: str, *, checkpoints: int) -> None:
         """Before files are written: raises OverQuota if they cannot fit, whatever their size."""
@@ -464,7 +464,7 @@ class Quotas:
         def act(connection: sa.Connection) -> None:
             quota = self._allowed(connection, owner)
             for name, used in self._used(connection, owner, quota, new):
-                _refuse(name, used=used, new=new[name], quota=quota)
+                _refuse_over_quota(name, used=used, new=new[name], quota=quota)
 
         await self._database.read(act)
 
@@ -487,7 +487,7 @@ class Quotas:
             api_keys.c.revoked_s.is_(None),
             sa.or_(api_keys.c.expires_s.is_(None), api_keys.c.expires_s > time.time()),
         )
-        return allowed(self.server, connection.scalars(keys))
+        return owner_quota(self.server, connection.scalars(keys))
 
     def _used(
         self, connection: sa.Connection, owner: str, quota: Quota, names: Collection[str]
@@ -503,8 +503,8 @@ class Quotas:
                 yield name, int(connection.scalar(statement()) or 0)
 
 
-def _refuse(name: str, *, used: int, new: int, quota: Quota) -> None:
-    if (reason := over(name, used=used, new=new, most=getattr(quota, name))) is not None:
+def _refuse_over_quota(name: str, *, used: int, new: int, quota: Quota) -> None:
+    if (reason := over_quota_message(name, used=used, new=new, most=getattr(quota, name))) is not None:
         raise OverQuota(reason)
 
 
@@ -519,19 +519,19 @@ def _checkpoints(owner: str, now_s: float) -> sa.Select[int]:
         sa.select(sa.func.count())
         .select_from(checkpoint_names)
         .join(models, models.c.model_id == checkpoint_names.c.model_id)
-        .where(models.c.owner == owner, alive(now_s))
+        .where(models.c.owner == owner, not_expired(now_s))
     )
 
 
 def _runs(owner: str, now_s: float, abandoned_before_s: float) -> sa.Select[int]:
-    named = sa.exists().where(checkpoint_names.c.model_id == models.c.model_id, alive(now_s))
+    named = sa.exists().where(checkpoint_names.c.model_id == models.c.model_id, not_expired(now_s))
     return (
         sa.select(sa.func.count())
         .select_from(models)
         .join(sessions, sessions.c.session_id == models.c.session_id)
         .where(
             models.c.owner == owner,
-            was_made(),
-            sa.or_(sa.not_(ended(abandoned_before_s)), named),
+            was_created(),
+            sa.or_(sa.not_(session_ended(abandoned_before_s)), named),
         )
     )

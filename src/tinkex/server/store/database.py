@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 
 from tinkex.server.store import group_commit, migrations, request_writes, sql_dialects
-from tinkex.server.store.group_commit import Many, Writer
+from tinkex.server.store.group_commit import BatchWrite, Writer
 from tinkex.server.store.schema import api_keys
 from tinkex.server.store.storage_health import (
     DATABASE_FILE,
@@ -23,12 +23,12 @@ from tinkex.server.store.storage_health import (
     FILES,
     FULL,
     READ_ONLY,
-    Condition,
-    DatabaseGone,
-    DatabaseHeld,
+    StorageHealth,
+    DatabaseFileChanged,
+    DatabaseLocked,
     DatabaseRefused,
-    StorageTrouble,
-    trouble_of,
+    StorageError,
+    storage_problem,
 )
 
 log = logging.getLogger("tinkex.server.store")
@@ -53,7 +53,7 @@ FILE_THREADS = 4
 FOLDER_THREADS = 4
 
 # For each connection. SQLite's own 2,000 fill up over hours, and nothing is faster for it.
-PAGES_KIB = 256
+PAGE_CACHE_KIB = 256
 
 # What is to be read for work that was accepted is asked for again this often.
 READ_RETRY_S = 0.5
@@ -90,14 +90,14 @@ class Database:
     folder, and that is locked as a whole.
     """
 
-    def __init__(self, url: str, *, alone: bool = False) -> None:
-        self._writing, self._reading = _engines(url, alone=alone)
+    def __init__(self, url: str, *, exclusive: bool = False) -> None:
+        self._writing, self._reading = _engines(url, exclusive=exclusive)
         self._alone = alone
         #: Whether the write that runs now may be refused its new rows.
         self._gated = False
         event.listen(self._writing, "before_cursor_execute", self._refuse_new_rows)
         #: Whether it can be written, and believed.
-        self.condition = Condition()
+        self.health = StorageHealth()
         with _told(self._writing):
             if alone:
                 _check_sound(self._writing)
@@ -124,40 +124,40 @@ class Database:
         )
         self.writer = Writer(
             self._writing,
-            last=request_writes.write,
-            undone=request_writes.forget,
-            condition=self.condition,
+            last=request_writes.write_token_counts,
+            undone=request_writes.discard_token_counts,
+            condition=self.health,
         )
 
     async def write(
-        self, act: Callable[[sa.Connection], T], *, must: bool = False, reserve: bool = False
+        self, act: Callable[[sa.Connection], T], *, required: bool = False, reserve: bool = False
     ) -> T:
         """
         Run `act` in a transaction; answers once that is on disk.
 
-        While the disk takes nothing this raises StorageTrouble, or waits if it `must` be written.
+        While the disk takes nothing this raises StorageError, or waits if it `must` be written.
         New rows are refused while the reserve of room is in use. Only what must be written, and
         what may use the `reserve` (it frees room, or belongs to accepted work), adds rows then.
         The refusal comes at the first INSERT, so an act that finds its earlier self answers it.
         """
-        return await self.submit(act, must=must, reserve=reserve)
+        return await self.submit(act, required=required, reserve=reserve)
 
     def submit(
-        self, act: Callable[[sa.Connection], T], *, must: bool = False, reserve: bool = False
+        self, act: Callable[[sa.Connection], T], *, required: bool = False, reserve: bool = False
     ) -> asyncio.Future[T]:
         """The same, with its place among the writes taken at the call."""
-        return self.writer.submit(act if must or reserve else self._gate(act), must=must)
+        return self.writer.submit(act if required or reserve else self._gate(act), required=required)
 
-    def submit_one_of(
-        self, many: Many[Item, T], item: Item, *, must: bool = False
+    def submit_batched(
+        self, many: BatchWrite[Item, T], item: Item, *, required: bool = False
     ) -> asyncio.Future[T]:
         """The same for a write that shares its statements with others of its kind."""
-        if not must:
+        if not required:
             # One statement adds the rows of all: it cannot be refused for one of them.
-            self.condition.refuse_new()
-        return self.writer.submit_one_of(many, item, must=must)
+            self.health.refuse_new_data()
+        return self.writer.submit_batched(many, item, required=required)
 
-    def write_later(
+    def write_deferred(
         self,
         act: Callable[[sa.Connection], object],
         *,
@@ -165,7 +165,7 @@ class Database:
         dropped: Callable[[], None] | None = None,
     ) -> None:
         """Run `act` with some later transaction; lost if the process dies before."""
-        self.writer.later(self._gate(act), about=about, dropped=dropped)
+        self.writer.defer(self._gate(act), about=about, dropped=dropped)
 
     def _gate(self, act: Callable[[sa.Connection], T]) -> Callable[[sa.Connection], T]:
         """The act, with its INSERTs refused while nothing new is taken in."""
@@ -183,19 +183,19 @@ class Database:
         self, _connection: object, _cursor: object, statement: str, *_rest: object
     ) -> None:
         if self._gated and statement.startswith("INSERT"):
-            self.condition.refuse_new()
+            self.health.refuse_new_data()
 
     async def read(self, act: Callable[[sa.Connection], T]) -> T:
         """
         Run `act` beside the writer, on what is committed.
 
-        While the database cannot be read this raises StorageTrouble, or waits in `accepted_work`.
+        While the database cannot be read this raises StorageError, or waits in `accepted_work`.
         """
         while True:
             try:
                 return await self._answered(_run(self._readers, lambda: self._read(act)))
-            except StorageTrouble as error:
-                if not _accepted.get() or not error.trouble.passes:
+            except StorageError as error:
+                if not _accepted.get() or not error.problem.is_temporary:
                     raise
             await asyncio.sleep(READ_RETRY_S)
 
@@ -215,27 +215,27 @@ class Database:
         """
         began_s = time.monotonic()
         try:
-            while not (await asyncio.wait((reading,), timeout=group_commit.SILENT_S))[0]:
+            while not (await asyncio.wait((reading,), timeout=group_commit.RESPONSE_TIMEOUT_S))[0]:
                 silent_s = time.monotonic() - began_s
-                if silent_s >= group_commit.AWAY_S or self.condition.trouble is not None:
-                    raise StorageTrouble(group_commit.silence(self._writing, silent_s))
+                if silent_s >= group_commit.RECONNECT_S or self.health.problem is not None:
+                    raise StorageError(group_commit.not_responding(self._writing, silent_s))
             return reading.result()
         finally:
             # Its thread goes on until it is answered; nobody listens.
             reading.cancel()
 
-    def look_at_file(self) -> None:
+    def check_file(self) -> None:
         """Whether the file of a SQLite database is still the one that was opened."""
         if self._file is None:
             return
         try:
             self._file.check()
-        except DatabaseGone as gone:
-            self.condition.note(gone, DATABASE_FILE)
+        except DatabaseFileChanged as gone:
+            self.health.record(gone, DATABASE_FILE)
         else:
-            self.condition.clear(DATABASE_FILE)
+            self.health.clear(DATABASE_FILE)
 
-    def read_now(self, act: Callable[[sa.Connection], T]) -> T:
+    def read_sync(self, act: Callable[[sa.Connection], T]) -> T:
         """The same, once, in the thread of the caller."""
         return self._read(act)
 
@@ -243,30 +243,30 @@ class Database:
         """Build a large answer off the event loop, where such reads are made."""
         return await _run(self._reporters, act)
 
-    async def with_file(self, act: Callable[[], T], *, must: bool = False) -> T:
+    async def with_file(self, act: Callable[[], T], *, required: bool = False) -> T:
         """
         Read or write one payload or result off the event loop.
 
-        While an object store is away, or the disk is full or fails, this raises StorageTrouble, or
+        While an object store is away, or the disk is full or fails, this raises StorageError, or
         waits if it `must` be done.
         """
-        return await self._on_files(self._file_threads, act, must=must)
+        return await self._on_files(self._file_threads, act, required=required)
 
-    async def in_thread(self, act: Callable[[], T], *, must: bool = False) -> T:
+    async def with_folder(self, act: Callable[[], T], *, required: bool = False) -> T:
         """The same for work on whole folders. It may take minutes."""
-        return await self._on_files(self._folder_threads, act, must=must)
+        return await self._on_files(self._folder_threads, act, required=required)
 
     async def _on_files(
-        self, threads: ThreadPoolExecutor, act: Callable[[], T], *, must: bool
+        self, threads: ThreadPoolExecutor, act: Callable[[], T], *, required: bool
     ) -> T:
         while True:
             try:
                 return await _run(threads, act)
             except OSError as error:
-                if self.condition.note(error, FILES) is None:
+                if self.health.record(error, FILES) is None:
                     raise
-                if not must:
-                    raise self.condition.refusal(error) from error
+                if not required:
+                    raise self.health.as_storage_error(error) from error
             await asyncio.sleep(READ_RETRY_S)
 
     def close(self) -> None:
@@ -285,22 +285,22 @@ class Database:
         self._writing.dispose()
 
     def _read(self, act: Callable[[sa.Connection], T]) -> T:
-        self.condition.check()
+        self.health.check_readable()
         try:
             with self._reading.connect() as connection:
                 return act(connection)
         except sa.exc.DBAPIError as error:
             if not error.connection_invalidated:
-                if (trouble := self.condition.note(error)) is not None:
-                    raise StorageTrouble(trouble) from error
+                if (problem := self.health.record(error)) is not None:
+                    raise StorageError(problem) from error
                 raise
         # The database was started again since this connection was made; the next is a new one.
         try:
             with self._reading.connect() as connection:
                 return act(connection)
         except sa.exc.DBAPIError as error:
-            if (trouble := self.condition.note(error)) is not None:
-                raise StorageTrouble(trouble) from error
+            if (problem := self.health.record(error)) is not None:
+                raise StorageError(problem) from error
             raise
 
 
@@ -313,12 +313,12 @@ def _told(engine: sa.Engine) -> Iterator[None]:
     """Whatever keeps a database from being opened, as DatabaseRefused."""
     try:
         yield
-    except DatabaseHeld as error:
+    except DatabaseLocked as error:
         raise DatabaseRefused(str(error)) from None
     except sa.exc.OperationalError as error:
         reason = str(error.orig).strip().partition("\n")[0]
-        trouble = trouble_of(error)
-        kind = FULL if _is_full(engine) else trouble and trouble.kind
+        problem = storage_problem(error)
+        kind = FULL if _is_full(engine) else problem and problem.kind
         advice = _ADVICE_BY_KIND.get(kind or "", _ADVICE)
         raise DatabaseRefused(
             f"the database {engine.url!r} cannot be used: {reason}. {advice}"
@@ -412,7 +412,7 @@ def _damaged(engine: sa.Engine, reason: str) -> DatabaseRefused:
     )
 
 
-def _engines(url: str, *, alone: bool) -> tuple[sa.Engine, sa.Engine]:
+def _engines(url: str, *, exclusive: bool) -> tuple[sa.Engine, sa.Engine]:
     """The one that writes and the one that reads."""
     try:
         backend = sa.make_url(url).get_backend_name()
@@ -435,7 +435,7 @@ def _engines(url: str, *, alone: bool) -> tuple[sa.Engine, sa.Engine]:
         _prepare_sqlite(writing, "BEGIN IMMEDIATE", writes=True)
         _prepare_sqlite(reading, "BEGIN", writes=False)
     else:
-        sql_dialects.prepare_writer(writing, alone=alone)
+        sql_dialects.prepare_writer(writing, exclusive=exclusive)
         sql_dialects.prepare_texts(writing)
         sql_dialects.prepare_texts(reading)
         # All statements of one read see the same commits, as with SQLite.
@@ -464,7 +464,7 @@ def _prepare_sqlite(engine: sa.Engine, begin: str, *, writes: bool) -> None:
         cursor.execute("PRAGMA journal_size_limit = 8388608")
         cursor.execute("PRAGMA foreign_keys = ON")
         # Pages that each connection holds for itself; the system has them in memory anyway.
-        cursor.execute(f"PRAGMA cache_size = -{PAGES_KIB}")
+        cursor.execute(f"PRAGMA cache_size = -{PAGE_CACHE_KIB}")
         cursor.close()
 
     @event.listens_for(engine, "begin")

@@ -26,7 +26,7 @@ TOPICS = {
     "key": "organizations",
 }
 # Keeps one answer small enough to send; a day has one.
-MOST_ENTRIES = 10_000
+MAX_ENTRIES = 10_000
 
 _INSERT_AUDIT = audit.insert()
 
@@ -74,7 +74,7 @@ class Audit:
             sa.select(audit.c.at_s, audit.c.event, audit.c.details)
             .where(audit.c.owner == owner, audit.c.at_s >= since_s, audit.c.at_s < until_s)
             .order_by(audit.c.entry_id.desc())
-            .limit(MOST_ENTRIES)
+            .limit(MAX_ENTRIES)
         )
         if topic is not None:
             statement = statement.where(audit.c.topic == topic)
@@ -85,10 +85,10 @@ class Audit:
 
 
 # An SDK sends up to 100 at once.
-MOST_EVENTS = 100
-LONGEST_TEXT = 500
+MAX_EVENTS = 100
+MAX_TEXT = 500
 #: Characters that are kept for one owner in an hour: a busy client says a tenth of it.
-MOST_AN_HOUR = 16 * 2**20
+MAX_CHARACTERS_PER_HOUR = 16 * 2**20
 HOUR_S = 3600
 
 #: Everything else is dropped: official clients put whole request headers into `event_data`.
@@ -113,7 +113,7 @@ def scrubbed(event: Mapping[str, Any]) -> dict[str, Any]:
     for name in FIELDS:
         value = event.get(name)
         if isinstance(value, str):
-            kept[name] = without_secrets(value[: 2 * LONGEST_TEXT])[:LONGEST_TEXT]
+            kept[name] = without_secrets(value[: 2 * MAX_TEXT])[:MAX_TEXT]
         elif isinstance(value, int) and abs(value) < 2**53:
             kept[name] = value
     return kept
@@ -129,7 +129,7 @@ class Telemetry:
 
     def keep(self, events: Sequence[Any], *, owner: str, session_id: str, about: str) -> None:
         """Note, some time soon, what is worth it of a batch; nothing while room is short."""
-        if self._database.condition.trouble is not None:
+        if self._database.health.problem is not None:
             return
         now_s = time.time()
         rows = [
@@ -137,14 +137,14 @@ class Telemetry:
                 "owner": owner,
                 "session_id": without_secrets(session_id)[:120],
                 "at_s": now_s,
-                "event": {**scrubbed(event), "client": without_secrets(about)[:LONGEST_TEXT]},
+                "event": {**scrubbed(event), "client": without_secrets(about)[:MAX_TEXT]},
             }
-            for event in events[:MOST_EVENTS]
+            for event in events[:MAX_EVENTS]
             if isinstance(event, Mapping)
         ]
         rows = rows[: self._that_fit(owner, rows, hour=int(now_s // HOUR_S))]
         if rows:
-            self._database.write_later(
+            self._database.write_deferred(
                 lambda connection: connection.execute(_INSERT_TELEMETRY, rows)
             )
 
@@ -155,7 +155,7 @@ class Telemetry:
             self._kept.clear()
         for number, row in enumerate(rows):
             size = sum(len(str(value)) for value in row["event"].values())
-            if self._kept[owner] + size > MOST_AN_HOUR:
+            if self._kept[owner] + size > MAX_CHARACTERS_PER_HOUR:
                 return number
             self._kept[owner] += size
         return len(rows)

@@ -1,7 +1,7 @@
 """
 One server at a time on a data folder, and on a database.
 
-    with hold_folder(settings.folder) as folder, hold_database(settings) as database:
+    with lock_folder(settings.folder) as folder, lock_database(settings) as database:
         ...
         folder.problem()        # asked now and then: is it still the folder that was locked?
 
@@ -29,12 +29,12 @@ log = logging.getLogger("tinkex.server.supervisor")
 
 LOCK_FILE = "server.lock"
 # Training data is nobody else's on this machine. A folder that was there before stays as it is.
-PRIVATE = 0o700
+PRIVATE_MODE = 0o700
 # SQLite locks bytes around 2**30 of its file, so this one is free.
 LOCKED_BYTE = 2**62
 
 
-class Held:
+class HeldLock:
     """A lock file that this process holds, with what it stands for."""
 
     def __init__(self, lock: TextIO, file: Path, of: Path, descriptor: int | None) -> None:
@@ -69,11 +69,11 @@ class Held:
 
 
 @contextlib.contextmanager
-def hold_folder(folder: Path) -> Iterator[Held]:
+def lock_folder(folder: Path) -> Iterator[HeldLock]:
     """One server at a time for each data folder; the system frees it however we end."""
     with contextlib.ExitStack() as stack:
         try:
-            folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+            folder.mkdir(mode=PRIVATE_MODE, parents=True, exist_ok=True)
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             stack.callback(os.close, descriptor)
             free = _flock(descriptor)
@@ -89,13 +89,13 @@ def hold_folder(folder: Path) -> Iterator[Held]:
                 f"another server (process {holder}) holds the data folder {folder}.",
                 hint="Use that one, stop it, or choose another folder with --data.",
             )
-        held = Held(lock, folder / LOCK_FILE, folder, descriptor)
+        held = HeldLock(lock, folder / LOCK_FILE, folder, descriptor)
         stack.callback(held.close)
         yield held
 
 
 @contextlib.contextmanager
-def hold_database(settings: Settings) -> Iterator[Held | None]:
+def lock_database(settings: Settings) -> Iterator[HeldLock | None]:
     """
     One server at a time for each database file, wherever it is: with `--db` two folders may name it.
 
@@ -107,7 +107,7 @@ def hold_database(settings: Settings) -> Iterator[Held | None]:
         return
     with contextlib.ExitStack() as stack:
         try:
-            file.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+            file.parent.mkdir(mode=PRIVATE_MODE, parents=True, exist_ok=True)
             lock_file = file.with_name(f"{file.name}.lock")
             lock = stack.enter_context(_opened(lock_file))
         except OSError as error:
@@ -127,12 +127,12 @@ def hold_database(settings: Settings) -> Iterator[Held | None]:
                 f"another server (process {holder}) holds the database {file}.",
                 hint="Use that server, stop it, or choose another database with --db.",
             )
-        held = Held(lock, lock_file, file, None)
+        held = HeldLock(lock, lock_file, file, None)
         stack.callback(held.close)
         yield held
 
 
-def holder_of(folder: Path) -> str | None:
+def lock_holder(folder: Path) -> str | None:
     """The process that holds a data folder; None when nobody does."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -150,7 +150,7 @@ def holder_of(folder: Path) -> str | None:
         return None if free and _flock(lock.fileno(), fcntl.LOCK_SH) else _told(lock)
 
 
-def open_beside(settings: Settings) -> "Store":
+def open_shared_store(settings: Settings) -> "Store":
     """
     The store of a data folder on which a server may be working.
 
@@ -161,8 +161,8 @@ def open_beside(settings: Settings) -> "Store":
 
     if (problem := outdated(settings.db_url)) is not None:
         try:
-            with hold_folder(settings.folder), hold_database(settings):
-                Database(settings.db_url, alone=True).close()
+            with lock_folder(settings.folder), lock_database(settings):
+                Database(settings.db_url, exclusive=True).close()
         except SettingsError as held:
             raise DatabaseRefused(
                 f"{problem}, and {held} Use the tinkex that this server runs with, or stop it "

@@ -13,48 +13,48 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from tinkex.server.store.storage_health import (
-    AWAY,
+    UNREACHABLE,
     FAILING,
-    Condition,
-    NewRefused,
-    StorageTrouble,
-    Trouble,
-    trouble_of,
+    StorageHealth,
+    NewDataRefused,
+    StorageError,
+    StorageProblem,
+    storage_problem,
 )
 
 T = TypeVar("T")
 Item = TypeVar("Item")
 Act = Callable[[sa.Connection], Any]
 #: Writes of one kind in one call: items in the order they came, answers in the same order.
-Many = Callable[[sa.Connection, Sequence[Item]], Sequence[T]]
+BatchWrite = Callable[[sa.Connection, Sequence[Item]], Sequence[T]]
 
 log = logging.getLogger("tinkex.server.store")
 
 # Writes nobody waits for (when a session was last seen) join the next transaction, or make
 # one of their own after this long.
-LAZY_AFTER_S = 5.0
+DEFER_MAX_S = 5.0
 # Of those that do not replace each other, so many wait while the database says nothing.
-MOST_LAZY = 10_000
+MAX_DEFERRED = 10_000
 # Keeps one transaction, and so the wait of the first in it, short under a flood.
-MOST_TOGETHER = 500
+MAX_GROUP = 500
 # A database that is started again is waited for; whoever writes meanwhile waits as well.
-AWAY_S = 30.0
-AWAY_RETRY_S = 0.2
+RECONNECT_S = 30.0
+RECONNECT_RETRY_S = 0.2
 # Whoever comes after so long without an answer of the database is refused, and does not wait.
-SILENT_S = 10.0
+RESPONSE_TIMEOUT_S = 10.0
 # What must be written is tried again this often while the disk does not take it.
-STUCK_RETRY_S = 0.5
+REQUIRED_RETRY_S = 0.5
 # While PostgreSQL has not yet ended the transaction of a lost connection.
 STATUS_RETRY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    many: Many[Any, Any]
+    many: BatchWrite[Any, Any]
     item: Any
     promise: asyncio.Future[Any] | None
-    #: Kept, in its order, until the disk takes it: somebody was promised this.
-    must: bool = False
+    #: ProjectStorage, in its order, until the disk takes it: somebody was promised this.
+    required: bool = False
     #: Called when it is dropped instead of written.
     dropped: Callable[[], None] | None = None
 
@@ -84,11 +84,11 @@ class Writer:
         *,
         last: Act | None = None,
         undone: Act | None = None,
-        condition: Condition | None = None,
+        condition: StorageHealth | None = None,
     ) -> None:
         self._engine = engine
-        self._condition = condition or Condition()
-        self._condition.watch(self._silence)
+        self._health = condition or StorageHealth()
+        self._health.watch(self._response_timeout)
         #: Run at the end of each transaction, and after one that was undone.
         self._last = last
         self._undone = undone
@@ -114,17 +114,17 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="tinkex-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, act: Callable[[sa.Connection], T], *, must: bool = False) -> asyncio.Future[T]:
+    def submit(self, act: Callable[[sa.Connection], T], *, required: bool = False) -> asyncio.Future[T]:
         """
         What `act` answers, once its transaction is on disk.
 
         Acts run in the order of these calls, whoever awaits which of them first. One that `must`
-        be written waits for a disk that does not take it; any other raises StorageTrouble.
+        be written waits for a disk that does not take it; any other raises StorageError.
         """
-        return self._promised(_each, act, must)
+        return self._promised(_each, act, required)
 
-    def submit_one_of(
-        self, many: Many[Item, T], item: Item, *, must: bool = False
+    def submit_batched(
+        self, many: BatchWrite[Item, T], item: Item, *, required: bool = False
     ) -> asyncio.Future[T]:
         """
         The same for a write that shares its statements with others of its kind.
@@ -132,18 +132,18 @@ class Writer:
         Within a transaction, writes of different such kinds may change places with each other,
         but not with an act: what must see each other is not of two kinds.
         """
-        return self._promised(many, item, must)
+        return self._promised(many, item, required)
 
-    def _promised(self, many: Many[Any, T], item: Any, must: bool) -> asyncio.Future[T]:
+    def _promised(self, many: BatchWrite[Any, T], item: Any, required: bool) -> asyncio.Future[T]:
         # A caller that is cancelled only stops listening: the write happens.
         promise: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        if not must and (trouble := self._silence()) is not None:
-            promise.set_exception(StorageTrouble(trouble))
+        if not required and (problem := self._response_timeout()) is not None:
+            promise.set_exception(StorageError(problem))
             return promise
         with self._changed:
             if self._closing:
                 raise RuntimeError("the store is closed: nothing can be written any more")
-            self._eager.append(_Write(many, item, promise, must))
+            self._eager.append(_Write(many, item, promise, required))
             self._changed.notify()
         return promise
 
@@ -173,7 +173,7 @@ class Writer:
             # starts its clock.
             if was_idle:
                 self._changed.notify()
-            oldest = self._lazy.popleft() if len(self._lazy) > MOST_LAZY else None
+            oldest = self._lazy.popleft() if len(self._lazy) > MAX_DEFERRED else None
         if oldest is not None:
             self._drop(oldest)
 
@@ -185,7 +185,7 @@ class Writer:
             log.warning(
                 "the database takes no writes, and more than %d wait that nobody waits for "
                 "(which results were fetched, telemetry): the oldest are dropped until it does",
-                MOST_LAZY,
+                MAX_DEFERRED,
             )
 
     def close(self) -> None:
@@ -208,15 +208,15 @@ class Writer:
         with self._changed:
             while not self._eager and not self._closing:
                 has_lazy = self._lazy or self._newest
-                wait_s = STUCK_RETRY_S if self._stuck else LAZY_AFTER_S if has_lazy else None
+                wait_s = REQUIRED_RETRY_S if self._stuck else DEFER_MAX_S if has_lazy else None
                 if not self._changed.wait(wait_s):
                     break
             lazy = [*self._newest.values(), *self._lazy]
-            group = self._stuck + lazy + self._eager[:MOST_TOGETHER]
+            group = self._stuck + lazy + self._eager[:MAX_GROUP]
             self._stuck = []
             self._newest = {}
             self._lazy = deque()
-            self._eager = self._eager[MOST_TOGETHER:]
+            self._eager = self._eager[MAX_GROUP:]
             return group
 
     def _commit(self, connection: sa.Connection, group: list[_Write]) -> None:
@@ -227,8 +227,8 @@ class Writer:
             try:
                 # First of all: a disk that hangs may hold up the look at it too.
                 self._asks()
-                self._condition.look()
-                self._condition.check()
+                self._health.before_commit()
+                self._health.check_readable()
                 self._asks()
                 with connection.begin():
                     if mark is None or not was_kept(connection, mark):
@@ -250,7 +250,7 @@ class Writer:
         self.commits += 1
         self._dropping = False
         self._away_until_s = None
-        self._condition.clear()
+        self._health.clear()
         _tell(
             [
                 _Outcome(write.promise, answer)
@@ -271,8 +271,8 @@ class Writer:
     def _not_written(
         self, connection: sa.Connection, group: list[_Write], error: Exception
     ) -> None:
-        refused = isinstance(error, NewRefused)
-        if not refused and self._condition.note(error) is not None:
+        refused = isinstance(error, NewDataRefused)
+        if not refused and self._health.record(error) is not None:
             self._hold(group, error)
         elif len(group) > 1:
             self._commit_each(connection, group, error)
@@ -296,10 +296,10 @@ class Writer:
         """Nothing of this group is on disk, and the disk is to blame, not one of the writes."""
         refused = []
         for write in group:
-            if write.must and not self._closing:
+            if write.required and not self._closing:
                 self._stuck.append(write)
             elif write.promise is not None:
-                refused.append(_Outcome(write.promise, error=self._condition.refusal(error)))
+                refused.append(_Outcome(write.promise, error=self._health.as_storage_error(error)))
             elif write.dropped is not None:
                 write.dropped()
         _tell(refused)
@@ -318,33 +318,33 @@ class Writer:
         now_s = time.monotonic()
         if self._away_until_s is None:
             log.error("the connection to the database was lost, trying again: %s", error)
-            self._away_until_s = now_s + AWAY_S
-        trouble = trouble_of(error)
-        enough = trouble is None or now_s > self._away_until_s
+            self._away_until_s = now_s + RECONNECT_S
+        problem = storage_problem(error)
+        enough = problem is None or now_s > self._away_until_s
         if self._closing or (enough and not unsure):
             return False
-        self._away_reason = str(error) if trouble is None else trouble.reason
-        time.sleep(AWAY_RETRY_S)
+        self._away_reason = str(error) if problem is None else problem.reason
+        time.sleep(RECONNECT_RETRY_S)
         return True
 
-    def _silence(self) -> Trouble | None:
+    def _response_timeout(self) -> StorageProblem | None:
         """What whoever would have to wait for this thread is told; for all threads."""
         asked_s = self._asked_s
-        if asked_s is None or (silent_s := time.monotonic() - asked_s) < SILENT_S:
+        if asked_s is None or (silent_s := time.monotonic() - asked_s) < RESPONSE_TIMEOUT_S:
             return None
-        trouble = silence(self._engine, silent_s)
+        problem = not_responding(self._engine, silent_s)
         if self._away_until_s is not None:
-            trouble = Trouble(kind=AWAY, reason=self._away_reason)
+            problem = StorageProblem(kind=UNREACHABLE, reason=self._away_reason)
         if not self._noted:
             self._noted = True
-            log.error("%s %s", trouble.text, trouble.advice)
+            log.error("%s %s", problem.text, problem.advice)
         return trouble
 
 
-def silence(engine: sa.Engine, silent_s: float) -> Trouble:
+def not_responding(engine: sa.Engine, silent_s: float) -> StorageProblem:
     """A database that has not answered for so long."""
-    kind = FAILING if engine.dialect.name == "sqlite" else AWAY
-    return Trouble(kind=kind, reason=f"the database has not answered for {silent_s:.0f} s")
+    kind = FAILING if engine.dialect.name == "sqlite" else UNREACHABLE
+    return StorageProblem(kind=kind, reason=f"the database has not answered for {silent_s:.0f} s")
 
 
 def transaction_mark(connection: sa.Connection) -> int | None:
@@ -367,9 +367,9 @@ def _each(connection: sa.Connection, acts: Sequence[Act]) -> list[Any]:
     return [act(connection) for act in acts]
 
 
-def _calls(group: Sequence[_Write]) -> Iterator[tuple[Many[Any, Any], list[int]]]:
+def _calls(group: Sequence[_Write]) -> Iterator[tuple[BatchWrite[Any, Any], list[int]]]:
     """What is called for a group, each with the places of its writes. Acts keep theirs."""
-    calls: dict[Many[Any, Any], list[int]] = {}
+    calls: dict[BatchWrite[Any, Any], list[int]] = {}
     for place, write in enumerate(group):
         if calls and (write.many is _each) is not (_each in calls):
             yield from calls.items()

@@ -11,10 +11,10 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store.blobs import ROOMS, UNREADABLE, Files, fault, is_place
+from tinkex.server.store.blobs import PREFIX_DEPTHS, UNREADABLE, Files, folder_problem, is_key
 from tinkex.server.store.database import any_key
 from tinkex.server.store.migrations import current_version, known_versions
-from tinkex.server.store.retention import belonging, named_in
+from tinkex.server.store.retention import session_ids_in, storage_ownership
 from tinkex.server.store.schema import (
     Status,
     checkpoint_versions,
@@ -24,7 +24,7 @@ from tinkex.server.store.schema import (
     sessions,
     snapshots,
 )
-from tinkex.server.store.snapshots import ASIDE
+from tinkex.server.store.snapshots import SET_ASIDE
 from tinkex.server.store.storage_health import Damaged
 
 PAYLOAD = "payload"
@@ -34,13 +34,13 @@ SNAPSHOT = "snapshot"
 OLDER_SNAPSHOT = "older snapshot"
 
 # Of what is wrong with a database, as much is told.
-MOST_PROBLEMS = 20
+MAX_PROBLEMS = 20
 # Steps that a model is built again from, and that carry something.
-_CARRIES = ("create_model", "forward_backward", "optim_step", "load_weights")
+_KINDS_WITH_PAYLOAD = ("create_model", "forward_backward", "optim_step", "load_weights")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Broken:
+class DamagedItem:
     """A file or folder that a row points to and that is not what was written."""
 
     what: str
@@ -51,7 +51,7 @@ class Broken:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hole:
+class LogGap:
     """A model that cannot be built again from its log."""
 
     model_id: str
@@ -60,7 +60,7 @@ class Hole:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class Inspection:
     """What was found."""
 
     #: Why the database cannot be opened, if it cannot.
@@ -72,42 +72,42 @@ class Facts:
     newest_version: str = ""
     known_versions: frozenset[str] = frozenset()
     #: How many files and folders were looked at.
-    looked_at: int = 0
-    broken: tuple[Broken, ...] = ()
+    checked: int = 0
+    damaged: tuple[DamagedItem, ...] = ()
     #: Files that no row points to.
     orphans: tuple[str, ...] = ()
-    holes: tuple[Hole, ...] = ()
+    log_gaps: tuple[LogGap, ...] = ()
     #: Models that have a snapshot and a way back behind it.
-    way_back: frozenset[str] = frozenset()
+    has_fallback: frozenset[str] = frozenset()
     #: Snapshots that were damaged and are not used any more.
     set_aside: int = 0
     #: Sessions that have files here and are not in the database.
-    strange: tuple[str, ...] = ()
+    unknown_sessions: tuple[str, ...] = ()
     #: A key was made once.
     has_keys: bool = False
     #: There are files, and the database knows of none.
-    another: bool = False
+    is_wrong_database: bool = False
 
 
-def inspect(url: str, files: Files, *, young_s: float, abandoned_s: float) -> Facts:
+def inspect(url: str, files: Files, *, young_s: float, abandoned_s: float) -> Inspection:
     """Files younger than that may belong to a request that is being accepted now."""
     versions = known_versions()
     newest, known = versions[0], frozenset(versions)
     database = sa.make_url(url).database
     if url.startswith("sqlite") and (not database or not Path(database).is_file()):
-        return Facts(refused=f"there is no file {database}", newest_version=newest)
+        return Inspection(refused=f"there is no file {database}", newest_version=newest)
     engine = sa.create_engine(url)
     try:
         with engine.connect() as connection:
             damage = _damage(connection)
             version = None if damage else current_version(connection)
             if damage or version != newest:
-                return Facts(
+                return Inspection(
                     damage=damage,
                     version=version,
                     newest_version=newest,
                     known_versions=known,
-                    another=version is None and not damage and bool(named_in(files)),
+                    is_wrong_database=version is None and not damage and bool(session_ids_in(files)),
                 )
             return _look(
                 connection,
@@ -120,8 +120,8 @@ def inspect(url: str, files: Files, *, young_s: float, abandoned_s: float) -> Fa
     except sa.exc.DBAPIError as error:
         reason = str(error.orig).strip().partition("\n")[0]
         if isinstance(error, sa.exc.OperationalError):
-            return Facts(refused=reason, newest_version=newest)
-        return Facts(damage=(reason,), newest_version=newest)
+            return Inspection(refused=reason, newest_version=newest)
+        return Inspection(damage=(reason,), newest_version=newest)
     finally:
         engine.dispose()
 
@@ -129,12 +129,12 @@ def inspect(url: str, files: Files, *, young_s: float, abandoned_s: float) -> Fa
 def _damage(connection: sa.Connection) -> tuple[str, ...]:
     if connection.dialect.name != "sqlite":
         return ()
-    found = connection.exec_driver_sql(f"PRAGMA integrity_check({MOST_PROBLEMS})").scalars().all()
+    found = connection.exec_driver_sql(f"PRAGMA integrity_check({MAX_PROBLEMS})").scalars().all()
     problems = [str(line) for line in found if line != "ok"]
     if not problems:
         rows = connection.exec_driver_sql("PRAGMA foreign_key_check").all()
         problems = [f"a row of {row[0]} points to no row of {row[2]}" for row in rows]
-    return tuple(problems[:MOST_PROBLEMS])
+    return tuple(problems[:MAX_PROBLEMS])
 
 
 def _look(
@@ -145,33 +145,33 @@ def _look(
     known: frozenset[str],
     young_s: float,
     abandoned_s: float,
-) -> Facts:
+) -> Inspection:
     broken, places = [], set()
     for what, name, place, written in _pointers(connection):
         places.add(place)
         if (problem := _problem(files, what, place, written)) is not None:
-            broken.append(Broken(what=what, name=name, place=place, problem=problem))
+            broken.append(DamagedItem(what=what, name=name, place=place, problem=problem))
     before_s = time.time() - young_s
-    ours = belonging(connection, named_in(files))
+    ours = storage_ownership(connection, session_ids_in(files))
     orphans = [
         place
-        for room, depth in ROOMS.items()
-        for place in files.older(room, depth, before_s=before_s)
-        if place not in places and ours.may_go(place)
+        for room, depth in PREFIX_DEPTHS.items()
+        for place in files.list_older(room, depth, before_s=before_s)
+        if place not in places and ours.is_orphan(place)
     ]
-    return Facts(
+    return Inspection(
         version=newest,
         newest_version=newest,
         known_versions=known,
-        looked_at=len(places),
-        broken=tuple(broken),
+        checked=len(places),
+        damaged=tuple(broken),
         orphans=tuple(sorted(orphans)),
-        holes=tuple(_holes(connection, seen_after_s=time.time() - abandoned_s)),
-        way_back=frozenset(connection.scalars(sa.select(older_snapshots.c.model_id))),
-        strange=tuple(sorted(ours.strange)),
-        another=ours.another,
+        log_gaps=tuple(_log_gaps(connection, seen_after_s=time.time() - abandoned_s)),
+        has_fallback=frozenset(connection.scalars(sa.select(older_snapshots.c.model_id))),
+        unknown_sessions=tuple(sorted(ours.unknown_sessions)),
+        is_wrong_database=ours.is_wrong_database,
         has_keys=any_key(connection),
-        set_aside=len(files.older(f"{ASIDE}/snapshots", 2, before_s=float("inf"))),
+        set_aside=len(files.list_older(f"{SET_ASIDE}/snapshots", 2, before_s=float("inf"))),
     )
 
 
@@ -209,14 +209,14 @@ def _problem(files: Files, what: str, place: str, written: str | None) -> str | 
         return None
     if files.local is not None:
         try:
-            return fault(f"{files.local}/{place}", place, written)
+            return folder_problem(f"{files.local}/{place}", place, written)
         except OSError as error:
             return f"{UNREADABLE}: {error.strerror} ({error.filename or place})"
     # What is far away is only looked for: it has checks of its own.
     return None if files.exists(place) else f"is missing: there is no folder {place}"
 
 
-def _holes(connection: sa.Connection, *, seen_after_s: float) -> Iterator[Hole]:
+def _log_gaps(connection: sa.Connection, *, seen_after_s: float) -> Iterator[LogGap]:
     """Models of open sessions whose logs have steps missing, after the last way to begin."""
     begins = sa.func.coalesce(older_snapshots.c.seq_id, snapshots.c.seq_id, -1)
     empty = sa.and_(requests.c.payload.is_(None), requests.c.payload_place.is_(None))
@@ -226,7 +226,7 @@ def _holes(connection: sa.Connection, *, seen_after_s: float) -> Iterator[Hole]:
             requests.c.seq_id,
             requests.c.cause,
             begins.label("begins"),
-            sa.and_(empty, requests.c.status == Status.DONE, requests.c.kind.in_(_CARRIES)).label(
+            sa.and_(empty, requests.c.status == Status.DONE, requests.c.kind.in_(_KINDS_WITH_PAYLOAD)).label(
                 "empty"
             ),
         )
@@ -254,7 +254,7 @@ def _holes(connection: sa.Connection, *, seen_after_s: float) -> Iterator[Hole]:
         last[row.model_id] = row.seq_id
     for model_id, seq_ids in missing.items():
         if seq_ids:
-            yield Hole(model_id=model_id, seq_ids=tuple(seq_ids))
+            yield LogGap(model_id=model_id, seq_ids=tuple(seq_ids))
 
 
 def remove(files: Files, places: tuple[str, ...]) -> None:
@@ -272,7 +272,7 @@ def rebuild_indexes(url: str) -> None:
     engine.dispose()
 
 
-class CannotCopy(Exception):
+class CopyFailed(Exception):
     """The database is not one that can be copied; the text says why."""
 
     def __init__(self, message: str, *, is_full: bool = False) -> None:
@@ -295,28 +295,28 @@ def copy_database(source: Path, target: Path) -> None:
             found = copy.execute("PRAGMA quick_check(3)").fetchall()
     except sqlite3.Error as error:
         name = getattr(error, "sqlite_errorname", None)
-        raise CannotCopy(str(error), is_full=name == "SQLITE_FULL") from error
+        raise CopyFailed(str(error), is_full=name == "SQLITE_FULL") from error
     if found != [("ok",)]:
-        raise CannotCopy(f"it is damaged: {'; '.join(line for (line,) in found)}")
+        raise CopyFailed(f"it is damaged: {'; '.join(line for (line,) in found)}")
 
 
-def places_of(url: str) -> set[str]:
+def referenced_keys(url: str) -> set[str]:
     """All files and folders that the rows point to."""
     engine = sa.create_engine(url)
     try:
         with engine.connect() as connection:
             return {place for _, _, place, _ in _pointers(connection)}
     except sa.exc.DBAPIError as error:
-        raise CannotCopy(
+        raise CopyFailed(
             f"its tables are not those of this version ({error.orig}); start the server once"
         ) from error
     finally:
         engine.dispose()
 
 
-def strange_places(database: Path) -> list[str]:
+def invalid_keys(database: Path) -> list[str]:
     """Where rows of a database point to that no server has written; of any version, unchanged."""
-    strange: list[str] = []
+    unknown_sessions: list[str] = []
     try:
         with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as rows:
             columns = rows.execute(
@@ -325,13 +325,13 @@ def strange_places(database: Path) -> list[str]:
             ).fetchall()
             for table, column in columns:
                 found = rows.execute(f'SELECT "{column}" FROM "{table}" WHERE "{column}" NOTNULL')
-                strange += [str(place) for (place,) in found if not is_place(str(place))]
+                strange += [str(place) for (place,) in found if not is_key(str(place))]
     except sqlite3.Error as error:
-        raise CannotCopy(str(error)) from error
+        raise CopyFailed(str(error)) from error
     return strange
 
 
-def version_of(url: str) -> str | None:
+def schema_version(url: str) -> str | None:
     """Of the schema."""
     engine = sa.create_engine(url)
     try:

@@ -153,11 +153,11 @@ class Keys:
 
         await self._database.write(act, reserve=True)
 
-    def used(self, key_id: int) -> None:
+    def mark_used(self, key_id: int) -> None:
         """Note, some time soon, that a key was used."""
         statement = api_keys.update().where(api_keys.c.key_id == key_id).values(used_s=time.time())
-        self._database.write_later(
-            lambda connection: connection.execute(statement), about=("key", key_id)
+        self._database.write_deferred(
+            lambda connection: connection.execute(statement), key=("key", key_id)
         )
 
     async def _one(self, which: sa.ColumnElement[bool]) -> ApiKey | None:
@@ -200,7 +200,7 @@ def write_marker(folder: Path) -> None:
 
 def refuse_lost_keys(database: Database, folder: Path) -> None:
     """Raises when there were keys and the database has none; notes the keys that it has."""
-    if database.read_now(any_key):
+    if database.read_sync(any_key):
         write_marker(folder)
     elif (marker := folder / MARKER).exists():
         raise DatabaseRefused(

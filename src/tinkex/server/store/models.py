@@ -144,10 +144,10 @@ class Models:
                 try:
                     self._quotas.check(connection, model.owner, runs=1)
                 except UserFailure as over:
-                    ending = request_writes.failure(
+                    final = request_writes.failure(
                         accepted.request_id, str(over), category="user", cause="work"
                     )
-                    request_writes.finish(connection, ending)
+                    request_writes.finish(connection, final)
                     return replace(accepted, refused=str(over))
             return accepted
 
@@ -179,7 +179,7 @@ class Models:
 
         return await self._database.read(act)
 
-    async def join_sampler(self, sampling_session_id: str) -> int:
+    async def add_sampler_client(self, sampling_session_id: str) -> int:
         """The number of one more client of a sampler, from 1; the original is 0."""
         statement = (
             samplers.update()
@@ -269,7 +269,7 @@ def insert_sampler(
     return sampler
 
 
-def was_made() -> sa.ColumnElement[bool]:
+def was_created() -> sa.ColumnElement[bool]:
     """Models whose creation did not fail: one that did has a row, for its repeats, and no run."""
     return sa.not_(
         sa.exists().where(
@@ -296,7 +296,7 @@ class BaseHashes:
             )
             return connection.scalar(others) or 0
 
-        return await self._database.write(act, must=True)
+        return await self._database.write(act, required=True)
 
     async def replace(self, base_model: str, found: str) -> int:
         """All runs go on with this content; how many had another."""
@@ -306,12 +306,12 @@ class BaseHashes:
             .values(base_hash=found)
         )
         return await self._database.write(
-            lambda connection: connection.execute(statement).rowcount, must=True
+            lambda connection: connection.execute(statement).rowcount, required=True
         )
 
     def fill_run(self, model_id: str, found: str) -> None:
         """The same for one new run, with some later transaction."""
-        self._database.write_later(
+        self._database.write_deferred(
             lambda connection: _fill(connection, models.c.model_id == model_id, found)
         )
 

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from tinkex.server.store.schema import Status, completions, requests, usage
-from tinkex.server.store.sql_dialects import among, listed
+from tinkex.server.store.sql_dialects import in_list, listed
 from tinkex.wire.errors import WireError
 from tinkex.wire.protobuf import count_sample_tokens
 
@@ -26,7 +26,7 @@ def new_request_id(now_s: float) -> str:
     return base64.urlsafe_b64encode(time_part + secrets.token_bytes(ID_BYTES - TIME_BYTES)).decode()
 
 
-def given_s(request_id: str) -> float | None:
+def issued_s(request_id: str) -> float | None:
     """When a server gave out this id; None for what is no such id."""
     try:
         data = base64.b64decode(request_id, altchars=b"-_", validate=True)
@@ -47,7 +47,7 @@ SAMPLED = "sampled"  # tokens drawn
 
 _PASSES = frozenset({"forward", "forward_backward"})
 _SAMPLE = "sample"
-_TALLY = "usage"
+_TOKEN_COUNTS = "usage"
 
 _KEY = ("owner", "hour", "session_id", "base_model", "what")
 _ADD = (
@@ -58,7 +58,7 @@ _ADD = (
 _INSERT_USAGE = usage.insert()
 
 
-def count(
+def count_tokens(
     connection: sa.Connection,
     *,
     owner: str,
@@ -70,25 +70,25 @@ def count(
 ) -> None:
     """Count a request that is being finished inside this transaction."""
     hour = int(time.time()) // HOUR_S
-    tally: dict[tuple[str, int, str, str, str], int] = connection.info.setdefault(_TALLY, {})
+    counts: dict[tuple[str, int, str, str, str], int] = connection.info.setdefault(_TOKEN_COUNTS, {})
     for what, amount in _amounts(kind, tokens, result):
         key = (owner, hour, session_id or "", base_model, what)
-        tally[key] = tally.get(key, 0) + amount
+        counts[key] = counts.get(key, 0) + amount
 
 
-def write(connection: sa.Connection) -> None:
+def write_token_counts(connection: sa.Connection) -> None:
     """Put the sums of this transaction into the table: the last thing before it commits."""
-    tally: dict[tuple[str, int, str, str, str], int] = connection.info.pop(_TALLY, {})
-    for key, amount in tally.items():
+    counts: dict[tuple[str, int, str, str, str], int] = connection.info.pop(_TOKEN_COUNTS, {})
+    for key, amount in counts.items():
         named = dict(zip(_KEY, key, strict=True))
         known = {f"of_{name}": value for name, value in named.items()}
         if connection.execute(_ADD, {**known, "more": amount}).rowcount == 0:
             connection.execute(_INSERT_USAGE, {**named, "amount": amount})
 
 
-def forget(connection: sa.Connection) -> None:
+def discard_token_counts(connection: sa.Connection) -> None:
     """The transaction was undone, and what it counted with it."""
-    connection.info.pop(_TALLY, None)
+    connection.info.pop(_TOKEN_COUNTS, None)
 
 
 def _amounts(kind: str, tokens: int, result: bytes) -> Iterator[tuple[str, int]]:
@@ -106,7 +106,7 @@ def _amounts(kind: str, tokens: int, result: bytes) -> Iterator[tuple[str, int]]
                 yield what, amount
 
 
-# MERGED: Adding requests inside a transaction: a place that is taken stays its first holder's.
+# MERGED: RequestInsert requests inside a transaction: a place that is taken stays its first holder's.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +140,7 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
-class Adding:
+class RequestInsert:
     """A row to be."""
 
     new: NewRequest
@@ -200,10 +200,10 @@ _SAMPLE_SELF = _SELF.where(requests.c.sampling_session_id == sa.bindparam("place
 def insert(connection: sa.Connection, new: NewRequest) -> Accepted:
     """Add a request with a small payload inside a transaction, unless its place is taken."""
     # Looked for first: a repeat is answered also while nothing can be added.
-    return _earlier_self(connection, new) or insert_many(connection, [Adding(new, None)])[0]
+    return _earlier_self(connection, new) or insert_many(connection, [RequestInsert(new, None)])[0]
 
 
-def insert_many(connection: sa.Connection, group: Sequence[Adding]) -> list[Accepted]:
+def insert_many(connection: sa.Connection, group: Sequence[RequestInsert]) -> list[Accepted]:
     """Add requests, each unless its place is taken."""
     rows = [_values(adding) for adding in group]
     if connection.dialect.name == "sqlite":
@@ -227,7 +227,7 @@ def insert_many(connection: sa.Connection, group: Sequence[Adding]) -> list[Acce
     ]
 
 
-def _values(adding: Adding) -> tuple[object, ...]:
+def _values(adding: RequestInsert) -> tuple[object, ...]:
     """In the order of `_NEW`."""
     new = adding.new
     return (
@@ -270,7 +270,7 @@ def _holder(connection: sa.Connection, new: NewRequest) -> Accepted:
 
 
 # Each copy of a sampling client numbers its samples from its own number times this.
-SAMPLES_OF_A_CLONE = 10**9
+SAMPLES_PER_CLONE = 10**9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,7 +286,7 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class FinalState:
     """What is written of a request that is over."""
 
     #: The columns, with the request's id as `finished`.
@@ -313,7 +313,7 @@ _FINISH = _FINISH_EACH.returning(*_FINISHED)
 # The same for many at once: who of them waits, and then the step of each.
 # Whoever waits is told apart here: SQLite would look for them among all who wait.
 _CHOSEN = sa.select(requests.c.request_id, requests.c.status, *_FINISHED).where(
-    among(requests.c.request_id, sa.bindparam("finished", type_=sa.Text))
+    in_list(requests.c.request_id, sa.bindparam("finished", type_=sa.Text))
 )
 _COMPLETE = completions.insert().returning(completions.c.position, sort_by_parameter_order=True)
 
@@ -326,11 +326,11 @@ def set_done(
     version_id: str,
 ) -> None:
     """Store a result, and which version it is about, inside a transaction."""
-    ending = success(request_id, result, None)
-    finish(connection, replace(ending, values={**ending.values, "version_id": version_id}))
+    final = success(request_id, result, None)
+    finish(connection, replace(final, values={**final.values, "version_id": version_id}))
 
 
-def success(request_id: str, result: bytes, place: str | None) -> Ending:
+def success(request_id: str, result: bytes, place: str | None) -> FinalState:
     """With the place of a large result, which is on disk already."""
     values = {
         "finished": request_id,
@@ -343,10 +343,10 @@ def success(request_id: str, result: bytes, place: str | None) -> Ending:
         "cause": None,
         "finished_s": time.time(),
     }
-    return Ending(values, result)
+    return FinalState(values, result)
 
 
-def failure(request_id: str, error: str, *, category: str, cause: str) -> Ending:
+def failure(request_id: str, error: str, *, category: str, cause: str) -> FinalState:
     """Whose fault it was, and why it failed."""
     values = {
         "finished": request_id,
@@ -359,50 +359,50 @@ def failure(request_id: str, error: str, *, category: str, cause: str) -> Ending
         "cause": cause,
         "finished_s": time.time(),
     }
-    return Ending(values, None)
+    return FinalState(values, None)
 
 
-def finish(connection: sa.Connection, ending: Ending) -> Completion | None:
+def finish(connection: sa.Connection, final: FinalState) -> Completion | None:
     """The one step from waiting to finished, with everything that is counted by it."""
-    row = connection.execute(_FINISH, ending.values).first()
-    return _finished(connection, [ending], [row])[0]
+    row = connection.execute(_FINISH, final.values).first()
+    return _finished(connection, [final], [row])[0]
 
 
 def finish_many(
-    connection: sa.Connection, endings: Sequence[Ending]
+    connection: sa.Connection, finals: Sequence[FinalState]
 ) -> Sequence[Completion | None]:
-    """The same for many, with few statements. The first of two endings of a request counts."""
-    if len(endings) == 1:
-        return [finish(connection, endings[0])]
-    ids = [ending.values["finished"] for ending in endings]
-    chosen = connection.execute(_CHOSEN, {"finished": listed(ids)})
+    """The same for many, with few statements. The first of two finals of a request counts."""
+    if len(finals) == 1:
+        return [finish(connection, finals[0])]
+    ids = [final.values["finished"] for final in finals]
+    chosen = connection.execute(_CHOSEN, {"finished": list_parameter(ids)})
     waiting = {row.request_id: row for row in chosen if row.status == Status.WAITING}
     rows = [waiting.pop(request_id, None) for request_id in ids]
-    steps = [ending.values for ending, row in zip(endings, rows, strict=True) if row is not None]
+    steps = [final.values for final, row in zip(finals, rows, strict=True) if row is not None]
     if steps:
         connection.execute(_FINISH_EACH, steps)
-    return _finished(connection, endings, rows)
+    return _finished(connection, finals, rows)
 
 
 def _finished(
     connection: sa.Connection,
-    endings: Sequence[Ending],
+    finals: Sequence[FinalState],
     rows: Sequence[sa.Row[*tuple[Any, ...]] | None],
 ) -> list[Completion | None]:
     """Count what was just finished, and tell the clients; None was finished before."""
     events: list[dict[str, Any] | None] = []
-    for ending, row in zip(endings, rows, strict=True):
-        if row is not None and ending.result is not None:
-            count(
+    for final, row in zip(finals, rows, strict=True):
+        if row is not None and final.result is not None:
+            count_tokens(
                 connection,
                 owner=row.owner,
                 session_id=row.session_id,
                 base_model=row.base_model,
                 kind=row.kind,
                 tokens=row.tokens,
-                result=ending.result,
+                result=final.result,
             )
-        events.append(None if row is None else _event(ending, row))
+        events.append(None if row is None else _event(final, row))
     new = [event for event in events if event is not None]
     positions = iter(connection.scalars(_COMPLETE, new) if new else ())
     return [None if event is None else _completion(next(positions), event) for event in events]
@@ -413,14 +413,14 @@ def _completion(position: int, event: dict[str, Any]) -> Completion:
     return Completion(position=position, **told)
 
 
-def _event(ending: Ending, row: sa.Row[*tuple[Any, ...]]) -> dict[str, Any] | None:
+def _event(final: FinalState, row: sa.Row[*tuple[Any, ...]]) -> dict[str, Any] | None:
     """What the log of a sampling client says of its sample; None for anything else."""
     if row.sampling_session_id is None or row.seq_id is None:
         return None
     return {
         "sampling_session_id": row.sampling_session_id,
-        "clone_id": row.seq_id // SAMPLES_OF_A_CLONE,
-        "request_id": ending.values["finished"],
-        "result_bytes": None if ending.result is None else len(ending.result),
-        "at_s": ending.values["finished_s"],
+        "clone_id": row.seq_id // SAMPLES_PER_CLONE,
+        "request_id": final.values["finished"],
+        "result_bytes": None if final.result is None else len(final.result),
+        "at_s": final.values["finished_s"],
     }

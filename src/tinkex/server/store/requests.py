@@ -15,9 +15,9 @@ from tinkex.server.store.blobs import Files
 from tinkex.server.store.database import Database
 from tinkex.server.store.request_writes import (
     Accepted,
-    Adding,
+    RequestInsert,
     Completion,
-    Ending,
+    FinalState,
     NewRequest,
     failure,
     finish,
@@ -27,14 +27,14 @@ from tinkex.server.store.request_writes import (
     set_done,
 )
 from tinkex.server.store.schema import Status, completions, custom_losses, requests
-from tinkex.server.store.sql_dialects import among
+from tinkex.server.store.sql_dialects import in_list
 from tinkex.server.store.storage_health import FILES, Damaged
 
 # Larger payloads and results are files of their own: rows stay small enough to copy.
 INLINE_BYTES = 64 * 1024
 #: Requests that an owner says it has fetched and that are not noted yet: a tenth of a second of
 #: the one who writes for all.
-MOST_FETCHED_WAITING = 10_000
+MAX_FETCHED_PENDING = 10_000
 
 
 class ResultGone(LookupError):
@@ -110,22 +110,22 @@ class Requests:
         """On disk when this answers; a repeat of an accepted request finds the first."""
         place = None
         if len(new.payload) > INLINE_BYTES:
-            self._database.condition.refuse_new()
+            self._database.health.refuse_new_data()
             place = await self._put("payloads", new.payload)
-        return await self._database.submit_one_of(insert_many, Adding(new, place))
+        return await self._database.submit_batched(insert_many, RequestInsert(new, place))
 
-    async def file_refused(self, new: NewRequest, error: str, *, cause: str) -> None:
+    async def store_refused(self, new: NewRequest, error: str, *, cause: str) -> None:
         """A step that was refused takes its number, failed as the user's, unless it is taken."""
 
         def act(connection: sa.Connection) -> None:
             first = insert(connection, new)
             if first.is_new:
-                ending = failure(first.request_id, error, category="user", cause=cause)
-                finish(connection, ending)
+                final = failure(first.request_id, error, category="user", cause=cause)
+                finish(connection, final)
 
-        await self._database.write(act, must=True)
+        await self._database.write(act, required=True)
 
-    async def keep(self, result: bytes) -> str | None:
+    async def store_result(self, result: bytes) -> str | None:
         """
         Make a large result durable; its place for `success`, or None for a small one.
 
@@ -133,40 +133,40 @@ class Requests:
         """
         if len(result) <= INLINE_BYTES:
             return None
-        return await self._put("results", result, must=True)
+        return await self._put("results", result, required=True)
 
-    async def _put(self, room: str, data: bytes, *, must: bool = False) -> str:
-        place = await self._database.with_file(lambda: self._files.put(room, data), must=must)
-        self._database.condition.clear(FILES)
+    async def _put(self, room: str, data: bytes, *, required: bool = False) -> str:
+        place = await self._database.with_file(lambda: self._files.put(room, data), required=required)
+        self._database.health.clear(FILES)
         return place
 
-    async def _get(self, request_id: str, what: str, place: str, *, must: bool = False) -> bytes:
+    async def _get(self, request_id: str, what: str, place: str, *, required: bool = False) -> bytes:
         try:
-            return await self._database.with_file(lambda: self._files.get(place), must=must)
+            return await self._database.with_file(lambda: self._files.get(place), required=required)
         except Damaged as error:
             raise Damaged(f"the {what} of request {request_id} {error}") from error
 
-    def finish_one(self, ending: Ending) -> asyncio.Future[Completion | None]:
+    def finish_one(self, final: FinalState) -> asyncio.Future[Completion | None]:
         """
         Write what `success` or `failure` made. Done when awaited; in the order of the calls.
 
         A finished request stays as it was.
         """
-        return self._database.submit_one_of(finish_many, ending, must=True)
+        return self._database.submit_batched(finish_many, final, required=True)
 
-    async def finish_all(self, endings: Sequence[Ending]) -> None:
+    async def finish_all(self, finals: Sequence[FinalState]) -> None:
         """The same for several steps of a model: all of them, or none."""
-        if len(endings) == 1:
+        if len(finals) == 1:
             # Shares its statements with those of other models.
-            await self.finish_one(endings[0])
+            await self.finish_one(finals[0])
             return
-        await self._database.write(lambda connection: finish_many(connection, endings), must=True)
+        await self._database.write(lambda connection: finish_many(connection, finals), required=True)
 
     async def finish_load(self, request_id: str, result: bytes, version_id: str) -> None:
         """A load is done, and building the model again will load the same version."""
         await self._database.write(
             lambda connection: set_done(connection, request_id, result, version_id=version_id),
-            must=True,
+            required=True,
         )
 
     async def completions(
@@ -222,7 +222,7 @@ class Requests:
         # Engines on this machine read the file themselves: it is read here once at most.
         if path is not None and await self._database.with_file(lambda: self._files.known(place)):
             return path
-        payload = await self._get(request_id, "payload", place, must=True)
+        payload = await self._get(request_id, "payload", place, required=True)
         return path or payload
 
     async def result(self, request_id: str) -> bytes:
@@ -298,7 +298,7 @@ class Requests:
     async def still_waiting(self, request_ids: Collection[str]) -> dict[str, str]:
         """Those of these requests that wait, each with its base model."""
         statement = sa.select(requests.c.request_id, requests.c.base_model).where(
-            among(requests.c.request_id, request_ids), requests.c.status == Status.WAITING
+            in_list(requests.c.request_id, request_ids), requests.c.status == Status.WAITING
         )
         return await self._database.read(
             lambda connection: {
@@ -328,17 +328,17 @@ class Requests:
             lambda connection: connection.execute(statement).first() is not None
         )
 
-    def fetched(self, request_id: str) -> None:
+    def mark_fetched(self, request_id: str) -> None:
         """Note, some time soon, that the whole result was handed out."""
         values = {"fetched": request_id, "fetched_s": time.time()}
-        self._database.write_later(lambda connection: connection.execute(_FETCHED, values))
+        self._database.write_deferred(lambda connection: connection.execute(_FETCHED, values))
 
-    def all_fetched(self, request_ids: Sequence[str], *, owner: str) -> None:
+    def mark_all_fetched(self, request_ids: Sequence[str], *, owner: str) -> None:
         """The same for many, as far as they are this owner's; a repeat changes nothing."""
         now_s = time.time()
         # Each was noted when its result was sent; what is left out here costs nothing but room.
         with self._fetched_lock:
-            some = request_ids[: MOST_FETCHED_WAITING - self._fetched_waiting[owner]]
+            some = request_ids[: MAX_FETCHED_PENDING - self._fetched_waiting[owner]]
             if not some:
                 return
             self._fetched_waiting[owner] += len(some)
@@ -357,7 +357,7 @@ class Requests:
             waits_no_more()
             connection.execute(_ALL_FETCHED, values)
 
-        self._database.write_later(act, dropped=waits_no_more)
+        self._database.write_deferred(act, on_dropped=waits_no_more)
 
 
 def _rows(connection: sa.Connection, statement: sa.Select[*tuple[object, ...]]) -> list[RequestRow]:
@@ -423,7 +423,7 @@ _ALL = sa.select(requests.c.request_id, requests.c.deaths).where(_WAITING, reque
 _CLEAR = requests.update().where(_WAITING, requests.c.deaths > 0).values(deaths=0)
 
 
-class Deaths:
+class CrashCounts:
     """A number in the row of a request; it goes with the row."""
 
     def __init__(self, database: Database) -> None:
@@ -440,10 +440,10 @@ class Deaths:
         rows = [{"lost": request_id, "times": times} for request_id, times in deaths.items()]
         if rows:
             await self._database.write(
-                lambda connection: connection.execute(_NOTE, rows), must=True
+                lambda connection: connection.execute(_NOTE, rows), required=True
             )
 
     async def clear(self, base_model: str) -> None:
         """What was lost with engines of this model was lost because of another one."""
         statement = _CLEAR.where(requests.c.base_model == base_model)
-        await self._database.write(lambda connection: connection.execute(statement), must=True)
+        await self._database.write(lambda connection: connection.execute(statement), required=True)

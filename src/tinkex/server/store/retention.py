@@ -10,7 +10,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store.blobs import ROOMS, Files
+from tinkex.server.store.blobs import PREFIX_DEPTHS, Files
 from tinkex.server.store.database import Database, DatabaseRefused
 from tinkex.server.store.events import note_audit
 from tinkex.server.store.schema import (
@@ -27,21 +27,21 @@ from tinkex.server.store.schema import (
     snapshots,
     telemetry,
 )
-from tinkex.server.store.snapshots import cut_log, drop_older
-from tinkex.server.store.sql_dialects import among
+from tinkex.server.store.snapshots import truncate_log, drop_older
+from tinkex.server.store.sql_dialects import in_list
 
 log = logging.getLogger("tinkex.server.store")
 
 # Parameters of one statement; every database takes as many.
-AT_ONCE = 500
+BATCH_ROWS = 500
 # Pages given back to the system at a time.
-PAGES_AT_ONCE = 1000
+PAGES_PER_CALL = 1000
 # Those that the next requests need anyway stay.
-PAGES_LEFT = 250
+PAGES_RESERVED = 250
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Named:
+class CheckpointName:
     """A checkpoint's name, as far as keeping it goes."""
 
     model_id: str
@@ -89,7 +89,7 @@ class Retention:
             )
             .select_from(_WITH_SESSION)
             .where(requests.c.finished_s < latest_s, old, sa.or_(has_result, sa.not_(needed)))
-            .limit(AT_ONCE)
+            .limit(BATCH_ROWS)
         )
 
         def act(connection: sa.Connection) -> tuple[list[str], list[str]]:
@@ -98,10 +98,10 @@ class Retention:
             deleted = [row.request_id for row in rows if not row.needed]
             connection.execute(
                 requests.update()
-                .where(among(requests.c.request_id, stripped))
+                .where(in_list(requests.c.request_id, stripped))
                 .values(result=None, result_place=None)
             )
-            connection.execute(requests.delete().where(among(requests.c.request_id, deleted)))
+            connection.execute(requests.delete().where(in_list(requests.c.request_id, deleted)))
             newest: dict[str, float] = {}
             for row in rows:
                 if row.model_id is not None and not row.needed:
@@ -131,7 +131,7 @@ class Retention:
 
     # -- snapshots ---------------------------------------------------------------------------
 
-    async def without_snapshot(
+    async def models_without_snapshot(
         self, *, silent_before_s: float, abandoned_before_s: float, most: int
     ) -> list[str]:
         """Models of silent sessions whose log has steps that no snapshot is past."""
@@ -149,7 +149,7 @@ class Retention:
             sa.select(models.c.model_id)
             .join(sessions, sessions.c.session_id == models.c.session_id)
             .outerjoin(snapshots, snapshots.c.model_id == models.c.model_id)
-            .where(sa.not_(ended(abandoned_before_s)), sessions.c.seen_s < silent_before_s, behind)
+            .where(sa.not_(session_ended(abandoned_before_s)), sessions.c.seen_s < silent_before_s, behind)
             .order_by(sessions.c.seen_s)
             .limit(most)
         )
@@ -167,8 +167,8 @@ class Retention:
             sa.select(snapshots.c.model_id, snapshots.c.place)
             .join(models, models.c.model_id == snapshots.c.model_id)
             .join(sessions, sessions.c.session_id == models.c.session_id)
-            .where(ended(abandoned_before_s), sa.not_(waiting))
-            .limit(AT_ONCE)
+            .where(session_ended(abandoned_before_s), sa.not_(waiting))
+            .limit(BATCH_ROWS)
         )
 
         def act(connection: sa.Connection) -> list[str]:
@@ -177,7 +177,7 @@ class Retention:
             places = [row.place for row in rows]
             for model_id in gone:
                 places += drop_older(connection, model_id)
-            connection.execute(snapshots.delete().where(among(snapshots.c.model_id, gone)))
+            connection.execute(snapshots.delete().where(in_list(snapshots.c.model_id, gone)))
             return places
 
         await self._remove(await self._database.write(act))
@@ -188,14 +188,14 @@ class Retention:
             sa.select(snapshots.c.model_id, snapshots.c.seq_id)
             .join(older_snapshots, older_snapshots.c.model_id == snapshots.c.model_id)
             .where(snapshots.c.created_s < before_s)
-            .limit(AT_ONCE)
+            .limit(BATCH_ROWS)
         )
 
         def act(connection: sa.Connection) -> list[str]:
             places = []
             for row in connection.execute(statement).all():
                 places += drop_older(connection, row.model_id)
-                places += cut_log(connection, row.model_id, up_to=row.seq_id)
+                places += truncate_log(connection, row.model_id, up_to=row.seq_id)
             return places
 
         await self._remove(await self._database.write(act))
@@ -208,14 +208,14 @@ class Retention:
             lambda connection: _drop_named(connection, statement, reason="expired"), reserve=True
         )
 
-    async def crowded(self, *, keep_last: int) -> list[Named]:
+    async def names_over_limit(self, *, keep_last: int) -> list[CheckpointName]:
         """All names of runs that have more of a kind than are to be kept."""
-        columns = [checkpoint_names.c[name] for name in Named.__dataclass_fields__]
+        columns = [checkpoint_names.c[name] for name in CheckpointName.__dataclass_fields__]
         crowd = (
             sa.select(checkpoint_names.c.model_id, checkpoint_names.c.kind)
             .group_by(checkpoint_names.c.model_id, checkpoint_names.c.kind)
             .having(sa.func.count() > keep_last)
-            .limit(AT_ONCE)
+            .limit(BATCH_ROWS)
             .subquery()
         )
         statement = sa.select(*columns).join(
@@ -226,10 +226,10 @@ class Retention:
             ),
         )
         return await self._database.read(
-            lambda connection: [Named(**row._mapping) for row in connection.execute(statement)]
+            lambda connection: [CheckpointName(**row._mapping) for row in connection.execute(statement)]
         )
 
-    async def drop_names(self, names: Iterable[Named]) -> None:
+    async def drop_names(self, names: Iterable[CheckpointName]) -> None:
         def act(connection: sa.Connection) -> None:
             for name in names:
                 statement = checkpoint_names.delete().where(
@@ -252,7 +252,7 @@ class Retention:
         sampled = (
             sa.select(samplers.c.sampling_session_id)
             .join(sessions, sessions.c.session_id == samplers.c.session_id)
-            .where(samplers.c.version_id == version_id, sa.not_(ended(abandoned_before_s)))
+            .where(samplers.c.version_id == version_id, sa.not_(session_ended(abandoned_before_s)))
         )
         asked = (
             sa.select(requests.c.request_id)
@@ -273,7 +273,7 @@ class Retention:
                 sa.not_(sampled.exists()),
                 sa.not_(asked.exists()),
             )
-            .limit(AT_ONCE)
+            .limit(BATCH_ROWS)
         )
 
         if owner is not None:
@@ -284,7 +284,7 @@ class Retention:
             gone = [row.version_id for row in rows]
             connection.execute(
                 checkpoint_versions.update()
-                .where(among(version_id, gone))
+                .where(in_list(version_id, gone))
                 .values(discarded_s=time.time())
             )
             return [row.place for row in rows]
@@ -293,25 +293,25 @@ class Retention:
 
     # -- files -------------------------------------------------------------------------------
 
-    async def sweep(self, *, before_s: float) -> int:
+    async def delete_orphans(self, *, before_s: float) -> int:
         """Delete files that no row points to and that nobody is about to; how many."""
         swept = 0
-        named = await self._database.in_thread(lambda: named_in(self._files))
-        ours = await self._database.read(lambda connection: belonging(connection, named))
-        if ours.strange:
+        named = await self._database.with_folder(lambda: session_ids_in(self._files))
+        ours = await self._database.read(lambda connection: storage_ownership(connection, named))
+        if ours.unknown_sessions:
             log.warning(
                 "the storage has files of %d sessions that this database does not know; none of "
                 "them is deleted. `tinkex doctor` says more.",
-                len(ours.strange),
+                len(ours.unknown_sessions),
             )
-        for room, depth in ROOMS.items():
-            places = await self._database.in_thread(
-                functools.partial(self._files.older, room, depth, before_s=before_s)
+        for room, depth in PREFIX_DEPTHS.items():
+            places = await self._database.with_folder(
+                functools.partial(self._files.list_older, room, depth, before_s=before_s)
             )
-            for start in range(0, len(places), AT_ONCE):
-                some = places[start : start + AT_ONCE]
+            for start in range(0, len(places), BATCH_ROWS):
+                some = places[start : start + BATCH_ROWS]
                 known = await self._known(room, some)
-                lost = [place for place in some if place not in known and ours.may_go(place)]
+                lost = [place for place in some if place not in known and ours.is_orphan(place)]
                 await self._remove(lost)
                 swept += len(lost)
         return swept
@@ -324,21 +324,21 @@ class Retention:
             "snapshots": snapshots.c.place,
         }
         statement: sa.Select[Any] | sa.CompoundSelect[Any]
-        statement = sa.select(columns[room]).where(among(columns[room], places))
+        statement = sa.select(columns[room]).where(in_list(columns[room], places))
         if room == "checkpoints":
             statement = statement.where(checkpoint_versions.c.discarded_s.is_(None))
         elif room == "snapshots":
             older = older_snapshots.c.place
-            statement = statement.union(sa.select(older).where(among(older, places)))
+            statement = statement.union(sa.select(older).where(in_list(older, places)))
         return await self._database.read(lambda connection: set(connection.scalars(statement)))
 
-    async def shrink(self) -> int:
+    async def free_pages(self) -> int:
         """Give some free pages of the database back to the system; how many."""
 
         def act(connection: sa.Connection) -> int:
             if connection.dialect.name == "sqlite":
                 free: int = connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()
-                pages = min(PAGES_AT_ONCE, max(0, free - PAGES_LEFT))
+                pages = min(PAGES_PER_CALL, max(0, free - PAGES_RESERVED))
                 # Python's driver takes one step of this statement, and a step is a page.
                 for _ in range(pages):
                     connection.exec_driver_sql("PRAGMA incremental_vacuum(1)")
@@ -349,7 +349,7 @@ class Retention:
 
     async def _remove(self, places: Sequence[str]) -> None:
         if places:
-            await self._database.in_thread(lambda: self._remove_all(places))
+            await self._database.with_folder(lambda: self._remove_all(places))
 
     def _remove_all(self, places: Sequence[str]) -> None:
         for place in places:
@@ -372,7 +372,7 @@ _WAITS = sa.select(_OTHERS.c.request_id).where(
 )
 
 
-def ended(abandoned_before_s: float) -> sa.ColumnElement[bool]:
+def session_ended(abandoned_before_s: float) -> sa.ColumnElement[bool]:
     """Sessions in which nothing new can happen."""
     return sa.or_(sessions.c.finished_s.is_not(None), sessions.c.seen_s < abandoned_before_s)
 
@@ -384,7 +384,7 @@ def _needed(abandoned_before_s: float) -> sa.ColumnElement[bool]:
         requests.c.seq_id.is_not(None),
         requests.c.seq_id > sa.func.coalesce(older_snapshots.c.seq_id, snapshots.c.seq_id, -1),
         # What was accepted before the end is still run.
-        sa.or_(sa.not_(ended(abandoned_before_s)), _WAITS.exists()),
+        sa.or_(sa.not_(session_ended(abandoned_before_s)), _WAITS.exists()),
     )
     # Without it, a model that was never made would look like a run.
     refuses = sa.and_(
@@ -422,29 +422,29 @@ def _note_last_request(connection: sa.Connection, model_id: str, last_s: float) 
 
 
 #: Where folders have the names of models.
-OF_MODELS = ("checkpoints", "snapshots")
+MODEL_PREFIXES = ("checkpoints", "snapshots")
 # Parameters of one statement; every database takes as many.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Belonging:
+class StorageOwnership:
     """Sessions that have files, by whether the database knows them."""
 
     known: frozenset[str]
-    strange: frozenset[str]
+    unknown_sessions: frozenset[str]
 
     @property
-    def another(self) -> bool:
+    def is_wrong_database(self) -> bool:
         """Nothing of all that is there is known: it is another database, or an empty one."""
-        return bool(self.strange) and not self.known
+        return bool(self.unknown_sessions) and not self.known
 
-    def may_go(self, place: str) -> bool:
+    def is_orphan(self, place: str) -> bool:
         """Whether a file that no row points to may be taken for left behind."""
         room, _, name = place.partition("/")
-        if room in OF_MODELS:
+        if room in MODEL_PREFIXES:
             return session_of(name) in self.known
         # These do not tell whose they are; a database that knows all sessions is theirs.
-        return not self.strange
+        return not self.unknown_sessions
 
 
 def session_of(name: str) -> str:
@@ -452,21 +452,21 @@ def session_of(name: str) -> str:
     return name.partition("/")[0].partition(":")[0]
 
 
-def named_in(files: Files) -> list[str]:
+def session_ids_in(files: Files) -> list[str]:
     """Sessions that have files; where they are far away this asks for two lists."""
-    return sorted({session_of(name) for room in OF_MODELS for name in files.names(room)})
+    return sorted({session_of(name) for room in MODEL_PREFIXES for name in files.top_names(room)})
 
 
-def belonging(connection: sa.Connection, named: Sequence[str]) -> Belonging:
+def storage_ownership(connection: sa.Connection, named: Sequence[str]) -> StorageOwnership:
     """What the database knows of them."""
     known = frozenset(_known(connection, named))
-    return Belonging(known=known, strange=frozenset(named) - known)
+    return StorageOwnership(known=known, unknown_sessions=frozenset(named) - known)
 
 
-def refuse_another(database: Database, files: Files) -> None:
+def refuse_wrong_database(database: Database, files: Files) -> None:
     """Raises unless the files are this database's: its clients would hear that nothing is there."""
-    named = named_in(files)
-    if not named or not database.read_now(lambda rows: belonging(rows, named)).another:
+    named = session_ids_in(files)
+    if not named or not database.read_sync(lambda rows: storage_ownership(rows, named)).is_wrong_database:
         return
     raise DatabaseRefused(
         f"the database knows none of the {len(named)} sessions whose checkpoints or snapshots are "
@@ -477,7 +477,7 @@ def refuse_another(database: Database, files: Files) -> None:
 
 
 def _known(connection: sa.Connection, named: Sequence[str]) -> Iterator[str]:
-    for start in range(0, len(named), AT_ONCE):
-        some = named[start : start + AT_ONCE]
-        statement = sa.select(sessions.c.session_id).where(among(sessions.c.session_id, some))
+    for start in range(0, len(named), BATCH_ROWS):
+        some = named[start : start + BATCH_ROWS]
+        statement = sa.select(sessions.c.session_id).where(in_list(sessions.c.session_id, some))
         yield from connection.scalars(statement)

@@ -8,11 +8,11 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store import events
-from tinkex.server.store.checkpoint_lists import characters_of, shares_something, slices
-from tinkex.server.store.checkpoints import alive
+from tinkex.server.store.checkpoint_lists import metadata_characters, has_published_checkpoint, batches
+from tinkex.server.store.checkpoints import not_expired
 from tinkex.server.store.database import Database
 from tinkex.server.store.keys import random_id
-from tinkex.server.store.models import was_made
+from tinkex.server.store.models import was_created
 from tinkex.server.store.schema import (
     Status,
     checkpoint_names,
@@ -22,16 +22,16 @@ from tinkex.server.store.schema import (
     samplers,
     sessions,
 )
-from tinkex.server.store.sql_dialects import among
+from tinkex.server.store.sql_dialects import in_list
 
 # Conditions on free-form metadata are not for the database: a search looks at rows. So many of
 # one search, and so many characters of their metadata; then it answers where to go on.
-MOST_SEARCHED = 5_000
-MOST_SEARCHED_CHARACTERS = 16 * 2**20
+MAX_SEARCHED = 5_000
+MAX_SEARCHED_CHARACTERS = 16 * 2**20
 # Ids that are read together while searching.
-READ_TOGETHER = 500
+READ_BATCH = 500
 # Newest requests in one trace; a viewer shows no more than this in a useful way.
-MOST_SPANS = 50_000
+MAX_SPANS = 50_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class Session:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PastSession:
+class SessionDetails:
     """Everything that was said about a session."""
 
     session_id: str
@@ -62,7 +62,7 @@ class PastSession:
     lapsed_s: float | None
     failure: Mapping[str, Any] | None
 
-    def shown_to(self, reader: str) -> "PastSession":
+    def visible_to(self, reader: str) -> "SessionDetails":
         """What this owner may know: of another's session, that it is there and whose it is."""
         if self.owner == reader:
             return self
@@ -90,15 +90,15 @@ class PastSession:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class SearchPage:
     """One page of a search, and after which place to go on; None at the end."""
 
-    sessions: Sequence[PastSession]
+    sessions: Sequence[SessionDetails]
     next: tuple[int, str] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Holdings:
+class CheckpointTotals:
     """Checkpoints that were saved in a session and are still there."""
 
     checkpoints: int
@@ -127,7 +127,7 @@ _SESSION = (
     sessions.c.finished_s,
 )
 _PAST_SESSION = tuple(
-    sessions.c[name] for name in PastSession.__dataclass_fields__ if name in sessions.c
+    sessions.c[name] for name in SessionDetails.__dataclass_fields__ if name in sessions.c
 )
 _NEWEST_FIRST = (sessions.c.created_s.desc(), sessions.c.session_id.desc())
 
@@ -198,16 +198,16 @@ class Sessions:
 
         return await self._database.read(act)
 
-    def seen(self, session_id: str) -> None:
-        """Note, some time soon, that the client of a session is alive."""
+    def mark_seen(self, session_id: str) -> None:
+        """Note, some time soon, that the client of a session is not_expired."""
         statement = (
             sessions.update().where(sessions.c.session_id == session_id).values(seen_s=time.time())
         )
-        self._database.write_later(
-            lambda connection: connection.execute(statement), about=("seen", session_id)
+        self._database.write_deferred(
+            lambda connection: connection.execute(statement), key=("seen", session_id)
         )
 
-    async def silent_sessions(self, before_s: float) -> list[str]:
+    async def inactive_sessions(self, before_s: float) -> list[str]:
         """Sessions not heard of since then, with nothing of theirs left to run."""
         busy = sa.select(requests.c.session_id).where(
             requests.c.status == Status.WAITING, requests.c.session_id.is_not(None)
@@ -220,7 +220,7 @@ class Sessions:
         )
         return await self._database.read(lambda connection: _texts(connection, statement))
 
-    async def lapse_sessions(self, session_ids: Sequence[str]) -> None:
+    async def mark_lapsed(self, session_ids: Sequence[str]) -> None:
         """Mark sessions whose clients are taken for gone."""
         statement = (
             sessions.update()
@@ -236,15 +236,15 @@ class Sessions:
         )
         return await self._database.read(lambda connection: _texts(connection, statement))
 
-    def revive_session(self, session_id: str) -> None:
+    def mark_active(self, session_id: str) -> None:
         """Note, some time soon, that a client came back."""
         statement = (
             sessions.update()
             .where(sessions.c.session_id == session_id)
             .values(lapsed_s=None, seen_s=time.time())
         )
-        self._database.write_later(
-            lambda connection: connection.execute(statement), about=("revived", session_id)
+        self._database.write_deferred(
+            lambda connection: connection.execute(statement), key=("revived", session_id)
         )
 
     def mark_failed(self, session_id: str, failure: Mapping[str, Any] | None) -> None:
@@ -254,8 +254,8 @@ class Sessions:
             .where(sessions.c.session_id == session_id)
             .values(failure=None if failure is None else dict(failure))
         )
-        self._database.write_later(
-            lambda connection: connection.execute(statement), about=("failed", session_id)
+        self._database.write_deferred(
+            lambda connection: connection.execute(statement), key=("failed", session_id)
         )
 
     async def failed_sessions(self) -> list[str]:
@@ -281,7 +281,7 @@ class Sessions:
         # What a session kept may go once it has ended.
         await self._database.write(act, reserve=True)
 
-    async def ids(
+    async def list_ids(
         self, *, owner: str, limit: int, offset: int, published: bool = False
     ) -> list[str]:
         """Of an owner's sessions, newest first; also of those of which others published a run."""
@@ -298,19 +298,19 @@ class Sessions:
 
     async def details(
         self, session_id: str, *, reader: str, published: bool = False
-    ) -> PastSession | None:
+    ) -> SessionDetails | None:
         """A session as this owner may see it."""
         statement = sa.select(*_PAST_SESSION).where(
             sessions.c.session_id == session_id, _readable(reader, published)
         )
 
-        def act(connection: sa.Connection) -> PastSession | None:
+        def act(connection: sa.Connection) -> SessionDetails | None:
             row = connection.execute(statement).first()
-            return None if row is None else PastSession(**row._mapping).shown_to(reader)
+            return None if row is None else SessionDetails(**row._mapping).visible_to(reader)
 
         return await self._database.read(act)
 
-    async def made_in(
+    async def contents(
         self, session_id: str, *, reader: str, most: int
     ) -> tuple[list[str], list[str]]:
         """
@@ -318,10 +318,10 @@ class Sessions:
 
         Of another's session only the models of which something is published.
         """
-        shown = sa.or_(models.c.owner == reader, shares_something(time.time()))
+        shown = sa.or_(models.c.owner == reader, has_published_checkpoint(time.time()))
         of_models = (
             sa.select(models.c.model_id)
-            .where(models.c.session_id == session_id, shown, was_made())
+            .where(models.c.session_id == session_id, shown, was_created())
             .order_by(models.c.model_seq_id)
             .limit(most)
         )
@@ -345,9 +345,9 @@ class Sessions:
         published: bool = False,
         session_id: str | None,
         after: tuple[int, str] | None,
-        wanted: Callable[[PastSession], bool],
+        wanted: Callable[[SessionDetails], bool],
         limit: int,
-    ) -> Found:
+    ) -> SearchPage:
         """The next sessions that are wanted, as their reader may see them, newest first."""
         readable = _readable(owner, published)
         # Without what is long in them: they are sorted.
@@ -359,35 +359,35 @@ class Sessions:
             # A microsecond too many; the exact place is compared below.
             statement = statement.where(sessions.c.created_s <= (after[0] + 1) / 1_000_000)
 
-        def act(connection: sa.Connection) -> Found:
-            found: list[PastSession] = []
+        def act(connection: sa.Connection) -> SearchPage:
+            found: list[SessionDetails] = []
             characters = 0
             ids = _next_ids(connection, statement, after)
-            for row in _rows(connection, ids[:MOST_SEARCHED]):
-                session = row.shown_to(owner)
-                characters += characters_of(row.user_metadata)
+            for row in _rows(connection, ids[:MAX_SEARCHED]):
+                session = row.visible_to(owner)
+                characters += metadata_characters(row.user_metadata)
                 if wanted(session):
                     if len(found) == limit:
-                        return Found(sessions=found, next=found[-1].place)
+                        return SearchPage(sessions=found, next=found[-1].place)
                     found.append(session)
-                if characters > MOST_SEARCHED_CHARACTERS:
-                    return Found(sessions=found, next=session.place)
-            more = len(ids) > MOST_SEARCHED
-            return Found(sessions=found, next=session.place if more else None)
+                if characters > MAX_SEARCHED_CHARACTERS:
+                    return SearchPage(sessions=found, next=session.place)
+            more = len(ids) > MAX_SEARCHED
+            return SearchPage(sessions=found, next=session.place if more else None)
 
         return await self._database.read_report(act)
 
-    async def holdings(
+    async def checkpoint_totals(
         self, session_ids: Collection[str], *, reader: str, now_s: float
-    ) -> dict[str, Holdings]:
+    ) -> dict[str, CheckpointTotals]:
         """What is kept of each of these sessions; of those of others, what is published."""
         named = (
             sa.select(models.c.session_id, sa.func.count().label("number"))
             .join_from(checkpoint_names, models, checkpoint_names.c.model_id == models.c.model_id)
             .where(
-                among(models.c.session_id, session_ids),
+                in_list(models.c.session_id, session_ids),
                 sa.or_(models.c.owner == reader, checkpoint_names.c.public),
-                alive(now_s),
+                not_expired(now_s),
             )
             .group_by(models.c.session_id)
         )
@@ -399,18 +399,18 @@ class Sessions:
                 checkpoint_versions.c.version_id == checkpoint_names.c.version_id,
             )
             .where(
-                among(models.c.session_id, session_ids),
+                in_list(models.c.session_id, session_ids),
                 models.c.owner == reader,
-                alive(now_s),
+                not_expired(now_s),
             )
             .group_by(models.c.session_id)
         )
 
-        def act(connection: sa.Connection) -> dict[str, Holdings]:
+        def act(connection: sa.Connection) -> dict[str, CheckpointTotals]:
             numbers = {row[0]: int(row[1]) for row in connection.execute(named)}
             sizes = {row[0]: int(row[1]) for row in connection.execute(kept)}
             return {
-                one: Holdings(checkpoints=numbers.get(one, 0), size_bytes=sizes.get(one, 0))
+                one: CheckpointTotals(checkpoints=numbers.get(one, 0), size_bytes=sizes.get(one, 0))
                 for one in session_ids
             }
 
@@ -449,7 +449,7 @@ class Sessions:
             )
             .where(requests.c.session_id == session_id)
             .order_by(requests.c.created_s.desc())
-            .limit(MOST_SPANS)
+            .limit(MAX_SPANS)
         )
         found = await self._database.read_report(
             lambda connection: [Span(**row._mapping) for row in connection.execute(statement)]
@@ -462,7 +462,7 @@ def _readable(owner: str, published: bool) -> sa.ColumnElement[bool]:
     own = sessions.c.owner == owner
     if not published:
         return own
-    shared = sa.select(models.c.session_id).where(shares_something(time.time()))
+    shared = sa.select(models.c.session_id).where(has_published_checkpoint(time.time()))
     return sa.or_(own, sessions.c.session_id.in_(shared))
 
 
@@ -477,22 +477,22 @@ def _next_ids(
 ) -> list[str]:
     """As many as one search looks at, and one more if there is one."""
     ids: list[str] = []
-    options = {"yield_per": READ_TOGETHER}
+    options = {"yield_per": READ_BATCH}
     with connection.execute(statement, execution_options=options) as result:
         for row in result:
             if after is None or _place(row.created_s, row.session_id) < after:
                 ids.append(row.session_id)
-                if len(ids) > MOST_SEARCHED:
+                if len(ids) > MAX_SEARCHED:
                     break
     return ids
 
 
-def _rows(connection: sa.Connection, ids: list[str]) -> Iterator[PastSession]:
-    for some in slices(ids):
-        statement = sa.select(*_PAST_SESSION).where(among(sessions.c.session_id, some))
+def _rows(connection: sa.Connection, ids: list[str]) -> Iterator[SessionDetails]:
+    for some in batches(ids):
+        statement = sa.select(*_PAST_SESSION).where(in_list(sessions.c.session_id, some))
         rows = {row.session_id: row for row in connection.execute(statement)}
         for session_id in some:
-            yield PastSession(**rows[session_id]._mapping)
+            yield SessionDetails(**rows[session_id]._mapping)
 
 
 def _texts(connection: sa.Connection, statement: sa.Select[str]) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from tinkex.server.store.blobs import UNREADABLE, Files, fault, fingerprint
+from tinkex.server.store.blobs import UNREADABLE, Files, folder_problem, fingerprint
 from tinkex.server.store.database import Database
 from tinkex.server.store.schema import Status, older_snapshots, requests, snapshots
 from tinkex.server.store.storage_health import Damaged
@@ -20,9 +20,9 @@ from tinkex.server.store.storage_health import Damaged
 log = logging.getLogger("tinkex.server.store")
 
 #: Where damaged ones go, for whoever wants to look at them.
-ASIDE = "set-aside"
+SET_ASIDE = "set-aside"
 # Where a model begins: with nothing, before its first step.
-BEGINNING = -1
+NO_STEP = -1
 
 _COLUMNS = tuple(snapshots.c)
 
@@ -49,7 +49,7 @@ class Snapshots:
         self._files = files
         self._folder = files.local or str(folder)
 
-    def new_place(self, model_id: str) -> tuple[str, str]:
+    def new_key(self, model_id: str) -> tuple[str, str]:
         """A place that was never used, and the folder the engine writes for it."""
         place = f"snapshots/{model_id}/{secrets.token_hex(12)}"
         return place, self._at(place)
@@ -66,7 +66,7 @@ class Snapshots:
 
         return await self._database.read(act)
 
-    async def sound(self, model_id: str) -> Snapshot | None:
+    async def newest_intact(self, model_id: str) -> Snapshot | None:
         """
         The newest whose files are what was written; None is the beginning.
 
@@ -89,10 +89,10 @@ class Snapshots:
 
     async def set_aside(self, bad: Snapshot) -> bool:
         """Go back to the one before, or to the beginning; False when neither is there."""
-        if not await self._database.write(lambda connection: fall_back(connection, bad), must=True):
+        if not await self._database.write(lambda connection: fall_back(connection, bad), required=True):
             return False
-        aside = f"{ASIDE}/{bad.place}"
-        await self._database.in_thread(lambda: self._files.move(bad.place, aside), must=True)
+        aside = f"{SET_ASIDE}/{bad.place}"
+        await self._database.with_folder(lambda: self._files.move(bad.place, aside), required=True)
         log.error("it was set aside as %s; %s is built from before it", aside, bad.model_id)
         return True
 
@@ -101,15 +101,15 @@ class Snapshots:
             folder = await self.open(snapshot)
         except FileNotFoundError:
             return f"is missing: there is no folder {snapshot.place}"
-        return await self._database.in_thread(
-            lambda: fault(folder, snapshot.place, snapshot.fingerprint)
+        return await self._database.with_folder(
+            lambda: folder_problem(folder, snapshot.place, snapshot.fingerprint)
         )
 
     async def open(self, snapshot: Snapshot) -> str:
         """The folder on this machine."""
         folder = self._at(snapshot.place)
-        await self._database.in_thread(
-            lambda: self._files.download(snapshot.place, folder), must=True
+        await self._database.with_folder(
+            lambda: self._files.download(snapshot.place, folder), required=True
         )
         return folder
 
@@ -122,8 +122,8 @@ class Snapshots:
         Refused while a step that is in it has no result on disk: that step would run again.
         """
         folder = self._at(place)
-        written = await self._database.in_thread(lambda: fingerprint(folder))
-        await self._database.in_thread(lambda: self._files.upload(folder, place))
+        written = await self._database.with_folder(lambda: fingerprint(folder))
+        await self._database.with_folder(lambda: self._files.upload(folder, place))
         row = Snapshot(
             model_id=model_id,
             seq_id=seq_id,
@@ -138,7 +138,7 @@ class Snapshots:
             lambda connection: _replace(connection, row), reserve=True
         )
         gone = [place] if done is None else done
-        await self._database.in_thread(lambda: self._remove(gone))
+        await self._database.with_folder(lambda: self._remove(gone))
         return done is not None
 
     def _remove(self, places: list[str]) -> None:
@@ -157,10 +157,10 @@ def _replace(connection: sa.Connection, new: Snapshot) -> list[str] | None:
     gone = drop_older(connection, new.model_id)
     if row is None:
         # The log has never been cut: it is a way to build the model as good as a snapshot.
-        beginning = {"seq_id": BEGINNING, "size_bytes": 0, "created_s": new.created_s}
+        beginning = {"seq_id": NO_STEP, "size_bytes": 0, "created_s": new.created_s}
         connection.execute(older_snapshots.insert(), {"model_id": new.model_id, **beginning})
     else:
-        gone += cut_log(connection, new.model_id, up_to=row.seq_id)
+        gone += truncate_log(connection, new.model_id, up_to=row.seq_id)
         connection.execute(snapshots.delete().where(of_model))
         connection.execute(older_snapshots.insert(), dict(row._mapping))
     connection.execute(snapshots.insert(), asdict(new))
@@ -176,7 +176,7 @@ def drop_older(connection: sa.Connection, model_id: str) -> list[str]:
     return [place for place in gone.scalars() if place is not None]
 
 
-def cut_log(connection: sa.Connection, model_id: str, *, up_to: int) -> list[str]:
+def truncate_log(connection: sa.Connection, model_id: str, *, up_to: int) -> list[str]:
     """These steps never run again: what they carried may go. The places of it."""
     past = sa.and_(requests.c.model_id == model_id, requests.c.seq_id <= up_to)
     places = sa.select(requests.c.payload_place).where(past, requests.c.payload_place.is_not(None))

@@ -18,7 +18,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
-from tinkex.server.store.storage_health import DatabaseGone, DatabaseHeld
+from tinkex.server.store.storage_health import DatabaseFileChanged, DatabaseLocked
 
 log = logging.getLogger("tinkex.server.store")
 
@@ -66,7 +66,7 @@ def patience(url: sa.URL) -> dict[str, int]:
     return {name: value for name, value in _PATIENCE.items() if name not in url.query}
 
 
-def prepare_writer(engine: sa.Engine, *, alone: bool) -> None:
+def prepare_writer(engine: sa.Engine, *, exclusive: bool) -> None:
     """
     Commits are on disk; with `alone`, every connection that writes holds the database's lock.
 
@@ -131,7 +131,7 @@ def _take_lock(cursor: Any) -> None:
     while not cursor.execute(_TAKE).fetchone()[0]:
         if time.monotonic() > deadline_s:
             row = cursor.execute(_HOLDER).fetchone()
-            raise DatabaseHeld(
+            raise DatabaseLocked(
                 f"another server ({row[0] if row else 'unknown'}) holds the database. Use that "
                 "one, stop it, or choose another database with --db."
             )
@@ -197,23 +197,23 @@ class SameFile:
         self._opened: dict[Path, tuple[int, int]] = {}
 
     def check(self) -> None:
-        """Raises DatabaseGone when one is not there, or is another. The first call takes note."""
+        """Raises DatabaseFileChanged when one is not there, or is another. The first call takes note."""
         for file in self._files:
             try:
                 stats = file.stat()
             except (FileNotFoundError, NotADirectoryError):
                 if file in self._opened:
-                    raise DatabaseGone(f"{file} is not there any more") from None
+                    raise DatabaseFileChanged(f"{file} is not there any more") from None
                 continue
             found = (stats.st_dev, stats.st_ino)
             if self._opened.setdefault(file, found) != found:
-                raise DatabaseGone(f"{file} is another file than the one that was opened")
+                raise DatabaseFileChanged(f"{file} is another file than the one that was opened")
 
 
 # MERGED: `column IN (...)` for lists of any length, as one statement.
 
 
-def among(
+def in_list(
     column: sa.ColumnElement[str], texts: Collection[str] | sa.BindParameter[str]
 ) -> sa.ColumnElement[bool]:
     """
@@ -222,11 +222,11 @@ def among(
     With a parameter for each, every length would be a statement of its own. Connections keep the
     last hundred they have prepared: megabytes of the same question. And there may be too many.
     """
-    given = texts if isinstance(texts, sa.BindParameter) else sa.literal(listed(texts), sa.Text)
+    given = texts if isinstance(texts, sa.BindParameter) else sa.literal(list_parameter(texts), sa.Text)
     return column.bool_op("IN")(_Rows(given))
 
 
-def listed(texts: Collection[str]) -> str:
+def list_parameter(texts: Collection[str]) -> str:
     """For a parameter that `among` was given."""
     return json.dumps(list(texts))
 

@@ -1,9 +1,9 @@
 """
 When the disk or the database fails: what it is, whether it may pass, and what to do about it.
 
-    trouble = trouble_of(error)      # None: the error is somebody else's
+    problem = storage_problem(error)      # None: the error is somebody else's
 
-What `Condition` holds is the state of the whole store: new work is refused while there is any.
+What `StorageHealth` holds is the state of the whole store: new work is refused while there is any.
 """
 
 import errno
@@ -18,10 +18,10 @@ import sqlalchemy as sa
 
 log = logging.getLogger("tinkex.server.store")
 
-#: Parts of a store that can be in trouble by themselves.
+#: Parts of a store that can be in problem by themselves.
 DATABASE = "database"
 FILES = "files"
-ROOM = "reserve of room"
+FREE_SPACE = "reserve of room"
 #: What `FILES` are in, where they are not in a folder.
 OBJECT_STORE = "object store"
 DATABASE_FILE = "database file"
@@ -29,10 +29,10 @@ DATABASE_FILE = "database file"
 FULL = "full"
 READ_ONLY = "read_only"
 FAILING = "failing"
-AWAY = "away"
+UNREACHABLE = "away"
 GONE = "gone"
 CORRUPT = "corrupt"
-KINDS = (FULL, READ_ONLY, FAILING, AWAY, GONE, CORRUPT)
+KINDS = (FULL, READ_ONLY, FAILING, UNREACHABLE, GONE, CORRUPT)
 
 _ERRNOS = {
     errno.ENOSPC: FULL,
@@ -59,9 +59,9 @@ _POSTGRES = {
     "25006": READ_ONLY,
     "58030": FAILING,
     # It has connections enough, it is being stopped or started, or nothing answers.
-    "53300": AWAY,
-    "57P0": AWAY,
-    "08": AWAY,
+    "53300": UNREACHABLE,
+    "57P0": UNREACHABLE,
+    "08": UNREACHABLE,
     "XX001": CORRUPT,
     "XX002": CORRUPT,
 }
@@ -72,7 +72,7 @@ _WORDS = {
     FULL: "the disk of this server is full",
     READ_ONLY: "this server cannot write to its data folder or its database",
     FAILING: "the disk of this server fails",
-    AWAY: "the {part} of this server cannot be reached",
+    UNREACHABLE: "the {part} of this server cannot be reached",
     GONE: "the database of this server was deleted, moved or replaced while it runs",
     CORRUPT: "the database of this server is damaged",
 }
@@ -80,7 +80,7 @@ _ADVICE = {
     FULL: "Make room on it; the server goes on by itself.",
     READ_ONLY: "Make them writable for the server's user; the server goes on by itself.",
     FAILING: "Look at the disk and the system's log; the server goes on by itself when it can.",
-    AWAY: "See that it runs and lets this server in; the server goes on by itself.",
+    UNREACHABLE: "See that it runs and lets this server in; the server goes on by itself.",
     GONE: "If it was moved, move it back, with its -wal; the server goes on by itself. If it is lost, "
     "stop the server and restore a back-up with `tinkex restore`.",
     CORRUPT: "Stop the server, run `tinkex doctor`, and restore a back-up if it says so.",
@@ -88,7 +88,7 @@ _ADVICE = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trouble:
+class StorageProblem:
     """Why nothing can be stored now."""
 
     kind: str
@@ -98,12 +98,12 @@ class Trouble:
     part: str = DATABASE
 
     @property
-    def passes(self) -> bool:
+    def is_temporary(self) -> bool:
         """Whether it is worth trying again."""
         return self.kind != CORRUPT
 
     @property
-    def closes(self) -> bool:
+    def blocks_reads(self) -> bool:
         """Whether the database is not even read: what it answers, or takes in, may be lost."""
         return self.kind in (GONE, CORRUPT)
 
@@ -118,19 +118,19 @@ class Trouble:
         return _ADVICE[self.kind]
 
 
-class StorageTrouble(Exception):
+class StorageError(Exception):
     """Something could not be stored, or not be read: the request may be sent again."""
 
-    def __init__(self, trouble: Trouble) -> None:
-        super().__init__(trouble.text)
-        self.trouble = trouble
+    def __init__(self, problem: StorageProblem) -> None:
+        super().__init__(problem.text)
+        self.problem = trouble
 
 
 class DatabaseRefused(Exception):
     """The database cannot be used; the text says why, and holds no password."""
 
 
-class StoreAway(OSError):
+class ObjectStoreUnavailable(OSError):
     """
     An object store refused, did not answer, or cannot be reached.
 
@@ -139,15 +139,15 @@ class StoreAway(OSError):
     """
 
 
-class DatabaseHeld(Exception):
+class DatabaseLocked(Exception):
     """Another server works on the database."""
 
 
-class DatabaseGone(Exception):
+class DatabaseFileChanged(Exception):
     """The file of the database is not the one that was opened; the text names it."""
 
 
-class NewRefused(StorageTrouble):
+class NewDataRefused(StorageError):
     """Something new was to be added while nothing new is taken in; the store itself is as it was."""
 
 
@@ -155,29 +155,29 @@ class Damaged(Exception):
     """A file that a row points to is missing, or is not what was written; the text names it."""
 
 
-def trouble_of(error: BaseException | None) -> Trouble | None:
+def storage_problem(error: BaseException | None) -> StorageProblem | None:
     """What an error says about the disk or the database; None when it says nothing."""
     for one in _causes(error):
-        if isinstance(one, StorageTrouble):
-            return one.trouble
-        if isinstance(one, StoreAway):
-            return Trouble(kind=AWAY, reason=str(one), part=OBJECT_STORE)
-        if isinstance(one, DatabaseHeld):
-            return Trouble(kind=AWAY, reason=str(one))
-        if isinstance(one, DatabaseGone):
-            return Trouble(kind=GONE, reason=str(one))
+        if isinstance(one, StorageError):
+            return one.problem
+        if isinstance(one, ObjectStoreUnavailable):
+            return StorageProblem(kind=UNREACHABLE, reason=str(one), part=OBJECT_STORE)
+        if isinstance(one, DatabaseLocked):
+            return StorageProblem(kind=UNREACHABLE, reason=str(one))
+        if isinstance(one, DatabaseFileChanged):
+            return StorageProblem(kind=GONE, reason=str(one))
         if isinstance(one, sa.exc.DBAPIError) and _is_lost(one):
-            return Trouble(kind=AWAY, reason=_first_line(one.orig))
+            return StorageProblem(kind=UNREACHABLE, reason=_first_line(one.orig))
         name = getattr(one, "sqlite_errorname", None) or ""
         for prefix, kind in _SQLITE.items():
             if name.startswith(prefix):
-                return Trouble(kind=kind, reason=str(one))
+                return StorageProblem(kind=kind, reason=str(one))
         state = getattr(one, "sqlstate", None) or ""
         for prefix, kind in _POSTGRES.items():
             if state.startswith(prefix):
-                return Trouble(kind=kind, reason=_first_line(one))
+                return StorageProblem(kind=kind, reason=_first_line(one))
         if isinstance(one, OSError) and (kind := _ERRNOS.get(one.errno or 0, "")) != "":
-            return Trouble(kind=kind, reason=one.strerror or str(one))
+            return StorageProblem(kind=kind, reason=one.strerror or str(one))
     return None
 
 
@@ -193,7 +193,7 @@ def _first_line(error: BaseException | None) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def told_by(message: str) -> OSError:
+def os_error_in(message: str) -> OSError:
     """The error of another process, as Python and Rust put its number into words."""
     found = _NUMBER.search(message)
     number = int(found[1]) if found else 0
@@ -208,11 +208,11 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = driver or error.__cause__
 
 
-def _mildness(trouble: Trouble) -> tuple[bool, bool]:
-    return trouble.passes, not trouble.closes
+def _mildness(problem: StorageProblem) -> tuple[bool, bool]:
+    return problem.is_temporary, not problem.blocks_reads
 
 
-class Condition:
+class StorageHealth:
     """
     How the store is, part by part, for all threads.
 
@@ -221,75 +221,75 @@ class Condition:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._troubles: dict[str, Trouble] = {}
-        self._silence: Callable[[], Trouble | None] = lambda: None
+        self._problems: dict[str, StorageProblem] = {}
+        self._silence: Callable[[], StorageProblem | None] = lambda: None
         #: Called before each commit, in the thread that writes: notes or clears what it sees.
         self.look: Callable[[], None] = lambda: None
 
-    def watch(self, silence: Callable[[], Trouble | None]) -> None:
+    def watch(self, silence: Callable[[], StorageProblem | None]) -> None:
         """`silence` tells whether something waits for an answer for too long; any thread asks."""
         self._silence = silence
 
     @property
-    def trouble(self) -> Trouble | None:
+    def trouble(self) -> StorageProblem | None:
         """The worst there is."""
         with self._lock:
-            worst = min(self._troubles.values(), key=_mildness, default=None)
+            worst = min(self._problems.values(), key=_mildness, default=None)
         return worst or self._silence()
 
-    def note(self, error: BaseException, part: str = DATABASE) -> Trouble | None:
+    def note(self, error: BaseException, part: str = DATABASE) -> StorageProblem | None:
         """What an error says about the store; from now on its state, if anything."""
-        trouble = trouble_of(error)
-        if trouble is None:
+        problem = storage_problem(error)
+        if problem is None:
             return None
-        if trouble.kind == GONE and part != DATABASE_FILE:
-            return trouble  # told again by whoever was refused because of it
+        if problem.kind == GONE and part != DATABASE_FILE:
+            return problem  # told again by whoever was refused because of it
         with self._lock:
-            before = self._troubles.get(part)
-            if before is None or before.passes:
-                self._troubles[part] = trouble
-        if before is None or (before.passes and before.kind != trouble.kind):
-            log.error("%s %s", trouble.text, trouble.advice)
+            before = self._problems.get(part)
+            if before is None or before.is_temporary:
+                self._problems[part] = trouble
+        if before is None or (before.is_temporary and before.kind != problem.kind):
+            log.error("%s %s", problem.text, problem.advice)
         return trouble
 
     def clear(self, part: str = DATABASE) -> None:
         """Something was written: the trouble of this part, if there was any, is over."""
         # Asked without the lock, because it is asked for every write; a late answer is harmless.
-        if part not in self._troubles:
+        if part not in self._problems:
             return
         with self._lock:
-            trouble = self._troubles.get(part)
-            if trouble is None or not trouble.passes:
+            problem = self._problems.get(part)
+            if problem is None or not problem.is_temporary:
                 return
-            del self._troubles[part]
+            del self._problems[part]
         log.warning("the %s of this server can be written again", part)
 
     def refuse_any(self) -> None:
         """For new work: raises while anything is wrong."""
-        if (trouble := self.trouble) is not None:
-            raise StorageTrouble(trouble)
+        if (problem := self.problem) is not None:
+            raise StorageError(problem)
 
     def refuse_new(self) -> None:
         """
         For every new row and file: raises while files cannot be written or the reserve is in use.
 
-        Trouble of the database itself is left out: a write to it finds out by itself.
+        StorageProblem of the database itself is left out: a write to it finds out by itself.
         """
-        if not self._troubles:
+        if not self._problems:
             return
         with self._lock:
-            troubles = [one for part, one in self._troubles.items() if part != DATABASE]
-        if troubles:
-            raise NewRefused(min(troubles, key=_mildness))
+            problems = [one for part, one in self._problems.items() if part != DATABASE]
+        if problems:
+            raise NewDataRefused(min(problems, key=_mildness))
 
     def check(self) -> None:
         """Refuse to go on with a database that is damaged, or is not the one on the disk."""
-        if self._troubles and (trouble := self.trouble) is not None and trouble.closes:
-            raise StorageTrouble(trouble)
+        if self._problems and (problem := self.problem) is not None and problem.blocks_reads:
+            raise StorageError(problem)
 
-    def refusal(self, error: BaseException) -> StorageTrouble:
+    def refusal(self, error: BaseException) -> StorageError:
         """For who must be told that nothing was stored."""
-        trouble = trouble_of(error) or self.trouble
-        refusal = StorageTrouble(trouble or Trouble(kind=FAILING, reason=str(error)))
+        problem = storage_problem(error) or self.problem
+        refusal = StorageError(problem or StorageProblem(kind=FAILING, reason=str(error)))
         refusal.__cause__ = error
         return refusal

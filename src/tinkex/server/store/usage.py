@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from tinkex.server.store.checkpoint_lists import weighed
-from tinkex.server.store.checkpoints import alive
+from tinkex.server.store.checkpoint_lists import within_metadata_budget
+from tinkex.server.store.checkpoints import not_expired
 from tinkex.server.store.database import Database
 from tinkex.server.store.schema import (
     checkpoint_names,
@@ -14,11 +14,11 @@ from tinkex.server.store.schema import (
     sessions,
     usage,
 )
-from tinkex.server.store.sql_dialects import among
+from tinkex.server.store.sql_dialects import in_list
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Used:
+class UsageRow:
     """So much of one thing in one hour."""
 
     hour: int
@@ -30,7 +30,7 @@ class Used:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
+class StoredCheckpoint:
     """
     A checkpoint that was given a name, for as long as its files were kept.
 
@@ -47,7 +47,7 @@ class Stored:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class ProjectStorage:
     """What the checkpoints of one project take."""
 
     project_id: str | None
@@ -71,7 +71,7 @@ class Usage:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def between(self, *, owner: str, first_hour: int, end_hour: int, most: int) -> list[Used]:
+    async def between(self, *, owner: str, first_hour: int, end_hour: int, most: int) -> list[UsageRow]:
         """What an owner used from one hour on and before another, by hour; the first rows."""
         statement = (
             sa.select(
@@ -88,12 +88,12 @@ class Usage:
             .limit(most)
         )
         return await self._database.read_report(
-            lambda connection: [Used(**row._mapping) for row in connection.execute(statement)]
+            lambda connection: [UsageRow(**row._mapping) for row in connection.execute(statement)]
         )
 
     async def stored(
         self, *, owner: str, since_s: float, until_s: float, most: int
-    ) -> list[Stored]:
+    ) -> list[StoredCheckpoint]:
         """The owner's checkpoints whose files were there at some moment of a time; the first."""
         versions = checkpoint_versions.c
         statement = (
@@ -109,12 +109,12 @@ class Usage:
             .limit(most)
         )
         return await self._database.read_report(
-            lambda connection: [Stored(**row._mapping) for row in connection.execute(statement)]
+            lambda connection: [StoredCheckpoint(**row._mapping) for row in connection.execute(statement)]
         )
 
     async def current(
         self, *, owner: str, project_id: str | None, now_s: float, most: int
-    ) -> list[Kept]:
+    ) -> list[ProjectStorage]:
         """By project, the owner's checkpoints as they are listed now, each once for its name."""
         versions = checkpoint_versions.c
         statement = (
@@ -130,7 +130,7 @@ class Usage:
             )
             .join(models, versions.model_id == models.c.model_id)
             .join(sessions, models.c.session_id == sessions.c.session_id)
-            .where(versions.owner == owner, alive(now_s))
+            .where(versions.owner == owner, not_expired(now_s))
             .group_by(sessions.c.project_id)
             .order_by(sa.func.coalesce(sessions.c.project_id, ""))
             .limit(most)
@@ -139,7 +139,7 @@ class Usage:
             statement = statement.where(sessions.c.project_id == project_id)
         return await self._database.read_report(
             lambda connection: [
-                Kept(
+                ProjectStorage(
                     project_id=row.project_id,
                     checkpoints=row.checkpoints,
                     size_bytes=int(row.size_bytes),
@@ -151,12 +151,12 @@ class Usage:
     async def metadata(self, session_ids: list[str]) -> dict[str, dict[str, object]]:
         """What the clients of these sessions said about them."""
         statement = sa.select(sessions.c.session_id, sessions.c.user_metadata).where(
-            among(sessions.c.session_id, session_ids)
+            in_list(sessions.c.session_id, session_ids)
         )
         return await self._database.read_report(
             lambda connection: {
                 session_id: dict(metadata)
-                for session_id, metadata in weighed(
+                for session_id, metadata in within_metadata_budget(
                     ((row.session_id, row.user_metadata) for row in connection.execute(statement)),
                     "Ask about a shorter time.",
                 )

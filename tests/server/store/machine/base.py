@@ -58,7 +58,7 @@ class Base(RuleBasedStateMachine):
 
     def opened(self) -> Store:
         return open_store(
-            db_url=self.url, storage_url=str(self.folder), folder=self.folder, alone=True
+            db_url=self.url, storage_url=str(self.folder), folder=self.folder, exclusive=True
         )
 
     def run(self, act: Coroutine[Any, Any, T]) -> T:
@@ -71,7 +71,7 @@ class Base(RuleBasedStateMachine):
 
     def flush(self) -> None:
         """Any transaction takes along what nobody waited for."""
-        self.run(self.store.retention.shrink())
+        self.run(self.store.retention.free_pages())
 
     @staticmethod
     def pick(among: Sequence[T], number: int) -> T:

@@ -54,7 +54,7 @@ class Checkpoints(Requests):
             model_id=model.model_id,
             kind=kind,
             name=name if sampler_number is None else None,
-        ).sized(7)
+        ).with_size(7)
         folder = Path(self.store.checkpoints.folder(version))
         folder.mkdir(parents=True)
         (folder / "adapter").write_text(version.version_id)
@@ -80,7 +80,7 @@ class Checkpoints(Requests):
             refusal = NameTaken
         saving = self.store.checkpoints.save(
             version,
-            fingerprint=self.run(self.store.checkpoints.keep_files(version)),
+            fingerprint=self.run(self.store.checkpoints.store_files(version)),
             request_id=request.request_id,
             result=b"saved",
             naming=naming,
@@ -160,7 +160,7 @@ class Checkpoints(Requests):
         self.clock.now_s += after_s
         now_s = self.later()
         named = self.pick(list(self.world.names.values()), number)
-        of = self.store.catalog
+        of = self.store.checkpoint_lists
         key = {"model_id": named.model_id, "kind": named.kind, "name": named.name}
         alive = named.alive(now_s)
         if change == "delete":
@@ -190,7 +190,7 @@ class Checkpoints(Requests):
 
     def list_checkpoints(self, owner: str) -> None:
         found, count = self.run(
-            self.store.catalog.checkpoints(owner=owner, kinds=KINDS, published=True)
+            self.store.checkpoint_lists.checkpoints(owner=owner, kinds=KINDS, published=True)
         )
         there = [
             one

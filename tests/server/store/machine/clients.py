@@ -51,10 +51,10 @@ class Clients(Requests):
         now_s = self.later()
         session = self.some_session(number)
         if back:
-            self.store.sessions.revive_session(session.session_id)
+            self.store.sessions.mark_active(session.session_id)
             session.lapsed_s = None
         else:
-            self.store.sessions.seen(session.session_id)
+            self.store.sessions.mark_seen(session.session_id)
         session.seen_s = now_s
         self.flush()
 
@@ -69,9 +69,9 @@ class Clients(Requests):
             self.world.audit.append((now_s, "session.finished"))
 
     @rule(age_s=AGES_S, number=PICK, comes_back=st.booleans())
-    def lapse_sessions(self, age_s: float, number: int, comes_back: bool) -> None:
+    def mark_lapsed(self, age_s: float, number: int, comes_back: bool) -> None:
         now_s = self.later()
-        silent = self.run(self.store.sessions.silent_sessions(now_s - age_s))
+        silent = self.run(self.store.sessions.inactive_sessions(now_s - age_s))
         busy = {one.session_id for one in self.world.waiting()}
         assert set(silent) == {
             one.session_id
@@ -82,7 +82,7 @@ class Clients(Requests):
             and one.session_id not in busy
         }
         if silent:
-            self.run(self.store.sessions.lapse_sessions(silent))
+            self.run(self.store.sessions.mark_lapsed(silent))
         for session_id in silent:
             self.world.sessions[session_id].lapsed_s = now_s
         if silent and comes_back:
@@ -144,5 +144,5 @@ class Clients(Requests):
         assert found.version_id == mirrored.version_id
         if join:
             mirrored.clients += 1
-            joined = self.run(self.store.models.join_sampler(sampler.sampling_session_id))
+            joined = self.run(self.store.models.add_sampler_client(sampler.sampling_session_id))
             assert joined == mirrored.clients

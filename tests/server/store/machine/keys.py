@@ -43,6 +43,6 @@ class Keys(Base):
         state = "expired" if expired else "active"
         assert found.state(now_s) == ("revoked" if key.revoked_s is not None else state)
         assert self.run(self.store.keys.by_secret("tml-nobody")) is None
-        self.store.keys.used(key.key_id)
+        self.store.keys.mark_used(key.key_id)
         key.used_s = now_s
         self.flush()

@@ -13,7 +13,7 @@ from server.store import reference_model as expected
 from server.store.machine.base import BASE, OWNERS, PICK, Base
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Accepted, Completion, NewRequest, Status
-from tinkex.server.store.request_writes import SAMPLES_OF_A_CLONE, failure, success
+from tinkex.server.store.request_writes import SAMPLES_PER_CLONE, failure, success
 from tinkex.server.store.requests import INLINE_BYTES, ResultGone
 from tinkex.wire.protobuf import encode_sample_response
 from tinkex.wire.sampling import SampledSequence, SampleResponse
@@ -105,7 +105,7 @@ class Requests(Base):
         now_s = self.later()
         model = self.some_model(number)
         new = self.step(model, seq_id, Kind.OPTIM_STEP)
-        self.run(self.store.requests.file_refused(new, "bad", cause="refused"))
+        self.run(self.store.requests.store_refused(new, "bad", cause="refused"))
         if self.world.at(model.model_id, seq_id) is None:
             [row] = [
                 one
@@ -129,7 +129,7 @@ class Requests(Base):
                 payload=b"{}",
                 session_id=sampler.session_id,
                 sampling_session_id=sampler.sampling_session_id,
-                seq_id=clone_id * SAMPLES_OF_A_CLONE + seq_id,
+                seq_id=clone_id * SAMPLES_PER_CLONE + seq_id,
                 sequences=1,
                 tokens=5,
             )
@@ -179,7 +179,7 @@ class Requests(Base):
                 result = sampled(2, 3) if one.kind == Kind.SAMPLE else f"{now_s} {number}".encode()
                 if outcome == "large" and one.kind != Kind.SAMPLE:
                     result += LARGE
-                place = await self.store.requests.keep(result)
+                place = await self.store.requests.store_result(result)
                 futures.append(
                     (result, self.store.requests.finish_one(success(one.request_id, result, place)))
                 )
@@ -212,7 +212,7 @@ class Requests(Base):
         self.world.events[event.position] = expected.Event(
             position=event.position,
             sampling_session_id=request.sampling_session_id,
-            clone_id=request.seq_id // SAMPLES_OF_A_CLONE,
+            clone_id=request.seq_id // SAMPLES_PER_CLONE,
             request_id=request.request_id,
             result_bytes=request.result_bytes,
             at_s=now_s,
@@ -236,10 +236,10 @@ class Requests(Base):
         chosen = [self.pick(finished, number) for number in numbers if finished]
         if together:
             ids = [one.request_id for one in chosen]
-            self.store.requests.all_fetched(ids, owner=owner)
+            self.store.requests.mark_all_fetched(ids, owner=owner)
         for one in chosen:
             if not together:
-                self.store.requests.fetched(one.request_id)
+                self.store.requests.mark_fetched(one.request_id)
             if one.fetched_s is None and (not together or one.owner == owner):
                 one.fetched_s = now_s
         self.flush()

@@ -10,7 +10,7 @@ from server.store import reference_model as expected
 from server.store.machine.base import AGES_S, PICK
 from server.store.machine.checkpoints import KINDS, Checkpoints
 from server.store.machine.snapshots import Snapshots
-from tinkex.server.maintenance.cleanup import surplus
+from tinkex.server.maintenance.cleanup import over_keep_last
 
 THREE_AGES_S = st.tuples(AGES_S, AGES_S, AGES_S)
 
@@ -100,12 +100,12 @@ class Tidying(Checkpoints, Snapshots):
         self.keep_last_names(keep_last, meanwhile)
 
     def keep_last_names(self, keep_last: int, meanwhile: Callable[[], None] | None = None) -> None:
-        crowd = self.run(self.store.retention.crowded(keep_last=keep_last))
+        crowd = self.run(self.store.retention.names_over_limit(keep_last=keep_last))
         doomed = self.surplus_names(keep_last)
         if meanwhile is not None:
             meanwhile()
         now_s = self.later()
-        self.run(self.store.retention.drop_names(surplus(crowd, keep_last=keep_last)))
+        self.run(self.store.retention.drop_names(over_keep_last(crowd, keep_last=keep_last)))
         there = {id(one) for one in self.world.names.values()}
         self.world.drop_names([one for one in doomed if id(one) in there], now_s)
 
@@ -155,6 +155,6 @@ class Tidying(Checkpoints, Snapshots):
 
     def sweep(self) -> None:
         """Nothing is left on disk that nothing refers to."""
-        swept = self.run(self.store.retention.sweep(before_s=float("inf")))
+        swept = self.run(self.store.retention.delete_orphans(before_s=float("inf")))
         assert swept == len(self.orphans) + len(self.left)
         self.orphans, self.left = set(), []

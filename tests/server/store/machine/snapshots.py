@@ -28,7 +28,7 @@ class Snapshots(Base):
         seq_id = self.pick([*first_waiting, *sorted(steps), *first_waiting] or [0], -step_number)
         known = self.world.snapshots.get(model.model_id)
         seq_id = max(seq_id, -1 if known is None else known.seq_id)
-        place, named = self.store.snapshots.new_place(model.model_id)
+        place, named = self.store.snapshots.new_key(model.model_id)
         folder = Path(named)
         folder.mkdir(parents=True)
         (folder / "state").write_text(place)
@@ -54,7 +54,7 @@ class Snapshots(Base):
     def drop_snapshots(self, silent_s: float, abandoned_s: float) -> None:
         now_s = self.later()
         behind = self.run(
-            self.store.retention.without_snapshot(
+            self.store.retention.models_without_snapshot(
                 silent_before_s=now_s - silent_s,
                 abandoned_before_s=now_s - abandoned_s,
                 most=1000,
@@ -85,12 +85,12 @@ class Snapshots(Base):
         text = file.read_text()
         file.write_text("torn")
         if self.world.fall_back(bad.model_id):
-            found = self.run(self.store.snapshots.sound(bad.model_id))
+            found = self.run(self.store.snapshots.newest_intact(bad.model_id))
             before = self.world.snapshots.get(bad.model_id)
             assert (found and found.place) == (before and before.place)
         else:
             with pytest.raises(Damaged, match="not kept any more"):
-                self.run(self.store.snapshots.sound(bad.model_id))
+                self.run(self.store.snapshots.newest_intact(bad.model_id))
             file.write_text(text)
 
     def log_of(self, model_id: str) -> list[expected.Request]:
