@@ -113,4 +113,4 @@ def test_a_database_that_cannot_be_opened_is_said_to_be_and_does_not_mend_itself
     refused = key(tmp_path, "create")
     assert refused.exit_code == 1
     assert "unable to open database file" in refused.stderr
-    assert "can be written by the server's user, and start again" in refused.stderr
+    assert "writable for the server's user, and start again" in refused.stderr

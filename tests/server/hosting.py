@@ -50,7 +50,7 @@ class Api:
     server: uvicorn.Server | None = None
 
     async def clean_up(self) -> None:
-        """One pass of the janitor, now."""
+        """One cleanup pass, now."""
         assert self.app is not None
         await self.app.state.cleanup.run_once()
 

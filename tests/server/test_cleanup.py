@@ -1,4 +1,4 @@
-"""What is deleted, when, and that nothing needed is: results, payloads, checkpoints, lost files."""
+"""The cleanup deletes results, payloads, checkpoints and orphans, and nothing that is needed."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ import pytest
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from tinkex.server.executor import Task
-from tinkex.server.maintenance import cleanup as janitors
+from tinkex.server.maintenance import cleanup as cleanup_module
 from tinkex.server.maintenance.cleanup import Cleanup, over_keep_last
 from tinkex.server.scheduler.scheduler import Dispatcher
 from tinkex.server.store.retention import CheckpointName
@@ -25,27 +25,27 @@ HOUR_S = 3600.0
 
 
 @asynccontextmanager
-async def kept(echo: EchoExecutor, folder: Path, **settings: Any) -> AsyncIterator[Api]:
-    """A server whose janitor comes only when it is called."""
+async def without_cleanup(echo: EchoExecutor, folder: Path, **settings: Any) -> AsyncIterator[Api]:
+    """A server whose cleanup runs only when called."""
     async with hosted(echo, folder, janitor_s=0, **settings) as api:
         yield api
 
 
-async def tidy_in(api: Api, seconds: float) -> None:
-    """The janitor's pass, as if so much time had gone by."""
+async def clean_up_in(api: Api, seconds: float) -> None:
+    """One cleanup pass, as if this much time had passed."""
     assert api.app
     context = api.app.state.context
-    janitor = Cleanup(
+    cleanup = Cleanup(
         settings=context.settings,
         store=context.store,
         dispatcher=context.dispatcher,
         futures=context.futures,
         clock=lambda: time.time() + seconds,
     )
-    # What was fetched is written down a little later than everything else.
+    # Fetched marks are written a little later than everything else.
     await context.store.sessions.session("none")
     await context.store._database.write(lambda connection: None)
-    await janitor.tidy()
+    await cleanup.run_once()
 
 
 def rows(folder: Path) -> int:
@@ -53,7 +53,7 @@ def rows(folder: Path) -> int:
         return int(connection.execute("SELECT count(*) FROM requests").fetchone()[0])
 
 
-async def asked(api: Api, session: str, seq_id: int) -> str:
+async def sample(api: Api, session: str, seq_id: int) -> str:
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": api.base_model}
     sampler = (await api.post("create_sampling_session", body)).json["sampling_session_id"]
     sample = {
@@ -69,19 +69,19 @@ async def asked(api: Api, session: str, seq_id: int) -> str:
 async def test_results_are_deleted_an_hour_after_fetching_or_a_day_after_finishing(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
-    async with kept(echo, tmp_path, result_kept_s=HOUR_S) as api:
+    async with without_cleanup(echo, tmp_path, result_kept_s=HOUR_S) as api:
         session = await api.session()
-        fetched, waiting = await asked(api, session, 0), await asked(api, session, 1)
+        fetched, waiting = await sample(api, session, 0), await sample(api, session, 1)
         first = await api.result(fetched)
-        # The second was asked after the first, and is finished too once a third is.
-        await api.result(await asked(api, session, 2))
-        await tidy_in(api, 0.9 * HOUR_S)
+        # The second comes after the first, and is finished once a third is.
+        await api.result(await sample(api, session, 2))
+        await clean_up_in(api, 0.9 * HOUR_S)
         assert await api.result(fetched) == first
-        await tidy_in(api, 1.1 * HOUR_S)
+        await clean_up_in(api, 1.1 * HOUR_S)
         assert rows(tmp_path) == 1
-        await tidy_in(api, 23 * HOUR_S)
+        await clean_up_in(api, 23 * HOUR_S)
         assert rows(tmp_path) == 1
-        await tidy_in(api, 25 * HOUR_S)
+        await clean_up_in(api, 25 * HOUR_S)
         assert rows(tmp_path) == 0
     async with hosted(echo, tmp_path, result_kept_s=0.0, janitor_s=0) as api:
         gone = await api.poll(waiting)
@@ -93,13 +93,13 @@ async def test_results_are_deleted_an_hour_after_fetching_or_a_day_after_finishi
 async def test_steps_stay_until_a_snapshot_contains_them(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
-    async with kept(echo, tmp_path, snapshot_steps=4, session_grace_s=1e9) as api:
+    async with without_cleanup(echo, tmp_path, snapshot_steps=4, session_grace_s=1e9) as api:
         model = await api.model()
         large = await api.forward_backward(model, 1, tokens=40_000)
         await api.passed(large)
         assert [*(tmp_path / "payloads").glob("*/*")]
-        await tidy_in(api, 25 * HOUR_S)
-        # Its result has gone, it has not: the model may have to be built again.
+        await clean_up_in(api, 25 * HOUR_S)
+        # Its result is deleted, its row is not: recovery may need it.
         assert (await api.poll(large)).status == 410
         echo.die()
         value = await api.value(await api.optim_step(model, 2))
@@ -107,16 +107,16 @@ async def test_steps_stay_until_a_snapshot_contains_them(
         await api.passed(await api.forward_backward(model, 3, tokens=5))
         assert await api.value(await api.optim_step(model, 4)) == 80_005
         assert echo.tasks(Task.SNAPSHOT)
-        # For a day there is a way back behind the snapshot.
+        # The fallback of the snapshot stays for a day.
         assert [*(tmp_path / "payloads").glob("*/*")]
-        await tidy_in(api, 25 * HOUR_S)
+        await clean_up_in(api, 25 * HOUR_S)
         assert not [*(tmp_path / "payloads").glob("*/*")]
         assert rows(tmp_path) <= 2
-        # And it goes on from there, in an engine that never saw the beginning.
+        # The model continues from the snapshot in a new engine.
         echo.die()
         await api.passed(await api.forward_backward(model, 5, tokens=1))
         assert Task.RESTORE in echo.tasks()
-    async with kept(EchoExecutor(), tmp_path, snapshot_steps=4) as api:
+    async with without_cleanup(EchoExecutor(), tmp_path, snapshot_steps=4) as api:
         assert await api.value(await api.optim_step(model, 6)) == 160_011
         late = await api.result(await api.optim_step(model, 2))
         assert late["category"] == "user"
@@ -125,14 +125,14 @@ async def test_steps_stay_until_a_snapshot_contains_them(
 async def test_a_snapshot_remembers_that_gradients_are_incomplete(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
-    async with kept(echo, tmp_path, snapshot_steps=2) as api:
+    async with without_cleanup(echo, tmp_path, snapshot_steps=2) as api:
         model = await api.model()
         failed = await api.result(await api.forward_backward(model, 1, loss="nonsense"))
         assert failed["category"] == "user"
         await api.passed(await api.forward_backward(model, 2, tokens=3))
         assert echo.tasks(Task.SNAPSHOT)
-        await tidy_in(api, 25 * HOUR_S)
-    async with kept(EchoExecutor(), tmp_path) as api:
+        await clean_up_in(api, 25 * HOUR_S)
+    async with without_cleanup(EchoExecutor(), tmp_path) as api:
         refused = await api.result(await api.optim_step(model, 3))
         assert "gradients are incomplete" in refused["error"]
         assert await api.value(await api.optim_step(model, 4)) == 0
@@ -141,12 +141,12 @@ async def test_a_snapshot_remembers_that_gradients_are_incomplete(
 async def test_models_of_inactive_sessions_get_a_snapshot_and_can_be_rebuilt(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
-    async with kept(echo, tmp_path) as api:
+    async with without_cleanup(echo, tmp_path) as api:
         model = await api.model()
         await api.passed(await api.forward_backward(model, 1, tokens=7))
-        await tidy_in(api, 25 * HOUR_S)
+        await clean_up_in(api, 25 * HOUR_S)
         assert echo.tasks(Task.SNAPSHOT) == [Task.SNAPSHOT]
-        await tidy_in(api, 25 * HOUR_S)
+        await clean_up_in(api, 25 * HOUR_S)
         assert rows(tmp_path) == 0
         assert echo.tasks(Task.SNAPSHOT) == [Task.SNAPSHOT]
         echo.die()
@@ -156,7 +156,7 @@ async def test_models_of_inactive_sessions_get_a_snapshot_and_can_be_rebuilt(
 async def test_only_checkpoints_of_a_finished_session_stay(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
-    async with kept(echo, tmp_path, snapshot_steps=2) as api:
+    async with without_cleanup(echo, tmp_path, snapshot_steps=2) as api:
         session = await api.session()
         model = await api.model(session)
         for seq_id in (1, 2, 3):
@@ -165,7 +165,7 @@ async def test_only_checkpoints_of_a_finished_session_stay(
             await api.step("save_weights", model_id=model, seq_id=4, path="kept")
         )
         await api.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
-        await tidy_in(api, 25 * HOUR_S)
+        await clean_up_in(api, 25 * HOUR_S)
         assert rows(tmp_path) == 0
         assert not [*(tmp_path / "snapshots").glob("*/*")]
         about = await api.post("weights_info", {"tinker_path": saved["path"]})
@@ -177,30 +177,30 @@ async def test_only_checkpoints_of_a_finished_session_stay(
 async def test_expired_checkpoints_are_deleted_from_the_disk(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
-    async with kept(echo, tmp_path) as api:
+    async with without_cleanup(echo, tmp_path) as api:
         model = await api.model()
         for seq_id, ttl_s in ((1, 3600), (2, None)):
             asked = await api.step(
                 "save_weights", model_id=model, seq_id=seq_id, path=f"n{seq_id}", ttl_seconds=ttl_s
             )
             await api.result(asked)
-        await tidy_in(api, 0.5 * HOUR_S)
+        await clean_up_in(api, 0.5 * HOUR_S)
         assert len([*(tmp_path / "checkpoints").glob("*/*/*/*")]) == 2
-        await tidy_in(api, 1.5 * HOUR_S)
+        await clean_up_in(api, 1.5 * HOUR_S)
         assert [path.parent.name for path in (tmp_path / "checkpoints").glob("*/*/*/*")] == ["n2"]
 
 
 async def test_a_run_keeps_its_last_checkpoints_of_each_kind(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
-    async with kept(echo, tmp_path, keep_last=2) as api:
+    async with without_cleanup(echo, tmp_path, keep_last=2) as api:
         model = await api.model()
         for seq_id in range(1, 6):
             await api.result(
                 await api.step("save_weights", model_id=model, seq_id=seq_id, path=f"n{seq_id}")
             )
         await api.call("POST", f"training_runs/{model}/checkpoints/weights/n1/publish")
-        await tidy_in(api, 0)
+        await clean_up_in(api, 0)
         listed = (await api.get("/api/v1/checkpoints")).json["checkpoints"]
         assert [each["checkpoint_id"][-2:] for each in listed] == ["n5", "n4", "n1"]
         assert len([*(tmp_path / "checkpoints").glob("*/*/*/*")]) == 3
@@ -208,17 +208,17 @@ async def test_a_run_keeps_its_last_checkpoints_of_each_kind(
 
 
 async def deletions(api: Api) -> list[tuple[str, str]]:
-    """What the audit log says of checkpoints that went without being asked to."""
+    """The audit entries of checkpoints that were deleted automatically."""
     day = time.strftime("%Y-%m-%d", time.gmtime())
     entries = (await api.get(f"/api/v1/audit?date={day}")).json["entries"]
-    told = [each["event_details"] for each in entries if each["event"] == "checkpoint.deleted"]
-    return sorted((each["tinker_path"][-2:], each["reason"]) for each in told)
+    deleted = [each["event_details"] for each in entries if each["event"] == "checkpoint.deleted"]
+    return sorted((each["tinker_path"][-2:], each["reason"]) for each in deleted)
 
 
 async def test_an_expired_checkpoint_is_in_no_list_and_its_end_in_the_audit_log(
     echo: EchoExecutor, tmp_path: Path
 ) -> None:
-    async with kept(echo, tmp_path) as api:
+    async with without_cleanup(echo, tmp_path) as api:
         model = await api.model()
         for seq_id, more in ((1, {}), (2, {"ttl_seconds": 3600})):
             body = {"model_id": model, "seq_id": seq_id, "path": f"n{seq_id}", **more}
@@ -231,7 +231,7 @@ async def test_an_expired_checkpoint_is_in_no_list_and_its_end_in_the_audit_log(
         run = (await api.get(f"/api/v1/training_runs/{model}")).json
         assert run["last_checkpoint"]["checkpoint_id"] == "weights/n1"
         assert await deletions(api) == []
-        await tidy_in(api, 0)
+        await clean_up_in(api, 0)
         assert await deletions(api) == [("n2", "expired")]
         await api.call("DELETE", f"training_runs/{model}/checkpoints/weights/n1")
         run = (await api.get(f"/api/v1/training_runs/{model}")).json
@@ -240,7 +240,7 @@ async def test_an_expired_checkpoint_is_in_no_list_and_its_end_in_the_audit_log(
 
 def test_keep_last_counts_by_run_and_kind() -> None:
     names = [
-        Named(model_id=model, kind=kind, name=str(n), saved_s=float(n), public=n == 0)
+        CheckpointName(model_id=model, kind=kind, name=str(n), saved_s=float(n), public=n == 0)
         for model in "ab"
         for kind in ("weights", "sampler_weights")
         for n in range(4)
@@ -252,10 +252,8 @@ def test_keep_last_counts_by_run_and_kind() -> None:
     assert over_keep_last(names, keep_last=4) == []
 
 
-async def test_old_orphans_are_deleted(
-    echo: EchoExecutor, tmp_path: Path
-) -> None:
-    async with kept(echo, tmp_path) as api:
+async def test_old_orphans_are_deleted(echo: EchoExecutor, tmp_path: Path) -> None:
+    async with without_cleanup(echo, tmp_path) as api:
         model = await api.model()
         await api.result(await api.step("save_weights", model_id=model, seq_id=1, path="kept"))
         await api.forward_backward(model, 2, tokens=40_000)
@@ -276,7 +274,7 @@ async def test_old_orphans_are_deleted(
         young.write_text("about to be referred to")
         needed = [path for path in found(tmp_path, "payloads") if path not in (lost[0], young)]
         assert len(needed) == 1
-        await tidy_in(api, 0)
+        await clean_up_in(api, 0)
         assert not any(path.exists() for path in lost)
         assert young.exists()
         assert needed[0].exists()
@@ -285,7 +283,7 @@ async def test_old_orphans_are_deleted(
 
 async def test_an_object_store_is_cleaned_up_too(echo: EchoExecutor, tmp_path: Path) -> None:
     store = f"memory://{tmp_path.name}"
-    async with kept(echo, tmp_path, storage=store, snapshot_steps=2) as api:
+    async with without_cleanup(echo, tmp_path, storage=store, snapshot_steps=2) as api:
         model = await api.model()
         for seq_id in (1, 2):
             await api.passed(await api.forward_backward(model, seq_id, tokens=40_000))
@@ -297,28 +295,28 @@ async def test_an_object_store_is_cleaned_up_too(echo: EchoExecutor, tmp_path: P
         assert api.app
         files = api.app.state.context.store.files
         lost = files.put("payloads", b"lost")
-        await tidy_in(api, 25 * HOUR_S)
+        await clean_up_in(api, 25 * HOUR_S)
         later_s = time.time() + HOUR_S
-        assert files.older("payloads", 2, before_s=later_s) == []
-        assert len(files.older("snapshots", 2, before_s=later_s)) == 1
-        (place,) = files.older("checkpoints", 4, before_s=later_s)
-        assert "/n4/" in place
+        assert files.list_older("payloads", 2, before_s=later_s) == []
+        assert len(files.list_older("snapshots", 2, before_s=later_s)) == 1
+        (key,) = files.list_older("checkpoints", 4, before_s=later_s)
+        assert "/n4/" in key
         assert lost
         echo.die()
         assert await api.value(await api.optim_step(model, 5)) == 80_000
 
 
 class _NotYet:
-    """A dispatcher whose engine is started again while it should write a model down."""
+    """A dispatcher whose engine restarts while it should save a snapshot."""
 
     def __init__(self, dispatcher: Dispatcher, fails: int) -> None:
         self._dispatcher = dispatcher
         self.fails = fails
-        self.asked = 0
+        self.calls = 0
 
     async def snapshot(self, model_id: str) -> bool:
-        self.asked += 1
-        if self.asked <= self.fails:
+        self.calls += 1
+        if self.calls <= self.fails:
             return False
         return await self._dispatcher.snapshot(model_id)
 
@@ -326,42 +324,42 @@ class _NotYet:
 async def test_a_failed_snapshot_is_retried_with_backoff(
     echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with kept(echo, tmp_path, snapshot_steps=50) as api:
+    async with without_cleanup(echo, tmp_path, snapshot_steps=50) as api:
         model = await api.model()
         await api.value(await api.optim_step(model, 1))
         assert api.app
         context = api.app.state.context
         dispatcher = _NotYet(context.dispatcher, fails=2)
-        janitor = Cleanup(
+        cleanup = Cleanup(
             settings=context.settings,
             store=context.store,
             dispatcher=dispatcher,  # type: ignore[arg-type]
             futures=context.futures,
             clock=lambda: time.time() + HOUR_S,
         )
-        await janitor.tidy()
-        await janitor.tidy()
-        assert dispatcher.asked == 1  # it is not time yet
+        await cleanup.run_once()
+        await cleanup.run_once()
+        assert dispatcher.calls == 1  # not due yet
         moved_s = 0.0
         monotonic = time.monotonic
-        monkeypatch.setattr(janitors.time, "monotonic", lambda: monotonic() + moved_s)
-        moved_s += janitors.RETRY_S + 1
-        await janitor.tidy()
-        assert dispatcher.asked == 2
-        moved_s += janitors.RETRY_S + 1
-        await janitor.tidy()
-        assert dispatcher.asked == 2  # twice as long
-        moved_s += janitors.RETRY_S + 1
-        await janitor.tidy()
-        assert dispatcher.asked == 3
+        monkeypatch.setattr(cleanup_module.time, "monotonic", lambda: monotonic() + moved_s)
+        moved_s += cleanup_module.RETRY_S + 1
+        await cleanup.run_once()
+        assert dispatcher.calls == 2
+        moved_s += cleanup_module.RETRY_S + 1
+        await cleanup.run_once()
+        assert dispatcher.calls == 2  # twice as long
+        moved_s += cleanup_module.RETRY_S + 1
+        await cleanup.run_once()
+        assert dispatcher.calls == 3
         assert found(tmp_path, "snapshots")
-        await janitor.tidy()
-        assert janitor._put_off == {}
+        await cleanup.run_once()
+        assert cleanup._retry_at == {}
 
 
 async def test_the_disk_is_bounded(echo: EchoExecutor, tmp_path: Path) -> None:
-    """`benchmarks/bench_disk.py` in small: five times the work, the same room."""
-    async with kept(echo, tmp_path, snapshot_steps=50) as api:
+    """`benchmarks/bench_disk.py` in small: five times the work, the same disk space."""
+    async with without_cleanup(echo, tmp_path, snapshot_steps=50) as api:
         model = await api.model()
         sizes = []
         for start in range(1, 1001, 2):
@@ -370,14 +368,14 @@ async def test_the_disk_is_bounded(echo: EchoExecutor, tmp_path: Path) -> None:
             await api.passed(passed)
             await api.value(stepped)
             if (start + 1) % 200 == 0:
-                await tidy_in(api, 2 * HOUR_S)
+                await clean_up_in(api, 2 * HOUR_S)
                 sizes.append(folder_bytes(tmp_path))
         assert rows(tmp_path) < 200
         assert sizes[-1] < 1.2 * sizes[0], sizes
 
 
-def found(folder: Path, room: str) -> list[Path]:
-    return [*(folder / room).glob("*/*")]
+def found(folder: Path, prefix: str) -> list[Path]:
+    return [*(folder / prefix).glob("*/*")]
 
 
 def folder_bytes(folder: Path) -> int:

@@ -45,6 +45,6 @@ async def test_what_is_over_a_quota_fails_at_once_with_the_numbers(
     seen = json.loads(out.decode().splitlines()[-1])
     assert seen.pop("step")["error"] == ""
     for what, found in seen.items():
-        assert "over quota: you keep 2" in found["error"], what
+        assert "over quota: you have 2" in found["error"], what
         assert "2 are allowed" in found["error"], what
         assert found["seconds"] < 15, what

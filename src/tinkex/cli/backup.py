@@ -24,16 +24,16 @@ def command(
     from tinkex.server.maintenance.backup import BackupFailed, create
 
     try:
-        taken = take(settings, target)
+        manifest = create(settings, target)
     except BackupFailed as error:
         raise CommandFailed(str(error), hint=error.hint) from error
     if as_json():
-        show_json({"folder": str(target), "files": taken.files, "bytes": taken.bytes})
+        show_json({"folder": str(target), "files": manifest.files, "bytes": manifest.bytes})
     else:
-        click.echo(f"{taken.files} files, {size(taken.bytes)}, in {target}", err=True)
-    if taken.missing:
+        click.echo(f"{manifest.files} files, {size(manifest.bytes)}, in {target}", err=True)
+    if manifest.missing:
         click.echo(
-            f"warning: not in the data folder itself, though it should be: {len(taken.missing)} of "
+            f"warning: not in the data folder itself, though it should be: {len(manifest.missing)} of "
             "its files. `tinkex doctor` names them.",
             err=True,
         )

@@ -217,7 +217,8 @@ def open_socket(settings: Settings) -> socket.socket:
 
 def _has_keys(settings: Settings) -> bool:
     """Asked before anything is opened to the world; only then does this process speak SQL."""
-    from tinkex.server.store.database import DatabaseRefused, has_keys
+    from tinkex.server.store import DatabaseRefused
+    from tinkex.server.store.database import has_keys
 
     try:
         return has_keys(settings.db_url)

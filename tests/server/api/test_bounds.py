@@ -257,7 +257,7 @@ async def test_an_owner_with_very_much_gets_bounded_answers_built_off_the_event_
         assert len(answer.body) <= bound.bytes, path
         if answer.status == 400:
             refused.add(path.removeprefix("/api/v1/"))
-            assert "which is the most of one answer" in answer.json["detail"] or (
+            assert "which is the limit of one response" in answer.json["detail"] or (
                 "are the most of one answer" in answer.json["detail"]
             )
             continue
@@ -408,7 +408,7 @@ def test_storage_by_the_hour_is_what_every_checkpoint_lasted(seed: int) -> None:
         since_s = dice.choice([dice.uniform(90, 130), float(dice.randint(90, 129))]) * 3600
         lasts = dice.choice([0.0, 0.25, 1.0, 3.0, 50.0, dice.uniform(0, 20)])
         stored.append(
-            Stored(
+            StoredCheckpoint(
                 session_id=dice.choice("ab"),
                 project_id=None,
                 base_model="m",

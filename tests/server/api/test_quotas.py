@@ -13,7 +13,7 @@ from server.hosting import Api, hosted
 from server.tenants import new_key, revoke, with_key
 from tinkex.server.executor import Outcome, Task, Work
 from tinkex.server.store import checkpoints
-from tinkex.server.store.checkpoints import Quota, allowed
+from tinkex.server.store.checkpoints import Quota, owner_quota
 
 pytestmark = pytest.mark.anyio
 
@@ -56,7 +56,7 @@ async def test_checkpoints_over_the_quota_fail_and_training_goes_on(
         saves = len(echo.tasks(Task.SAVE))
         refused(
             await save(api, model, 3, "c"),
-            "you keep 2 checkpoints, this needs 1 more, and 2 are allowed",
+            "you have 2 checkpoints, this needs 1 more, and 2 are allowed",
             "tinkex checkpoint delete",
             "ttl_seconds",
         )
@@ -80,7 +80,7 @@ async def test_bytes_count_with_and_without_a_name_until_the_files_are_gone(
         assert "path" in await save(api, model, 2, None)
         for name in ("b", None):
             answer = await save(api, model, 3 if name else 4, name)
-            refused(answer, "you keep 2 bytes of checkpoints", "2 are allowed")
+            refused(answer, "you have 2 bytes of checkpoints", "2 are allowed")
         # What was deleted stops counting at once, without the janitor.
         assert await api.call("DELETE", f"training_runs/{model}/checkpoints/weights/a") == 204
         assert "path" in await save(api, model, 5, "b")
@@ -125,7 +125,7 @@ async def test_a_save_that_turns_out_too_large_leaves_no_files(tmp_path: Path) -
         before = folders(tmp_path)
         for seq_id, name in ((3, "c"), (4, None)):
             answer = await save(api, model, seq_id, name)
-            refused(answer, "you keep 4 bytes of checkpoints, this needs 2 more, and 5 are allowed")
+            refused(answer, "you have 4 bytes of checkpoints, this needs 2 more, and 5 are allowed")
         assert folders(tmp_path) == before
         # One that was overwritten gives its room to the next.
         assert "path" not in await save(api, model, 5, "a", overwrite=True)
@@ -143,7 +143,7 @@ async def test_runs_over_the_quota_fail_and_end_with_their_session(
         made = await api.post("create_model", new_model(session, 1))
         assert made.status == 200
         answer = await api.result(made.json["request_id"])
-        refused(answer, "you keep 1 training runs, this needs 1 more, and 1 are allowed")
+        refused(answer, "you have 1 training runs, this needs 1 more, and 1 are allowed")
         assert await api.post("create_model", new_model(session, 1)) == made
         # It is no run, and its steps say why.
         assert (await api.get("/api/v1/training_runs")).json["cursor"]["total_count"] == 1
@@ -291,7 +291,7 @@ async def test_a_key_may_have_a_quota_of_its_own(echo: EchoExecutor, tmp_path: P
 def test_the_most_generous_key_of_an_owner_counts(
     server: int, keys: list[dict[str, int]], most: int
 ) -> None:
-    assert allowed(Quota(max_runs=server), keys) == Quota(max_runs=most)
+    assert owner_quota(Quota(max_runs=server), keys) == Quota(max_runs=most)
 
 
 async def test_there_are_no_quotas_unless_they_are_set(api: Api) -> None:

@@ -1,4 +1,4 @@
-"""`tinkex ...` as a user runs it, from tests that have a server of their own to keep going."""
+"""Runs `tinkex ...` commands from tests that run a server in this process."""
 
 import asyncio
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 
 async def tinkex(*words: str) -> subprocess.CompletedProcess[str]:
-    """The command to its end."""
+    """Run a command to its end."""
     command = [sys.executable, "-m", "tinkex.cli.main", *words]
     return await asyncio.to_thread(
         subprocess.run, command, capture_output=True, text=True, check=False

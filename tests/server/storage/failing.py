@@ -1,7 +1,7 @@
 """
-A place for files that fails when it is told to, beside the real ones: `failing://...` for fsspec.
+A file system that fails on demand, `failing://...` for fsspec.
 
-Everything else about it is fsspec's memory file system.
+Otherwise it is fsspec's memory file system.
 """
 
 import errno
@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[impor
 
 
 class FailingFileSystem(MemoryFileSystem):  # type: ignore[misc]
-    """Takes writes unless `error` is set: then they fail with that number."""
+    """Writes succeed unless `error` is set; then they fail with that errno."""
 
     protocol = "failing"
     store: ClassVar[dict[str, Any]] = {}

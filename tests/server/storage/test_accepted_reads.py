@@ -1,7 +1,7 @@
 """
-A database that cannot be read for a moment: accepted work waits for it, and none of it fails.
+While the database cannot be read, accepted work waits for it and does not fail.
 
-Every read that is made for accepted work fails once, whichever it is: a new one is found as well.
+Every read of accepted work fails once, including reads that are added later.
 """
 
 import sys
@@ -32,7 +32,7 @@ KNOWN = {
 
 
 def is_for_accepted_work() -> bool:
-    """By who waits for the read that begins now."""
+    """The name of the function that waits for the current read."""
     files = []
     frame = sys._getframe(1)
     while frame is not None:
@@ -44,7 +44,7 @@ def is_for_accepted_work() -> bool:
 
 @pytest.fixture
 def failed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The reads that have failed: each of accepted work, the first time."""
+    """The reads that failed: each read of accepted work fails once."""
     done: set[str] = set()
     read = database.Database.read
 
@@ -56,7 +56,9 @@ def failed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         def once(connection: Any) -> Any:
             if name not in done:
                 done.add(name)
-                raise StorageError(StorageProblem(kind=UNREACHABLE, reason="it is being started again"))
+                raise StorageError(
+                    StorageProblem(kind=UNREACHABLE, reason="it is being started again")
+                )
             return act(connection)
 
         return await read(self, once)
@@ -85,7 +87,7 @@ async def test_each_read_of_accepted_work_may_fail_once(tmp_path: Path, failed: 
             )
         )
         assert await api.app.state.context.dispatcher.snapshot(model)
-        # The process forgets what it has looked at.
+        # Forget which versions are verified.
         api.app.state.context.store.checkpoints._verified.clear()
         load = {"path": saved["path"], "optimizer": True}
         await api.result(await api.step("load_weights", model_id=model, seq_id=6, **load))

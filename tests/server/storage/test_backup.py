@@ -1,4 +1,4 @@
-"""A back-up of a server that runs, restored elsewhere: models go on from that moment."""
+"""Backups of a running server, restored elsewhere: models continue from that moment."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from server.storage.commands import tinkex
 from server.storage.test_damage import LARGE, overwrite_pages, snapshot, trained
 from server.tenants import is_private
 from serving import TINY, Server, serving
-from tinkex.server.maintenance.backup import About, BackupFailed, restore, take
+from tinkex.server.maintenance.backup import BackupFailed, Manifest, create, restore
 from tinkex.server.maintenance.doctor import Level, examine
 from tinkex.server.settings import Settings
 
@@ -33,13 +33,11 @@ def list_of(folder: Path) -> list[Path]:
     return [*folder.iterdir()]
 
 
-async def taken(data: Path, target: Path) -> About:
-    return await asyncio.to_thread(take, Settings(data=str(data)), target)
+async def taken(data: Path, target: Path) -> Manifest:
+    return await asyncio.to_thread(create, Settings(data=str(data)), target)
 
 
-async def test_a_backup_of_a_busy_server_is_consistent(
-    echo: EchoExecutor, tmp_path: Path
-) -> None:
+async def test_a_backup_of_a_busy_server_is_consistent(echo: EchoExecutor, tmp_path: Path) -> None:
     data, target, elsewhere = (tmp_path / name for name in ("data", "backup", "elsewhere"))
     done: dict[int, float] = {}
     async with hosted(echo, data) as api:
@@ -49,7 +47,7 @@ async def test_a_backup_of_a_busy_server_is_consistent(
 
         async def train() -> None:
             for seq_id in range(2, 2000):
-                # The value shows the number of steps: each doubles it and adds.
+                # The value depends on the number of steps: each doubles it and adds.
                 if seq_id % 2:
                     await api.forward_backward(model, seq_id, tokens=1)
                 else:
@@ -61,9 +59,9 @@ async def test_a_backup_of_a_busy_server_is_consistent(
 
         copying = asyncio.create_task(taken(data, target))
         await train()
-        about = await copying
-        assert about.missing == ()
-        # The original is not disturbed.
+        manifest = await copying
+        assert manifest.missing == ()
+        # The original is unchanged.
         assert clean(data)
     assert clean(target)
     restore(target, elsewhere)
@@ -74,7 +72,7 @@ async def test_a_backup_of_a_busy_server_is_consistent(
         assert api.app
         log = await api.app.state.context.store.requests.log(model)
         last = max(row.seq_id for row in log)
-        # An even number is a step whose value is known; an odd one left a gradient of one token.
+        # An even number is an optimizer step with a known value; an odd one left a gradient.
         finished = last - last % 2
         value = await api.value(await api.optim_step(model, last + 1))
         assert value == 2 * done.get(finished, 0) + last % 2 or finished not in done
@@ -117,38 +115,36 @@ async def test_what_cannot_be_backed_up_or_restored_is_refused(
         await trained(api, await api.model(), 1)
     target = tmp_path / "target"
     with pytest.raises(BackupFailed, match="there is no database"):
-        take(Settings(data=str(tmp_path / "nothing")), target)
+        create(Settings(data=str(tmp_path / "nothing")), target)
     with pytest.raises(BackupFailed, match="only a SQLite database"):
-        take(Settings(data=str(data), db="postgresql+psycopg://h/d"), target)
-    with pytest.raises(BackupFailed, match="is no back-up"):
+        create(Settings(data=str(data), db="postgresql+psycopg://h/d"), target)
+    with pytest.raises(BackupFailed, match="is not a backup"):
         restore(data, tmp_path / "new")
-    take(Settings(data=str(data)), target)
+    create(Settings(data=str(data)), target)
     with pytest.raises(BackupFailed, match="is not empty"):
         restore(target, data)
     with pytest.raises(BackupFailed, match="exists already"):
-        take(Settings(data=str(data)), target)
+        create(Settings(data=str(data)), target)
     assert (target.stat().st_mode & 0o777) == 0o700
     overwrite_pages(data / "tinkex.db", "requests")
     with pytest.raises(BackupFailed, match=r"damaged|malformed"):
-        take(Settings(data=str(data)), tmp_path / "another")
-    # Nothing half-made is left.
+        create(Settings(data=str(data)), tmp_path / "another")
+    # No incomplete folder remains.
     assert {path.name for path in list_of(tmp_path)} == {"data", "target"}
 
 
-async def test_an_incomplete_backup_is_refused(
-    echo: EchoExecutor, tmp_path: Path
-) -> None:
+async def test_an_incomplete_backup_is_refused(echo: EchoExecutor, tmp_path: Path) -> None:
     data, target = tmp_path / "data", tmp_path / "target"
     async with hosted(echo, data) as api:
         model = await api.model()
         await api.passed(await api.forward_backward(model, 1, tokens=LARGE))
     await taken(data, target)
-    # Looking at it, as the guide says, changes nothing.
+    # Checking a backup does not change it.
     assert (await tinkex("doctor", "--data", str(target))).returncode == 0
     restore(target, tmp_path / "first")
     (payload,) = (target / "payloads").glob("*/*")
     payload.unlink()
-    with pytest.raises(BackupFailed, match="not whole") as refused:
+    with pytest.raises(BackupFailed, match="incomplete") as refused:
         restore(target, tmp_path / "second")
     assert f"tinkex doctor --data {target}" in refused.value.hint
     assert {path.name for path in list_of(tmp_path)} == {"data", "target", "first"}
@@ -156,7 +152,7 @@ async def test_an_incomplete_backup_is_refused(
 
 @contextmanager
 def files_up_to(most: int) -> Iterator[None]:
-    """As on a disk that ends there."""
+    """Limits file sizes, like a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
     try:
@@ -173,30 +169,30 @@ async def test_a_backup_to_a_full_disk_fails_and_leaves_nothing(
         model = await api.model()
         saved = api.step("save_weights", model_id=model, seq_id=1, path="large")
         await api.result(await saved)
-    # A file of a folder, of which one might think that the server deleted it meanwhile.
+    # A file in a folder: its error must not be taken for a deletion by the server.
     (folder,) = (data / "checkpoints").glob("*/weights/large/*")
     (folder / "value").write_bytes(bytes(3_000_000))
     with (
         files_up_to(2_000_000),
         pytest.raises(BackupFailed, match="value cannot be copied") as full,
     ):
-        take(Settings(data=str(data)), target)
-    assert f"Make room on the disk of {tmp_path}" in full.value.hint
-    take(Settings(data=str(data)), target)
+        create(Settings(data=str(data)), target)
+    assert f"Free some space on the disk of {tmp_path}" in full.value.hint
+    create(Settings(data=str(data)), target)
     with (
         files_up_to(2_000_000),
         pytest.raises(BackupFailed, match="value cannot be copied") as full,
     ):
         restore(target, tmp_path / "new")
-    assert "Nothing was left there" in full.value.hint
+    assert "The incomplete copy was deleted" in full.value.hint
     assert {path.name for path in list_of(tmp_path)} == {"data", "target"}
 
 
-@pytest.mark.parametrize("way_out", ["a link", "a linked folder", "a place", "a pipe"])
+@pytest.mark.parametrize("way_out", ["a link", "a linked folder", "a key", "a pipe"])
 async def test_a_backup_with_links_or_paths_out_of_it_is_refused(
     echo: EchoExecutor, tmp_path: Path, way_out: str
 ) -> None:
-    """Who restores it would hand their own files to whoever made it, or have them deleted."""
+    """Such a backup could read or delete files of the user who restores it."""
     data, target, elsewhere = (tmp_path / name for name in ("data", "backup", "elsewhere"))
     async with hosted(echo, data) as api:
         model = await api.model()
@@ -204,7 +200,7 @@ async def test_a_backup_with_links_or_paths_out_of_it_is_refused(
     await taken(data, target)
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "file").write_text("private")
-    if way_out == "a place":
+    if way_out == "a key":
         with closing(sqlite3.connect(target / "tinkex.db")) as database, database:
             changed = database.execute(
                 "UPDATE requests SET payload_place = 'payloads/../../private/file' "
@@ -216,7 +212,7 @@ async def test_a_backup_with_links_or_paths_out_of_it_is_refused(
     else:
         there = tmp_path / "private"
         (target / "payloads" / "out").symlink_to(there / "file" if way_out == "a link" else there)
-    with pytest.raises(BackupFailed, match="outside of it"):
+    with pytest.raises(BackupFailed, match="lead out of it"):
         restore(target, elsewhere)
     assert not elsewhere.exists()
 

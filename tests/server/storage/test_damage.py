@@ -1,4 +1,4 @@
-"""Files and pages that are not what was written: found, said, never an answer made from them."""
+"""Damaged files and database pages are detected and reported, and never used."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ LARGE = 40_000
 
 
 async def trained(api: Api, model: str, *seq_ids: int) -> float:
-    """One pass over a token and one step for each pair of numbers; the value after the last."""
+    """One pass over a token and one step for each pair of seq_ids; the value after the last."""
     value = 0.0
     for seq_id in seq_ids:
         await api.passed(await api.forward_backward(model, seq_id, tokens=1))
@@ -29,7 +29,7 @@ async def trained(api: Api, model: str, *seq_ids: int) -> float:
 
 
 async def snapshot(api: Api, model: str) -> Path:
-    """Write a model down now; the folder."""
+    """Save a snapshot of a model now; returns its folder."""
     assert api.app
     context = api.app.state.context
     assert await context.dispatcher.snapshot(model)
@@ -39,7 +39,7 @@ async def snapshot(api: Api, model: str) -> Path:
 
 
 def tear(folder: Path) -> None:
-    """As a crash of the machine leaves a file whose blocks never came to the disk."""
+    """Damage a file like a machine crash whose blocks were not written to disk."""
     (folder / "number").write_text("0 0")
 
 
@@ -64,7 +64,9 @@ async def test_a_damaged_snapshot_is_set_aside_and_the_one_before_it_used(
         assert "are not what was written" in caplog.text
 
 
-async def test_a_damaged_first_snapshot_is_replaced_by_the_log(echo: EchoExecutor, tmp_path: Path) -> None:
+async def test_a_damaged_first_snapshot_is_replaced_by_the_log(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
     async with hosted(echo, tmp_path) as api:
         model = await api.model()
         assert await trained(api, model, 1) == 1
@@ -125,7 +127,7 @@ async def test_a_payload_that_is_missing_fails_its_request_only(
 ) -> None:
     async with hosted(echo, tmp_path) as api:
         model, other = await api.model(), await api.model()
-        # Behind a number that has not come.
+        # After a seq_id that has not arrived.
         large = await api.forward_backward(model, 2, tokens=LARGE)
         (file,) = (tmp_path / "payloads").glob("*/*")
         file.unlink()
@@ -156,9 +158,7 @@ async def test_an_unreadable_payload_is_reported(
         assert "cannot be read: Permission denied (payloads/" in failed["error"]
 
 
-async def test_a_truncated_payload_is_not_computed(
-    echo: EchoExecutor, tmp_path: Path
-) -> None:
+async def test_a_truncated_payload_is_not_computed(echo: EchoExecutor, tmp_path: Path) -> None:
     async with hosted(echo, tmp_path) as api:
         model = await api.model()
         large = await api.forward_backward(model, 2, tokens=LARGE)
@@ -254,7 +254,7 @@ async def test_a_damaged_checkpoint_is_not_copied_and_a_damaged_copy_is_detected
 
 
 def overwrite_pages(file: Path, table: str) -> None:
-    """What a disk that went bad does to the pages of a table."""
+    """Overwrite pages of a table, like a failing disk."""
     with sqlite3.connect(file) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         (root,) = connection.execute(
@@ -288,13 +288,13 @@ async def test_a_database_that_becomes_damaged_is_not_read_any_more(
     async with hosted(echo, tmp_path) as api:
         model = await api.model()
     overwrite_pages(tmp_path / "tinkex.db", "models")
-    # Not looked through at its start, as one whose disk goes bad while it runs.
+    # Not checked at the start: its disk fails while it runs.
     caplog.set_level(logging.ERROR)
     async with hosted(echo, tmp_path, janitor_s=0) as api:
         listed = await api.get("/api/v1/training_runs")
         assert listed.status == 503
         assert "damaged" in listed.json["detail"]
-        # Pages that look sound may be wrong as well.
+        # Other pages may be wrong as well.
         assert (await api.post("sessions/search", {})).status == 503
         body = {"model_id": model, "seq_id": 2, "adam_params": {}}
         assert (await api.post("optim_step", body)).status == 503

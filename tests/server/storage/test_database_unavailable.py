@@ -1,4 +1,4 @@
-"""PostgreSQL stopped, paused, or lost in the middle of a commit: a pause, and never a wrong answer."""
+"""PostgreSQL stopped, paused, or lost during a commit: requests wait, and results stay correct."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ SOON_S = 20.0
 
 @pytest.fixture(scope="module")
 def own() -> Iterator[Postgres]:
-    """One that may be stopped: nobody else works on it."""
+    """A PostgreSQL of its own, which tests may stop."""
     if binaries() is None:
         pytest.skip("no PostgreSQL is installed (Debian: apt install postgresql)")
     with postgres_server() as running:
@@ -54,7 +54,7 @@ Outage = Callable[[Postgres], AbstractContextManager[None]]
 
 @asynccontextmanager
 async def out_of_reach(own: Postgres, outage: Outage) -> AsyncIterator[None]:
-    """Without holding up the event loop, as starting it takes a while."""
+    """Without blocking the event loop: starting takes a while."""
     away = outage(own)
     await asyncio.to_thread(away.__enter__)
     try:
@@ -64,7 +64,7 @@ async def out_of_reach(own: Postgres, outage: Outage) -> AsyncIterator[None]:
 
 
 async def health(api: Api, status: int) -> Any:
-    """What the server says of itself once it answers so."""
+    """The health response, once it has this status."""
     async with asyncio.timeout(SOON_S):
         while (answer := await api.get("/api/v1/healthz")).status != status:
             pass
@@ -89,20 +89,20 @@ async def test_new_work_is_refused_and_accepted_work_continues_after_an_outage(
         pending = await api.forward_backward(model, 2)
         async with out_of_reach(own, outage):
             echo.open.set()
-            # It came before anybody knew: it waits, and is neither lost nor done twice.
+            # Sent before the outage was detected: it waits, and is neither lost nor repeated.
             early = asyncio.create_task(api.optim_step(model, 3))
-            told = await health(api, 503)
-            assert told["trouble"] == "away"
-            assert "See that it runs" in told["detail"]
+            problem = await health(api, 503)
+            assert problem["trouble"] == "away"
+            assert "Check that it runs" in problem["detail"]
             body = {"model_id": model, "seq_id": 4, "adam_params": {}}
             answer = await api.post("optim_step", body)
             assert answer.status == 503, answer
             assert "the database of this server cannot be reached" in answer.json["detail"]
-            # Computed, and not on disk: its client is told to wait, and why.
+            # Computed and not on disk: its client must wait, and gets the reason.
             polled = await api.poll(pending)
             assert (polled.status, polled.json["queue_state"]) == (408, "paused_capacity")
             assert "cannot be reached" in polled.json["queue_state_reason"]
-            # Still in memory, so it is answered; what is only in the database is not.
+            # Still in memory, so it is returned; results that are only in the database are not.
             assert await api.value(kept) == 0
             listed = await api.get("/api/v1/training_runs")
             assert listed.status == 503, listed
@@ -114,8 +114,8 @@ async def test_new_work_is_refused_and_accepted_work_continues_after_an_outage(
         assert repeated == await early
         assert await api.value(await api.optim_step(model, 4)) == 6
         assert (await api.get("/api/v1/training_runs")).json["cursor"]["total_count"] == 1
-    # Once for what waits, and once for what was read, not for each that asks.
-    said = [text for text in caplog.messages if "See that it runs" in text]
+    # Logged once for writes and once for reads, not for each request.
+    said = [text for text in caplog.messages if "Check that it runs" in text]
     assert 1 <= len(said) <= 2, said
 
 
@@ -144,11 +144,11 @@ async def test_clients_with_a_valid_key_keep_polling_during_an_outage(
             poll = {"target": {**target, "cloned_sampler_id": 0}, "prev_cursor": 0}
             finished = (await mine.post("retrieve_futures", poll)).json
             assert len(finished["completions"]) == 1
-            # From here on this one is in the database alone.
+            # From here on this one is only in the database.
             seen = {**poll, "prev_cursor": finished["cursor"]}
             assert (await mine.post("retrieve_futures", seen)).json["completions"] == []
             async with out_of_reach(own, stopped):
-                # Whatever is no 200 ends the polls of the official client for good.
+                # Any status but 200 ends the polling of the official client.
                 for _ in range(2):
                     answer = await mine.post("retrieve_futures", poll)
                     assert (answer.status, answer.json) == (200, {"completions": [], "cursor": 0})
@@ -197,7 +197,7 @@ async def test_a_result_survives_a_long_database_outage(
 
 @contextmanager
 def answer_lost(store: Store, then: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """The next commit is kept, and the connection breaks before that is heard."""
+    """The next commit succeeds, and the connection breaks before its response."""
     engine = store._database._writing
     commit = engine.dialect.do_commit
 
@@ -246,7 +246,7 @@ async def test_a_commit_whose_response_was_lost_is_not_repeated(store: Store) ->
     sampler = await a_sampler(store, model)
     new = [step(model, 1), sample(sampler, 1), sample(sampler, 2)]
     with answer_lost(store):
-        # Were they taken for repeats, nobody would begin to work on them.
+        # If they counted as repeats, they would never run.
         accepted = await asyncio.gather(*(store.requests.accept(one) for one in new))
     assert [one.is_new for one in accepted] == [True, True, True]
     assert not any([(await store.requests.accept(one)).is_new for one in new])
@@ -258,12 +258,12 @@ async def test_a_commit_whose_response_was_lost_is_not_repeated(store: Store) ->
         )
         other = store.requests.finish_one(success(accepted[2].request_id, b"rr", None))
         events = await asyncio.gather(first, again, other)
-    # Were the events lost, their client would wait for ever; were one told twice, it would stop.
+    # A lost event would make its client wait forever; a repeated one would make it stop.
     assert events[1] is None
-    told = await store.requests.completions(sampler, 0, after=0, up_to=10**6)
-    assert [events[0], events[2]] == told
+    found = await store.requests.completions(sampler, 0, after=0, up_to=10**6)
+    assert [events[0], events[2]] == found
     with answer_lost(store):
-        # Making it again would be refused: there is one with this secret.
+        # A second insert would fail: the secret is unique.
         key, _ = await store.keys.create(owner="local")
     assert [one.key_id for one in await store.keys.all()] == [key.key_id]
 

@@ -1,4 +1,4 @@
-"""`tinkex doctor` on real data folders, whole and broken in every way it knows."""
+"""`tinkex doctor` on real data folders, intact and with every kind of damage."""
 
 import asyncio
 import json
@@ -17,18 +17,18 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.storage.commands import tinkex
 from server.storage.test_damage import LARGE, overwrite_pages, snapshot, tear, trained
-from tinkex.server.maintenance.doctor import Finding, Level, Place, diagnose, examine, repair
+from tinkex.server.maintenance.doctor import Finding, FolderState, Level, diagnose, examine, repair
 from tinkex.server.settings import Settings, SettingsError
 from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.server.store.blobs import UNREADABLE, safetensors_problem
 from tinkex.server.store.folder_lock import lock_database, lock_folder
-from tinkex.server.store.inspection import PAYLOAD, SNAPSHOT, Broken, Facts
+from tinkex.server.store.inspection import PAYLOAD, SNAPSHOT, DamagedItem, Inspection
 
 pytestmark = pytest.mark.anyio
 
 
 async def filled(folder: Path, **settings: Any) -> str:
-    """A data folder with something of everything; the model in it."""
+    """Fill a data folder with data of every kind; returns the model."""
     async with hosted(EchoExecutor(), folder, janitor_s=0, **settings) as api:
         model = await api.model()
         await trained(api, model, 1)
@@ -44,12 +44,12 @@ def problems(folder: Path, **settings: Any) -> list[Finding]:
     return [finding for finding in found if finding.level is Level.PROBLEM]
 
 
-async def mended(folder: Path) -> list[str]:
-    """What --repair did."""
+async def repaired(folder: Path) -> list[str]:
+    """Run the repair; returns what it did."""
     return await asyncio.to_thread(repair, Settings(data=str(folder)))
 
 
-def told(folder: Path) -> str:
+def report(folder: Path) -> str:
     return "\n".join(f"{finding.about}: {finding.text}" for finding in problems(folder))
 
 
@@ -57,8 +57,8 @@ async def test_an_intact_folder_has_no_problems(tmp_path: Path) -> None:
     await filled(tmp_path)
     assert problems(tmp_path) == []
     about = {finding.about for finding in examine(Settings(data=str(tmp_path)))}
-    assert about == {"folder", "room", "database", "files", "logs"}
-    assert await mended(tmp_path) == []
+    assert about == {"folder", "disk", "database", "files", "logs"}
+    assert await repaired(tmp_path) == []
 
 
 async def test_all_damaged_files_are_named(tmp_path: Path) -> None:
@@ -70,24 +70,24 @@ async def test_all_damaged_files_are_named(tmp_path: Path) -> None:
     (value,) = (tmp_path / "checkpoints").glob("*/weights/kept/*/value")
     value.write_text("9")
     (tmp_path / "signing.key").chmod(0o644)
-    said = told(tmp_path)
-    assert "payload: that of" in said
+    said = report(tmp_path)
+    assert "payload: the payload of request" in said
     assert "is missing" in said
-    assert "result: that of" in said
-    assert "checkpoint: that of tinker://" in said
-    assert "keys: others on this machine can read signing.key" in said
+    assert "result: the result of request" in said
+    assert "checkpoint: the folder of tinker://" in said
+    assert "keys: other users of this machine can read signing.key" in said
     assert "reserve_mb" in problems(tmp_path, reserve_mb=2.0**40)[0].advice
 
 
 async def test_a_damaged_snapshot_is_repaired_and_the_model_continues(tmp_path: Path) -> None:
     model = await filled(tmp_path)
     with sqlite3.connect(tmp_path / "tinkex.db") as connection:
-        (place,) = connection.execute("SELECT place FROM snapshots").fetchone()
+        (key,) = connection.execute("SELECT place FROM snapshots").fetchone()
     connection.close()
-    tear(tmp_path / place)
+    tear(tmp_path / key)
     (finding,) = problems(tmp_path)
     assert finding.about == "snapshot"
-    assert await mended(tmp_path) == [f"set the damaged snapshot of {model} aside"]
+    assert await repaired(tmp_path) == [f"moved the damaged snapshot of {model} to set-aside"]
     assert problems(tmp_path) == []
     async with hosted(EchoExecutor(), tmp_path) as api:
         assert await api.value(await api.optim_step(model, 5)) == 2 + LARGE
@@ -104,14 +104,14 @@ async def test_orphans_are_deleted_and_secrets_are_made_private(tmp_path: Path) 
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("left")
     (tmp_path / "tokens.key").chmod(0o640)
-    assert "deleted 3 files" in (await mended(tmp_path))[0]
+    assert "deleted 3 orphaned files" in (await repaired(tmp_path))[0]
     assert not any(file.exists() for file in left)
     assert (tmp_path / "tokens.key").stat().st_mode & 0o777 == 0o600
     assert problems(tmp_path) == []
 
 
 async def test_targets_of_links_are_not_orphans(tmp_path: Path) -> None:
-    """Nor is it the server's to delete: whoever made the link may mean somebody else's files."""
+    """The server never creates links, so it must not delete their targets."""
     data, others = tmp_path / "data", tmp_path / "others"
     await filled(data)
     (others / "deep").mkdir(parents=True)
@@ -120,7 +120,7 @@ async def test_targets_of_links_are_not_orphans(tmp_path: Path) -> None:
     (data / "checkpoints" / "zz").symlink_to(others)
     (data / "snapshots" / "zz").mkdir()
     (data / "snapshots" / "zz" / "link").symlink_to(others)
-    await mended(data)
+    await repaired(data)
     async with hosted(EchoExecutor(), data, orphan_s=0) as api:
         await api.clean_up()
     assert (others / "deep" / "file").read_text() == "theirs"
@@ -152,7 +152,7 @@ async def test_a_missing_step_of_a_log_is_found(tmp_path: Path) -> None:
         connection.execute("DELETE FROM requests WHERE seq_id = 2")
         connection.execute("UPDATE requests SET payload = NULL WHERE seq_id = 3")
     connection.close()
-    assert f"steps 2, 3 of {model} are missing" in told(tmp_path)
+    assert f"steps 2, 3 of {model} are missing" in report(tmp_path)
 
 
 async def test_a_damaged_database_is_reported_and_not_changed(tmp_path: Path) -> None:
@@ -164,14 +164,14 @@ async def test_a_damaged_database_is_reported_and_not_changed(tmp_path: Path) ->
     assert "damaged" in finding.text
     assert "tinkex restore" in finding.advice
     assert finding.repair is None
-    await mended(tmp_path)
+    await repaired(tmp_path)
     assert (tmp_path / "tinkex.db").read_bytes() == before
 
 
 async def test_indexes_are_rebuilt(tmp_path: Path) -> None:
     await filled(tmp_path)
-    # An index that was not told of a row, as a write that was lost leaves it: it is taken out of
-    # the schema while the row goes, and put back.
+    # An index that misses a row, as a lost write leaves it: it is removed from the schema while the
+    # row is deleted, and put back.
     name = ("ix_requests_session_id",)
     with schema(tmp_path) as connection:
         entry = connection.execute("SELECT * FROM sqlite_master WHERE name = ?", name).fetchone()
@@ -181,13 +181,13 @@ async def test_indexes_are_rebuilt(tmp_path: Path) -> None:
         connection.execute("INSERT INTO sqlite_master VALUES (?, ?, ?, ?, ?)", entry)
     (finding,) = problems(tmp_path)
     assert "ix_requests_session_id" in finding.text
-    assert "made the indexes of the database anew" in await mended(tmp_path)
+    assert "rebuilt the indexes of the database" in await repaired(tmp_path)
     assert problems(tmp_path) == []
 
 
 @contextmanager
 def schema(folder: Path) -> Iterator[sqlite3.Connection]:
-    """The database, with its schema open to changes."""
+    """The database, with a writable schema."""
     with closing(sqlite3.connect(folder / "tinkex.db")) as connection, connection:
         connection.execute("PRAGMA writable_schema = ON")
         yield connection
@@ -201,12 +201,12 @@ async def test_an_old_database_is_upgraded(tmp_path: Path) -> None:
     connection.close()
     (finding,) = problems(tmp_path)
     assert "0008" in finding.text
-    assert (await mended(tmp_path))[0] == "brought the database up to date"
+    assert (await repaired(tmp_path))[0] == "upgraded the database"
     with sqlite3.connect(tmp_path / "tinkex.db") as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
     connection.close()
     (finding,) = problems(tmp_path)
-    assert "newer tinkex" in finding.text
+    assert "newer tinkex" in finding.advice
 
 
 async def test_a_database_older_than_0_1_is_left_as_it_is(tmp_path: Path) -> None:
@@ -216,9 +216,9 @@ async def test_a_database_older_than_0_1_is_left_as_it_is(tmp_path: Path) -> Non
     connection.close()
     (finding,) = problems(tmp_path)
     assert "is of version 0007" in finding.text
-    assert "tinkex 0.1" in finding.text
+    assert "tinkex 0.1" in finding.advice
     assert finding.repair is None
-    assert await mended(tmp_path) == []
+    assert await repaired(tmp_path) == []
 
 
 async def test_a_postgresql_database_is_checked_too(postgres: Postgres, tmp_path: Path) -> None:
@@ -235,17 +235,17 @@ async def test_it_checks_but_does_not_repair_while_a_server_runs(api: Api, tmp_p
     await api.model()
     with lock_folder(tmp_path):
         said = [finding.text for finding in examine(Settings(data=str(tmp_path)))]
-        assert f"a server (process {os.getpid()}) runs on it" in said
+        assert f"a server (process {os.getpid()}) is using it" in said
         with pytest.raises(SettingsError, match=f"process {os.getpid()}"):
-            await mended(tmp_path)
-    # Nor beside one that has the database under another folder.
+            await repaired(tmp_path)
+    # Nor while a server with another folder uses the database.
     (tmp_path / "payloads" / "ab").mkdir(parents=True)
     (tmp_path / "payloads" / "ab" / "left").write_text("behind")
     with (
         lock_database(Settings(data=str(tmp_path))),
         pytest.raises(SettingsError, match="holds the database"),
     ):
-        await mended(tmp_path)
+        await repaired(tmp_path)
 
 
 async def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ async def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
 
 
 def below(folder: Path) -> list[Path]:
-    """Files of a folder, without those of the database."""
+    """The files of a folder, except those of the database."""
     return sorted(
         file
         for file in folder.rglob("*")
@@ -275,21 +275,21 @@ def below(folder: Path) -> list[Path]:
 async def test_files_of_another_database_are_not_orphans(tmp_path: Path) -> None:
     await filled(tmp_path)
     before = below(tmp_path)
-    # Lost, and made anew by the next command that needs one.
+    # The database is lost, and the next command creates a new one.
     (tmp_path / "tinkex.db").unlink()
     (tmp_path / "tinkex.db").touch()
-    assert "it is empty" in told(tmp_path)
+    assert "it is empty" in report(tmp_path)
     assert "restore" in problems(tmp_path)[0].advice
-    assert await mended(tmp_path) == []
+    assert await repaired(tmp_path) == []
     url = f"sqlite:///{tmp_path / 'tinkex.db'}"
     stores = {"db_url": url, "storage_url": str(tmp_path), "folder": tmp_path}
     store = open_store(**stores)
     await store.retention.delete_orphans(before_s=float("inf"))
     store.close()
-    assert "it knows nothing of them" in told(tmp_path)
-    assert await mended(tmp_path) == []
-    # A server would tell its clients that their models were never there.
-    with pytest.raises(DatabaseRefused, match=r"another one, or .* lost.*--db"):
+    assert "it has none of their sessions" in report(tmp_path)
+    assert await repaired(tmp_path) == []
+    # A server would tell its clients that their models do not exist.
+    with pytest.raises(DatabaseRefused, match=r"another database, or .* lost.*--db"):
         open_store(**stores, exclusive=True)
     assert below(tmp_path) == before
 
@@ -306,7 +306,7 @@ async def test_files_newer_than_the_database_stay(tmp_path: Path) -> None:
     lost = data / "checkpoints" / model / "weights" / "kept"
     assert (
         f"1 sessions have checkpoints or snapshots here and are not in the database: {model[:22]}"
-        in told(data)
+        in report(data)
     )
     async with hosted(EchoExecutor(), data, orphan_s=0) as api:
         await api.clean_up()
@@ -320,21 +320,21 @@ async def test_a_folder_in_place_of_a_file_is_reported(tmp_path: Path) -> None:
     payload.mkdir()
     (folder,) = (tmp_path / "checkpoints").glob("*/weights/kept/*")
     (folder / "more").mkdir()
-    said = told(tmp_path)
-    assert "payload: that of" in said
-    assert "is no file (Is a directory)" in said
-    assert f"{folder.name}/more is no file" in said
+    said = report(tmp_path)
+    assert "payload: the payload of request" in said
+    assert "is not a file (Is a directory)" in said
+    assert f"{folder.name}/more is not a file" in said
 
 
 async def test_a_folder_that_is_not_a_data_folder_is_not_changed(tmp_path: Path) -> None:
-    assert await mended(tmp_path / "typo") == []
-    assert await mended(tmp_path) == []
+    assert await repaired(tmp_path / "typo") == []
+    assert await repaired(tmp_path) == []
     assert below(tmp_path) == []
 
 
 @pytest.fixture
 def weak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user for whom bits of rights count, also where tests are run by one for whom they do not."""
+    """Makes permission bits count, also when root runs the tests."""
     plain = os.access
 
     def access(path: Any, mode: int) -> bool:
@@ -350,18 +350,18 @@ async def test_inaccessible_parts_are_named(tmp_path: Path) -> None:
     (tmp_path / "payloads").chmod(0o500)
     (tmp_path / "tinkex.db").chmod(0o400)
     found = {finding.about: finding for finding in problems(tmp_path)}
-    assert "tinkex.db (of " in found["rights"].text
-    assert "payloads (of " in found["rights"].text
-    assert "results" not in found["rights"].text
-    assert "user that runs the server" in found["rights"].advice
+    assert "tinkex.db (owned by " in found["permissions"].text
+    assert "payloads (owned by " in found["permissions"].text
+    assert "results" not in found["permissions"].text
+    assert "user that runs the server" in found["permissions"].advice
     os.chmod(tmp_path, 0o500)
     (finding,) = [one for one in problems(tmp_path) if one.about == "folder"]
     assert "cannot be read and written by this user" in finding.text
 
 
 def test_an_unreadable_file_may_be_intact() -> None:
-    """Only looking at it failed: nothing is set aside, and no back-up is asked for."""
-    place = Place(
+    """Only reading failed: nothing is set aside, and no backup is needed."""
+    state = FolderState(
         folder=Path("/data"),
         exists=True,
         writable=True,
@@ -369,31 +369,34 @@ def test_an_unreadable_file_may_be_intact() -> None:
         holder=None,
         open_secrets=(),
     )
-    broken = [
-        Broken(what=what, name="x", place="p", problem=f"{UNREADABLE}: Permission denied (p)")
+    damaged = [
+        DamagedItem(what=what, name="x", key="p", problem=f"{UNREADABLE}: Permission denied (p)")
         for what in (PAYLOAD, SNAPSHOT)
     ]
-    facts = Facts(version="1", newest_version="1", broken=tuple(broken), way_back=frozenset({"x"}))
-    said = [one for one in diagnose(place, facts, reserve_mb=1) if one.about in (PAYLOAD, SNAPSHOT)]
+    facts = Inspection(
+        version="1",
+        newest_version="1",
+        damaged=tuple(damaged),
+        has_fallback=frozenset({"x"}),
+    )
+    said = [one for one in diagnose(state, facts, reserve_mb=1) if one.about in (PAYLOAD, SNAPSHOT)]
     assert len(said) == 2
     for finding in said:
         assert "make it readable" in finding.advice
         assert finding.repair is None
 
 
-async def test_a_lost_wal_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_lost_wal_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     await filled(tmp_path)
-    # As a server leaves them that was killed; then the log is lost.
+    # A killed server leaves a WAL index; the WAL is lost.
     (tmp_path / "tinkex.db-shm").write_bytes(bytes(32768))
-    assert "the file with what it committed last is gone" in told(tmp_path)
+    assert "the file with its newest commits is missing" in report(tmp_path)
     (tmp_path / "tinkex.db-shm").write_bytes(bytes(32768))
     url = f"sqlite:///{tmp_path / 'tinkex.db'}"
     stores = {"db_url": url, "storage_url": str(tmp_path), "folder": tmp_path}
     open_store(**stores, exclusive=True).close()
-    assert "tinkex.db-wal is gone" in caplog.text
-    # Closed in order there is neither.
+    assert "tinkex.db-wal is missing" in caplog.text
+    # A store that was closed leaves neither.
     assert problems(tmp_path) == []
     caplog.clear()
     open_store(**stores, exclusive=True).close()
@@ -401,7 +404,7 @@ async def test_a_lost_wal_is_reported(
 
 
 def test_disk_problems_are_not_reported_as_database_problems() -> None:
-    place = Place(
+    state = FolderState(
         folder=Path("/data"),
         exists=True,
         writable=False,
@@ -410,8 +413,8 @@ def test_disk_problems_are_not_reported_as_database_problems() -> None:
         holder=None,
         open_secrets=(),
     )
-    found = [*diagnose(place, Facts(refused="disk I/O error"), reserve_mb=64)]
-    assert [one.about for one in found] == ["folder", "room", "database"]
+    found = [*diagnose(state, Inspection(refused="disk I/O error"), reserve_mb=64)]
+    assert [one.about for one in found] == ["folder", "disk", "database"]
     assert "mounted read-only" in found[0].text
     assert "on a full disk" in found[2].text
-    assert "Make room first" in found[2].advice
+    assert "Free some space first" in found[2].advice

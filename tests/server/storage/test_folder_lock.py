@@ -1,4 +1,4 @@
-"""One server for each data folder: a second one says who has it."""
+"""Locks: one server for each data folder and database."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ async def test_a_second_server_is_refused_with_the_holder_of_the_folder(
     assert done.stdout == ""
     holder = f"another server (process {server.process.pid}) holds the data folder {server.data}"
     assert holder in done.stderr
-    assert "hint: Use that one, stop it, or choose another folder" in done.stderr
+    assert "hint: Use that server, stop it, or choose another folder" in done.stderr
     repair = await tinkex("doctor", "--repair", "--data", str(server.data))
     assert repair.returncode == 1
     assert holder in repair.stderr
@@ -50,7 +50,7 @@ def test_the_folder_is_free_after_its_holder_ended(tmp_path: Path) -> None:
 async def test_a_database_is_not_shared_by_servers_with_folders_of_their_own(
     server: Server, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Each would run what the other accepted."""
+    """Each would run requests that the other accepted."""
     file = server.data / "tinkex.db"
     link = tmp_path / "link.db"
     link.symlink_to(file)
@@ -95,9 +95,9 @@ async def test_a_second_server_is_refused_after_lock_files_were_deleted(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """
-    Somebody tidies up; what is locked is the folder and the database, not these files.
+    The folder and the database are locked, not these files.
 
-    Once the folder itself is moved, the server stops: another one can start where it was.
+    When the folder itself is moved, the server stops, and another one can start in its place.
     """
     data, own = tmp_path / "data", tmp_path / "own"
     spec = f"{TINY}={tiny_model}"
@@ -107,7 +107,7 @@ async def test_a_second_server_is_refused_after_lock_files_were_deleted(
         done = await tinkex("serve", spec, "--port", "0", "--data", str(data))
         assert done.returncode == 1
         assert f"holds the data folder {data}" in done.stderr
-        # Nor under another name of the database.
+        # Nor by another path to the database.
         link = tmp_path / "hard.db"
         os.link(data / "tinkex.db", link)
         for file in (data / "tinkex.db", link):
@@ -136,7 +136,7 @@ async def test_a_deleted_lock_file_is_created_again(
 
 
 def test_a_lock_file_names_one_process(tmp_path: Path) -> None:
-    """Also the second time, and for nobody else to read."""
+    """Also the second time, and readable by its owner only."""
     before = os.umask(0)
     try:
         for _ in range(2):
@@ -148,11 +148,11 @@ def test_a_lock_file_names_one_process(tmp_path: Path) -> None:
         os.umask(before)
 
 
-# -- the schema of a database belongs to whoever holds it ----------------------------------------
+# -- only the holder of a database upgrades its schema -------------------------------------------
 
 
 def old_database(folder: Path, version: str = "0008") -> None:
-    """As an earlier version of tinkex left it, with a key."""
+    """A database of an earlier version of tinkex, with an API key."""
     folder.mkdir(parents=True, exist_ok=True)
     engine = sa.create_engine(f"sqlite:///{folder / 'tinkex.db'}")
     config = alembic_config()
@@ -195,14 +195,14 @@ async def test_a_database_that_a_server_holds_is_not_upgraded(
         assert version(data) == "0008"
     if words[0] == "key":
         assert "is of version 0008, and this tinkex needs" in done.stderr
-        # Once nobody holds it, the command brings it up to date.
+        # Once it is free, the command upgrades it.
         done = await tinkex(*words, "--data", str(data))
         assert done.returncode == 0, done.stderr
         assert version(data) > "0008"
 
 
 async def test_a_server_that_does_not_start_does_not_upgrade_the_database(tmp_path: Path) -> None:
-    """Nobody holds it; the server is refused for another reason, after it looked for keys."""
+    """The database is free; the server does not start for another reason."""
     data = tmp_path / "data"
     old_database(data)
     done = await tinkex("serve", "x=/", "--port", "0", "--host", "0.0.0.0", "--data", str(data))

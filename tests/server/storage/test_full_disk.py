@@ -1,4 +1,4 @@
-"""A disk that is full, read-only or too small: new work is refused, nothing promised is lost."""
+"""A full, read-only or too small disk: new work is refused, accepted work is not lost."""
 
 import asyncio
 import errno
@@ -26,7 +26,7 @@ def _sound_again() -> Iterator[None]:
 
 
 async def refused(api: Api, model: str, seq_id: int) -> Any:
-    """A step that the server must not take in; what it says."""
+    """Send a step that the server must refuse; returns the error."""
     body = {"model_id": model, "seq_id": seq_id, "adam_params": {}}
     async with api.http.post("/api/v1/optim_step", json=body) as got:
         assert got.status == 503
@@ -52,8 +52,8 @@ async def test_a_full_disk_delays_results_and_loses_none(
         step = await api.optim_step(model, 2)
         FailingFileSystem.error = FULL
         echo.open.set()
-        # Both have been computed. The first is too large for the database, and waits for the disk;
-        # the second may not overtake it.
+        # Both are computed. The first result is a file and waits for the disk; the second must not
+        # overtake it.
         while (answer := await api.poll(large)).json.get("queue_state") != "paused_capacity":
             assert answer.status == 408
         assert "disk of this server is full" in answer.json["queue_state_reason"]
@@ -61,10 +61,10 @@ async def test_a_full_disk_delays_results_and_loses_none(
         assert "disk of this server is full" in await refused(api, model, 3)
         health = await api.get("/api/v1/healthz")
         assert (health.status, health.json["trouble"]) == (503, "full")
-        assert "Make room" in health.json["detail"]
+        assert "Free some space" in health.json["detail"]
         metrics = (await api.get("/metrics")).body.decode()
         assert 'tinkex_storage_trouble{kind="full"} 1.0' in metrics
-        # What is there can be read.
+        # Existing data can be read.
         assert (await api.get("/api/v1/training_runs")).status == 200
         FailingFileSystem.error = None
         assert (await api.passed(large)).metrics["gradient:sum"] == 20_000
@@ -90,7 +90,7 @@ async def test_new_work_is_refused_on_a_read_only_disk(echo: EchoExecutor, tmp_p
 
 
 class Cramped(EchoExecutor):
-    """An engine whose disk is too full for a save, for a while."""
+    """An engine whose disk is too full for a save at first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ async def test_disk_space_is_reserved_for_results(echo: EchoExecutor, tmp_path: 
     more_than_any_disk = 2.0**40
     async with hosted(echo, tmp_path, reserve_mb=more_than_any_disk) as api:
         assert "reserve_mb" in await refused(api, model, 2)
-        # Results and lists are still there.
+        # Results and lists are still available.
         assert await api.value(done) == 0
         assert (await api.get("/api/v1/training_runs")).json["cursor"]["total_count"] == 1
     async with hosted(echo, tmp_path) as api:

@@ -1,4 +1,4 @@
-"""A database that takes nothing for a while: promises are kept in order, the rest is refused."""
+"""A database that refuses writes for a while: required writes wait in order, others are refused."""
 
 import asyncio
 import errno
@@ -22,7 +22,7 @@ from tinkex.server.store import (
     storage_health,
 )
 from tinkex.server.store.request_writes import failure, success
-from tinkex.server.store.storage_health import FILES, Condition
+from tinkex.server.store.storage_health import FILES, StorageHealth
 
 pytestmark = pytest.mark.anyio
 
@@ -41,7 +41,7 @@ async def store(tmp_path: Path, anyio_backend: str) -> AsyncIterator[Store]:
 
 
 async def writing(store: Store) -> sqlite3.Connection:
-    """The connection of the thread that writes."""
+    """The connection of the writer thread."""
     found = await store._database.write(lambda connection: connection.connection.driver_connection)
     assert isinstance(found, sqlite3.Connection)
     return found
@@ -49,13 +49,13 @@ async def writing(store: Store) -> sqlite3.Connection:
 
 @contextmanager
 def full(connection: sqlite3.Connection) -> Iterator[None]:
-    """SQLite's own limit: no page more than there are."""
+    """Limits the database to its current pages, with SQLite's own limit."""
     (pages,) = connection.execute("PRAGMA page_count").fetchone()
     connection.execute(f"PRAGMA max_page_count = {pages}")
     try:
         yield
     finally:
-        # Unless it was closed meanwhile.
+        # Unless the store was closed.
         with suppress(sqlite3.ProgrammingError):
             connection.execute("PRAGMA max_page_count = 1000000000")
 
@@ -64,7 +64,7 @@ async def test_results_wait_in_order_and_new_requests_are_refused(store: Store) 
     first, second = [(await store.requests.accept(NEW)).request_id for _ in range(2)]
     with full(await writing(store)):
         large = store.requests.finish_one(success(first, RESULT, None))
-        # Small enough to be written: it must not overtake, or a crash now would change the order.
+        # Small enough to be written, but it must not overtake: a crash now would change the order.
         small = store.requests.finish_one(success(second, b"s", None))
         with pytest.raises(StorageError, match="full"):
             await store.requests.accept(NEW)
@@ -106,7 +106,7 @@ async def test_a_store_on_a_full_disk_can_be_closed(store: Store) -> None:
         with pytest.raises(StorageError):
             await store.requests.accept(NEW)
         await asyncio.to_thread(store.close)
-        # It is computed again after a start.
+        # It is computed again after a restart.
         with pytest.raises(StorageError):
             await waiting
 
@@ -120,7 +120,7 @@ async def test_a_disk_that_hangs_before_the_commit_is_detected(
     try:
         waiting = asyncio.create_task(store.requests.accept(NEW))
         async with asyncio.timeout(10):
-            while store.health.problem is None:  # noqa: ASYNC110  nobody tells
+            while store.health.problem is None:  # noqa: ASYNC110  there is no event to wait for
                 await asyncio.sleep(0.05)
         with pytest.raises(StorageError, match="has not answered"):
             await store.requests.accept(NEW)
@@ -131,7 +131,7 @@ async def test_a_disk_that_hangs_before_the_commit_is_detected(
 
 
 class _Slow(dict[str, object]):
-    """Another thread comes between the look and what follows."""
+    """Lets another thread run between a check and the following write."""
 
     def __contains__(self, key: object) -> bool:
         found = super().__contains__(key)
@@ -140,11 +140,11 @@ class _Slow(dict[str, object]):
 
 
 def test_two_threads_clear_one_part() -> None:
-    condition = Condition()
-    condition.note(OSError(errno.ENOSPC, "full"), FILES)
-    condition._troubles = _Slow(condition._troubles)  # type: ignore[assignment]
-    condition.clear(FILES)
-    assert condition.trouble is None
+    health = StorageHealth()
+    health.record(OSError(errno.ENOSPC, "full"), FILES)
+    health._problems = _Slow(health._problems)  # type: ignore[assignment]
+    health.clear(FILES)
+    assert health.problem is None
 
 
 @pytest.mark.parametrize("number", sorted(storage_health._ERRNOS), ids=errno.errorcode.get)
@@ -159,4 +159,4 @@ async def test_required_file_work_waits_for_any_disk_problem(store: Store, numbe
 
     with pytest.raises(StorageError):
         await store._database.with_folder(act)
-    assert await store._database.with_folder(act, must=True) == "done"
+    assert await store._database.with_folder(act, required=True) == "done"

@@ -1,4 +1,4 @@
-"""A server that had keys does not open to everybody because its database was lost."""
+"""A server that had API keys does not start without them after its database was lost."""
 
 import asyncio
 import contextlib
@@ -16,12 +16,12 @@ import pytest
 from server.storage.commands import tinkex
 from server.tenants import is_private
 from serving import TINY, serving
-from tinkex.server.maintenance.backup import restore, take
+from tinkex.server.maintenance.backup import create, restore
 from tinkex.server.maintenance.doctor import Level, examine
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.server.store.folder_lock import open_shared_store
-from tinkex.server.store.sql_dialects import log_is_lost
+from tinkex.server.store.sql_dialects import is_wal_lost
 
 pytestmark = pytest.mark.anyio
 
@@ -29,13 +29,13 @@ MARKER = "keys.made"
 
 
 def start(folder: Path) -> None:
-    """What the web process does first."""
+    """Open the store like a server."""
     url = f"sqlite:///{folder / 'tinkex.db'}"
     open_store(db_url=url, storage_url=str(folder), folder=folder, exclusive=True).close()
 
 
 async def with_key(folder: Path) -> Path:
-    """As `tinkex key create` does it."""
+    """Create a key like `tinkex key create`."""
     store = open_shared_store(Settings(data=str(folder)))
     try:
         await store.keys.create(owner="local")
@@ -59,10 +59,8 @@ def of_another_server(folder: Path) -> None:
     shutil.copy(folder.with_name("other") / "tinkex.db", folder / "tinkex.db")
 
 
-async def test_a_stopped_server_has_no_wal(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """All of it was in the log beside it: whoever copied the one file, or lost the other, lost it."""
+async def test_a_stopped_server_has_no_wal(tiny_model: Path, tmp_path: Path) -> None:
+    """Data in the WAL would be missing in a copy of the database file alone."""
     await with_key(tmp_path)
     with serving(f"{TINY}={tiny_model}", data=tmp_path) as server:
         more = await tinkex("key", "create", "--owner", "alice", "--data", str(tmp_path))
@@ -103,11 +101,11 @@ async def test_a_server_without_the_keys_it_had_does_not_start(
     (finding,) = [one for one in found if one.about == "keys"]
     assert finding.level is Level.PROBLEM
     assert MARKER in finding.text
-    # A new key: it starts, and is closed to everybody else.
+    # With a new key it starts, and requires it.
     assert (await tinkex("key", "create", "--data", str(data))).returncode == 0
     start(data)
     lose(data)
-    # Or somebody says that it shall have none.
+    # Without the marker it starts without keys.
     (data / MARKER).unlink()
     start(data)
 
@@ -117,7 +115,7 @@ async def test_a_folder_from_before_there_was_a_marker_gets_one(tmp_path: Path) 
     (tmp_path / MARKER).unlink()
     start(tmp_path)
     assert is_private(tmp_path / MARKER)
-    # One without keys gets none.
+    # A folder without keys gets none.
     start(tmp_path / "open")
     assert not (tmp_path / "open" / MARKER).exists()
 
@@ -131,16 +129,16 @@ async def test_a_revoked_last_key_is_a_key(tmp_path: Path) -> None:
 async def test_a_backup_contains_the_keys_marker(tmp_path: Path) -> None:
     data, target, elsewhere = (tmp_path / name for name in ("data", "backup", "elsewhere"))
     await with_key(data)
-    take(Settings(data=str(data)), target)
+    create(Settings(data=str(data)), target)
     restore(target, elsewhere)
     start(elsewhere)
     cut_to_nothing(elsewhere)
-    with pytest.raises(DatabaseRefused, match="keys were made for this server"):
+    with pytest.raises(DatabaseRefused, match="API keys were created for this server"):
         start(elsewhere)
 
 
 def killed_in_the_midst(folder: Path) -> Path:
-    """A database whose last commits are in its log; the file."""
+    """A database whose newest commits are in its WAL; returns the file."""
     start(folder)
     program = (
         "import os, sqlite3, sys; c = sqlite3.connect(sys.argv[1]); "
@@ -160,16 +158,16 @@ def test_a_missing_or_truncated_wal_is_detected(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, left: float | None
 ) -> None:
     file = killed_in_the_midst(tmp_path)
-    assert not log_is_lost(file)
+    assert not is_wal_lost(file)
     log = tmp_path / "tinkex.db-wal"
     if left is None:
         log.unlink()
     else:
         log.write_bytes(log.read_bytes()[: int(log.stat().st_size * left)])
-    assert log_is_lost(file)
+    assert is_wal_lost(file)
     caplog.set_level(logging.ERROR)
     start(tmp_path)
-    assert "was cut short, and what was committed last was in it" in caplog.text
+    assert "-wal is missing or truncated, and it contained the newest commits" in caplog.text
 
 
 def test_a_complete_wal_is_not_reported_as_lost(
@@ -178,4 +176,4 @@ def test_a_complete_wal_is_not_reported_as_lost(
     killed_in_the_midst(tmp_path)
     start(tmp_path)
     start(tmp_path)
-    assert "was cut short" not in caplog.text
+    assert "truncated" not in caplog.text

@@ -1,4 +1,4 @@
-"""Files in an object store: a real S3 API, which is also killed and paused under the server."""
+"""Files in an object store: a real S3 API, which tests also stop and pause."""
 
 import asyncio
 import math
@@ -20,7 +20,7 @@ from tinkex.server.store import blobs as files_module
 from tinkex.server.store.blobs import Files, ObjectTooLarge
 from tinkex.server.store.storage_health import Damaged, ObjectStoreUnavailable
 
-LARGE = 40_000  # tokens: payload and result are files of their own
+LARGE = 40_000  # tokens: payload and result are stored as files
 SOON_S = 20.0
 
 
@@ -32,7 +32,7 @@ def running() -> Iterator[ObjectStore]:
 
 @pytest.fixture
 def root(running: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A place of its own in the store, with little patience for silence."""
+    """A prefix of its own in the store, with short timeouts."""
     for name, value in running.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(files_module._S3, "read_timeout", 1)
@@ -55,8 +55,8 @@ def test_writes_of_another_process_are_visible_at_once(root: str, tmp_path: Path
     assert one.names("checkpoints") == {"m"}
     assert one.exists("checkpoints/m/weights/a/v1")
     assert not one.exists("checkpoints/m/weights/a/v")
-    assert one.older("checkpoints", 4, before_s=math.inf) == ["checkpoints/m/weights/a/v1"]
-    assert one.older("checkpoints", 4, before_s=1000) == []
+    assert one.list_older("checkpoints", 4, before_s=math.inf) == ["checkpoints/m/weights/a/v1"]
+    assert one.list_older("checkpoints", 4, before_s=1000) == []
 
 
 def test_a_folder_uploaded_twice_is_stored_once(root: str, tmp_path: Path) -> None:
@@ -75,28 +75,28 @@ def test_a_folder_can_be_moved(root: str, tmp_path: Path) -> None:
     files = Files(root)
     files.upload(folder_of(tmp_path, number="7 0"), "snapshots/m/one")
     files.move("snapshots/m/one", "aside/snapshots/m/one")
-    files.move("snapshots/m/one", "aside/snapshots/m/one")  # a repeat finds nothing to do
+    files.move("snapshots/m/one", "aside/snapshots/m/one")  # a repeat does nothing
     assert not files.exists("snapshots/m/one")
     files.download("aside/snapshots/m/one", str(tmp_path / "back"))
     assert (tmp_path / "back" / "number").read_text() == "7 0"
     files.remove("aside/snapshots/m/one")
     files.remove("aside/snapshots/m/one")
-    assert files.all_places() == []
+    assert files.all_keys() == []
 
 
 def test_a_missing_object_differs_from_an_unavailable_store(root: str, tmp_path: Path) -> None:
     files = Files(root)
-    place = files.put("payloads", b"abc")
-    assert files.get(place) == b"abc"
-    assert files.exists(place)
-    files.remove(place)
+    key = files.put("payloads", b"abc")
+    assert files.get(key) == b"abc"
+    assert files.exists(key)
+    files.remove(key)
     with pytest.raises(Damaged, match="is missing"):
-        files.get(place)
+        files.get(key)
     with pytest.raises(FileNotFoundError):
         files.download("snapshots/m/none", str(tmp_path / "none"))
-    # A bucket that is gone says nothing about what was in it.
+    # A missing bucket does not mean that an object is missing.
     elsewhere = Files("s3://no-such-bucket/x")
-    for act in (lambda: elsewhere.get(place), lambda: elsewhere.put("results", b"x")):
+    for act in (lambda: elsewhere.get(key), lambda: elsewhere.put("results", b"x")):
         with pytest.raises(ObjectStoreUnavailable, match="bucket does not exist"):
             act()
 
@@ -106,7 +106,7 @@ def test_a_new_bucket_may_be_called_a_bucket(
 ) -> None:
     running.make_bucket("a-bucket")
     files = Files(f"s3://a-bucket/{tmp_path.name}")
-    assert files.names("checkpoints") == set()
+    assert files.top_names("checkpoints") == set()
     with pytest.raises(Damaged, match="is missing"):
         files.get("payloads/aa/none")
 
@@ -153,7 +153,7 @@ def test_a_store_that_does_not_respond_times_out(root: str, running: ObjectStore
     began_s = time.monotonic()
     with running.paused(), pytest.raises(ObjectStoreUnavailable):
         files.put("payloads", b"abc")
-    # Two tries of a second; five times five tries is what the libraries do by themselves.
+    # Two tries of a second; the libraries' own defaults are five times five tries.
     assert time.monotonic() - began_s < SOON_S
 
 
@@ -179,7 +179,7 @@ async def test_training_saving_and_sampling_with_an_empty_cache(root: str, tmp_p
             await api.step("save_weights_for_sampler", model_id=model, seq_id=3, path="a")
         )
         assert await api.app.state.context.dispatcher.snapshot(model)  # type: ignore[union-attr]
-    # Another machine has the database and the object store, and no folder of the first.
+    # Another machine, with the same database and object store, and an empty folder.
     for gone in ("checkpoints", "snapshots"):
         shutil.rmtree(tmp_path / "one" / gone)
     async with hosted(EchoExecutor(), tmp_path / "one", storage=root) as api:
@@ -237,7 +237,7 @@ async def test_new_work_is_refused_during_an_outage_and_accepted_after_it(
             )
             assert refused.status == 503
             assert await state(api) == "away"
-            # Small ones too: their results may be large.
+            # Small requests too: their results may be large.
             small = await api.post("forward_backward", pass_body(model, 1), headers=PROTOBUF)
             assert small.status == 503
         finally:

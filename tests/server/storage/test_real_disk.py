@@ -1,8 +1,8 @@
 """
-A real server whose disk ends, and comes back: no step is lost, and nobody restarts anything.
+A real server whose disk becomes full and free again: no step is lost, without a restart.
 
-The limit on the size of files (`ulimit -f`) of the web process is the disk that ends: every write of
-SQLite and of files fails from one moment on, as on a full disk.
+A limit on file sizes (`ulimit -f`) of the web process simulates the full disk: every write of SQLite
+and of files fails from one moment on.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
 @contextmanager
 def full_disk(server: Server) -> Iterator[None]:
-    """The web process can write no byte to any file until the block ends."""
+    """The web process cannot write to any file until the block ends."""
     (web,) = children(server.process.pid)
     before = resource.prlimit(web, resource.RLIMIT_FSIZE)
     resource.prlimit(web, resource.RLIMIT_FSIZE, (0, before[1]))
@@ -40,7 +40,7 @@ async def test_steps_continue_when_there_is_free_space_again(server: Server) -> 
         model = await api.model()
         first = await api.forward_backward(model, 1, tokens=8)
         known = await loss(api, first)
-        # Waits for its number, so that it runs while nothing can be written.
+        # Waits for its seq_id, so that it runs while nothing can be written.
         behind = await api.optim_step(model, 3, learning_rate=1e-2)
         with full_disk(server):
             body = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 1e-2}}
@@ -49,10 +49,10 @@ async def test_steps_continue_when_there_is_free_space_again(server: Server) -> 
             assert "disk" in refused.json["detail"]
             health = await api.get("/api/v1/healthz")
             assert health.status == 503
-            # What is there is still handed out.
+            # Existing results are still returned.
             assert await loss(api, first) == known
             assert (await api.get(f"/api/v1/training_runs/{model}")).status == 200
-        # Its client sends it again, as after any 503.
+        # Its client retries, as after any 503.
         for _ in range(300):
             taken = await api.post("optim_step", body)
             if taken.status == 200:
@@ -70,7 +70,7 @@ async def test_a_result_waits_until_it_can_be_written(server: Server) -> None:
         passes = [await api.forward_backward(model, number, tokens=8) for number in range(1, 9)]
         step = await api.optim_step(model, 9, learning_rate=1e-2)
         with full_disk(server):
-            # Until something was computed that cannot be stored, if it is not all done already.
+            # Until a result cannot be stored, unless all are done already.
             for _ in range(50):
                 if (await api.get("/api/v1/healthz")).status == 503:
                     break

@@ -1,4 +1,4 @@
-"""The server on a real disk that is nearly full: the log says so once, and saves wait for room."""
+"""A nearly full real disk: it is logged once, and saves wait for free space."""
 
 import asyncio
 import logging
@@ -40,7 +40,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path, *, left: int) -> Path:
-    """A file that leaves so many bytes of the disk."""
+    """A file that leaves this many bytes free."""
     stats = os.statvfs(folder)
     filler = folder / "filler"
     filler.write_bytes(bytes(stats.f_bavail * stats.f_frsize - left))
@@ -48,7 +48,7 @@ def fill(folder: Path, *, left: int) -> Path:
 
 
 async def large_model(api: Api, session: str, number: int) -> str:
-    """A model whose checkpoint has several mebibytes."""
+    """A model with a checkpoint of several mebibytes."""
     model = {"session_id": session, "model_seq_id": number, "base_model": TINY}
     made = await api.post("create_model", {**model, "lora_config": {"rank": 512}})
     await api.result(made.json["request_id"])
@@ -56,7 +56,7 @@ async def large_model(api: Api, session: str, number: int) -> str:
 
 
 class Counting(LocalExecutor):
-    """How often each model was to be saved."""
+    """How often a save of each model was tried."""
 
     def __init__(self, model: Path) -> None:
         super().__init__([ServedModel(name=TINY, folder=model)], EngineOptions(threads=1))
@@ -104,7 +104,7 @@ async def test_saves_wait_for_free_space_and_log_it_once(
         assert "engine bug" not in said
     assert text.count("waits up to 600 s") == len(models)
     assert "No space left on device" in text
-    # Nothing is said twice.
+    # Nothing is logged twice.
     assert len(set(waiting)) == len(waiting), waiting
     lines = [line.split(" ", 2)[-1] for line in of_engine.splitlines()]
     assert len(set(lines)) == len(lines), lines
@@ -121,5 +121,5 @@ async def test_a_burst_of_sessions_leaves_most_of_the_reserve(small_disk: Path) 
         statuses = [(await api.post("create_session", session)).status for _ in range(500)]
         stats = os.statvfs(small_disk)
     assert set(statuses) == {200, 503}
-    # All but what was added between two looks, and the log of the database.
+    # Except what was added between two checks, and the WAL of the database.
     assert stats.f_bavail * stats.f_frsize > reserve * 3 // 4

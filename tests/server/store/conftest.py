@@ -1,4 +1,4 @@
-"""What the rules of the store's model find wrong is told as fully as in a test of their own."""
+"""Full assertion messages for the rules of the stateful test."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the store promises, on plain dictionaries: the model that the stateful test compares it with."""
+"""A reference model of the store on plain dictionaries, for the stateful test."""
 
 from dataclasses import dataclass, field
 
@@ -43,7 +43,7 @@ class Request:
     kind: str
     seq_id: int
     created_s: float
-    #: The bytes, wherever they are kept; None once they are deleted.
+    #: The bytes, from the row or a file; None once they are deleted.
     payload: bytes | None
     model_id: str | None = None
     sampling_session_id: str | None = None
@@ -117,7 +117,7 @@ class Key:
 
 @dataclass(slots=True)
 class World:
-    """Everything that must be in the store."""
+    """The expected content of the store."""
 
     sessions: dict[str, Session] = field(default_factory=dict)
     models: dict[str, Model] = field(default_factory=dict)
@@ -127,12 +127,12 @@ class World:
     versions: dict[str, Version] = field(default_factory=dict)
     names: dict[Name, Named] = field(default_factory=dict)
     snapshots: dict[str, Snapshot] = field(default_factory=dict)
-    #: The one before the newest, or None for the beginning; nothing when there is no way back.
+    #: The fallback of a model, None for an empty model; missing if there is no fallback.
     older: dict[str, Snapshot | None] = field(default_factory=dict)
     keys: dict[int, Key] = field(default_factory=dict)
-    #: By owner, hour, session and what was used.
+    #: By owner, hour, session and kind of tokens.
     usage: dict[tuple[str, int, str, str], int] = field(default_factory=dict)
-    #: When, and what.
+    #: Time and event.
     audit: list[tuple[float, str]] = field(default_factory=list)
 
     # -- questions ---------------------------------------------------------------------------
@@ -152,10 +152,10 @@ class World:
         ]
         return sorted(steps, key=lambda one: one.seq_id)
 
-    def at(self, place: str, seq_id: int) -> Request | None:
-        """Who has this number of a model or a sampler."""
+    def at(self, parent_id: str, seq_id: int) -> Request | None:
+        """The request of a model or a sampler with this seq_id."""
         for one in self.requests.values():
-            if place in (one.model_id, one.sampling_session_id) and one.seq_id == seq_id:
+            if parent_id in (one.model_id, one.sampling_session_id) and one.seq_id == seq_id:
                 return one
         return None
 
@@ -164,7 +164,7 @@ class World:
         return session.finished_s is not None or session.seen_s < abandoned_before_s
 
     def needed(self, request: Request, abandoned_before_s: float) -> bool:
-        """Whether its model may have to be built again from it, or it tells why there is none."""
+        """Whether recovery may need it, or it has the error of a model that was not created."""
         if request.model_id is None:
             return False
         if request.seq_id == 0 and request.status == "failed":
@@ -216,7 +216,7 @@ class World:
     def drop_results(
         self, *, fetched_before_s: float, unfetched_before_s: float, abandoned_before_s: float
     ) -> set[str]:
-        """Decided for all before any of them goes."""
+        """Decides for all before deleting any."""
         old = [
             (one, self.needed(one, abandoned_before_s))
             for one in self.requests.values()
@@ -238,7 +238,7 @@ class World:
         return gone
 
     def snapshot(self, new: Snapshot) -> bool:
-        """Refused while a step that is in it may run again."""
+        """Refused while a step that it contains may run again."""
         past = [
             one
             for one in self.requests.values()
@@ -264,7 +264,7 @@ class World:
                         one.payload = None
 
     def fall_back(self, model_id: str) -> bool:
-        """The newest is damaged: whether there is anything to go on from."""
+        """The newest is damaged: whether there is a fallback."""
         if model_id not in self.older:
             return False
         before = self.older.pop(model_id)

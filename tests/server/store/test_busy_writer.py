@@ -1,4 +1,4 @@
-"""While somebody writes to the database for long: others read, and nobody makes it longer at will."""
+"""A long write transaction does not block reads, and one owner cannot delay others."""
 
 import asyncio
 import sqlite3
@@ -26,7 +26,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Somebody has the database for writing."""
+    """Another process has a write transaction."""
     with closing(sqlite3.connect(folder / "tinkex.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         yield
@@ -36,19 +36,17 @@ def writing(folder: Path) -> Iterator[None]:
 async def test_new_read_connections_do_not_wait_for_a_writer(store: Store, tmp_path: Path) -> None:
     with writing(tmp_path):
         began_s = time.monotonic()
-        # More at once than there were connections before.
+        # More than the connections that exist.
         assert await asyncio.gather(*(store.keys.any() for _ in range(8))) == [False] * 8
         assert time.monotonic() - began_s < 4
 
 
-async def test_fetched_marks_of_one_owner_do_not_delay_others(
-    store: Store, tmp_path: Path
-) -> None:
-    waiting = store.requests._fetched_waiting
-    told = [f"{number}" for number in range(MAX_FETCHED_PENDING * 2 // 3)]
+async def test_fetched_marks_of_one_owner_do_not_delay_others(store: Store, tmp_path: Path) -> None:
+    waiting = store.requests._fetched_pending
+    request_ids = [f"{number}" for number in range(MAX_FETCHED_PENDING * 2 // 3)]
     with writing(tmp_path):
         for owner in ("alice", "alice", "alice", "bob"):
-            store.requests.mark_all_fetched(told, owner=owner)
-        assert waiting == {"alice": MAX_FETCHED_PENDING, "bob": len(told)}
+            store.requests.mark_all_fetched(request_ids, owner=owner)
+        assert waiting == {"alice": MAX_FETCHED_PENDING, "bob": len(request_ids)}
     await store.keys.create(owner="alice")
     assert not +waiting

@@ -1,4 +1,4 @@
-"""Writes that nobody waits for do not pile up while the database says nothing."""
+"""Deferred writes do not accumulate while the database does not respond."""
 
 import asyncio
 import logging
@@ -28,26 +28,26 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 @contextmanager
-def silent(store: Store) -> Iterator[None]:
-    """The database has taken a write and does not answer."""
-    asked, answers = threading.Event(), threading.Event()
+def not_responding(store: Store) -> Iterator[None]:
+    """The database has received a write and does not respond."""
+    received, responds = threading.Event(), threading.Event()
 
     def act(_: sa.Connection) -> None:
-        asked.set()
-        answers.wait(30)
+        received.set()
+        responds.wait(30)
 
     promise = store._database.submit(act)
-    assert asked.wait(10)
+    assert received.wait(10)
     try:
         yield
     finally:
-        answers.set()
+        responds.set()
         promise.add_done_callback(lambda done: done.exception())
 
 
 def waiting(store: Store) -> int:
-    lazy = store._database.writer
-    return len(lazy._deferred) + len(lazy._deferred_by_key)
+    writer = store._database.writer
+    return len(writer._deferred) + len(writer._deferred_by_key)
 
 
 async def a_session(store: Store) -> str:
@@ -68,20 +68,20 @@ async def test_the_oldest_deferred_writes_are_dropped_and_logged_once(
 ) -> None:
     monkeypatch.setattr(group_commit, "MAX_DEFERRED", 50)
     written: list[int] = []
-    with silent(store), caplog.at_level(logging.WARNING):
+    with not_responding(store), caplog.at_level(logging.WARNING):
         for number in range(500):
             store._database.write_deferred(lambda _, number=number: written.append(number))
         assert waiting(store) == 50
     await store.keys.create(owner="alice")
     assert written == list(range(450, 500))
-    told = [record for record in caplog.records if "are dropped" in record.message]
-    assert len(told) == 1
+    logged = [record for record in caplog.records if "are dropped" in record.message]
+    assert len(logged) == 1
 
 
 async def test_a_newer_deferred_write_replaces_one_with_the_same_key(store: Store) -> None:
     session_id = await a_session(store)
     key, _ = await store.keys.create(owner="alice")
-    with silent(store):
+    with not_responding(store):
         for _ in range(200):
             store.sessions.mark_seen(session_id)
             store.keys.mark_used(key.key_id)
@@ -104,12 +104,12 @@ async def test_dropped_fetched_marks_are_not_counted(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_commit, "MAX_DEFERRED", 3)
-    with silent(store):
+    with not_responding(store):
         for number in range(10):
             store.requests.mark_all_fetched([str(number)] * 10, owner="alice")
-        assert store.requests._fetched_waiting == {"alice": 30}
+        assert store.requests._fetched_pending == {"alice": 30}
     await store.keys.create(owner="alice")
-    assert store.requests._fetched_waiting == {}
+    assert store.requests._fetched_pending == {}
 
 
 async def test_fetched_marks_are_dropped_while_the_disk_is_full(store: Store) -> None:
@@ -121,14 +121,14 @@ async def test_fetched_marks_are_dropped_while_the_disk_is_full(store: Store) ->
     with pytest.raises(Exception, match="full"):
         await writing
     for _ in range(200):
-        if not store.requests._fetched_waiting:
+        if not store.requests._fetched_pending:
             break
         await asyncio.sleep(0.05)
-    assert store.requests._fetched_waiting == {}
+    assert store.requests._fetched_pending == {}
 
 
 class _Slow(Counter[str]):
-    """Another thread comes between a look and what follows."""
+    """Lets another thread run between a read and the following write."""
 
     def __getitem__(self, key: str) -> int:
         found = super().__getitem__(key)
@@ -137,10 +137,10 @@ class _Slow(Counter[str]):
 
 
 async def test_fetched_marks_of_two_threads_are_all_counted(store: Store) -> None:
-    store.requests._fetched_waiting = _Slow()
+    store.requests._fetched_pending = _Slow()
     for number in range(50):
         store.requests.mark_all_fetched([str(number)], owner="alice")
         store._database.submit(lambda _: None)
         await asyncio.sleep(0)
     await store.keys.create(owner="alice")
-    assert store.requests._fetched_waiting == {}
+    assert store.requests._fetched_pending == {}

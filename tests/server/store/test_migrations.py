@@ -55,7 +55,9 @@ def test_a_database_from_before_0_1_is_refused_with_advice(
 
 
 @pytest.mark.parametrize("exclusive", [True, False])
-def test_a_database_of_a_newer_version_is_refused_with_advice(tmp_path: Path, exclusive: bool) -> None:
+def test_a_database_of_a_newer_version_is_refused_with_advice(
+    tmp_path: Path, exclusive: bool
+) -> None:
     url = database_of(tmp_path, "0009")
     with contextlib.closing(sqlite3.connect(tmp_path / "tinkex.db")) as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")

@@ -1,4 +1,4 @@
-"""PostgreSQL keeps what SQLite keeps: one server, durable commits, and a lost connection is a pause."""
+"""PostgreSQL: one server per database, durable commits, and recovery from lost connections."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,7 +12,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import event
 
 from postgres import Postgres
-from server.store.test_store import a_model, step, check_repeats_and_invalid_requests
+from server.store.test_store import a_model, check_repeats_and_invalid_requests, step
 from server.waiting import unfinished
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import (
@@ -47,7 +47,7 @@ async def store(url: str, tmp_path: Path) -> AsyncIterator[Store]:
 
 
 async def cut(store: Store) -> None:
-    """End every connection to the store's database, as a restart of it does."""
+    """End every connection to the store's database, like a restart of PostgreSQL."""
     statement = sa.text(
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
         " WHERE datname = current_database() AND pid <> pg_backend_pid()"
@@ -73,7 +73,7 @@ async def test_a_database_that_a_server_holds_is_refused_until_it_is_closed(
     monkeypatch.setattr(sql_dialects, "LOCK_WAIT_S", 0.2)
     with pytest.raises(DatabaseRefused, match=r"another server \(tinkex serve, process \d+ on .*"):
         opened(url, tmp_path)
-    # Those who only look, or make a key, are let in.
+    # Programs that only read, or create a key, may open it.
     beside = open_store(db_url=url, storage_url=str(tmp_path), folder=tmp_path)
     await beside.keys.create(owner="local")
     beside.close()
@@ -83,9 +83,7 @@ async def test_a_database_that_a_server_holds_is_refused_until_it_is_closed(
     opened(url, tmp_path).close()
 
 
-def test_a_missing_database_is_refused_without_its_password(
-    url: str, tmp_path: Path
-) -> None:
+def test_a_missing_database_is_refused_without_its_password(url: str, tmp_path: Path) -> None:
     with pytest.raises(DatabaseRefused, match=r"postgres:\*\*\*@.*/nowhere cannot be used: ") as no:
         opened(f"{url.rpartition('/')[0]}/nowhere", tmp_path)
     assert sa.make_url(url).password not in str(no.value)
@@ -99,7 +97,7 @@ async def test_lost_connections_are_replaced_and_nothing_runs_twice(
         new = step(model, seq_id, Kind.FORWARD_BACKWARD)
         first = await store.requests.accept(new)
         await cut(store)
-        # Both the one that writes and the one that reads are gone.
+        # The writing and the reading connections are lost.
         await store.requests.finish_one(success(first.request_id, b"{}", None))
         assert await store.requests.result(first.request_id) == b"{}"
         assert not (await store.requests.accept(new)).is_new
@@ -121,19 +119,19 @@ async def test_a_server_that_lost_its_lock_writes_nothing(
     monkeypatch.setattr(group_commit, "RECONNECT_S", 0.3)
     first = (await unfinished(store))[0].request_id
     settling = store.requests.finish_one(success(first, b"{}", None))
-    # To be sent again: the other one may be gone by then.
+    # Retryable: the other server may have stopped by then.
     with pytest.raises(StorageError, match="another server"):
         await store.requests.accept(step(model, 1))
     assert (await other.requests.accept(step(model, 1))).is_new
     assert not settling.done()
     other.close()
-    # It is free again.
+    # The lock is free again.
     assert not (await store.requests.accept(step(model, 1))).is_new
     assert await store.requests.result(first) == b"{}"
 
 
 async def _waits_for_lock(store: Store) -> bool:
-    """Whether a second server has come: it has a connection with a server's name."""
+    """Whether a second server is connected: a connection has a server's application name."""
     statement = sa.text(
         "SELECT count(*) FROM pg_stat_activity"
         " WHERE datname = current_database() AND application_name LIKE 'tinkex serve%'"
@@ -181,11 +179,11 @@ async def test_commits_are_durable_whatever_the_default_of_the_database(
 async def test_many_writes_share_few_commits_and_few_statements(store: Store) -> None:
     model = await a_model(store)
     before = store.commits
-    asked = 0
+    statements = 0
 
     def asks(*_: object) -> None:
-        nonlocal asked
-        asked += 1
+        nonlocal statements
+        statements += 1
 
     event.listen(store._database._writing, "before_cursor_execute", asks)
     accepted = await asyncio.gather(
@@ -196,8 +194,8 @@ async def test_many_writes_share_few_commits_and_few_statements(store: Store) ->
         *(store.requests.finish_one(success(one.request_id, b"{}", None)) for one in accepted)
     )
     assert store.commits - before < 50
-    # Each is a way to the database and back, which costs more there than the work.
-    assert asked < 100
+    # Each statement is a round trip, which costs more than its execution.
+    assert statements < 100
     log = await store.requests.log(model)
     assert [row.seq_id for row in log] == list(range(1, 201))
 

@@ -1,4 +1,4 @@
-"""What does not change is not read again for every request."""
+"""Immutable data is not read again for every request."""
 
 import asyncio
 import os
@@ -35,22 +35,22 @@ async def test_samples_of_one_checkpoint_look_it_up_once(
         path = (await api.result(saved))["path"]
         body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
         assert (await api.post("create_sampling_session", body)).status == 200
-        checkpoints, looked = api.app.state.context.store.checkpoints, 0
+        checkpoints, lookups = api.app.state.context.store.checkpoints, 0
         version = checkpoints.version
 
         async def counted(version_id: str) -> Any:
-            nonlocal looked
-            looked += 1
+            nonlocal lookups
+            lookups += 1
             return await version(version_id)
 
         monkeypatch.setattr(checkpoints, "version", counted)
         for number in range(1, 6):
             assert (await sampled(api, session, number))["sequences"][0]["tokens"] == [0]
-        assert looked == 1
-        # What is tidied up is looked for again.
+        assert lookups == 1
+        # The cleanup clears the cache.
         await api.clean_up()
         await sampled(api, session, 6)
-        assert looked == 2
+        assert lookups == 2
 
 
 async def test_a_large_payload_is_handed_on_as_a_file_without_being_read(
@@ -63,17 +63,17 @@ async def test_a_large_payload_is_handed_on_as_a_file_without_being_read(
         first = await store.requests.accept(new)
         read: list[str] = []
         get = store.files.get
-        monkeypatch.setattr(store.files, "get", lambda place: (read.append(place), get(place))[1])
+        monkeypatch.setattr(store.files, "get", lambda key: (read.append(key), get(key))[1])
         path = await store.requests.payload(first.request_id)
         assert isinstance(path, Path)
         assert path.read_bytes() == LARGE
         assert read == []
-        # Another process has not seen it, and looks once.
+        # A new process verifies the file once.
         store.files._known.clear()
         for _ in range(3):
             assert await store.requests.payload(first.request_id) == path
         assert len(read) == 1
-        # A file that is not the one that was written is read, and found out: also of this size.
+        # A changed file of the same size is detected.
         path.write_bytes(LARGE.replace(b"x", b"y"))
         os.utime(path, ns=(1, 1))
         with pytest.raises(Damaged, match="not what was written"):

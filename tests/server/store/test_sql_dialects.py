@@ -1,4 +1,4 @@
-"""A list of ids is one parameter: one statement for every length, and no length that is too long."""
+"""`in_list`: a list of any length is one parameter of one statement."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from tinkex.server.store.sql_dialects import among, listed
+from tinkex.server.store.sql_dialects import in_list, list_parameter
 
 IDS = ["plain", 'a "quoted" one', "back\\slash", "ümlaut", "line\nbreak", "[]", ""]
-TABLE = sa.Table("kept", sa.MetaData(), sa.Column("id", sa.Text, primary_key=True))
+TABLE = sa.Table("listed", sa.MetaData(), sa.Column("id", sa.Text, primary_key=True))
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -27,7 +27,7 @@ def connection(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[sa.Co
 
 
 def chosen(connection: sa.Connection, texts: list[str]) -> set[str]:
-    return set(connection.scalars(sa.select(TABLE.c.id).where(among(TABLE.c.id, texts))))
+    return set(connection.scalars(sa.select(TABLE.c.id).where(in_list(TABLE.c.id, texts))))
 
 
 def test_listed_rows_are_found_whatever_their_text(connection: sa.Connection) -> None:
@@ -41,14 +41,14 @@ def test_no_list_is_too_long(connection: sa.Connection) -> None:
 
 
 def test_in_list_works_in_delete_and_update(connection: sa.Connection) -> None:
-    connection.execute(TABLE.delete().where(among(TABLE.c.id, IDS[1:])))
-    connection.execute(TABLE.update().where(among(TABLE.c.id, IDS)).values(id="other"))
+    connection.execute(TABLE.delete().where(in_list(TABLE.c.id, IDS[1:])))
+    connection.execute(TABLE.update().where(in_list(TABLE.c.id, IDS)).values(id="other"))
     assert list(connection.scalars(sa.select(TABLE.c.id))) == ["other"]
 
 
 def test_the_list_can_be_a_parameter(connection: sa.Connection) -> None:
-    statement = sa.select(TABLE.c.id).where(among(TABLE.c.id, sa.bindparam("ids", type_=sa.Text)))
-    assert list(connection.scalars(statement, {"ids": listed(["plain", "x"])})) == ["plain"]
+    statement = sa.select(TABLE.c.id).where(in_list(TABLE.c.id, sa.bindparam("ids", type_=sa.Text)))
+    assert list(connection.scalars(statement, {"ids": list_parameter(["plain", "x"])})) == ["plain"]
 
 
 def test_every_length_is_the_same_statement(connection: sa.Connection) -> None:

@@ -1,13 +1,13 @@
 """
-Random histories of everything the store does, against a model of plain dictionaries.
+Random operations of the store, compared with a reference model of plain dictionaries.
 
 After each operation every table and every file is compared with the model. At any point the store
-is closed and opened, or dies in the middle of a transaction: what it had answered is there, what
-it had not is undone. On SQLite, and on PostgreSQL where that is installed.
+is closed and opened, or dies in a transaction: acknowledged writes are there, others are rolled
+back. On SQLite, and on PostgreSQL where it is installed.
 
     TINKEX_PROPERTY_EXAMPLES=500 pytest tests/server/store/test_stateful.py
 
-looks longer, and elsewhere each time.
+runs more examples, different ones each time.
 """
 
 import asyncio
@@ -28,20 +28,19 @@ from server.store.machine.base import OWNERS, PICK, Clock
 from server.store.machine.clients import Clients
 from server.store.machine.comparing import Comparing
 from server.store.machine.keys import Keys
-from server.store.machine.retention import Tidying
+from server.store.machine.retention import Retention
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import (
-    audit,
     checkpoint_lists,
     checkpoints,
-    history,
+    events,
     keys,
+    models,
     request_writes,
     requests,
     retention,
-    runs,
+    sessions,
     snapshots,
-    telemetry,
 )
 from tinkex.server.store.keys import MARKER
 from tinkex.server.store.request_writes import success
@@ -50,15 +49,15 @@ from tinkex.server.store.schema import metadata
 EXAMPLES = os.environ.get("TINKEX_PROPERTY_EXAMPLES")
 STEPS = 50
 
-#: Everything in the store that asks what time it is.
+#: The modules of the store that use the clock.
 TIMED = (
-    *(request_writes, audit, checkpoint_lists, checkpoints, request_writes, history, keys),
-    *(requests, retention, runs, snapshots, request_writes, telemetry),
+    *(checkpoint_lists, checkpoints, events, keys, models),
+    *(request_writes, requests, retention, sessions, snapshots),
 )
 
 
-class StoreMachine(Clients, Tidying, Keys, Comparing):
-    """The rules of all areas, a beginning, time, and the ends of processes."""
+class StoreMachine(Clients, Retention, Keys, Comparing):
+    """The rules of all areas, an initial state, passing time, and process ends."""
 
     @initialize()
     def empty(self) -> None:
@@ -67,11 +66,11 @@ class StoreMachine(Clients, Tidying, Keys, Comparing):
                 connection.execute(table.delete())
 
         self.run(self.store._database.write(act))
-        # The keys of an earlier history went with its rows.
+        # The keys of an earlier example were deleted with its rows.
         (self.folder / MARKER).unlink(missing_ok=True)
         # Most operations need something to work on.
         for owner in ("ann", "bob"):
-            self.create_session(owner, "k1")  # a key of each owner's own, though it reads the same
+            self.create_session(owner, "k1")  # idempotency keys are per owner
             self.create_model(1, 0)
             self.create_sampler(1, 0, join=False)
             self.accept_steps(1, [1, 2], Kind.FORWARD_BACKWARD, large=owner == "bob")
@@ -83,17 +82,16 @@ class StoreMachine(Clients, Tidying, Keys, Comparing):
             self.save_checkpoint(1, "weights", "a", 0.0, False, ttl_s, None)
             self.load_checkpoint(1, 1)
             self.save_checkpoint(1, "sampler_weights", "a", 0.0, False, None, 2)
-        # One model has no snapshot, and the other two and a step to run after them: each way of
-        # going on is there.
+        # One model has no snapshot; the other has two, and a step after them.
         for step_number in (1, 2):
             self.save_snapshot(1, -step_number, None)
         self.accept_steps(1, [7], Kind.OPTIM_STEP, large=False)
-        # A name that is taken, one that is free again, and a model that could not be made.
+        # A taken name, an expired name, and a model whose creation failed.
         self.save_checkpoint(1, "weights", "a", 0.0, False, None, None)
         self.save_checkpoint(0, "weights", "a", 600.0, False, 500.0, None)
         self.create_model(0, 1)
         self.finish_requests([-1], "failed", again=False, beside=False)
-        # One client was taken for gone and is back; the other one has work, and was not.
+        # One client timed out and came back; the other has waiting requests, so it did not.
         self.mark_lapsed(0.0, 0, comes_back=True)
 
     @rule(seconds=st.sampled_from([10.0, 1000.0, 50_000.0]))
@@ -108,7 +106,7 @@ class StoreMachine(Clients, Tidying, Keys, Comparing):
         self.store = self.opened()
 
     def crash(self, number: int, seq_id: int) -> None:
-        """The process dies in a transaction: nobody was answered, and nothing of it is there."""
+        """The process dies in a transaction: no caller gets a result, and nothing is stored."""
         self.later()
         database = self.store._database
 
@@ -144,7 +142,7 @@ class StoreMachine(Clients, Tidying, Keys, Comparing):
         self.run(act())
 
     @rule(number=PICK, owner=OWNERS)
-    def look(self, number: int, owner: str) -> None:
+    def read(self, number: int, owner: str) -> None:
         if self.world.requests:
             self.read_request(number)
         if self.world.names:
@@ -157,7 +155,7 @@ def check(url: str, root: Path, clock: Clock, *, examples: int) -> None:
         pass
 
     Machine.url, Machine.root, Machine.clock = url, root, clock
-    # The same ones each time, unless more were asked for: those look elsewhere.
+    # The same examples each time, unless more are requested.
     run_state_machine_as_test(
         Machine,
         settings=settings(
@@ -182,7 +180,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """In memory where that can be had: what a dead process leaves behind is the same there."""
+    """In memory if possible: a killed process leaves the same files there."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path
@@ -191,7 +189,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         yield Path(made)
 
 
-# The threads that die in `crash`.
+# For the threads that die in `crash`.
 @pytest.mark.filterwarnings("ignore:Exception in thread tinkex-writer")
 @pytest.mark.timeout(3600 if EXAMPLES else 180)
 def test_the_store_on_sqlite_matches_the_reference_model(folder: Path, clock: Clock) -> None:

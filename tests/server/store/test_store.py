@@ -1,4 +1,4 @@
-"""The store: what it answers is on disk, what is repeated is found, and many writes are one commit."""
+"""The store: durable commits, idempotent requests, and group commit."""
 
 import asyncio
 import re
@@ -88,13 +88,13 @@ def test_the_migrated_schema_matches_the_tables(tmp_path: Path) -> None:
 
 
 def _parts(sql: str) -> list[str]:
-    """One for each column and constraint, however they are put on lines."""
+    """The columns and constraints of a CREATE TABLE statement, whatever its line breaks."""
     parts = re.split(r",\s*(?![^()]*\))|\n", sql)
     return [part for part in parts if part.strip()]
 
 
 def test_all_constraints_are_in_the_migrated_database(tmp_path: Path) -> None:
-    """Checks and names of constraints are not compared by Alembic; the text of the tables is."""
+    """Alembic does not compare checks and constraint names, so the SQL text is compared."""
     made = sa.create_engine(f"sqlite:///{tmp_path / 'made.db'}")
     migrated = sa.create_engine(f"sqlite:///{tmp_path / 'migrated.db'}")
     metadata.create_all(made)
@@ -107,7 +107,7 @@ def test_all_constraints_are_in_the_migrated_database(tmp_path: Path) -> None:
             )
             found.append(
                 {
-                    # A column that was added later stands in the line of the one before it.
+                    # A column that was added later is on the line of the one before it.
                     name: sorted(
                         part
                         for line in (sql or "").replace(", ", "\n").splitlines()
@@ -139,19 +139,19 @@ async def test_accepted_requests_survive_a_restart(tmp_path: Path) -> None:
 
 async def test_a_single_write_is_one_statement_and_is_not_delayed(store: Store) -> None:
     model = await a_model(store)
-    asked: list[str] = []
+    statements: list[str] = []
 
     def asks(_connection: object, _cursor: object, statement: str, *_: object) -> None:
-        asked.append(statement.split()[0])
+        statements.append(statement.split()[0])
 
     event.listen(store._database._writing, "before_cursor_execute", asks)
     accepted = await store.requests.accept(step(model, 1))
     await store.requests.finish_one(success(accepted.request_id, b"{}", None))
-    assert asked == ["BEGIN", "INSERT", "BEGIN", "UPDATE"]
+    assert statements == ["BEGIN", "INSERT", "BEGIN", "UPDATE"]
 
 
 async def check_repeats_and_invalid_requests(store: Store) -> None:
-    """In one group; the same on every database."""
+    """In one group; on every database."""
     model = await a_model(store)
     known = await store.requests.accept(step(model, 1))
     new = [step(model, 1), step(model, 2), step(model, 2), step("nobody:train:0", 1)]
@@ -169,7 +169,7 @@ async def test_repeats_and_invalid_requests_in_one_group(store: Store) -> None:
 
 
 async def test_a_commit_flushes_to_disk(tmp_path: Path, store: Store) -> None:
-    """The settings behind "on disk when acknowledged"."""
+    """The SQLite settings for durable commits."""
     database = Database(f"sqlite:///{tmp_path / 'tinkex.db'}")
     found = {}
     for name in ("journal_mode", "synchronous", "foreign_keys"):
@@ -241,7 +241,7 @@ async def test_the_database_itself_refuses_a_second_step_of_one_number(store: St
     }
     with pytest.raises(sa.exc.IntegrityError):
         await store._database.write(lambda connection: connection.execute(requests.insert(), row))
-    # The writer goes on.
+    # The writer continues.
     assert (await store.requests.accept(step(model, 2))).is_new
 
 

@@ -1,8 +1,8 @@
 """
-Each kind of work has threads of its own: key look-ups and polls wait for no file, files for no read.
+Each kind of work has its own threads: key lookups and polls do not wait for files, or vice versa.
 
-The tests find the next offender by themselves: they call every method of the store while all file
-threads are busy, and they watch which thread touches the files of the data folder.
+The tests find violations automatically: they call every method of the store while all file threads
+are busy, and they record which threads use files of the data folder.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from tinkex.server.store import Store, open_store
 
 pytestmark = pytest.mark.anyio
 
-#: Methods that are about files: what they answer depends on them.
+#: Methods that work on files, and may wait for them.
 WITH_FILES = {
     *("checkpoints.copy_files", "checkpoints.store_files", "snapshots.open", "snapshots.save"),
     *("snapshots.set_aside", "retention.delete_orphans", "checkpoints.discard"),
@@ -85,22 +85,22 @@ async def test_a_key_is_looked_up_while_everything_else_is_busy(store: Store) ->
 
 async def test_polls_and_payloads_do_not_wait_for_reports_and_folders(store: Store) -> None:
     with blocked(store, "_reporters", "_folder_threads"):
-        assert await asyncio.wait_for(store.requests.get("nobody"), 10) is None
-        # Larger than what is kept in a row.
-        place = await asyncio.wait_for(store.requests.store_result(bytes(200_000)), 10)
-        assert place is not None
+        assert await asyncio.wait_for(store.requests.get("unknown"), 10) is None
+        # Larger than what is stored in a row.
+        key = await asyncio.wait_for(store.requests.store_result(bytes(200_000)), 10)
+        assert key is not None
 
 
-def rooms(store: Store) -> Iterator[tuple[str, Any]]:
-    for room, value in vars(store).items():
-        if not room.startswith("_") and type(value).__module__.startswith("tinkex.server.store"):
+def methods(store: Store) -> Iterator[tuple[str, Any]]:
+    for part, value in vars(store).items():
+        if not part.startswith("_") and type(value).__module__.startswith("tinkex.server.store"):
             for name, method in inspect.getmembers(value, inspect.iscoroutinefunction):
                 if not name.startswith("_"):
-                    yield f"{room}.{name}", method
+                    yield f"{part}.{name}", method
 
 
 def made(kind: Any) -> Any:
-    """Something of a type."""
+    """A value of a type."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return None if type(None) in args else made(args[0])
@@ -124,7 +124,7 @@ def made(kind: Any) -> Any:
 async def test_no_method_waits_for_files_unless_it_is_about_files(store: Store) -> None:
     waited, called = set(), set()
     with blocked(store, *FILE_POOLS):
-        for name, method in rooms(store):
+        for name, method in methods(store):
             hints = typing.get_type_hints(method)
             wanted = inspect.signature(method).parameters.values()
             kwargs = {one.name: made(hints[one.name]) for one in wanted if one.default is one.empty}
@@ -134,26 +134,26 @@ async def test_no_method_waits_for_files_unless_it_is_about_files(store: Store) 
                 if one.kind is not one.KEYWORD_ONLY and one.name in kwargs
             ]
             called.add(name)
-            # Those about files may wait: nobody needs to wait with them.
-            patience_s = 0.2 if name in WITH_FILES else 5
+            # Methods that work on files do wait, so a short timeout saves time.
+            timeout_s = 0.2 if name in WITH_FILES else 5
             try:
-                await asyncio.wait_for(method(*positional, **kwargs), patience_s)
+                await asyncio.wait_for(method(*positional, **kwargs), timeout_s)
             except TimeoutError:
                 waited.add(name)
-            except Exception:  # noqa: BLE001, S110  there is nothing of that name; it was answered
+            except Exception:  # noqa: BLE001, S110  there is no such row; the method returned
                 pass
     assert waited - WITH_FILES == set()
     assert called >= WITH_FILES
     assert len(called) > 60
 
 
-class _Watched:
-    """Which thread touched a file below a folder, and where in the server that was."""
+class _FileUses:
+    """Records which threads used files below a folder, and where in the server."""
 
     def __init__(self) -> None:
         self.below: str | None = None
         self.seen: set[tuple[str, str, str]] = set()
-        sys.addaudithook(self._hook)  # there is no way to remove one
+        sys.addaudithook(self._hook)  # cannot be removed
 
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:
         if self.below is None or not (event == "open" or event.startswith(("os.", "shutil."))):
@@ -163,16 +163,16 @@ class _Watched:
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and "/tinkex/server/" not in frame.f_code.co_filename:
             if "/server/echo.py" in frame.f_code.co_filename:
-                return  # the engine of these tests
+                return  # the stand-in engine
             frame = frame.f_back
         if frame is not None:
             self.seen.add((threading.current_thread().name, event, frame.f_code.co_qualname))
 
 
 async def test_files_are_used_only_in_file_threads(tmp_path: Path) -> None:
-    watched = _Watched()
+    uses = _FileUses()
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0, orphan_s=0) as api:
-        watched.below = str(tmp_path)
+        uses.below = str(tmp_path)
         model_id = await api.model()
         await api.passed(await api.forward_backward(model_id, 1, tokens=60_000))
         step = await api.step("save_weights", model_id=model_id, seq_id=2, path="a")
@@ -184,10 +184,10 @@ async def test_files_are_used_only_in_file_threads(tmp_path: Path) -> None:
         path = (await api.result(step))["path"]
         await api.result(await api.step("asample", **sample, base_model=BASE, model_path=path))
         await api.clean_up()
-        watched.below = None
-    threads = {name.rpartition("_")[0] or name for name, *_ in watched.seen}
+        uses.below = None
+    threads = {name.rpartition("_")[0] or name for name, *_ in uses.seen}
     assert {"tinkex-file", "tinkex-folder"} <= threads
     elsewhere = {
-        seen for seen in watched.seen if not seen[0].startswith(("tinkex-file", "tinkex-folder"))
+        seen for seen in uses.seen if not seen[0].startswith(("tinkex-file", "tinkex-folder"))
     }
     assert elsewhere == set()

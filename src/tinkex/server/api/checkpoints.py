@@ -25,7 +25,15 @@ from tinkex.server.api.submit import admit, numbered
 from tinkex.server.api.training import NumberedStep, accept_step, read_step
 from tinkex.server.scheduler.checkpoints import check_ttl, refuse_external, tinker_path
 from tinkex.server.scheduler.step_queue import Kind
-from tinkex.server.store import Model, NewRequest, OverQuota, RunTaken, NamedCheckpoint, Session, Version
+from tinkex.server.store import (
+    Model,
+    NamedCheckpoint,
+    NewRequest,
+    OverQuota,
+    RunTaken,
+    Session,
+    Version,
+)
 from tinkex.server.store.storage_health import NewDataRefused
 from tinkex.wire.base import StrictModel
 from tinkex.wire.checkpoints import (

@@ -50,7 +50,9 @@ async def admit(
     if new.model_id is not None and context.dispatcher.awaits(new.model_id, new.seq_id or 0):
         return
     store = context.store
-    if loss_number is not None and await store.models.has_custom_loss(new.session_id or "", loss_number):
+    if loss_number is not None and await store.models.has_custom_loss(
+        new.session_id or "", loss_number
+    ):
         return
     if await store.requests.find_repeat(new) is not None:
         return

@@ -155,7 +155,9 @@ async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
     key = await _key(request, run, kind, name)
     check_ttl(ttl_s)
     expires_s = None if ttl_s is None else time.time() + ttl_s
-    return _changed(await context_of(request).store.checkpoint_lists.set_expiry(expires_s, **key), key)
+    return _changed(
+        await context_of(request).store.checkpoint_lists.set_expiry(expires_s, **key), key
+    )
 
 
 async def _readable(request: Request, run: str, access_scope: Scope) -> RunSummary:

@@ -1,12 +1,11 @@
 """
-Back-ups of a data folder, also of one that a server works on, and back again.
+Backup and restore of a data folder; a server may be running.
 
-    manifest = take(settings, target)     # a folder like the data folder, of one moment
+    manifest = create(settings, target)   # a consistent copy of the data folder
     restore(target, folder)
 
-The database is copied first, by SQLite itself, as it is at one moment. Files never change once they
-have their name, so they are copied after it; what the server deleted meanwhile is no part of a
-newer copy of the database, which is then manifest instead.
+SQLite copies a consistent state of the database first. Files never change once they have a name, so
+they are copied afterwards. If the server deleted some in between, the database is copied again.
 """
 
 import contextlib
@@ -28,8 +27,8 @@ from tinkex.server.store.blobs import Files
 from tinkex.server.store.inspection import (
     CopyFailed,
     copy_database,
-    referenced_keys,
     invalid_keys,
+    referenced_keys,
     schema_version,
 )
 from tinkex.server.store.keys import MARKER
@@ -38,9 +37,9 @@ from tinkex.server.store.storage_health import os_error_in
 DATABASE = "tinkex.db"
 MANIFEST = "backup.json"
 FORMAT = 1
-# Beside the database and the files.
+# Other files of the data folder.
 OTHER_FILES = (SIGNING_KEY, TOKENS_KEY, CONFIG_FILE)
-# A server deletes in small steps, minutes apart.
+# Enough, because a server deletes in small steps, minutes apart.
 MAX_ROUNDS = 5
 
 
@@ -54,7 +53,7 @@ class BackupFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a back-up says of itself."""
+    """The description of a backup, stored in it as JSON."""
 
     format: int
     tinkex: str
@@ -62,32 +61,32 @@ class Manifest:
     database_version: str | None
     files: int
     bytes: int
-    #: What was missing in the data folder itself.
+    #: Keys that were missing in the data folder itself.
     missing: tuple[str, ...]
 
 
 def create(settings: Settings, target: Path) -> Manifest:
-    """Everything a server needs to go on from this moment, in a new folder."""
+    """Copy everything that a server needs to continue from this moment to a new folder."""
     database, root = _local(settings)
     target = target.absolute()
     if target.exists():
-        raise BackupFailed(f"{target} exists already.", hint="Give a folder that does not.")
-    with _whole_or_not(target) as part:
+        raise BackupFailed(f"{target} exists already.", hint="Choose a folder that does not exist.")
+    with _atomic_folder(target) as part:
         manifest = _fill(part, database, root, settings.folder)
         (part / MANIFEST).write_text(json.dumps(asdict(manifest), indent=2) + "\n")
     return manifest
 
 
 @contextlib.contextmanager
-def _whole_or_not(target: Path) -> Iterator[Path]:
-    """A folder to fill, which then has its name; of one that could not be filled nothing is left."""
+def _atomic_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder that gets its final name at the end, and is deleted on an error."""
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         part.mkdir(mode=0o700)
         yield part
         _make_private(part)
-        # Once for all files, and then the name that says that they are there.
+        # Flush all files once, before the rename makes them visible.
         os.sync()
         if target.exists():
             target.rmdir()
@@ -100,7 +99,7 @@ def _whole_or_not(target: Path) -> Iterator[Path]:
 
 
 def _make_private(part: Path) -> None:
-    """Every file by itself: what is copied out of the folder stays its owner's alone."""
+    """Restrict each file to its owner, so that a copy of a single file is private too."""
     for path in part.rglob("*"):
         if not path.is_symlink():
             path.chmod(0o700 if path.is_dir() else 0o600)
@@ -108,28 +107,29 @@ def _make_private(part: Path) -> None:
 
 def _failed(error: OSError, target: Path) -> BackupFailed:
     file = error.filename
-    if isinstance(error, shutil.Error):  # of several files, each with its reason in words
+    if isinstance(error, shutil.Error):  # errors of several files, each with its reason as text
         file, _, reason = error.args[0][0]
         error = os_error_in(str(reason))
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     hint = (
-        f"Make room on the disk of {target.parent}, or choose another place. Nothing was left there."
+        f"Free some space on the disk of {target.parent}, or choose another folder. "
+        "The incomplete copy was deleted."
         if full
-        else "Use the user that runs the server. `tinkex doctor` says what cannot be read."
+        else "Run this as the user that runs the server. `tinkex doctor` lists what cannot be read."
     )
     return BackupFailed(f"{file or target} cannot be copied: {error.strerror}.", hint=hint)
 
 
 def _fill(part: Path, database: Path, root: Path, folder: Path) -> Manifest:
-    # Before the database is copied: the copy has the keys that this marker speaks of.
-    alongside = [name for name in (*OTHER_FILES, MARKER) if (folder / name).exists()]
-    places: set[str] = set()
+    # Before the database is copied, so that the copy has the API keys that the marker is about.
+    others = [name for name in (*OTHER_FILES, MARKER) if (folder / name).exists()]
+    keys: set[str] = set()
     missing: list[str] = []
     try:
         for _ in range(MAX_ROUNDS):
             copy_database(database, part / DATABASE)
-            places = referenced_keys(f"sqlite:///{part / DATABASE}")
-            missing = [place for place in sorted(places) if not _copied(root, part, place)]
+            keys = referenced_keys(f"sqlite:///{part / DATABASE}")
+            missing = [key for key in sorted(keys) if not _copied(root, part, key)]
             if not missing:
                 break
     except CopyFailed as error:
@@ -137,10 +137,10 @@ def _fill(part: Path, database: Path, root: Path, folder: Path) -> Manifest:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(database)) from error
         raise BackupFailed(
             f"the database cannot be copied: {error}.",
-            hint="`tinkex doctor` says what is wrong with it.",
+            hint="Run `tinkex doctor` to see what is wrong with it.",
         ) from error
-    _prune(part, keep=places)
-    for name in alongside:
+    _prune(part, keep=keys)
+    for name in others:
         shutil.copy2(folder / name, part / name)
     files = [file for file in part.rglob("*") if file.is_file()]
     return Manifest(
@@ -154,9 +154,9 @@ def _fill(part: Path, database: Path, root: Path, folder: Path) -> Manifest:
     )
 
 
-def _copied(root: Path, part: Path, place: str) -> bool:
-    """Whether a file or folder is in the copy now; False when it is gone from where it was."""
-    source, target = root / place, part / place
+def _copied(root: Path, part: Path, key: str) -> bool:
+    """Copy a file or folder; False if it does not exist any more."""
+    source, target = root / key, part / key
     if target.exists():
         return True
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -170,7 +170,7 @@ def _copied(root: Path, part: Path, place: str) -> bool:
         else:
             shutil.copyfile(source, unfinished)
     except FileNotFoundError:
-        # Deleted just now, or while it was being copied.
+        # Deleted before or while it was copied.
         shutil.rmtree(unfinished, ignore_errors=True)
         return False
     unfinished.rename(target)
@@ -178,33 +178,33 @@ def _copied(root: Path, part: Path, place: str) -> bool:
 
 
 def _prune(part: Path, *, keep: Iterable[str]) -> None:
-    """Copies that only an earlier round needed."""
+    """Delete copies that only an earlier round needed."""
     files, wanted = Files(str(part)), set(keep)
-    for place in files.all_keys():
-        if place not in wanted:
-            files.remove(place)
+    for key in files.all_keys():
+        if key not in wanted:
+            files.remove(key)
 
 
 def read_manifest(source: Path) -> Manifest:
-    """What a back-up says of itself; raises when it is none."""
+    """The manifest of a backup; raises if the folder is not a backup."""
     try:
-        told = json.loads((source / MANIFEST).read_text())
-        found = Manifest(**{**told, "missing": tuple(told["missing"])})
+        fields = json.loads((source / MANIFEST).read_text())
+        found = Manifest(**{**fields, "missing": tuple(fields["missing"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise BackupFailed(
-            f"{source} is no back-up: {MANIFEST} in it cannot be read ({error}).",
-            hint="Name a folder that `tinkex backup` has written.",
+            f"{source} is not a backup: {MANIFEST} in it cannot be read ({error}).",
+            hint="Choose a folder that `tinkex backup` has written.",
         ) from error
     if found.format != FORMAT:
         raise BackupFailed(
-            f"{source} was written by tinkex {found.tinkex} in a form that is not known here.",
+            f"{source} was written by tinkex {found.tinkex} in an unsupported format.",
             hint="Use that version, or a newer one.",
         )
     return found
 
 
 def restore(source: Path, folder: Path) -> Manifest:
-    """A new data folder from a back-up, which stays as it is."""
+    """Create a data folder from a backup, which is not changed."""
     found = read_manifest(source)
     folder = folder.absolute()
     if folder.exists() and any(folder.iterdir()):
@@ -212,60 +212,60 @@ def restore(source: Path, folder: Path) -> Manifest:
             f"the data folder {folder} is not empty.",
             hint="Restore into a new folder, or move this one away first.",
         )
-    _refuse_strange(source)
-    _check_whole(source, found)
-    with _whole_or_not(folder) as part:
-        # A link that came in meanwhile stays a link.
+    _refuse_links(source)
+    _check_complete(source, found)
+    with _atomic_folder(folder) as part:
+        # `symlinks`: a link that appeared since the check is not followed.
         shutil.copytree(source, part, symlinks=True, dirs_exist_ok=True)
-        # However it was carried here.
+        # Whatever mode the backup has.
         part.chmod(0o700)
         (part / MANIFEST).unlink()
     return found
 
 
-def _refuse_strange(source: Path) -> None:
-    """A back-up may come from anywhere: nothing in it may lead out of it."""
-    strange = [
+def _refuse_links(source: Path) -> None:
+    """Refuse links and keys that lead out of the backup, which may come from an untrusted place."""
+    outside = [
         path
         for path in source.rglob("*")
         if path.is_symlink() or not (path.is_dir() or path.is_file())
     ]
     try:
-        strange += [Path(place) for place in invalid_keys((source / DATABASE).absolute())]
+        outside += [Path(key) for key in invalid_keys((source / DATABASE).absolute())]
     except CopyFailed as error:
         raise BackupFailed(
             f"the database of {source} cannot be read: {error}.",
-            hint="Take another back-up.",
+            hint="Create another backup.",
         ) from error
-    if strange:
+    if outside:
         raise BackupFailed(
-            f"{source} has {len(strange)} links, or places outside of it; the first is "
-            f"{str(strange[0])!r}.",
-            hint="`tinkex backup` writes no such thing: somebody has changed it. Take another one.",
+            f"{source} has {len(outside)} links or paths that lead out of it; the first is "
+            f"{str(outside[0])!r}.",
+            hint="`tinkex backup` never writes these: the backup was changed. Create another one.",
         )
 
 
-def _check_whole(source: Path, found: Manifest) -> None:
-    """Refuse a copy of a back-up that did not come over whole."""
+def _check_complete(source: Path, found: Manifest) -> None:
+    """Refuse an incomplete copy of a backup."""
     files = [file for file in source.rglob("*") if file.is_file() and file.name != MANIFEST]
     size = sum(file.stat().st_size for file in files)
     if (len(files), size) != (found.files, found.bytes):
         raise BackupFailed(
-            f"{source} has {len(files)} files of {size:,} bytes, and was written with "
-            f"{found.files} of {found.bytes:,}: it is not whole, or was changed.",
-            hint=f"Copy it again from where it was. `tinkex doctor --data {source}` says what is "
-            "missing; what is there can be served as it is: `tinkex serve --data` a copy of it.",
+            f"{source} has {len(files)} files with {size:,} bytes, but was written with "
+            f"{found.files} files with {found.bytes:,} bytes: it is incomplete or was changed.",
+            hint=f"Copy it again from its origin. `tinkex doctor --data {source}` lists what is "
+            "missing. To use it anyway, run `tinkex serve --data` on a copy of it.",
         )
 
 
 def _local(settings: Settings) -> tuple[Path, Path]:
-    """The database file and the root of the files, where both are on this machine."""
+    """The database file and the storage root, if both are on this machine."""
     root = Files(settings.storage_url).local
     if root is None or not settings.db_url.startswith("sqlite:///"):
         raise BackupFailed(
-            "only a SQLite database and a local folder can be copied here.",
-            hint="Take the database's own back-up first (pg_dump), then copy the storage: files "
-            "never change once they are written.",
+            "only a SQLite database and a local storage folder can be backed up.",
+            hint="Back up the database with its own tool first (pg_dump), then copy the storage: "
+            "files never change once they are written.",
         )
     database = Path(settings.db_url.removeprefix("sqlite:///"))
     if not database.is_file():

@@ -1,8 +1,8 @@
 """
-Deletes what has been kept long enough. One pass after the other, each of small steps.
+Cleanup: deletes data after its retention time, in periodic passes of small steps.
 
-Every step is one transaction and then the files that only its rows pointed to. If the process dies
-in between, those files are swept later as left behind; so it may be killed at any moment.
+Every step is one transaction, then the deletion of files that only its rows referred to. If the
+process is killed in between, a later pass deletes those files as orphans.
 """
 
 import asyncio
@@ -20,40 +20,40 @@ from tinkex.server.store.retention import CheckpointName
 
 log = logging.getLogger("tinkex.server.maintenance.cleanup")
 
-# Between two steps of a pass, so that requests go first.
+# The pause between two steps of a pass, for the benefit of requests.
 PAUSE_S = 0.01
-# Files are looked through this often.
+# How often files are checked for orphans.
 ORPHAN_CHECK_S = 1800.0
-# A session that was silent for this long has its models written down.
+# Models of a session that was inactive for this long get a snapshot.
 INACTIVE_S = 900.0
 SNAPSHOTS_PER_PASS = 4
-# One that could not be written down is tried again after this long, then after twice as long, ...
+# A failed snapshot is retried after this long, then after twice as long, and so on.
 RETRY_S = 600.0
 MAX_RETRY_S = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cutoffs:
-    """Points in time: what is older may go."""
+    """Points in time: older data may be deleted."""
 
     fetched_s: float
     unfetched_s: float
-    silent_s: float
+    inactive_s: float
     abandoned_s: float
-    way_back_s: float
+    fallback_s: float
     orphan_s: float
     telemetry_s: float
     audit_s: float
 
 
 def cutoffs(settings: Settings, *, now_s: float) -> Cutoffs:
-    """What the settings mean at this moment."""
+    """The cutoffs of the settings at this moment."""
     return Cutoffs(
         fetched_s=now_s - settings.result_kept_s,
         unfetched_s=now_s - settings.unfetched_kept_s,
-        silent_s=now_s - max(INACTIVE_S, settings.session_grace_s),
+        inactive_s=now_s - max(INACTIVE_S, settings.session_grace_s),
         abandoned_s=now_s - settings.abandoned_s,
-        way_back_s=now_s - settings.way_back_s,
+        fallback_s=now_s - settings.way_back_s,
         orphan_s=now_s - settings.orphan_s,
         telemetry_s=now_s - settings.telemetry_kept_s,
         audit_s=now_s - settings.audit_kept_s,
@@ -61,7 +61,7 @@ def cutoffs(settings: Settings, *, now_s: float) -> Cutoffs:
 
 
 def over_keep_last(names: Iterable[CheckpointName], *, keep_last: int) -> list[CheckpointName]:
-    """Which checkpoints go when a run keeps so many of a kind; published ones stay."""
+    """The checkpoints beyond the newest `keep_last` of each run and kind, except published ones."""
     by_kind: defaultdict[tuple[str, str], list[CheckpointName]] = defaultdict(list)
     for name in names:
         by_kind[name.model_id, name.kind].append(name)
@@ -73,7 +73,7 @@ def over_keep_last(names: Iterable[CheckpointName], *, keep_last: int) -> list[C
 
 
 class Cleanup:
-    """The loop. Belongs to one event loop; `start` before, `close` after."""
+    """The cleanup task. Belongs to one event loop; call `start` first, `close` last."""
 
     def __init__(
         self,
@@ -90,8 +90,7 @@ class Cleanup:
         self._futures = futures
         self._clock = clock
         self._orphans_checked_s = float("-inf")
-        #: Models that could not be written down -> when to try again (by the monotonic clock), and
-        #: how long the wait was.
+        #: Models whose snapshot failed -> when to retry (monotonic clock), and the wait.
         self._retry_at: dict[str, tuple[float, float]] = {}
         self._running: asyncio.Task[None] | None = None
 
@@ -110,16 +109,16 @@ class Cleanup:
             try:
                 await self.run_once()
             except StorageError as error:
-                log.info("nothing is tidied up now: %s", error)
+                log.info("no cleanup at the moment: %s", error)
             except Exception:
-                log.exception("tidying up failed; it is tried again")
+                log.exception("the cleanup failed; it is retried")
 
-    async def clean_up(self) -> None:
+    async def run_once(self) -> None:
         """One pass over everything."""
         until = cutoffs(self._settings, now_s=self._clock())
         retention = self._store.retention
         await self._snapshot_inactive_models(until)
-        await retention.drop_older_snapshots(before_s=until.way_back_s)
+        await retention.drop_older_snapshots(before_s=until.fallback_s)
         while dropped := await retention.drop_results(
             fetched_before_s=until.fetched_s,
             unfetched_before_s=until.unfetched_s,
@@ -128,37 +127,39 @@ class Cleanup:
             self._futures.forget(dropped)
             await asyncio.sleep(PAUSE_S)
         await retention.drop_events(
-            # A result that is gone needs no notice that it is there.
+            # The events of deleted results are not needed.
             completions_before_s=min(until.fetched_s, until.unfetched_s),
             telemetry_before_s=until.telemetry_s,
             audit_before_s=until.audit_s,
         )
         await self._drop_checkpoints(until)
         await retention.drop_snapshots(abandoned_before_s=until.abandoned_s)
-        if time.monotonic() - self._orphans_checked_s >= min(ORPHAN_CHECK_S, self._settings.orphan_s):
+        if time.monotonic() - self._orphans_checked_s >= min(
+            ORPHAN_CHECK_S, self._settings.orphan_s
+        ):
             self._orphans_checked_s = time.monotonic()
-            if swept := await retention.delete_orphans(before_s=until.orphan_s):
-                log.info("deleted %d files and folders that nothing refers to", swept)
+            if deleted := await retention.delete_orphans(before_s=until.orphan_s):
+                log.info("deleted %d orphaned files and folders", deleted)
         while pages := await retention.free_pages():
-            log.debug("gave %d pages of the database back", pages)
+            log.debug("freed %d pages of the database", pages)
             await asyncio.sleep(PAUSE_S)
 
     async def _snapshot_inactive_models(self, until: Cutoffs) -> None:
-        """Models whose client is silent need no log once they are written down."""
-        silent = await self._store.retention.models_without_snapshot(
-            silent_before_s=until.silent_s,
+        """Snapshot models of inactive sessions, so that their logs can be deleted."""
+        inactive = await self._store.retention.models_without_snapshot(
+            inactive_before_s=until.inactive_s,
             abandoned_before_s=until.abandoned_s,
-            most=(most := SNAPSHOTS_PER_PASS + len(self._retry_at)),
+            limit=(limit := SNAPSHOTS_PER_PASS + len(self._retry_at)),
         )
-        if len(silent) < most:  # these are all; the others need nothing any more
-            self._retry_at = {one: self._retry_at[one] for one in silent if one in self._retry_at}
+        if len(inactive) < limit:  # these are all: forget models that need no snapshot any more
+            self._retry_at = {one: self._retry_at[one] for one in inactive if one in self._retry_at}
         now_s = time.monotonic()
-        due = [one for one in silent if self._retry_at.get(one, (now_s, 0.0))[0] <= now_s]
+        due = [one for one in inactive if self._retry_at.get(one, (now_s, 0.0))[0] <= now_s]
         for model_id in due[:SNAPSHOTS_PER_PASS]:
             if await self._dispatcher.snapshot(model_id):
                 self._retry_at.pop(model_id, None)
             else:
-                # Its engine may have been started again meanwhile; or it can never be done.
+                # Its engine may be restarting, or the snapshot may never succeed.
                 _, waited_s = self._retry_at.get(model_id, (0.0, RETRY_S / 2))
                 wait_s = min(2 * waited_s, MAX_RETRY_S)
                 self._retry_at[model_id] = (now_s + wait_s, wait_s)
@@ -169,7 +170,9 @@ class Cleanup:
         keep_last = self._settings.keep_last
         if keep_last > 0:
             await retention.drop_names(
-                over_keep_last(await retention.names_over_limit(keep_last=keep_last), keep_last=keep_last)
+                over_keep_last(
+                    await retention.names_over_limit(keep_last=keep_last), keep_last=keep_last
+                )
             )
         await retention.drop_versions(abandoned_before_s=until.abandoned_s)
         self._store.checkpoints.clear_open_cache()

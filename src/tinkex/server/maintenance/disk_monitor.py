@@ -1,7 +1,7 @@
 """
-Looks after the disk: new work is refused before it is full, and taken again when it can be written.
+Disk monitor: refuses new work while free space is below the reserve, and detects recovery.
 
-Results of work that was accepted need room too; that is what the reserve is for.
+Results of accepted requests need disk space too; the reserve is for them.
 """
 
 import asyncio
@@ -9,7 +9,6 @@ import contextlib
 import errno
 import logging
 import shutil
-import time
 
 from tinkex.server.settings import MEBIBYTE, Settings
 from tinkex.server.store import Store
@@ -18,31 +17,28 @@ from tinkex.server.store.storage_health import FREE_SPACE
 log = logging.getLogger("tinkex.server.maintenance.disk_monitor")
 
 CHECK_EVERY_S = 1.0
-# While things are added, the room is looked at more often: a flood fills much in a second.
-FLOOD_LOOK_S = 0.05
 
 
 def shortage(free_bytes: int, settings: Settings) -> OSError | None:
-    """What is wrong with so much room; None when it is enough."""
+    """The error for too little free space; None if there is enough."""
     reserve = int(settings.reserve_mb * MEBIBYTE)
     if free_bytes >= reserve:
         return None
     return OSError(
         errno.ENOSPC,
-        f"{free_bytes / MEBIBYTE:.0f} MiB are left, and {reserve / MEBIBYTE:.0f} MiB are kept for "
-        "results; the setting is reserve_mb",
+        f"{free_bytes / MEBIBYTE:.0f} MiB are free, and {reserve / MEBIBYTE:.0f} MiB are reserved "
+        "for results; the setting is reserve_mb",
     )
 
 
 class DiskMonitor:
-    """The loop. Belongs to one event loop; `start` before, `close` after."""
+    """Checks the disk periodically. Belongs to one event loop; call `start` first, `close` last."""
 
     def __init__(self, settings: Settings, store: Store) -> None:
         self._settings = settings
         self._store = store
         self._running: asyncio.Task[None] | None = None
-        self._looked_s = float("-inf")
-        store.health.before_commit = self._look_if_due
+        store.health.monitor_space(self._check_free_space)
 
     async def start(self) -> None:
         await asyncio.to_thread(self._check_all)
@@ -59,31 +55,26 @@ class DiskMonitor:
             try:
                 await self.check()
             except Exception:
-                log.exception("the disk could not be looked at; it is tried again")
+                log.exception("checking the disk failed; it is checked again")
 
     async def check(self) -> None:
-        """How the disk is now."""
-        # A network disk that hangs keeps this thread, and not the event loop.
+        """Check the disk once; during a temporary problem, test whether writing works again."""
+        # In a thread: a network disk that hangs must not block the event loop.
         await asyncio.to_thread(self._check_all)
         problem = self._store.health.problem
         if problem is not None and problem.is_temporary:
             await self._store.probe()
 
     def _check_all(self) -> None:
-        self._check_free_space()
+        self._store.health.check_space()
         self._store.check_database_file()
 
-    def _look_if_due(self) -> None:
-        if time.monotonic() - self._looked_s >= FLOOD_LOOK_S:
-            self._check_free_space()
-
     def _check_free_space(self) -> None:
-        self._looked_s = time.monotonic()
-        condition = self._store.health
-        # A folder that cannot be asked is noticed by whoever writes to it.
+        health = self._store.health
+        # If the folder cannot be read, the next write to it reports the problem.
         with contextlib.suppress(OSError):
             free = shutil.disk_usage(self._settings.folder).free
             if (short := shortage(free, self._settings)) is not None:
-                condition.note(short, FREE_SPACE)
+                health.record(short, FREE_SPACE)
             else:
-                condition.clear(FREE_SPACE)
+                health.clear(FREE_SPACE)

@@ -1,10 +1,10 @@
 """
-What is wrong with a data folder, in words, and which of it can be put right without losing anything.
+`tinkex doctor`: finds problems in a data folder, and repairs those that can be repaired safely.
 
-    report = examine(settings)       # changes nothing; also beside a running server
-    repaired = repair(settings)      # never beside one
+    findings = examine(settings)     # changes nothing; a server may be running
+    done = repair(settings)          # refused while a server is running
 
-`diagnose` decides, from facts alone.
+`diagnose` is a pure function: it turns the collected facts into findings.
 """
 
 import asyncio
@@ -39,18 +39,18 @@ from tinkex.server.store.inspection import (
 )
 from tinkex.server.store.keys import MARKER
 from tinkex.server.store.migrations import unsupported
-from tinkex.server.store.sql_dialects import log_is_lost
+from tinkex.server.store.sql_dialects import is_wal_lost
 
-#: What a data folder consists of.
+#: The files and folders of a data folder.
 PARTS = (
     *(DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", SIGNING_KEY, TOKENS_KEY, MARKER, LOCK_FILE),
     *PREFIX_DEPTHS,
 )
 _ALL = os.R_OK | os.W_OK | os.X_OK
 
-# Of many alike, so many are named.
+# The most items that one finding names.
 MAX_NAMED = 5
-# Beside a running server younger files may be about to be pointed to.
+# While a server runs, younger files may belong to a request in progress.
 MIN_ORPHAN_AGE_S = 3600.0
 
 _INDEX = re.compile(r"(missing from|wrong # of entries in|non-unique entry in) index")
@@ -58,12 +58,12 @@ _INDEX = re.compile(r"(missing from|wrong # of entries in|non-unique entry in) i
 
 class Level(enum.StrEnum):
     FINE = "fine"
-    NOTE = "note"  # worth knowing, nothing to do
+    NOTE = "note"  # no action needed
     PROBLEM = "problem"
 
 
 class Repair(enum.Enum):
-    """What can be put right by itself."""
+    """The repairs that `--repair` can do."""
 
     MIGRATE = enum.auto()
     INDEXES = enum.auto()
@@ -74,7 +74,7 @@ class Repair(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that was looked at, and what to do about it."""
+    """The result of one check, and what to do about it."""
 
     level: Level
     about: str
@@ -85,25 +85,25 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderState:
-    """The folder itself."""
+    """The state of the data folder itself."""
 
     folder: Path
     exists: bool
     writable: bool
-    #: The file system as a whole takes nothing.
+    #: Whether its file system is mounted read-only.
     read_only: bool = False
     readable: bool = True
-    #: What was committed last was in a file that is gone.
-    log_lost: bool = False
-    #: A file says that keys were made for this server.
-    keys_made: bool = False
+    #: Whether the newest commits are lost with the WAL of the database.
+    wal_lost: bool = False
+    #: Whether the marker file says that API keys were created.
+    keys_created: bool = False
     free_bytes: int
     #: The process that holds it, if one does.
     holder: str | None
-    #: Secrets that others on this machine can read.
+    #: Secrets that other users of this machine can read.
     open_secrets: tuple[str, ...]
-    #: Parts of it that this user may not read and write, each with its owner.
-    closed: tuple[str, ...] = ()
+    #: Parts that this user may not read and write, each with its owner.
+    inaccessible: tuple[str, ...] = ()
 
 
 def folder_state(settings: Settings) -> FolderState:
@@ -119,8 +119,8 @@ def folder_state(settings: Settings) -> FolderState:
         writable=writable,
         read_only=exists and bool(os.statvfs(folder).f_flag & os.ST_RDONLY),
         readable=readable,
-        log_lost=readable and log_is_lost(folder / DATABASE),
-        keys_made=readable and (folder / MARKER).exists(),
+        wal_lost=readable and is_wal_lost(folder / DATABASE),
+        keys_created=readable and (folder / MARKER).exists(),
         free_bytes=shutil.disk_usage(folder).free if exists else 0,
         holder=lock_holder(folder) if readable else None,
         open_secrets=tuple(
@@ -128,8 +128,8 @@ def folder_state(settings: Settings) -> FolderState:
             for file in secrets
             if readable and file.exists() and stat.S_IMODE(file.stat().st_mode) & 0o077
         ),
-        closed=tuple(
-            f"{part.name} (of {_owner(part)})"
+        inaccessible=tuple(
+            f"{part.name} (owned by {_owner(part)})"
             for part in parts
             if part.exists() and not os.access(part, _ALL if part.is_dir() else _ALL ^ os.X_OK)
         ),
@@ -137,7 +137,7 @@ def folder_state(settings: Settings) -> FolderState:
 
 
 def _owner(path: Path) -> str:
-    """By name, where the system has one."""
+    """The name of the owner, or the user id if it has no name."""
     try:
         return path.owner()
     except KeyError:
@@ -145,30 +145,35 @@ def _owner(path: Path) -> str:
 
 
 def diagnose(state: FolderState, facts: Inspection, *, reserve_mb: float) -> Iterator[Finding]:
-    """Everything there is to say, most basic first. Pure."""
+    """All findings, the most basic first. Pure."""
     yield from _about_folder(state, reserve_mb)
     yield from _about_database(facts, is_full=state.free_bytes < MEBIBYTE)
-    if state.log_lost:
+    if state.wal_lost:
         yield Finding(
             level=Level.PROBLEM,
             about="database",
-            text=f"{DATABASE}-shm is there without {DATABASE}-wal: a server was ended in the midst "
-            "of its work, and the file with what it committed last is gone",
-            advice="Put it back if you can, before a server or anything else opens the database. "
-            "Without it the database is sound and older: clients hear that their newest requests "
-            "are not known.",
+            text=f"{DATABASE}-shm exists without {DATABASE}-wal: a server was killed, and the file "
+            "with its newest commits is missing",
+            advice="If you can, put it back before a server or any other program opens the "
+            "database. Without it the database is consistent but older: clients are told that "
+            "their newest requests are unknown.",
         )
     is_known = not facts.damage and facts.version in (None, facts.newest_version)
-    if state.keys_made and is_known and not facts.has_keys:
+    if state.keys_created and is_known and not facts.has_keys:
         yield Finding(
             level=Level.PROBLEM,
             about="keys",
-            text=f"keys were made for this server ({MARKER} says so), and the database has none",
-            advice="It was lost, or it is another one: no server starts so. Check --db, or restore "
-            "a back-up: `tinkex restore`. `tinkex key create` makes a new key; deleting "
-            f"{MARKER} lets the server start without keys.",
+            text=f"API keys were created for this server (see {MARKER}), but the database has none",
+            advice="The database was lost, or it is another one; a server does not start with it. "
+            "Check --db, or restore a backup: `tinkex restore`. `tinkex key create` creates a new "
+            f"key; without {MARKER} the server starts without keys.",
         )
-    if facts.version != facts.newest_version or facts.damage or facts.refused or facts.is_wrong_database:
+    if (
+        facts.version != facts.newest_version
+        or facts.damage
+        or facts.refused
+        or facts.is_wrong_database
+    ):
         return
     yield from _about_files(facts)
     yield from _about_logs(facts)
@@ -181,50 +186,50 @@ def _about_folder(state: FolderState, reserve_mb: float) -> Iterator[Finding]:
             level=Level.PROBLEM,
             about=about,
             text=f"{state.folder} is on a file system that is mounted read-only",
-            advice="No server can work on it. After errors of a disk that is how systems mount it: "
-            "look at the system's log, then mount it writable. `tinkex backup` can still copy it.",
+            advice="A server cannot use it. Systems mount a disk read-only after errors: check the "
+            "system log, then mount it writable. `tinkex backup` can still copy the folder.",
         )
     elif not state.writable:
         yield Finding(
             level=Level.PROBLEM,
             about=about,
-            text=f"{state.folder}, of {_owner(state.folder)}, cannot be read and written by this "
-            "user",
-            advice="Run this as the user that runs the server, or make it belong to that user.",
+            text=f"{state.folder}, owned by {_owner(state.folder)}, cannot be read and written by "
+            "this user",
+            advice="Run this as the user that runs the server, or change its owner to that user.",
         )
     else:
-        yield Finding(level=Level.FINE, about=about, text=f"{state.folder} can be written")
-    if state.closed:
+        yield Finding(level=Level.FINE, about=about, text=f"{state.folder} is writable")
+    if state.inaccessible:
         yield Finding(
             level=Level.PROBLEM,
-            about="rights",
-            text=f"this user may not read and write {_some(state.closed, ', ')}",
-            advice="A server needs all of its folder. Run this as the user that runs the server, "
-            "or make everything belong to that user.",
+            about="permissions",
+            text=f"this user may not read and write {_some(state.inaccessible, ', ')}",
+            advice="A server needs its whole folder. Run this as the user that runs the server, or "
+            "change the owner of everything to that user.",
         )
     if state.holder is not None:
         yield Finding(
             level=Level.NOTE,
             about="lock",
-            text=f"a server (process {state.holder}) runs on it",
-            advice="Files of the last hour are not looked at for being left behind.",
+            text=f"a server (process {state.holder}) is using it",
+            advice="Files of the last hour are not reported as orphans.",
         )
     free = f"{state.free_bytes / MEBIBYTE:,.0f} MiB are free"
     if state.free_bytes < reserve_mb * MEBIBYTE:
         yield Finding(
             level=Level.PROBLEM,
-            about="room",
-            text=f"{free}, and a server takes nothing new in with less than {reserve_mb:g} MiB",
-            advice="Make room on the disk, or set reserve_mb.",
+            about="disk",
+            text=f"{free}, and a server refuses new work with less than {reserve_mb:g} MiB",
+            advice="Free some space, or set reserve_mb.",
         )
     else:
-        yield Finding(level=Level.FINE, about="room", text=free)
+        yield Finding(level=Level.FINE, about="disk", text=free)
     if state.open_secrets:
         yield Finding(
             level=Level.PROBLEM,
             about="keys",
-            text=f"others on this machine can read {', '.join(state.open_secrets)}",
-            advice="They open links and tokens of this server. --repair closes them.",
+            text=f"other users of this machine can read {', '.join(state.open_secrets)}",
+            advice="They sign links and tokens of this server. --repair makes them private.",
             repair=Repair.KEYS,
         )
 
@@ -236,14 +241,14 @@ def _about_database(facts: Inspection, *, is_full: bool) -> Iterator[Finding]:
             level=Level.PROBLEM,
             about=about,
             text=f"it cannot be opened on a full disk: {facts.refused}",
-            advice="Make room first, and look again.",
+            advice="Free some space first, then run this again.",
         )
     elif facts.refused is not None:
         yield Finding(
             level=Level.PROBLEM,
             about=about,
             text=f"it cannot be opened: {facts.refused}",
-            advice="Check --data and --db. If it is lost, restore a back-up: `tinkex restore`.",
+            advice="Check --data and --db. If it is lost, restore a backup: `tinkex restore`.",
         )
     elif facts.damage:
         only_indexes = all(_INDEX.search(line) for line in facts.damage)
@@ -251,34 +256,31 @@ def _about_database(facts: Inspection, *, is_full: bool) -> Iterator[Finding]:
             level=Level.PROBLEM,
             about=about,
             text=f"it is damaged: {_some(facts.damage, '; ')}",
-            advice="Only indexes are, and those --repair makes anew."
+            advice="Only indexes are damaged; --repair rebuilds them."
             if only_indexes
-            else "Keep a copy of the folder and restore a back-up: `tinkex restore`.",
+            else "Keep a copy of the folder and restore a backup: `tinkex restore`.",
             repair=Repair.INDEXES if only_indexes else None,
         )
     elif facts.is_wrong_database:
-        empty = "it is empty" if facts.version is None else "it knows nothing of them"
+        empty = "it is empty" if facts.version is None else "it has none of their sessions"
         yield Finding(
             level=Level.PROBLEM,
             about=about,
             text=f"there are checkpoints or snapshots in the storage, and {empty}",
             advice="It is not the database of these files. Check --data and --db; if it was lost, "
-            "restore a back-up: `tinkex restore`. Nothing was deleted, and no server starts so.",
+            "restore a backup: `tinkex restore`. Nothing was deleted. A server does not start.",
         )
     elif facts.version == facts.newest_version:
-        yield Finding(level=Level.FINE, about=about, text=f"sound, of version {facts.version}")
+        yield Finding(level=Level.FINE, about=about, text=f"intact, version {facts.version}")
     elif facts.version is not None and facts.version not in facts.known_versions:
-        yield Finding(
-            level=Level.PROBLEM,
-            about=about,
-            text=f"it {unsupported(facts.version)}",
-        )
+        problem, advice = unsupported(facts.version)
+        yield Finding(level=Level.PROBLEM, about=about, text=f"it {problem}", advice=advice)
     elif facts.version is None:
         yield Finding(
             level=Level.PROBLEM,
             about=about,
-            text="it is empty: no server has worked with it",
-            advice="--repair, or the first start of a server, makes its tables.",
+            text="it is empty: no server has used it",
+            advice="--repair, or the first start of a server, creates its tables.",
             repair=Repair.MIGRATE,
         )
     else:
@@ -286,71 +288,78 @@ def _about_database(facts: Inspection, *, is_full: bool) -> Iterator[Finding]:
             level=Level.PROBLEM,
             about=about,
             text=f"it is of version {facts.version}, and the newest is {facts.newest_version}",
-            advice="--repair, or the next start of the server, brings it up to date.",
+            advice="--repair, or the next start of the server, upgrades it.",
             repair=Repair.MIGRATE,
         )
 
 
+_NAMES = {
+    PAYLOAD: "the payload of request {}",
+    RESULT: "the result of request {}",
+    CHECKPOINT: "the folder of {}",
+    SNAPSHOT: "the snapshot of model {}",
+    OLDER_SNAPSHOT: "the older snapshot of model {}",
+}
 _ADVICE = {
-    PAYLOAD: "Its request fails, or its model cannot be built again. Restore it from a back-up.",
-    RESULT: "Its client hears that the result is lost. Restore it from a back-up.",
-    CHECKPOINT: "It cannot be loaded, sampled or downloaded. Restore its folder from a back-up, or "
+    PAYLOAD: "Its request fails, or its model cannot be rebuilt. Restore it from a backup.",
+    RESULT: "Its client is told that the result is lost. Restore it from a backup.",
+    CHECKPOINT: "It cannot be loaded, sampled or downloaded. Restore its folder from a backup, or "
     "delete the checkpoint.",
-    OLDER_SNAPSHOT: "The newest one is used; the next one takes its state.",
-    SNAPSHOT: "Its model cannot be built again. Restore the folder from a back-up, or go on from a "
+    OLDER_SNAPSHOT: "The newest snapshot is used; the next one replaces this one.",
+    SNAPSHOT: "Its model cannot be rebuilt. Restore the folder from a backup, or continue from a "
     "checkpoint.",
 }
 
 
-def _advice(broken: DamagedItem, *, mendable: bool) -> str:
-    if mendable:
-        return "The one before it and the log can take its place: --repair, or the server."
-    if broken.problem.startswith(UNREADABLE):
+def _advice(item: DamagedItem, *, repairable: bool) -> str:
+    if repairable:
+        return "The snapshot before it and the log replace it: --repair, or the server, does this."
+    if item.problem.startswith(UNREADABLE):
         return (
-            "It may be whole: make it readable for the user that runs the server, and look again."
+            "It may be intact: make it readable for the user that runs the server, then run this "
+            "again."
         )
-    return _ADVICE[broken.what]
+    return _ADVICE[item.what]
 
 
 def _about_files(facts: Inspection) -> Iterator[Finding]:
-    for broken in facts.damaged:
-        mendable = can_fall_back(broken, facts)
+    for item in facts.damaged:
+        repairable = can_fall_back(item, facts)
         yield Finding(
             level=Level.PROBLEM,
-            about=broken.what,
-            text=f"that of {broken.name} {broken.problem}",
-            advice=_advice(broken, mendable=mendable),
-            repair=Repair.SNAPSHOTS if mendable else None,
+            about=item.what,
+            text=f"{_NAMES[item.what].format(item.name)} {item.problem}",
+            advice=_advice(item, repairable=repairable),
+            repair=Repair.SNAPSHOTS if repairable else None,
         )
     if not facts.damaged:
-        counted = f"{facts.checked} files and folders are what was written"
+        counted = f"{facts.checked} files and folders are intact"
         yield Finding(level=Level.FINE, about="files", text=counted)
     if facts.orphans:
-        rooms = Counter(state.partition("/")[0] for place in facts.orphans)
-        counts = ", ".join(f"{count} in {room}" for room, count in sorted(rooms.items()))
+        prefixes = Counter(key.partition("/")[0] for key in facts.orphans)
+        counts = ", ".join(f"{count} in {prefix}" for prefix, count in sorted(prefixes.items()))
         yield Finding(
             level=Level.NOTE,
-            about="left behind",
+            about="orphans",
             text=f"nothing refers to {counts}",
-            advice="The server deletes them after an hour; --repair does now.",
+            advice="The server deletes them after an hour; --repair deletes them now.",
             repair=Repair.ORPHANS,
         )
     if facts.unknown_sessions:
         yield Finding(
             level=Level.PROBLEM,
-            about="strange files",
-            text=f"{len(facts.unknown_sessions)} sessions have checkpoints or snapshots here and are not in "
-            f"the database: {_some(facts.unknown_sessions, ', ')}",
-            advice="They are of another database, or of a later time than this one. Nothing of "
-            "them is deleted by itself. Restore the back-up into a folder of its own, or move them "
-            "away.",
+            about="unknown files",
+            text=f"{len(facts.unknown_sessions)} sessions have checkpoints or snapshots here and "
+            f"are not in the database: {_some(facts.unknown_sessions, ', ')}",
+            advice="They belong to another database, or are newer than this one. They are never "
+            "deleted automatically. Restore a backup into its own folder, or move them away.",
         )
     if facts.set_aside:
         yield Finding(
             level=Level.NOTE,
             about="set aside",
-            text=f"{facts.set_aside} damaged snapshots lie in set-aside",
-            advice="Nothing uses them: delete the folder when nobody wants to look at them.",
+            text=f"{facts.set_aside} damaged snapshots are in set-aside",
+            advice="Nothing uses them: delete the folder when you do not need them for inspection.",
         )
 
 
@@ -361,16 +370,16 @@ def _about_logs(facts: Inspection) -> Iterator[Finding]:
             about="log",
             text=f"steps {_some([str(number) for number in gap.seq_ids], ', ')} of "
             f"{gap.model_id} are missing",
-            advice="The model cannot be built again if its newest snapshot is lost too.",
+            advice="The model cannot be rebuilt if its newest snapshot is lost too.",
         )
     if not facts.log_gaps:
         yield Finding(level=Level.FINE, about="logs", text="no step of any model is missing")
 
 
-def can_fall_back(broken: DamagedItem, facts: Inspection) -> bool:
-    """Whether it is a snapshot that can be done without."""
-    whole = broken.problem.startswith(UNREADABLE)  # perhaps: nobody could look
-    return broken.what == SNAPSHOT and broken.name in facts.has_fallback and not whole
+def can_fall_back(item: DamagedItem, facts: Inspection) -> bool:
+    """Whether it is a snapshot that has a fallback."""
+    may_be_intact = item.problem.startswith(UNREADABLE)
+    return item.what == SNAPSHOT and item.name in facts.has_fallback and not may_be_intact
 
 
 def _some(names: Sequence[str], between: str) -> str:
@@ -389,7 +398,7 @@ def _facts(settings: Settings, *, held: bool) -> Inspection:
 
 
 def examine(settings: Settings) -> list[Finding]:
-    """Look at everything, and change nothing."""
+    """Check everything, without changing it."""
     state = folder_state(settings)
     if not state.exists:
         text = f"there is no folder {state.folder}"
@@ -401,26 +410,26 @@ def examine(settings: Settings) -> list[Finding]:
 
 
 def repair(settings: Settings) -> list[str]:
-    """Put right what can be without losing anything; what was done. Raises beside a server."""
+    """Repair what can be repaired safely; returns what was done. Raises if a server runs."""
     done: list[str] = []
     state = folder_state(settings)
     if state.holder is None and not any(finding.repair for finding in examine(settings)):
-        # Not even a lock is left in a folder that is something else.
+        # Creates no lock file in a folder that is not a data folder.
         return done
     with lock_folder(settings.folder), lock_database(settings):
         wanted = {finding.repair for finding in examine(settings)}
         if Repair.INDEXES in wanted:
             rebuild_indexes(settings.db_url)
-            done.append("made the indexes of the database anew")
+            done.append("rebuilt the indexes of the database")
         if Repair.MIGRATE in wanted:
             _open(settings).close()
-            done.append("brought the database up to date")
-        # What was behind it could not be seen before.
+            done.append("upgraded the database")
+        # Inspect again: these repairs may reveal more.
         facts = _facts(settings, held=False)
         done += _repair_snapshots(settings, facts)
         if facts.orphans:
             remove(Files(settings.storage_url), facts.orphans)
-            done.append(f"deleted {len(facts.orphans)} files and folders that nothing refers to")
+            done.append(f"deleted {len(facts.orphans)} orphaned files and folders")
         for name in folder_state(settings).open_secrets:
             (settings.folder / name).chmod(0o600)
             done.append(f"made {name} readable for its owner alone")
@@ -428,7 +437,7 @@ def repair(settings: Settings) -> list[str]:
 
 
 def _repair_snapshots(settings: Settings, facts: Inspection) -> list[str]:
-    models = [broken.name for broken in facts.damaged if can_fall_back(broken, facts)]
+    models = [item.name for item in facts.damaged if can_fall_back(item, facts)]
     if not models:
         return []
     store = _open(settings)
@@ -441,7 +450,7 @@ def _repair_snapshots(settings: Settings, facts: Inspection) -> list[str]:
         asyncio.run(act())
     finally:
         store.close()
-    return [f"set the damaged snapshot of {model_id} aside" for model_id in models]
+    return [f"moved the damaged snapshot of {model_id} to set-aside" for model_id in models]
 
 
 def _open(settings: Settings) -> Store:

@@ -1,4 +1,9 @@
-"""Rows and files: the only room that speaks SQL. Knows nothing of HTTP or of engines."""
+"""
+The store: database rows and stored files. The only package that uses SQL.
+
+It does not depend on HTTP or on engines. `open_store` opens everything; `Store` has one attribute
+for each group of tables.
+"""
 
 import contextlib
 import secrets
@@ -16,7 +21,7 @@ from tinkex.server.store.events import Audit, Telemetry
 from tinkex.server.store.keys import ApiKey, Keys, refuse_lost_keys
 from tinkex.server.store.models import BaseHashes, CustomLoss, Model, Models, RunTaken, Sampler
 from tinkex.server.store.request_writes import Accepted, Completion, NewRequest
-from tinkex.server.store.requests import CrashCounts, Repeats, RequestRow, Requests
+from tinkex.server.store.requests import CrashCounts, RequestRow, Requests
 from tinkex.server.store.retention import Retention, refuse_wrong_database
 from tinkex.server.store.schema import Status
 from tinkex.server.store.sessions import Session, Sessions
@@ -25,8 +30,8 @@ from tinkex.server.store.storage_health import (
     FILES,
     Damaged,
     DatabaseRefused,
-    StorageError,
     ObjectStoreUnavailable,
+    StorageError,
 )
 from tinkex.server.store.usage import Usage
 
@@ -41,6 +46,7 @@ __all__ = [
     "Keys",
     "Model",
     "Models",
+    "NamedCheckpoint",
     "NewRequest",
     "OverQuota",
     "Quota",
@@ -48,7 +54,6 @@ __all__ = [
     "Requests",
     "RunTaken",
     "Sampler",
-    "NamedCheckpoint",
     "Session",
     "Sessions",
     "Status",
@@ -61,22 +66,20 @@ __all__ = [
 
 T = TypeVar("T")
 
-# Enough to show that a disk has room again.
+# Enough to show that a disk has free space again.
 PROBE = bytes(2**20)
 
 
 class Store:
-    """Everything a server must not forget. Close it once nothing uses it; safe to repeat."""
+    """All persistent data of a server. Closing is safe to repeat."""
 
     def __init__(self, *, database: Database, files: Files, folder: Path) -> None:
         self._database = database
-        #: Whether anything is wrong with the disk or the database.
         self.health = database.health
         self.files = files
         self.keys = Keys(database, folder)
         self.requests = Requests(database, files)
         self.crash_counts = CrashCounts(database)
-        self.repeats = Repeats(database)
         self.retention = Retention(database, files, folder)
         self.quotas = Quotas(database, self.retention)
         self.sessions = Sessions(database)
@@ -86,7 +89,7 @@ class Store:
         self.audit = Audit(database)
         self.telemetry = Telemetry(database)
         self.checkpoints = Checkpoints(database, files, folder, self.quotas)
-        self.catalog = CheckpointLists(database, self.quotas)
+        self.checkpoint_lists = CheckpointLists(database, self.quotas)
         self.snapshots = Snapshots(database, files, folder)
 
     @property
@@ -95,15 +98,15 @@ class Store:
         return self._database.writer.commits
 
     async def build_report(self, act: Callable[[], T]) -> T:
-        """Build a large answer off the event loop."""
+        """Build a large response off the event loop."""
         return await self._database.build_report(act)
 
     def check_database_file(self) -> None:
-        """Whether the database is still there; `condition` then tells."""
+        """Check that the database file is still the one that was opened; updates `health`."""
         self._database.check_file()
 
     async def probe(self) -> None:
-        """Write something everywhere; `condition` then tells how that went."""
+        """Test whether the database and the files can be written; updates `health`."""
         with contextlib.suppress(StorageError):
             await self._database.write(_touch)
         try:
@@ -114,8 +117,8 @@ class Store:
             self.health.clear(FILES)
 
     def _probe_files(self) -> None:
-        place = self.files.put("probe", PROBE)
-        self.files.remove(place)
+        key = self.files.put("probe", PROBE)
+        self.files.remove(key)
 
     def close(self) -> None:
         self._database.close()
@@ -123,7 +126,7 @@ class Store:
 
 def _touch(connection: sa.Connection) -> None:
     if connection.dialect.name == "sqlite":
-        # Nobody reads this number; another one than before makes the page be written.
+        # The number is not used; a new value makes SQLite write the page.
         connection.exec_driver_sql(f"PRAGMA user_version = {secrets.randbelow(2**31)}")
     else:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = version_num")
@@ -131,23 +134,23 @@ def _touch(connection: sa.Connection) -> None:
 
 def open_store(*, db_url: str, storage_url: str, folder: Path, exclusive: bool = False) -> Store:
     """
-    Open, or make, the store. Servers are `alone` on it, and bring its schema up to date.
+    Open the store, or create it. Servers open it `exclusive`, which also upgrades its schema.
 
-    Any other refuses an older schema: a server that works with it does not expect another one.
+    Other programs refuse an older schema, because a server that uses it may be running.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _keep_private(db_url)
+    _create_private(db_url)
     database = Database(db_url, exclusive=exclusive)
     try:
         files = Files(storage_url)
-        if alone:
+        if exclusive:
             refuse_wrong_database(database, files)
             refuse_lost_keys(database, folder)
     except (ObjectStoreUnavailable, ImportError) as error:
         database.close()
         raise DatabaseRefused(
-            f"the object store {storage_url} cannot be used: {error}. See that it runs and lets "
-            "this server in, or choose another with --storage."
+            f"the object store {storage_url} cannot be used: {error}. Check that it runs and "
+            "accepts this server, or choose another with --storage."
         ) from error
     except BaseException:
         database.close()
@@ -155,10 +158,10 @@ def open_store(*, db_url: str, storage_url: str, folder: Path, exclusive: bool =
     return Store(database=database, files=files, folder=folder)
 
 
-def _keep_private(db_url: str) -> None:
-    """A new database is its user's alone, in any folder; SQLite makes its other files like it."""
+def _create_private(db_url: str) -> None:
+    """Create a new SQLite database readable by its user only; SQLite copies the mode to its WAL."""
     database = Path(db_url.removeprefix("sqlite:///"))
     if db_url.startswith("sqlite:///") and not database.exists():
-        # What is wrong is told by who opens it.
+        # Opening the database reports the error.
         with contextlib.suppress(OSError):
             database.touch(mode=0o600)

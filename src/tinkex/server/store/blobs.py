@@ -1,4 +1,9 @@
-"""Payloads, results and checkpoints outside the database: durable before a row points to them."""
+"""
+Blob storage: payloads, results, checkpoints and snapshots as files in a folder or an object store.
+
+A file or folder has a key: its path below the storage root. It is durable before a row refers to
+its key. Also here: fingerprints that detect damage, and age encryption of exported files.
+"""
 
 import contextlib
 import errno
@@ -19,55 +24,61 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from tinkex.server.store.storage_health import Damaged, ObjectStoreUnavailable
 from tinkex.wire.errors import UserFailure
 
-#: How a problem begins that is one of rights, or of the disk, and says nothing of what is there.
+#: The start of a problem that is due to permissions or the disk: the file itself may be intact.
 UNREADABLE = "cannot be read"
 
-# Errors of one file that say nothing of the disk as a whole.
+# Errors of reading a single file that do not mean that the whole disk fails.
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.EIO)
 
-# Files of which is known that they are sound; more are read again.
+# Files remembered as intact.
 MAX_KNOWN = 10_000
 
-# Of the fingerprint in a file's name.
+# Hex digits of the fingerprint in a file name.
 FINGERPRINT_DIGITS = 32
 
 
-#: Where files and folders are that rows point to, and how many names deep below that.
+#: The key prefixes, and how many path components a key has below its prefix.
 PREFIX_DEPTHS = {"payloads": 2, "results": 2, "checkpoints": 4, "snapshots": 2}
 
 
 def is_key(text: str) -> bool:
-    """Whether it leads to something in one of the rooms, and nowhere else."""
-    room, *names = text.split("/")
-    return room in PREFIX_DEPTHS and names != [] and not {"", ".", ".."} & set(names) and "\0" not in text
+    """Whether a text is a key below one of the prefixes; it cannot lead outside the root."""
+    prefix, *names = text.split("/")
+    return (
+        prefix in PREFIX_DEPTHS
+        and names != []
+        and not {"", ".", ".."} & set(names)
+        and "\0" not in text
+    )
 
 
-#: An object store has this long to take a connection, and to send the next bytes.
-CONNECT_S, SILENT_S = 10, 30
+#: Object store timeouts: to connect, and between two parts of a response.
+CONNECT_S, READ_S = 10, 30
 _S3 = {
     "connect_timeout": CONNECT_S,
-    "read_timeout": SILENT_S,
-    # Once more for a connection that the store had closed. Longer waits are the caller's choice:
-    # new work is refused meanwhile, accepted work is tried until it succeeds.
+    "read_timeout": READ_S,
+    # One retry, for a connection that the store had closed. The callers decide about longer waits:
+    # new work is refused meanwhile, accepted work is retried until it succeeds.
     "retries": {"total_max_attempts": 2},
 }
 
-_LOCAL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+# Errors of the local disk while an object is downloaded.
+_LOCAL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
-#: An object store says by these that one object is too large: it never takes it, and takes others.
+#: Error codes of an object store for an object that is too large: a retry does not help.
 _TOO_LARGE = ("EntityTooLarge", 413)
 
 
 class ObjectTooLarge(UserFailure):
-    """One object that the object store never takes; waiting does not help."""
+    """The object store does not accept an object of this size."""
 
 
 class Files:
-    """CheckpointName bytes below one root: a local folder, or any fsspec URL."""
+    """Files and folders by key, below one root: a local folder or any fsspec URL."""
 
     def __init__(self, root_url: str) -> None:
-        # A listing that was kept would not show what other processes have written since.
+        # A cached listing would miss what other processes write.
         options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
         is_s3 = root_url.startswith(("s3://", "s3a://"))
         if is_s3:
@@ -77,82 +88,82 @@ class Files:
             filesystem.retries = 1  # see _S3
         self._filesystem: fsspec.AbstractFileSystem = filesystem
         self._root: str = root
-        #: Local payloads whose bytes are known to be what was put there, by their place.
+        #: Local payloads that are known to be intact: key -> identity of the file.
         self._known: dict[str, tuple[int, int, int]] = {}
-        #: The folder, where it is one on this machine. Places below it are joined as texts: a
-        #: `Path` puts each part of a name into a table of the interpreter, which only grows.
+        #: The root, if it is a local folder. Paths below it are built as strings, because `Path`
+        #: interns every component, and the interpreter never frees those.
         self.local: str | None = root if isinstance(filesystem, LocalFileSystem) else None
 
-    def put(self, room: str, data: bytes) -> str:
-        """Write `data` for good and answer its place below the root, which tells what is in it."""
+    def put(self, prefix: str, data: bytes) -> str:
+        """Write `data` durably; returns its key, which contains its fingerprint."""
         name = f"{secrets.token_hex(16)}.{hashlib.sha256(data).hexdigest()[:FINGERPRINT_DIGITS]}"
-        place = f"{room}/{name[:2]}/{name}"
+        key = f"{prefix}/{name[:2]}/{name}"
         if self.local is None:
             with _store_errors():
-                self._filesystem.pipe_file(f"{self._root}/{place}", data)
+                self._filesystem.pipe_file(f"{self._root}/{key}", data)
         else:
-            write_durably(f"{self.local}/{place}", data)
-            self._remember(place, os.stat(f"{self.local}/{place}"))
-        return place
+            write_durably(f"{self.local}/{key}", data)
+            self._remember(key, os.stat(f"{self.local}/{key}"))
+        return key
 
-    def known(self, place: str) -> bool:
-        """Whether a local file is still the one that was written here, or read and found sound."""
-        if (identity := self._known.get(place)) is None:
+    def known(self, key: str) -> bool:
+        """Whether a local file is unchanged since it was written here, or read and verified."""
+        if (identity := self._known.get(key)) is None:
             return False
         try:
-            with open(f"{self.local}/{place}", "rb") as file:
+            with open(f"{self.local}/{key}", "rb") as file:
                 return _identity(os.fstat(file.fileno())) == identity
         except OSError:
-            return False  # who reads it says what is wrong
+            return False  # `get` reports what is wrong
 
-    def _remember(self, place: str, facts: os.stat_result) -> None:
-        if not place.startswith("payloads/"):
-            return  # nobody asks for these without reading them
+    def _remember(self, key: str, stats: os.stat_result) -> None:
+        if not key.startswith("payloads/"):
+            return  # only payloads are used without `get`
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        self._known[place] = _identity(facts)
+        self._known[key] = _identity(stats)
 
-    def get(self, place: str) -> bytes:
-        """What was put there, and nothing else: raises Damaged."""
+    def get(self, key: str) -> bytes:
+        """The bytes that were written; raises Damaged if they are missing or differ."""
         try:
             if self.local is not None:
-                with open(f"{self.local}/{place}", "rb") as file:
-                    facts = os.fstat(file.fileno())
+                with open(f"{self.local}/{key}", "rb") as file:
+                    stats = os.fstat(file.fileno())
                     data = file.read()
             else:
                 with _store_errors(may_be_missing=True):
-                    data = self._filesystem.cat_file(f"{self._root}/{place}")
+                    data = self._filesystem.cat_file(f"{self._root}/{key}")
         except FileNotFoundError:
-            raise Damaged(f"is missing: there is no file {place}") from None
+            raise Damaged(f"is missing: there is no file {key}") from None
         except (IsADirectoryError, NotADirectoryError) as error:
-            raise Damaged(f"is damaged: {place} is no file ({error.strerror})") from None
+            raise Damaged(f"is damaged: {key} is not a file ({error.strerror})") from None
         except ObjectStoreUnavailable:
             raise
         except OSError as error:
             if error.errno not in _UNREADABLE:
                 raise
-            raise Damaged(f"{UNREADABLE}: {error.strerror} ({place})") from error
-        # Names from before there were fingerprints have no such part.
-        fingerprint = place.rpartition("/")[2].partition(".")[2]
+            raise Damaged(f"{UNREADABLE}: {error.strerror} ({key})") from error
+        # File names of old versions have no fingerprint.
+        fingerprint = key.rpartition("/")[2].partition(".")[2]
         if fingerprint and not hashlib.sha256(data).hexdigest().startswith(fingerprint):
-            raise Damaged(f"is damaged: the {len(data)} bytes of {place} are not what was written")
+            raise Damaged(f"is damaged: the {len(data)} bytes of {key} are not what was written")
         if self.local is not None and fingerprint:
-            self._remember(place, facts)
+            self._remember(key, stats)
         return data
 
-    def exists(self, place: str) -> bool:
+    def exists(self, key: str) -> bool:
         if self.local is not None:
-            return os.path.exists(f"{self.local}/{place}")
-        return bool(self._inside(place))
+            return os.path.exists(f"{self.local}/{key}")
+        return bool(self._objects(key))
 
-    def path(self, place: str) -> Path | None:
-        """The file itself, where it is one on this machine."""
-        return None if self.local is None else Path(self.local, place)
+    def path(self, key: str) -> Path | None:
+        """The path of a file, if the root is local."""
+        return None if self.local is None else Path(self.local, key)
 
     def copy(self, source: str, target: str) -> None:
-        """The files of a folder under another place too, whole or not at all."""
+        """Copy a folder to another key, completely or not at all."""
         if self.local is None:
-            self._copy_objects(self._inside(source), source, target)
+            self._copy_objects(self._objects(source), source, target)
             return
         folder = Path(self.local, target)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -168,85 +179,85 @@ class Files:
             raise
         sync(folder.parent)
 
-    def move(self, place: str, target: str) -> None:
-        """Another place for what is there, if anything is."""
+    def move(self, key: str, target: str) -> None:
+        """Move a file or folder to another key, if it exists."""
         if self.local is None:
-            if names := self._inside(place):
-                self._copy_objects(names, place, target)
+            if names := self._objects(key):
+                self._copy_objects(names, key, target)
                 with _store_errors():
                     self._filesystem.rm(names)
-        elif self.exists(place):
+        elif self.exists(key):
             Path(self.local, target).parent.mkdir(parents=True, exist_ok=True)
-            os.rename(f"{self.local}/{place}", f"{self.local}/{target}")
+            os.rename(f"{self.local}/{key}", f"{self.local}/{target}")
 
-    def remove(self, place: str) -> None:
-        """Delete a file or a folder; nothing happens when it is not there."""
+    def remove(self, key: str) -> None:
+        """Delete a file or folder, if it exists."""
         if self.local is not None:
-            path = f"{self.local}/{place}"
+            path = f"{self.local}/{key}"
             if os.path.isdir(path):
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
-        elif names := self._inside(place):
+        elif names := self._objects(key):
             with _store_errors():
                 self._filesystem.rm(names)
 
-    def list_older(self, room: str, depth: int, *, before_s: float) -> list[str]:
-        """What lies so many names below a room and was last written before then."""
+    def list_older(self, prefix: str, depth: int, *, before_s: float) -> list[str]:
+        """Keys this many components below a prefix that were last written before `before_s`."""
         found: dict[str, float] = {}
         if self.local is not None:
-            for place, entry in _entries_below(self.local, room, depth):
+            for key, entry in _entries_below(self.local, prefix, depth):
                 with contextlib.suppress(FileNotFoundError):
-                    found[place] = entry.stat(follow_symlinks=False).st_mtime
+                    found[key] = entry.stat(follow_symlinks=False).st_mtime
         else:
             root = self._root.strip("/")
             with _store_errors():
-                listed = self._filesystem.find(f"{self._root}/{room}", detail=True)
-            for name, facts in listed.items():
+                listed = self._filesystem.find(f"{self._root}/{prefix}", detail=True)
+            for name, stats in listed.items():
                 below = name.strip("/").removeprefix(root).strip("/").split("/")
-                place = "/".join(below[: depth + 1])
-                found[place] = max(found.get(place, 0.0), _written_s(facts))
-        return [place for place, at_s in found.items() if at_s < before_s]
+                key = "/".join(below[: depth + 1])
+                found[key] = max(found.get(key, 0.0), _written_s(stats))
+        return [key for key, at_s in found.items() if at_s < before_s]
 
-    def top_names(self, room: str) -> set[str]:
-        """The first names below a room under which there is something."""
+    def top_names(self, prefix: str) -> set[str]:
+        """The first path components below a prefix, without empty folders."""
         if self.local is not None:
-            # Folders stay behind empty.
-            places = self.list_older(room, PREFIX_DEPTHS[room], before_s=math.inf)
-            return {place.split("/")[1] for place in places}
+            # Empty folders remain after deletions.
+            keys = self.list_older(prefix, PREFIX_DEPTHS[prefix], before_s=math.inf)
+            return {key.split("/")[1] for key in keys}
         try:
             with _store_errors(may_be_missing=True):
-                listed = self._filesystem.ls(f"{self._root}/{room}", detail=False)
+                listed = self._filesystem.ls(f"{self._root}/{prefix}", detail=False)
         except FileNotFoundError:
             return set()
         return {name.rstrip("/").rpartition("/")[2] for name in listed}
 
     def all_keys(self) -> list[str]:
-        """Everything that rows may point to, or have pointed to."""
+        """The keys of everything that is stored."""
         return [
-            place
-            for room, depth in PREFIX_DEPTHS.items()
-            for place in self.list_older(room, depth, before_s=math.inf)
+            key
+            for prefix, depth in PREFIX_DEPTHS.items()
+            for key in self.list_older(prefix, depth, before_s=math.inf)
         ]
 
-    def upload(self, folder: str, place: str) -> None:
-        """Copy a finished folder to a root that is not local; the local copy is a cache."""
+    def upload(self, folder: str, key: str) -> None:
+        """Copy a finished folder to the object store, if any; the local copy is a cache."""
         if self.local is None:
             names = os.listdir(folder)
             with _store_errors():
-                # File by file: a folder that is copied a second time would land inside the first.
+                # File by file: fsspec would copy a folder into an existing one of an earlier try.
                 self._filesystem.put(
                     [f"{folder}/{name}" for name in names],
-                    [f"{self._root}/{place}/{name}" for name in names],
+                    [f"{self._root}/{key}/{name}" for name in names],
                 )
 
-    def download(self, place: str, folder: str) -> None:
-        """Bring a folder back from a root that is not local, whole or not at all."""
+    def download(self, key: str, folder: str) -> None:
+        """Download a folder from the object store, if there is one, completely or not at all."""
         if self.local is not None or os.path.exists(folder):
             return
-        if not (names := self._inside(place)):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place)
+        if not (names := self._objects(key)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
         parent, name = os.path.split(folder)
         part = f"{parent}/.{name}.{secrets.token_hex(4)}"
         os.makedirs(part)
@@ -256,17 +267,17 @@ class Files:
             os.rename(part, folder)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
-            # Somebody else may have brought it first: the same immutable files.
+            # Another task may have downloaded the same immutable files first.
             if not os.path.exists(folder):
                 raise
 
-    def _inside(self, place: str) -> list[str]:
-        """The full names of the objects of a folder, or of the one that is there."""
+    def _objects(self, key: str) -> list[str]:
+        """The full names of the objects below a key, or of the object itself."""
         with _store_errors():
-            return list(self._filesystem.find(f"{self._root}/{place}"))
+            return list(self._filesystem.find(f"{self._root}/{key}"))
 
     def _copy_objects(self, names: list[str], source: str, target: str) -> None:
-        """Each object of a folder, so that it lands beside what may be there from an earlier try."""
+        """Copy object by object: fsspec would copy a folder into one that an earlier try left."""
         old, new = f"{self._root}/{source}".strip("/"), f"{self._root}/{target}"
         targets = [f"{new}{name.strip('/').removeprefix(old)}" for name in names]
         with _store_errors():
@@ -282,7 +293,7 @@ def _s3_options() -> dict[str, Any]:
             f"it needs {error.name}, which is not installed: run `pip install 'tinkex[s3]'`"
         ) from None
     session = get_session()
-    # A store that is silent is waited for without an end before it says "100 Continue".
+    # Without this, botocore waits forever for "100 Continue" from a store that does not respond.
     session.unregister("before-call.s3", add_expect_header)
     return {"session": session, "config_kwargs": _S3}
 
@@ -290,61 +301,64 @@ def _s3_options() -> dict[str, Any]:
 @contextlib.contextmanager
 def _store_errors(*, may_be_missing: bool = False) -> Iterator[None]:
     """
-    Whatever an object store raises becomes `ObjectStoreUnavailable`, which is waited for.
+    Turns the errors of an object store into `ObjectStoreUnavailable`, after which callers retry.
 
-    That is right for missing rights or a missing bucket too: they concern all objects, and only
-    the operator can mend them. What concerns one object, missing or too large, is raised as such.
+    Missing permissions or a missing bucket count too: they concern all objects, and the operator
+    can fix them. An error of one object (missing, too large) is raised as such.
     """
     try:
         yield
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in _LOCAL:
-            raise  # the disk that it was brought to
-        # A whole bucket that is missing says nothing about what was in it.
-        missing = isinstance(error, FileNotFoundError) and "NoSuchBucket" not in _s3_error_codes(error)
+        if isinstance(error, OSError) and error.errno in _LOCAL_DISK:
+            raise
+        # A missing bucket does not mean that the object is missing.
+        missing = isinstance(error, FileNotFoundError) and "NoSuchBucket" not in _s3_error_codes(
+            error
+        )
         if missing and may_be_missing:
             raise
-        told = str(error).strip().partition("\n")[0] or type(error).__name__
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         if not _s3_error_codes(error).isdisjoint(_TOO_LARGE):
             raise ObjectTooLarge(
-                f"the object store of this server does not take an object of this size ({told}). "
-                "Send less in one request, or ask whoever runs the server to allow larger objects."
+                f"the object store of this server does not accept an object of this size "
+                f"({reason}). Send less in one request, or ask the operator of the server to "
+                "allow larger objects."
             ) from error
-        raise ObjectStoreUnavailable(told) from error
+        raise ObjectStoreUnavailable(reason) from error
 
 
 def _s3_error_codes(error: Exception) -> set[str | int]:
-    """Code and status of an answer of S3, which s3fs keeps behind its own errors; else nothing."""
+    """Error code and HTTP status of an S3 response, which s3fs hides as the cause of its errors."""
     response = getattr(error.__cause__ or error, "response", None) or {}
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     return {response.get("Error", {}).get("Code"), status}
 
 
-def _identity(facts: os.stat_result) -> tuple[int, int, int]:
-    """What changes when a file is written again, cut off, or replaced."""
-    return facts.st_ino, facts.st_size, facts.st_mtime_ns
+def _identity(stats: os.stat_result) -> tuple[int, int, int]:
+    """Values that change when a file is rewritten, truncated or replaced."""
+    return stats.st_ino, stats.st_size, stats.st_mtime_ns
 
 
-def _entries_below(root: str, place: str, depth: int) -> Iterator[tuple[str, os.DirEntry[str]]]:
+def _entries_below(root: str, key: str, depth: int) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """
-    What lies so many names below a place, with the place of each.
+    Entries this many components below a key, each with its key.
 
-    A link there is none of ours: what it leads to is not to be deleted.
+    Symbolic links are skipped: the server never creates them, so it must not delete their targets.
     """
     try:
-        with os.scandir(f"{root}/{place}") as entries:
+        with os.scandir(f"{root}/{key}") as entries:
             found = [entry for entry in entries if not entry.is_symlink()]
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return
     for entry in found:
         if depth == 1:
-            yield f"{place}/{entry.name}", entry
+            yield f"{key}/{entry.name}", entry
         else:
-            yield from _entries_below(root, f"{place}/{entry.name}", depth - 1)
+            yield from _entries_below(root, f"{key}/{entry.name}", depth - 1)
 
 
 def fingerprint(folder: str) -> str:
-    """Of all files of a folder, names and bytes."""
+    """A hash of the names and bytes of all files in a folder."""
     whole = hashlib.sha256()
     for name in sorted(os.listdir(folder)):
         with open(f"{folder}/{name}", "rb") as opened:
@@ -353,37 +367,37 @@ def fingerprint(folder: str) -> str:
     return whole.hexdigest()
 
 
-def folder_problem(folder: str, place: str, written: str | None) -> str | None:
-    """What is wrong with the files of a folder; None when they are what was written."""
+def folder_problem(folder: str, key: str, written: str | None) -> str | None:
+    """What is wrong with a folder; None if it matches its fingerprint (`written`)."""
     try:
-        return _folder_problem(folder, place, written)
+        return _folder_problem(folder, key, written)
     except OSError as error:
         if error.errno not in _UNREADABLE:
             raise
-        return f"{UNREADABLE}: {error.strerror} ({error.filename or place})"
+        return f"{UNREADABLE}: {error.strerror} ({error.filename or key})"
 
 
-def _folder_problem(folder: str, place: str, written: str | None) -> str | None:
+def _folder_problem(folder: str, key: str, written: str | None) -> str | None:
     if not os.path.isdir(folder):
-        return f"is missing: there is no folder {place}"
+        return f"is missing: there is no folder {key}"
     for name in sorted(os.listdir(folder)):
         file = f"{folder}/{name}"
         if not os.path.isfile(file):
-            return f"is damaged: {place}/{name} is no file"
+            return f"is damaged: {key}/{name} is not a file"
         if name.endswith(".safetensors") and (problem := safetensors_problem(file)) is not None:
-            return f"is damaged: {place}/{name} {problem}"
+            return f"is damaged: {key}/{name} {problem}"
     if written is not None and fingerprint(folder) != written:
-        return f"is damaged: the files in {place} are not what was written"
+        return f"is damaged: the files in {key} are not what was written"
     return None
 
 
 def safetensors_problem(file: str) -> str | None:
-    """What is wrong with a safetensors file, by its head and its length."""
+    """What is wrong with the header or the length of a safetensors file."""
     size = os.path.getsize(file)
     with open(file, "rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if length > size:
-            return f"ends after {size} bytes, within its head"
+            return f"ends after {size} bytes, within its header"
         try:
             head = json.loads(opened.read(length))
             end = max(
@@ -391,16 +405,16 @@ def safetensors_problem(file: str) -> str | None:
                 default=0,
             )
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            return "has a head that cannot be read"
+            return "has a header that cannot be read"
     if not isinstance(end, int):
-        return "has a head that cannot be read"
+        return "has a header that cannot be read"
     if 8 + length + end != size:
         return f"has {size} bytes instead of {8 + length + end}"
     return None
 
 
 def _link_or_copy(file: Path, target: Path) -> None:
-    """The same bytes under a second name; not every file system has links."""
+    """A hard link, or a copy if the file system has none."""
     try:
         os.link(file, target)
     except OSError:
@@ -408,10 +422,10 @@ def _link_or_copy(file: Path, target: Path) -> None:
         sync(target)
 
 
-def _written_s(facts: Mapping[str, Any]) -> float:
-    """When a file of another store was written; in the future when it does not tell."""
-    for key in ("mtime", "LastModified", "created", "updated"):
-        at = facts.get(key)
+def _written_s(stats: Mapping[str, Any]) -> float:
+    """When an object was written; infinity if the object store does not say."""
+    for name in ("mtime", "LastModified", "created", "updated"):
+        at = stats.get(name)
         if isinstance(at, datetime):
             return at.timestamp()
         if isinstance(at, int | float):
@@ -420,7 +434,7 @@ def _written_s(facts: Mapping[str, Any]) -> float:
 
 
 def write_durably(path: str, data: bytes) -> None:
-    """A file that is whole and on disk once it has its name."""
+    """Write a file that is complete and on disk once it has its name."""
     folder, name = os.path.split(path)
     os.makedirs(folder, exist_ok=True)
     part = f"{folder}/.{name}.part"
@@ -440,14 +454,13 @@ def sync(path: str | Path) -> None:
         os.close(descriptor)
 
 
-# MERGED: Files that only the holders of some age keys can read. Needs `tinkex[age]`.
-
+# -- age encryption of exported files; needs `tinkex[age]` ---------------------------------------
 
 MAX_RECIPIENTS = 10
 
 
 def check_recipients(recipients: Sequence[str]) -> None:
-    """Refuse before the work what could not be locked after it."""
+    """Refuse invalid recipients before the export starts."""
     if len(recipients) > MAX_RECIPIENTS:
         raise UserFailure(
             f"age_encryption_recipients has {len(recipients)} keys; {MAX_RECIPIENTS} are allowed."
@@ -456,23 +469,27 @@ def check_recipients(recipients: Sequence[str]) -> None:
         _parse_recipients(recipients)
 
 
-def encrypt_files(folder: Path, locked: Path, recipients: Sequence[str]) -> int:
-    """Every file of `folder` as NAME.age in `locked`, whole or not at all; bytes of the result."""
+def encrypt_files(folder: Path, target: Path, recipients: Sequence[str]) -> int:
+    """
+    Move the files of `folder` to `target`, each encrypted as NAME.age, completely or not at all.
+
+    Returns the size in bytes. `folder` is deleted.
+    """
     import pyrage  # type: ignore[import-untyped]
 
     keys = _parse_recipients(recipients)
-    part = locked.with_name(f".{locked.name}.{secrets.token_hex(4)}.part")
+    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     part.mkdir()
     size_bytes = 0
     try:
         for file in folder.iterdir():
-            target = part / f"{file.name}.age"
-            pyrage.encrypt_file(str(file), str(target), keys)
-            _sync(target)
-            size_bytes += target.stat().st_size
-        _sync(part)
-        part.rename(locked)
-        _sync(locked.parent)
+            encrypted = part / f"{file.name}.age"
+            pyrage.encrypt_file(str(file), str(encrypted), keys)
+            sync(encrypted)
+            size_bytes += encrypted.stat().st_size
+        sync(part)
+        part.rename(target)
+        sync(target.parent)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
@@ -496,15 +513,7 @@ def _parse_recipients(recipients: Sequence[str]) -> list[Any]:
             keys.append(kind.Recipient.from_str(recipient))
         except pyrage.RecipientError as error:
             raise UserFailure(
-                f"age_encryption_recipients has {recipient[:80]!r}, which is no age key ({error}). "
-                "Keys begin with age1, or are SSH public keys."
+                f"age_encryption_recipients has {recipient[:80]!r}, which is not an age key "
+                f"({error}). Keys begin with age1, or are SSH public keys."
             ) from None
     return keys
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Runs and checkpoints as their owner sees them: pages of what there is, and changes to it."""
+"""Lists of runs and checkpoints, and changes to checkpoint names: publish, expire, delete, copy."""
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -8,9 +8,15 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store import events
-from tinkex.server.store.checkpoints import VERSION, Quotas, Version, not_expired, note_saved
+from tinkex.server.store.checkpoints import (
+    VERSION_COLUMNS,
+    Quotas,
+    Version,
+    not_expired,
+    note_saved,
+)
 from tinkex.server.store.database import Database
-from tinkex.server.store.models import MODEL, Model, RunTaken, was_created
+from tinkex.server.store.models import MODEL_COLUMNS, Model, RunTaken, was_created
 from tinkex.server.store.schema import (
     checkpoint_names,
     checkpoint_versions,
@@ -21,12 +27,12 @@ from tinkex.server.store.schema import (
 from tinkex.server.store.sql_dialects import in_list
 from tinkex.wire.errors import UserFailure
 
-FEWER = "Ask for fewer at once (`limit`, `offset`); all checkpoints can be listed in such pages."
+_FEWER = "Ask for fewer at once (`limit`, `offset`); smaller pages list all checkpoints."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedCheckpoint:
-    """A checkpoint under its name."""
+    """A checkpoint with its name."""
 
     model_id: str
     kind: str
@@ -45,7 +51,7 @@ class RunSummary:
     model: Model
     last_request_s: float
     newest: Mapping[str, NamedCheckpoint]
-    #: Nothing can build it again.
+    #: Recovery cannot rebuild it.
     lost: bool
 
 
@@ -59,14 +65,14 @@ _NAMED = tuple(column.label(f"named_{column.name}") for column in _NAME)
 _KEY = (checkpoint_names.c.model_id, checkpoint_names.c.kind, checkpoint_names.c.name)
 _KEYED = tuple(column.label(f"key_{column.name}") for column in _KEY)
 _SAVED = (
-    sa.select(*VERSION, *_NAMED, *_KEYED)
+    sa.select(*VERSION_COLUMNS, *_NAMED, *_KEYED)
     .select_from(checkpoint_names)
     .join(checkpoint_versions, checkpoint_names.c.version_id == checkpoint_versions.c.version_id)
 )
 
 
 class CheckpointLists:
-    """Lists, and what an owner may do to a name. Expired names are not there any more."""
+    """Lists, and changes of names by their owner. Expired names are treated as deleted."""
 
     def __init__(self, database: Database, quotas: Quotas) -> None:
         self._database = database
@@ -82,7 +88,7 @@ class CheckpointLists:
         limit: int | None = None,
         offset: int = 0,
     ) -> tuple[list[NamedCheckpoint], int]:
-        """A page, newest first, and how many there are; also of what others published if asked."""
+        """A page, newest first, and the total; with `published` also those of other owners."""
         of_owner = checkpoint_versions.c.owner == owner
         readable = [
             sa.or_(of_owner, checkpoint_names.c.public) if published else of_owner,
@@ -92,23 +98,23 @@ class CheckpointLists:
         if model_id is not None:
             readable.append(checkpoint_names.c.model_id == model_id)
         chosen = _SAVED.where(*readable)
-        # Two saves of one moment have an order too, or pages would overlap.
+        # The key breaks ties, or pages would overlap.
         page = chosen.order_by(checkpoint_names.c.saved_s.desc(), *_KEY)
         page = page.limit(limit).offset(offset)
         count = sa.select(sa.func.count()).select_from(chosen.subquery())
 
         def act(connection: sa.Connection) -> tuple[list[NamedCheckpoint], int]:
             found: list[NamedCheckpoint] = []
-            weight = MetadataBudget(FEWER)
+            budget = MetadataBudget(_FEWER)
             for row in connection.execute(page):
                 found.append(_saved(row))
-                weight.add(found[-1].user_metadata)
+                budget.add(found[-1].user_metadata)
             return found, connection.scalar(count) or 0
 
         return await self._database.read_report(act)
 
     async def checkpoint(self, *, model_id: str, kind: str, name: str) -> NamedCheckpoint | None:
-        statement = _SAVED.where(_is(model_id, kind, name), not_expired(time.time()))
+        statement = _SAVED.where(_name_is(model_id, kind, name), not_expired(time.time()))
 
         def act(connection: sa.Connection) -> NamedCheckpoint | None:
             row = connection.execute(statement).first()
@@ -126,9 +132,9 @@ class CheckpointLists:
         published: bool = False,
     ) -> tuple[list[RunSummary], int]:
         """
-        A page, newest first, and how many there are.
+        A page, newest first, and the total.
 
-        If asked, also the runs of which others published something; in a project, one's own only.
+        With `published`, also runs with checkpoints that others published, except in a project.
         """
         of_owner = models.c.owner == owner
         shared = published and project_id is None
@@ -146,19 +152,19 @@ class CheckpointLists:
 
         def act(connection: sa.Connection) -> tuple[list[RunSummary], int]:
             found: list[RunSummary] = []
-            weight = MetadataBudget(FEWER)
+            budget = MetadataBudget(_FEWER)
             for ids in batches(list(connection.scalars(page))):
                 for run in _runs(connection, ids, owner):
-                    weight.add(run.model.user_metadata)
+                    budget.add(run.model.user_metadata)
                     for saved in run.newest.values():
-                        weight.add(saved.user_metadata)
+                        budget.add(saved.user_metadata)
                     found.append(run)
             return found, connection.scalar(count) or 0
 
         return await self._database.read_report(act)
 
     async def run(self, model_id: str, *, reader: str) -> RunSummary | None:
-        """A run as this owner may see it; None if nothing of it is theirs or published."""
+        """A run as `reader` may see it; None if it is not theirs and has nothing published."""
 
         def act(connection: sa.Connection) -> RunSummary | None:
             found = next(iter(_runs(connection, [model_id], reader)), None)
@@ -169,22 +175,24 @@ class CheckpointLists:
         return await self._database.read(act)
 
     async def delete(self, *, model_id: str, kind: str, name: str) -> bool:
-        """Take the name away; whether it was there. Its files go when nothing uses them."""
-        statement = checkpoint_names.delete().where(_is(model_id, kind, name), not_expired(time.time()))
+        """Delete a name; whether it existed. The cleanup deletes unused files later."""
+        statement = checkpoint_names.delete().where(
+            _name_is(model_id, kind, name), not_expired(time.time())
+        )
         return await self._change(
             statement, "checkpoint.deleted", (model_id, kind, name), reserve=True
         )
 
     async def set_public(self, public: bool, *, model_id: str, kind: str, name: str) -> bool:
-        """Whether it is there. What is so already is not written, nor noted, once more."""
+        """Publish or unpublish a name; whether it exists. Audited only if it changes."""
         statement = checkpoint_names.update().where(
-            _is(model_id, kind, name),
+            _name_is(model_id, kind, name),
             not_expired(time.time()),
             checkpoint_names.c.public.is_(not public),
         )
         event = "checkpoint.published" if public else "checkpoint.unpublished"
         return await self._change(
-            # Nobody must wait for room to hide what is theirs.
+            # Unpublishing must work on a full disk too.
             statement.values(public=public),
             event,
             (model_id, kind, name),
@@ -194,7 +202,9 @@ class CheckpointLists:
     async def set_expiry(
         self, expires_s: float | None, *, model_id: str, kind: str, name: str
     ) -> bool:
-        statement = checkpoint_names.update().where(_is(model_id, kind, name), not_expired(time.time()))
+        statement = checkpoint_names.update().where(
+            _name_is(model_id, kind, name), not_expired(time.time())
+        )
         return await self._change(
             statement.values(expires_s=expires_s),
             "checkpoint.expiry_set",
@@ -203,7 +213,7 @@ class CheckpointLists:
         )
 
     async def earlier_copy(self, version: Version, fingerprint: str) -> Version | None:
-        """What an earlier try of this copy made; RunTaken if its run is something else."""
+        """The version that an earlier try of this copy created. May raise RunTaken."""
         return await self._database.read(
             lambda connection: _earlier_copy(connection, version, fingerprint)
         )
@@ -219,9 +229,9 @@ class CheckpointLists:
         like: NamedCheckpoint | None,
         expires_s: float | None,
     ) -> Version:
-        """A run that is one copied checkpoint; a repeat finds the first copy. May raise RunTaken."""
-        # An adapter fits the content of the base model that it was trained on.
-        made_on = sa.select(models.c.base_hash).where(models.c.model_id == source.model_id)
+        """Add a run with one copied checkpoint, or return the first copy. May raise RunTaken."""
+        # The copy needs the same base model content as its source.
+        base_hash = sa.select(models.c.base_hash).where(models.c.model_id == source.model_id)
 
         def act(connection: sa.Connection) -> Version:
             if (first := _earlier_copy(connection, version, fingerprint)) is not None:
@@ -229,12 +239,12 @@ class CheckpointLists:
             connection.execute(
                 models.insert(),
                 {
-                    **{column.name: getattr(model, column.name) for column in MODEL},
+                    **{column.name: getattr(model, column.name) for column in MODEL_COLUMNS},
                     "model_seq_id": model_seq_id,
-                    "base_hash": connection.scalar(made_on),
+                    "base_hash": connection.scalar(base_hash),
                 },
             )
-            values = {column.name: getattr(version, column.name) for column in VERSION}
+            values = {column.name: getattr(version, column.name) for column in VERSION_COLUMNS}
             connection.execute(checkpoint_versions.insert(), {**values, "fingerprint": fingerprint})
             connection.execute(
                 checkpoint_names.insert(),
@@ -266,17 +276,19 @@ class CheckpointLists:
         reserve: bool = False,
         **details: object,
     ) -> bool:
-        """Change a name, and say so in the audit log if that changed it; whether it was there."""
+        """Change a name, and audit it if it changed; whether the name exists."""
         model_id, kind, name = key
-        told = {"model_id": model_id, "tinker_path": f"tinker://{model_id}/{kind}/{name}"}
-        whose = sa.select(models.c.owner).where(models.c.model_id == model_id)
-        there = sa.select(checkpoint_names.c.name).where(_is(*key), not_expired(time.time()))
+        identity = {"model_id": model_id, "tinker_path": f"tinker://{model_id}/{kind}/{name}"}
+        owned_by = sa.select(models.c.owner).where(models.c.model_id == model_id)
+        existing = sa.select(checkpoint_names.c.name).where(
+            _name_is(*key), not_expired(time.time())
+        )
 
         def act(connection: sa.Connection) -> bool:
             if not connection.execute(statement).rowcount:
-                return connection.execute(there).first() is not None
-            owner = connection.execute(whose).scalar_one()
-            events.note_audit(connection, owner=owner, event=event, details={**told, **details})
+                return connection.execute(existing).first() is not None
+            owner = connection.execute(owned_by).scalar_one()
+            events.note_audit(connection, owner=owner, event=event, details={**identity, **details})
             return True
 
         return await self._database.write(act, reserve=reserve)
@@ -286,8 +298,7 @@ def _earlier_copy(connection: sa.Connection, version: Version, fingerprint: str)
     """
     The copy with this name and content in the run of `version`; None if there is no such run.
 
-    A run that was made in another way, or holds something else, raises RunTaken: its checkpoints
-    are not what was to be copied.
+    Raises RunTaken if the run was created in another way or has other content.
     """
     trained = sa.exists().where(requests.c.model_id == models.c.model_id)
     run = connection.execute(
@@ -299,7 +310,7 @@ def _earlier_copy(connection: sa.Connection, version: Version, fingerprint: str)
         return None
     copy = connection.execute(
         _SAVED.where(
-            _is(version.model_id, version.kind, version.name or ""),
+            _name_is(version.model_id, version.kind, version.name or ""),
             checkpoint_versions.c.fingerprint == fingerprint,
             not_expired(time.time()),
         )
@@ -310,13 +321,15 @@ def _earlier_copy(connection: sa.Connection, version: Version, fingerprint: str)
 
 
 def has_published_checkpoint(now_s: float) -> sa.ColumnElement[bool]:
-    """Models of which a checkpoint is published."""
+    """SQL: the model has a published checkpoint."""
     return sa.exists().where(
-        checkpoint_names.c.model_id == models.c.model_id, checkpoint_names.c.public, not_expired(now_s)
+        checkpoint_names.c.model_id == models.c.model_id,
+        checkpoint_names.c.public,
+        not_expired(now_s),
     )
 
 
-def _is(model_id: str, kind: str, name: str) -> sa.ColumnElement[bool]:
+def _name_is(model_id: str, kind: str, name: str) -> sa.ColumnElement[bool]:
     return sa.and_(
         checkpoint_names.c.model_id == model_id,
         checkpoint_names.c.kind == kind,
@@ -325,14 +338,14 @@ def _is(model_id: str, kind: str, name: str) -> sa.ColumnElement[bool]:
 
 
 def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[RunSummary]:
-    """Runs in the order of their ids; of those of others only what was published."""
+    """Runs in the order of `ids`; of other owners' runs only what is published."""
     last = (
         sa.select(sa.func.max(requests.c.created_s))
         .where(requests.c.model_id == models.c.model_id)
         .scalar_subquery()
     )
     chosen = (
-        sa.select(*MODEL, models.c.last_request_s, last.label("last_s"), sessions.c.failure)
+        sa.select(*MODEL_COLUMNS, models.c.last_request_s, last.label("last_s"), sessions.c.failure)
         .join(sessions, sessions.c.session_id == models.c.session_id)
         .where(in_list(models.c.model_id, ids), was_created())
     )
@@ -362,16 +375,16 @@ def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Ru
 
 def _newest(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[NamedCheckpoint]:
     own = sa.select(models.c.model_id).where(models.c.owner == reader)
-    place = (
+    rank = (
         sa.func.row_number()
         .over(
             partition_by=(checkpoint_names.c.model_id, checkpoint_names.c.kind),
             order_by=checkpoint_names.c.saved_s.desc(),
         )
-        .label("place_in_line")
+        .label("rank")
     )
     ranked = (
-        sa.select(*_KEY, place)
+        sa.select(*_KEY, rank)
         .where(
             in_list(checkpoint_names.c.model_id, ids),
             sa.or_(checkpoint_names.c.public, checkpoint_names.c.model_id.in_(own)),
@@ -385,7 +398,7 @@ def _newest(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[
             ranked.c.model_id == checkpoint_names.c.model_id,
             ranked.c.kind == checkpoint_names.c.kind,
             ranked.c.name == checkpoint_names.c.name,
-            ranked.c.place_in_line == 1,
+            ranked.c.rank == 1,
         ),
     )
     return [_saved(row) for row in connection.execute(first)]
@@ -394,18 +407,17 @@ def _newest(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[
 def _saved(row: sa.Row[*tuple[Any, ...]]) -> NamedCheckpoint:
     values = row._mapping
     return NamedCheckpoint(
-        version=Version(**{column.name: values[column.name] for column in VERSION}),
+        version=Version(**{column.name: values[column.name] for column in VERSION_COLUMNS}),
         **{column.name: values[f"named_{column.name}"] for column in _NAME},
         **{column.name: values[f"key_{column.name}"] for column in _KEY},
     )
 
 
-# MERGED: Pages of a list have an end in bytes too: what clients say about their things may be long.
+# -- a limit on the metadata of one page: users may store long metadata ---------------------------
 
-
-#: Characters of all metadata on one page. It is in memory several times before it is sent.
+#: Characters of metadata on one page; several copies are in memory before it is sent.
 MAX_METADATA_CHARACTERS = 16 * 2**20
-#: Rows that are looked at together.
+#: Rows read at a time.
 ROWS_PER_READ = 200
 
 
@@ -414,7 +426,7 @@ def metadata_characters(metadata: Mapping[str, Any] | None) -> int:
 
 
 class MetadataBudget:
-    """What the metadata of a page comes to; raises when it is too much."""
+    """Counts the metadata of a page; raises when it exceeds the limit."""
 
     def __init__(self, advice: str) -> None:
         self._advice = advice
@@ -427,7 +439,7 @@ class MetadataBudget:
         if self._characters > MAX_METADATA_CHARACTERS:
             raise UserFailure(
                 f"the first {self._entries} entries have more than {MAX_METADATA_CHARACTERS} characters of "
-                f"metadata, which is the most of one answer. {self._advice}"
+                f"metadata, which is the limit of one response. {self._advice}"
             )
 
 
@@ -439,8 +451,8 @@ def batches(ids: list[str]) -> Iterator[list[str]]:
 def within_metadata_budget(
     rows: Iterable[tuple[str, Mapping[str, Any]]], advice: str
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The same pairs of a name and its metadata, as far as they fit."""
-    weight = MetadataBudget(advice)
+    """The same pairs of name and metadata; raises when they exceed the limit."""
+    budget = MetadataBudget(advice)
     for name, metadata in rows:
-        weight.add(metadata)
+        budget.add(metadata)
         yield name, metadata

@@ -1,4 +1,9 @@
-"""Checkpoints: immutable versions, and the names that point to them."""
+"""
+Checkpoints: immutable versions, the names that refer to them, and the quotas of their owners.
+
+A save writes the files first, then adds the version, its name and the request's result in one
+transaction, which also checks the quota.
+"""
 
 import contextlib
 import os
@@ -13,7 +18,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from tinkex.server.store import events, request_writes
-from tinkex.server.store.blobs import Files, folder_problem, fingerprint
+from tinkex.server.store.blobs import Files, fingerprint, folder_problem
 from tinkex.server.store.database import Database
 from tinkex.server.store.models import Sampler, insert_sampler, was_created
 from tinkex.server.store.retention import Retention, session_ended
@@ -30,16 +35,16 @@ from tinkex.wire.errors import UserFailure
 
 T = TypeVar("T")
 
-#: How many versions are remembered as looked at.
+#: Versions remembered as verified, and as opened.
 MAX_CACHED_VERSIONS = 4096
 
 
 class NameTaken(Exception):
-    """The name means a checkpoint already, and overwriting was not asked for."""
+    """A checkpoint already has this name, and the request does not overwrite."""
 
 
 class SamplerTaken(Exception):
-    """The sampler's number in its session belongs to another one."""
+    """Another sampler of the session already has this number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,41 +61,41 @@ class Version:
     created_s: float
 
     def with_size(self, size_bytes: int) -> "Version":
-        """The same version, written."""
+        """The same version with the size of its written files."""
         return replace(self, size_bytes=size_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Naming:
-    """How a saved version becomes findable."""
+    """The name options of a save."""
 
     overwrite: bool
     expires_s: float | None
     user_metadata: Mapping[str, Any] | None
 
 
-_OURS = ("discarded_s", "fingerprint")
-VERSION = tuple(column for column in checkpoint_versions.c if column.name not in _OURS)
+_INTERNAL = ("discarded_s", "fingerprint")
+VERSION_COLUMNS = tuple(column for column in checkpoint_versions.c if column.name not in _INTERNAL)
 
 
 class Checkpoints:
-    """The rows of what was saved, and where its files are."""
+    """The rows and files of checkpoint versions."""
 
     def __init__(self, database: Database, files: Files, folder: Path, quotas: "Quotas") -> None:
         self._database = database
         self._files = files
         self._quotas = quotas
-        #: Where the engine writes and reads; the store itself when that is local.
+        #: Where the engine writes and reads; the storage root itself if that is local.
         self._folder = files.local or str(folder)
-        #: Versions whose files this process has looked at: they never change.
+        #: Versions whose files this process has verified; they never change.
         self._verified: set[str] = set()
-        #: The folders of versions that were opened lately.
+        #: Folders of recently opened versions.
         self._opened: dict[str, str] = {}
 
     def new_version(self, *, owner: str, model_id: str, kind: str, name: str | None) -> Version:
-        """A version with a folder of its own, not saved yet."""
+        """A new version with its own key, not saved yet."""
         version_id = secrets.token_hex(12)
-        # Unnamed saves sit beside the named ones, under a name that no user can give.
+        # Unnamed saves get a name that users cannot give.
         return Version(
             version_id=version_id,
             owner=owner,
@@ -103,15 +108,15 @@ class Checkpoints:
         )
 
     def folder(self, version: Version) -> str:
-        """Where the engine writes this version."""
+        """The folder where the engine writes this version."""
         return f"{self._folder}/{version.place}"
 
     async def open(self, version_id: str, *, required: bool = False) -> str:
         """
-        The folder of a saved version on this machine.
+        The folder of a saved version on this machine, verified.
 
-        While an object store is away this raises StorageError, or waits if it `must` be opened.
-        A database that is away is waited for in accepted work only (see `Database.read`).
+        While an object store is unavailable this raises StorageError, or waits if `required`. It
+        waits for the database in accepted work only (see `Database.read`).
         """
         version = await self.version(version_id)
         if version is None:
@@ -120,21 +125,21 @@ class Checkpoints:
                 "deleted or has expired."
             )
         folder = self.folder(version)
-        # Every sample asks this: where the files are here anyway, it waits for no hash or upload.
+        # With local storage this check is fast, so it does not queue behind hashes and uploads.
         local = self._files.local is not None
-        look = self._database.with_file if local else self._database.with_folder
-        if not await look(lambda: self._download(version, folder), required=required):
-            raise _unreadable(version, f"is missing: there is no folder {version.place}")
+        run = self._database.with_file if local else self._database.with_folder
+        if not await run(lambda: self._download(version, folder), required=required):
+            raise _damaged(version, f"is missing: there is no folder {version.place}")
         if version.version_id not in self._verified:
             await self._check(version, folder)
         return folder
 
     async def open_cached(self, version_id: str) -> str:
         """
-        The same for accepted samples, without a look each time: a version never changes.
+        Like `open`, cached, for accepted samples.
 
-        Nor is one deleted that an unfinished request names. `clear_open_cache` all the same, now and
-        then: somebody may have deleted files by hand.
+        Versions never change, and one that an unfinished request uses is not deleted. The cleanup
+        clears the cache regularly, because files may be deleted by hand.
         """
         if (folder := self._opened.get(version_id)) is None:
             folder = await self.open(version_id, required=True)
@@ -147,23 +152,25 @@ class Checkpoints:
         self._opened.clear()
 
     def _download(self, version: Version, folder: str) -> bool:
-        """Whether the files are on this machine now."""
+        """Download the files if necessary; whether the folder exists."""
         with contextlib.suppress(FileNotFoundError):
             self._files.download(version.place, folder)
         return os.path.isdir(folder)
 
     async def _check(self, version: Version, folder: str) -> None:
-        """Raises Damaged unless the files are what was saved. They are read once, then believed."""
+        """Raise Damaged unless the files are what was saved. They are verified once per process."""
         written = await self._fingerprint(version)
-        problem = await self._database.with_folder(lambda: folder_problem(folder, version.place, written))
+        problem = await self._database.with_folder(
+            lambda: folder_problem(folder, version.place, written)
+        )
         if problem is not None:
-            raise _unreadable(version, problem)
+            raise _damaged(version, problem)
         if len(self._verified) >= MAX_CACHED_VERSIONS:
-            self._verified.clear()  # samplers come and go; looking again costs one read
+            self._verified.clear()  # verifying again costs one read
         self._verified.add(version.version_id)
 
     async def _fingerprint(self, version: Version) -> str | None:
-        """As it was written down when the version was saved."""
+        """The fingerprint that was stored when the version was saved."""
         statement = sa.select(checkpoint_versions.c.fingerprint).where(
             checkpoint_versions.c.version_id == version.version_id
         )
@@ -174,10 +181,12 @@ class Checkpoints:
         return version is not None
 
     async def store_files(self, version: Version) -> str:
-        """Make the files that the engine wrote durable; their fingerprint, for `save`."""
+        """Upload the files that the engine wrote; returns their fingerprint, for `save`."""
         folder = self.folder(version)
         written = await self._database.with_folder(lambda: fingerprint(folder), required=True)
-        await self._database.with_folder(lambda: self._files.upload(folder, version.place), required=True)
+        await self._database.with_folder(
+            lambda: self._files.upload(folder, version.place), required=True
+        )
         return written
 
     async def save(
@@ -190,10 +199,10 @@ class Checkpoints:
         naming: Naming | None = None,
         sampler: tuple[Sampler, int] | None = None,
     ) -> None:
-        """The version, its name or its sampler, and the request's result: all or nothing."""
+        """Add the version, its name or sampler, and the request's result in one transaction."""
 
         def act(connection: sa.Connection) -> None:
-            values = {column.name: getattr(version, column.name) for column in VERSION}
+            values = {column.name: getattr(version, column.name) for column in VERSION_COLUMNS}
             connection.execute(checkpoint_versions.insert(), {**values, "fingerprint": fingerprint})
             named = naming is not None and _assign_name(connection, version, naming)
             self._quotas.check(
@@ -207,7 +216,7 @@ class Checkpoints:
         await self._database.write(act, required=True)
 
     async def discard(self, version: Version) -> None:
-        """Delete the files of a version that was not saved; the sweep deletes what is left."""
+        """Delete the files of a version that was not saved; the cleanup deletes what remains."""
         folder = self.folder(version)
         with contextlib.suppress(StorageError):
             await self._database.with_folder(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -215,9 +224,9 @@ class Checkpoints:
 
     async def find(self, path: str, *, readers: Collection[str]) -> Version | None:
         """
-        What a tinker path means to those who ask; UserFailure when it is not such a path.
+        The version of a tinker path: a checkpoint of one of the `readers`, or a published one.
 
-        Their own checkpoints, and anybody's that was published.
+        Raises UserFailure if it is not a tinker path.
         """
         try:
             parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
@@ -226,7 +235,7 @@ class Checkpoints:
         kind, _, name = parsed.checkpoint_id.partition("/")
         public = False
         if name.startswith("."):
-            # An unnamed save: no name points to it, its path holds the version itself.
+            # An unnamed save: its path contains the version id.
             version = await self.version(name[1:])
             if version is None or (version.model_id, version.kind) != (
                 parsed.training_run_id,
@@ -240,9 +249,9 @@ class Checkpoints:
         return None
 
     async def _named(self, model_id: str, kind: str, name: str) -> tuple[Version | None, bool]:
-        """What a name means now, and whether everybody may know; nothing once it has expired."""
+        """The version of a name, and whether it is published; None if it has expired."""
         statement = (
-            sa.select(*VERSION, checkpoint_names.c.public)
+            sa.select(*VERSION_COLUMNS, checkpoint_names.c.public)
             .join(
                 checkpoint_names,
                 checkpoint_names.c.version_id == checkpoint_versions.c.version_id,
@@ -266,40 +275,40 @@ class Checkpoints:
         return await self._database.read(act)
 
     async def version(self, version_id: str) -> Version | None:
-        """A version whose files are there."""
-        statement = sa.select(*VERSION).where(
+        """A version whose files are not discarded."""
+        statement = sa.select(*VERSION_COLUMNS).where(
             checkpoint_versions.c.version_id == version_id,
             checkpoint_versions.c.discarded_s.is_(None),
         )
         return await self._database.read(lambda connection: _version(connection, statement))
 
     async def fingerprint(self, version: Version) -> str:
-        """Of the files of a saved version; raises Damaged when they are not what was saved."""
+        """The fingerprint of a saved version; raises Damaged if its files differ."""
         folder = await self.open(version.version_id)
         written = await self._fingerprint(version)
-        if written is None:  # a save from before there were fingerprints
+        if written is None:  # saved by an old version
             written = await self._database.with_folder(lambda: fingerprint(folder))
         return written
 
     async def copy_files(self, source: Version, target: Version) -> None:
         """
-        The same files a second time, without the room where links can be had.
+        Copy the files of a version, by hard links if possible.
 
-        Ask for their `fingerprint` first: files that are not what was saved are not handed on.
+        Call `fingerprint` first: it verifies that the source is not damaged.
         """
-        condition = self._database.health
-        condition.refuse_new()
+        health = self._database.health
+        health.refuse_new_data()
         await self._database.with_folder(lambda: self._files.copy(source.place, target.place))
-        condition.clear(FILES)
+        health.clear(FILES)
 
 
 def not_expired(now_s: float) -> sa.ColumnElement[bool]:
-    """Names that have not expired."""
+    """SQL: the name has not expired."""
     expires_s = checkpoint_names.c.expires_s
     return sa.or_(expires_s.is_(None), expires_s > now_s)
 
 
-def _unreadable(version: Version, problem: str) -> Damaged:
+def _damaged(version: Version, problem: str) -> Damaged:
     name = version.name or f".{version.version_id}"
     return Damaged(
         f"checkpoint tinker://{version.model_id}/{version.kind}/{name} cannot be read: its folder "
@@ -308,7 +317,7 @@ def _unreadable(version: Version, problem: str) -> Damaged:
 
 
 def note_saved(connection: sa.Connection, version: Version, event: str) -> None:
-    """Say in the audit log, inside a transaction, that there is a new checkpoint."""
+    """Add a new checkpoint to the audit log, inside a transaction."""
     name = version.name or f".{version.version_id}"
     details = {
         "model_id": version.model_id,
@@ -319,7 +328,7 @@ def note_saved(connection: sa.Connection, version: Version, event: str) -> None:
 
 
 def _assign_name(connection: sa.Connection, version: Version, naming: Naming) -> bool:
-    """Whether there is one checkpoint more than before."""
+    """Make a name refer to a version; whether this adds a checkpoint."""
     is_new = True
     mine = sa.and_(
         checkpoint_names.c.model_id == version.model_id,
@@ -357,15 +366,14 @@ def _version(
     return None if row is None else Version(**row._mapping)
 
 
-# MERGED: How much an owner may keep: bytes of checkpoints, checkpoint
-#
+# -- quotas --------------------------------------------------------------------------------------
 #
 # What counts:
 #
-# * bytes: files of all saves and copies that are there, also those without a name. A save that was
-#   deleted or overwritten counts until nothing uses its files.
-# * checkpoints: those that are listed, so with a name, and not expired.
-# * runs: those whose session goes on, or that have a checkpoint.
+# * bytes: the files of all saves and copies, also unnamed ones. A save that was deleted or
+#   overwritten counts until nothing uses its files.
+# * checkpoints: those that are listed: with a name, and not expired.
+# * runs: those whose session is open, or that have a checkpoint.
 
 _WHAT = {
     "max_checkpoint_bytes": "bytes of checkpoints",
@@ -374,7 +382,7 @@ _WHAT = {
 }
 _ADVICE = {
     "max_checkpoint_bytes": "Delete checkpoints that you do not need (`tinkex checkpoint delete`), "
-    "or save with `ttl_seconds`. Saves without a name, for sampling, go when their session ends.",
+    "or save with `ttl_seconds`. Unnamed saves for sampling are deleted when their session ends.",
     "max_checkpoints": "Delete some that you do not need (`tinkex checkpoint delete`), or save with "
     "`ttl_seconds`.",
     "max_runs": "A run counts until its client is closed and its checkpoints are deleted or have "
@@ -383,12 +391,12 @@ _ADVICE = {
 
 
 class OverQuota(UserFailure):
-    """More than an owner may keep; the text has what there is, what is allowed, and what to do."""
+    """An owner would store more than allowed; the text has usage, limit, and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quota:
-    """What one owner may keep; 0 is no limit."""
+    """What one owner may store; 0 is unlimited."""
 
     max_checkpoint_bytes: int = 0
     max_checkpoints: int = 0
@@ -401,9 +409,9 @@ class Quota:
 
 def owner_quota(server: Quota, keys: Iterable[Mapping[str, int]]) -> Quota:
     """
-    What an owner with these limits of keys may keep.
+    The quota of an owner with these limits of API keys.
 
-    Things belong to owners and not to keys: the most that one of their keys allows counts.
+    Checkpoints belong to owners, not to keys, so the highest limit among their keys counts.
     """
     of_keys = list(keys) or [{}]
     most = {}
@@ -413,26 +421,26 @@ def owner_quota(server: Quota, keys: Iterable[Mapping[str, int]]) -> Quota:
     return Quota(**most)
 
 
-def over_quota_message(name: str, *, used: int, new: int, most: int) -> str | None:
-    """Why one more is too much; None when it fits. Something whose size is not known yet is 0."""
-    if not most or used + max(new, 1) <= most:
+def over_quota_message(name: str, *, used: int, new: int, limit: int) -> str | None:
+    """Why `new` more is over the quota; None if it fits. 0 is an unknown size."""
+    if not limit or used + max(new, 1) <= limit:
         return None
     more = f", this needs {new} more" if new else ""
     return (
-        f"over quota: you keep {used} {_WHAT[name]}{more}, and {most} are allowed ({name}). "
-        f"{_ADVICE[name]} Whoever runs the server can allow more."
+        f"over quota: you have {used} {_WHAT[name]}{more}, and {limit} are allowed ({name}). "
+        f"{_ADVICE[name]} The operator of the server can allow more."
     )
 
 
 class Quotas:
-    """What owners keep, against what they may."""
+    """Checks what owners store against their quota."""
 
     def __init__(self, database: Database, retention: Retention) -> None:
         self._database = database
         self._retention = retention
-        #: For owners whose keys say nothing else.
+        #: The quota of owners whose keys set none.
         self.server = Quota()
-        #: After so much silence a session is taken for ended.
+        #: A session without activity for this long counts as ended.
         self.abandoned_s = float("inf")
 
     def check(
@@ -444,7 +452,7 @@ class Quotas:
         checkpoints: int = 0,
         runs: int = 0,
     ) -> None:
-        """Inside the transaction that has added so much: raises OverQuota."""
+        """Raise OverQuota inside the transaction that has added this much, if it is too much."""
         added = {
             "max_checkpoint_bytes": size_bytes,
             "max_checkpoints": checkpoints,
@@ -456,7 +464,7 @@ class Quotas:
             _refuse_over_quota(name, used=used - new[name], new=new[name], quota=quota)
 
     async def refuse_save(self, owner: str, *, checkpoints: int) -> None:
-        """Before files are written: raises OverQuota if they cannot fit, whatever their size."""
+        """Before files are written: raise OverQuota if they cannot fit, whatever their size."""
         new = {"max_checkpoint_bytes": 0}
         if checkpoints:
             new["max_checkpoints"] = checkpoints
@@ -470,9 +478,9 @@ class Quotas:
 
     async def within(self, owner: str, act: Callable[[], Awaitable[T]]) -> T:
         """
-        What `act` answers; OverQuota if it is still too much once files that nobody needs are gone.
+        The result of `act`. If it is over quota, delete the owner's unused files and retry once.
 
-        The janitor would delete those a little later, and their owner has done what can be done.
+        The cleanup would delete them a little later; the user cannot delete them earlier.
         """
         try:
             return await act()
@@ -492,19 +500,23 @@ class Quotas:
     def _used(
         self, connection: sa.Connection, owner: str, quota: Quota, names: Collection[str]
     ) -> Iterator[tuple[str, int]]:
-        """What there is of these, as far as they are limited."""
+        """The usage of those of these quotas that are limited."""
         now_s = time.time()
-        for name, statement in (
-            ("max_checkpoint_bytes", lambda: _bytes(owner)),
-            ("max_checkpoints", lambda: _checkpoints(owner, now_s)),
-            ("max_runs", lambda: _runs(owner, now_s, now_s - self.abandoned_s)),
-        ):
+        # Built only when needed: a save does not count runs.
+        statements: dict[str, Callable[[], sa.Select[int]]] = {
+            "max_checkpoint_bytes": lambda: _bytes(owner),
+            "max_checkpoints": lambda: _checkpoints(owner, now_s),
+            "max_runs": lambda: _runs(owner, now_s, now_s - self.abandoned_s),
+        }
+        for name, statement in statements.items():
             if name in names and getattr(quota, name):
                 yield name, int(connection.scalar(statement()) or 0)
 
 
 def _refuse_over_quota(name: str, *, used: int, new: int, quota: Quota) -> None:
-    if (reason := over_quota_message(name, used=used, new=new, most=getattr(quota, name))) is not None:
+    if (
+        reason := over_quota_message(name, used=used, new=new, limit=getattr(quota, name))
+    ) is not None:
         raise OverQuota(reason)
 
 

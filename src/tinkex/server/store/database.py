@@ -1,4 +1,9 @@
-"""Connections: one that writes, a few that read, and the migrations that run at opening."""
+"""
+The database: one connection that writes, a few that read, and the checks and upgrades at opening.
+
+Writes go through the group-commit thread. Reads and file work run in thread pools, one for each kind
+of work, so that no kind waits for another.
+"""
 
 import asyncio
 import contextlib
@@ -23,11 +28,11 @@ from tinkex.server.store.storage_health import (
     FILES,
     FULL,
     READ_ONLY,
-    StorageHealth,
     DatabaseFileChanged,
     DatabaseLocked,
     DatabaseRefused,
     StorageError,
+    StorageHealth,
     storage_problem,
 )
 
@@ -35,47 +40,45 @@ log = logging.getLogger("tinkex.server.store")
 
 T = TypeVar("T")
 
-# With less on its disk, SQLite cannot even begin.
+# With less free space SQLite cannot even start.
 FULL_BYTES = 2**20
 Item = TypeVar("Item")
 
-# Threads, each kind in a pool of its own: no kind waits for another.
-#
-# Reads are short; more threads than this only take turns at the same two cores.
+# Threads for short reads.
 READERS = 4
-# Every request waits for the look-up of its key.
+# For API key lookups: every request waits for one.
 KEY_READERS = 1
-# Lists, searches, traces: reads that grow with what an owner has, and their answers.
+# For lists, searches and traces, whose size grows with an owner's data.
 REPORTERS = 2
-# Payloads and results, one file each.
+# For payloads and results, one file each.
 FILE_THREADS = 4
-# Whole folders: hashes, copies, uploads and downloads of checkpoints, the sweep. Minutes, at worst.
+# For whole folders: hashing, copying, uploading, downloading, deleting orphans. May take minutes.
 FOLDER_THREADS = 4
 
-# For each connection. SQLite's own 2,000 fill up over hours, and nothing is faster for it.
+# Per connection. SQLite's default of 2,000 KiB fills up over hours and makes nothing faster.
 PAGE_CACHE_KIB = 256
 
-# What is to be read for work that was accepted is asked for again this often.
+# How often a read for accepted work is retried while the database is unavailable.
 READ_RETRY_S = 0.5
 
-#: Whether what runs now is accepted work.
+#: Whether the current task does accepted work.
 _accepted: ContextVar[bool] = ContextVar("accepted", default=False)
 
-_ADVICE = "See that it runs and lets this machine in, or choose another with --db."
-# At a start nothing goes on by itself.
+_ADVICE = "Check that it runs and accepts this machine, or choose another with --db."
+# Unlike a running server, a start is not retried.
 _ADVICE_BY_KIND = {
-    FULL: "Make room on its disk, and start again.",
-    READ_ONLY: "See that it and its folder can be written by the server's user, and start again.",
-    FAILING: "Look at the disk and the system's log, and start again.",
+    FULL: "Free some space on its disk, and start again.",
+    READ_ONLY: "Make it and its folder writable for the server's user, and start again.",
+    FAILING: "Check the disk and the system log, and start again.",
 }
 ALLOWED = "Use sqlite:///FILE or postgresql+psycopg://USER:PASSWORD@HOST/NAME."
 
 
 def accepted_work() -> Context:
     """
-    The context for a task that does accepted work, and for the tasks that it creates.
+    The context for a task that does accepted work, and for the tasks it creates.
 
-    There every read waits while the database cannot be read: what was accepted is done.
+    In it, reads wait while the database is unavailable, because accepted work must be done.
     """
     context = copy_context()
     context.run(_accepted.set, True)
@@ -86,29 +89,27 @@ class Database:
     """
     The writer and the readers of one database. Closing is safe to repeat.
 
-    `alone` is for servers: it refuses a database that another one works on. SQLite is in a
-    folder, and that is locked as a whole.
+    Servers open it `exclusive`: a PostgreSQL database that another server uses is refused. For
+    SQLite the data folder is locked (`folder_lock`).
     """
 
     def __init__(self, url: str, *, exclusive: bool = False) -> None:
         self._writing, self._reading = _engines(url, exclusive=exclusive)
-        self._alone = alone
-        #: Whether the write that runs now may be refused its new rows.
+        self._exclusive = exclusive
+        #: Whether the current write may be refused new rows.
         self._gated = False
         event.listen(self._writing, "before_cursor_execute", self._refuse_new_rows)
-        #: Whether it can be written, and believed.
         self.health = StorageHealth()
-        with _told(self._writing):
-            if alone:
-                _check_sound(self._writing)
-            elif (
-                problem := migrations.outdated(self._writing)
-            ) is not None and not problem.is_empty:
+        with _as_refusal(self._writing):
+            if exclusive:
+                _check_integrity(self._writing)
+            found = migrations.outdated(self._writing)
+            if found is not None and not (found.is_empty or exclusive):
                 raise DatabaseRefused(
-                    f"{problem}. A server that starts, or `tinkex doctor --repair`, brings it up "
-                    "to date."
+                    f"{found}. Starting a server, or `tinkex doctor --repair`, upgrades it."
                 )
-            migrations.migrate(self._writing)
+            if found is not None:
+                migrations.migrate(self._writing)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="tinkex-reader")
         self._key_readers = ThreadPoolExecutor(KEY_READERS, thread_name_prefix="tinkex-key-reader")
         self._reporters = ThreadPoolExecutor(REPORTERS, thread_name_prefix="tinkex-report")
@@ -126,34 +127,36 @@ class Database:
             self._writing,
             last=request_writes.write_token_counts,
             undone=request_writes.discard_token_counts,
-            condition=self.health,
+            health=self.health,
         )
 
     async def write(
         self, act: Callable[[sa.Connection], T], *, required: bool = False, reserve: bool = False
     ) -> T:
         """
-        Run `act` in a transaction; answers once that is on disk.
+        Run `act` in a transaction; returns its result once that is on disk.
 
-        While the disk takes nothing this raises StorageError, or waits if it `must` be written.
-        New rows are refused while the reserve of room is in use. Only what must be written, and
-        what may use the `reserve` (it frees room, or belongs to accepted work), adds rows then.
-        The refusal comes at the first INSERT, so an act that finds its earlier self answers it.
+        While the disk refuses writes this raises StorageError, or waits if the write is `required`.
+        While the disk reserve is in use, new rows are refused, except for writes that are required
+        or that may use the `reserve` (they free space or belong to accepted work). The refusal
+        happens at the first INSERT, so that an act that only finds an existing row succeeds.
         """
         return await self.submit(act, required=required, reserve=reserve)
 
     def submit(
         self, act: Callable[[sa.Connection], T], *, required: bool = False, reserve: bool = False
     ) -> asyncio.Future[T]:
-        """The same, with its place among the writes taken at the call."""
-        return self.writer.submit(act if required or reserve else self._gate(act), required=required)
+        """Like `write`, but queued at the time of this call."""
+        return self.writer.submit(
+            act if required or reserve else self._gate(act), required=required
+        )
 
     def submit_batched(
         self, many: BatchWrite[Item, T], item: Item, *, required: bool = False
     ) -> asyncio.Future[T]:
-        """The same for a write that shares its statements with others of its kind."""
+        """Like `submit`, for a write that shares its statements with others of its kind."""
         if not required:
-            # One statement adds the rows of all: it cannot be refused for one of them.
+            # Checked here: one statement adds the rows of many, so it cannot be refused for one.
             self.health.refuse_new_data()
         return self.writer.submit_batched(many, item, required=required)
 
@@ -161,14 +164,14 @@ class Database:
         self,
         act: Callable[[sa.Connection], object],
         *,
-        about: Hashable = None,
-        dropped: Callable[[], None] | None = None,
+        key: Hashable = None,
+        on_dropped: Callable[[], None] | None = None,
     ) -> None:
-        """Run `act` with some later transaction; lost if the process dies before."""
-        self.writer.defer(self._gate(act), about=about, dropped=dropped)
+        """Run `act` with a later transaction; see `Writer.defer`."""
+        self.writer.defer(self._gate(act), key=key, on_dropped=on_dropped)
 
     def _gate(self, act: Callable[[sa.Connection], T]) -> Callable[[sa.Connection], T]:
-        """The act, with its INSERTs refused while nothing new is taken in."""
+        """The act, with its INSERTs refused while new data is refused."""
 
         def gated(connection: sa.Connection) -> T:
             self._gated = True
@@ -187,73 +190,72 @@ class Database:
 
     async def read(self, act: Callable[[sa.Connection], T]) -> T:
         """
-        Run `act` beside the writer, on what is committed.
+        Run `act` on committed data, concurrently with the writer.
 
-        While the database cannot be read this raises StorageError, or waits in `accepted_work`.
+        While the database is unavailable this raises StorageError, or waits in `accepted_work`.
         """
         while True:
             try:
-                return await self._answered(_run(self._readers, lambda: self._read(act)))
+                return await self._with_timeout(_run(self._readers, lambda: self._read(act)))
             except StorageError as error:
                 if not _accepted.get() or not error.problem.is_temporary:
                     raise
             await asyncio.sleep(READ_RETRY_S)
 
     async def read_key(self, act: Callable[[sa.Connection], T]) -> T:
-        """The same for a look-up that every request waits for: behind no other read."""
-        return await self._answered(_run(self._key_readers, lambda: self._read(act)))
+        """Like `read`, in a thread of its own: every request waits for this lookup."""
+        return await self._with_timeout(_run(self._key_readers, lambda: self._read(act)))
 
     async def read_report(self, act: Callable[[sa.Connection], T]) -> T:
-        """The same for a read that grows with what an owner has: no other read is behind it."""
-        return await self._answered(_run(self._reporters, lambda: self._read(act)))
+        """Like `read`, for reads that grow with an owner's data; they do not delay short ones."""
+        return await self._with_timeout(_run(self._reporters, lambda: self._read(act)))
 
-    async def _answered(self, reading: asyncio.Future[T]) -> T:
+    async def _with_timeout(self, reading: asyncio.Future[T]) -> T:
         """
-        What is read, unless the database has said nothing for too long.
+        The result of a read, or StorageError if the database does not respond.
 
-        While it owes the writer an answer as well, there is less hope for this one.
+        The timeout is shorter while it does not respond to the writer either.
         """
         began_s = time.monotonic()
         try:
             while not (await asyncio.wait((reading,), timeout=group_commit.RESPONSE_TIMEOUT_S))[0]:
-                silent_s = time.monotonic() - began_s
-                if silent_s >= group_commit.RECONNECT_S or self.health.problem is not None:
-                    raise StorageError(group_commit.not_responding(self._writing, silent_s))
+                waited_s = time.monotonic() - began_s
+                if waited_s >= group_commit.RECONNECT_S or self.health.problem is not None:
+                    raise StorageError(group_commit.not_responding(self._writing, waited_s))
             return reading.result()
         finally:
-            # Its thread goes on until it is answered; nobody listens.
+            # The thread continues until the database answers; its result is dropped.
             reading.cancel()
 
     def check_file(self) -> None:
-        """Whether the file of a SQLite database is still the one that was opened."""
+        """Record in `health` whether the SQLite file is still the one that was opened."""
         if self._file is None:
             return
         try:
             self._file.check()
-        except DatabaseFileChanged as gone:
-            self.health.record(gone, DATABASE_FILE)
+        except DatabaseFileChanged as changed:
+            self.health.record(changed, DATABASE_FILE)
         else:
             self.health.clear(DATABASE_FILE)
 
     def read_sync(self, act: Callable[[sa.Connection], T]) -> T:
-        """The same, once, in the thread of the caller."""
+        """Like `read`, once, in the caller's thread."""
         return self._read(act)
 
     async def build_report(self, act: Callable[[], T]) -> T:
-        """Build a large answer off the event loop, where such reads are made."""
+        """Build a large response in the thread pool of `read_report`."""
         return await _run(self._reporters, act)
 
     async def with_file(self, act: Callable[[], T], *, required: bool = False) -> T:
         """
         Read or write one payload or result off the event loop.
 
-        While an object store is away, or the disk is full or fails, this raises StorageError, or
-        waits if it `must` be done.
+        While storage has a problem this raises StorageError, or waits if the work is `required`.
         """
         return await self._on_files(self._file_threads, act, required=required)
 
     async def with_folder(self, act: Callable[[], T], *, required: bool = False) -> T:
-        """The same for work on whole folders. It may take minutes."""
+        """Like `with_file`, for work on whole folders, which may take minutes."""
         return await self._on_files(self._folder_threads, act, required=required)
 
     async def _on_files(
@@ -280,8 +282,8 @@ class Database:
         ):
             threads.shutdown()
         self._reading.dispose()
-        if self._alone:
-            sql_dialects.empty_log(self._writing)
+        if self._exclusive:
+            sql_dialects.checkpoint_wal(self._writing)
         self._writing.dispose()
 
     def _read(self, act: Callable[[sa.Connection], T]) -> T:
@@ -294,7 +296,7 @@ class Database:
                 if (problem := self.health.record(error)) is not None:
                     raise StorageError(problem) from error
                 raise
-        # The database was started again since this connection was made; the next is a new one.
+        # The database was restarted since this connection was made: try once on a new one.
         try:
             with self._reading.connect() as connection:
                 return act(connection)
@@ -309,8 +311,8 @@ def _run(threads: ThreadPoolExecutor, act: Callable[[], T]) -> asyncio.Future[T]
 
 
 @contextlib.contextmanager
-def _told(engine: sa.Engine) -> Iterator[None]:
-    """Whatever keeps a database from being opened, as DatabaseRefused."""
+def _as_refusal(engine: sa.Engine) -> Iterator[None]:
+    """Turns errors of opening a database into DatabaseRefused."""
     try:
         yield
     except DatabaseLocked as error:
@@ -328,16 +330,16 @@ def _told(engine: sa.Engine) -> Iterator[None]:
 
 
 def outdated(url: str) -> migrations.Outdated | None:
-    """In which way a schema is not the newest, without changing it; None when it is."""
-    with _looked_at(url) as engine:
+    """How a schema differs from the newest, without changing it; None if it does not."""
+    with _opened_read_only(url) as engine:
         if engine is None:
             return migrations.Outdated(None, migrations.known_versions()[0])
         return migrations.outdated(engine)
 
 
 def has_keys(url: str) -> bool:
-    """Whether a database has keys; its schema is left as it is."""
-    with _looked_at(url) as engine:
+    """Whether a database has API keys; does not upgrade its schema."""
+    with _opened_read_only(url) as engine:
         if engine is None:
             return False
         with engine.connect() as connection:
@@ -346,34 +348,34 @@ def has_keys(url: str) -> bool:
 
 
 def any_key(connection: sa.Connection) -> bool:
-    """Whether there ever was a key: revoked ones stay."""
+    """Whether a key was ever created: rows of revoked keys stay."""
     return connection.execute(sa.select(api_keys.c.key_id).limit(1)).first() is not None
 
 
 @contextlib.contextmanager
-def _looked_at(url: str) -> Iterator[sa.Engine | None]:
-    """A database to read from as it is; None when there is no file, which is not made."""
-    writing, reading = _engines(url, alone=False)
+def _opened_read_only(url: str) -> Iterator[sa.Engine | None]:
+    """An engine to read a database of any version; None if there is no file (none is created)."""
+    writing, reading = _engines(url, exclusive=False)
     try:
         file = writing.url.database if writing.dialect.name == "sqlite" else None
         if file is not None and not Path(file).exists():
             yield None
             return
         if file is not None:
-            _tell_of_lost_log(Path(file))
-        with _told(reading):
+            _warn_of_lost_wal(Path(file))
+        with _as_refusal(reading):
             yield reading
     finally:
         writing.dispose()
         reading.dispose()
 
 
-def _check_sound(engine: sa.Engine) -> None:
-    """Refuse a SQLite file whose pages do not fit together: its answers may be wrong."""
+def _check_integrity(engine: sa.Engine) -> None:
+    """Refuse a SQLite file whose pages are inconsistent: its answers may be wrong."""
     if engine.dialect.name != "sqlite":
         return
     if engine.url.database:
-        _tell_of_lost_log(Path(engine.url.database))
+        _warn_of_lost_wal(Path(engine.url.database))
     try:
         with engine.connect() as connection:
             found = connection.exec_driver_sql("PRAGMA quick_check(3)").scalars().all()
@@ -385,18 +387,18 @@ def _check_sound(engine: sa.Engine) -> None:
         raise _damaged(engine, "; ".join(map(str, found)))
 
 
-def _tell_of_lost_log(file: Path) -> None:
-    if sql_dialects.log_is_lost(file):
+def _warn_of_lost_wal(file: Path) -> None:
+    if sql_dialects.is_wal_lost(file):
         log.error(
-            "%s-wal is gone or was cut short, and what was committed last was in it: clients will "
-            "hear that their newest requests are not known. If you can put it back, stop this "
-            "server first.",
+            "%s-wal is missing or truncated, and it contained the newest commits: clients will "
+            "be told that their newest requests are unknown. To put it back, stop this server "
+            "first.",
             file,
         )
 
 
 def _is_full(engine: sa.Engine) -> bool:
-    """SQLite calls it an I/O error when there is no room for its index."""
+    """On a full disk SQLite may report an I/O error instead, because it cannot write its index."""
     if engine.dialect.name != "sqlite" or not engine.url.database:
         return False
     try:
@@ -408,20 +410,22 @@ def _is_full(engine: sa.Engine) -> bool:
 def _damaged(engine: sa.Engine, reason: str) -> DatabaseRefused:
     return DatabaseRefused(
         f"the database {engine.url.database} is damaged: {reason}. Run "
-        "`tinkex doctor --data DIR` to see what is left, and `tinkex restore` for a back-up."
+        "`tinkex doctor --data DIR` to see what is left, and `tinkex restore` to restore a backup."
     )
 
 
 def _engines(url: str, *, exclusive: bool) -> tuple[sa.Engine, sa.Engine]:
-    """The one that writes and the one that reads."""
+    """The SQLAlchemy engine that writes, and the one that reads."""
     try:
         backend = sa.make_url(url).get_backend_name()
         if backend not in ("sqlite", "postgresql"):
-            raise DatabaseRefused(f"--db is a database of {backend}. {ALLOWED}")
-        # Errors are logged, and what was to be written belongs to somebody.
+            raise DatabaseRefused(
+                f"--db names a {backend} database, which is not supported. {ALLOWED}"
+            )
+        # `hide_parameters`: errors are logged, and parameters are user data.
         shared: dict[str, Any] = {"hide_parameters": True, "max_overflow": 0}
         if backend == "postgresql":
-            shared["connect_args"] = sql_dialects.patience(sa.make_url(url))
+            shared["connect_args"] = sql_dialects.timeouts(sa.make_url(url))
         writing = sa.create_engine(url, pool_size=1, **shared)
         reading = sa.create_engine(url, pool_size=READERS + KEY_READERS + REPORTERS, **shared)
     except ModuleNotFoundError as error:
@@ -430,15 +434,15 @@ def _engines(url: str, *, exclusive: bool) -> tuple[sa.Engine, sa.Engine]:
             "Run `pip install 'tinkex[postgres]'`, or leave out --db for SQLite."
         ) from error
     except sa.exc.ArgumentError as error:
-        raise DatabaseRefused(f"--db is no URL of a database. {ALLOWED}") from error
+        raise DatabaseRefused(f"--db is not a database URL. {ALLOWED}") from error
     if backend == "sqlite":
         _prepare_sqlite(writing, "BEGIN IMMEDIATE", writes=True)
         _prepare_sqlite(reading, "BEGIN", writes=False)
     else:
         sql_dialects.prepare_writer(writing, exclusive=exclusive)
-        sql_dialects.prepare_texts(writing)
-        sql_dialects.prepare_texts(reading)
-        # All statements of one read see the same commits, as with SQLite.
+        sql_dialects.replace_nul_characters(writing)
+        sql_dialects.replace_nul_characters(reading)
+        # All statements of one read see the same snapshot, as in SQLite.
         reading = reading.execution_options(
             isolation_level="REPEATABLE READ", postgresql_readonly=True
         )
@@ -446,24 +450,26 @@ def _engines(url: str, *, exclusive: bool) -> tuple[sa.Engine, sa.Engine]:
 
 
 def _prepare_sqlite(engine: sa.Engine, begin: str, *, writes: bool) -> None:
-    """The pragmas behind the promises."""
+    """Sets the pragmas for durability and concurrency."""
 
     @event.listens_for(engine, "connect")
     def _connected(connection: Any, _record: object) -> None:
-        # The driver's own idea of when a transaction begins is switched off: we say it.
+        # Turns off the driver's implicit transactions; `begin` below starts them.
         connection.isolation_level = None
         cursor = connection.cursor()
-        # First of all: it is how long the others wait.
+        # First, because the next pragmas may have to wait for a lock.
         cursor.execute("PRAGMA busy_timeout = 10000")
         if writes:
-            # Before anything is written: deleted rows give their room back, a piece at a time.
-            # This waits for whoever writes, so those who only read leave it alone.
+            # Must precede the first table. Lets `Retention.free_pages` shrink the file in steps.
+            # It waits for a running writer, so read-only connections do not set it.
             cursor.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        cursor.execute("PRAGMA journal_mode = WAL")  # readers and the writer don't wait
-        cursor.execute("PRAGMA synchronous = FULL")  # a commit is on disk, not on its way
+        cursor.execute(
+            "PRAGMA journal_mode = WAL"
+        )  # readers and the writer do not block each other
+        cursor.execute("PRAGMA synchronous = FULL")  # a commit is on disk when it returns
         cursor.execute("PRAGMA journal_size_limit = 8388608")
         cursor.execute("PRAGMA foreign_keys = ON")
-        # Pages that each connection holds for itself; the system has them in memory anyway.
+        # A cache per connection; the operating system caches the pages anyway.
         cursor.execute(f"PRAGMA cache_size = -{PAGE_CACHE_KIB}")
         cursor.close()
 

@@ -1,7 +1,7 @@
 """
 Event rows: the audit log of changes, and the telemetry that clients send.
 
-    events.note_audit(connection, owner=..., event="checkpoint.published", details={"tinker_path": ...})
+    events.note_audit(connection, owner=..., event="checkpoint.published", details={...})
 
 inside the transaction that makes the change.
 """
@@ -18,14 +18,14 @@ from tinkex.server.store.database import Database
 from tinkex.server.store.schema import audit, telemetry
 from tinkex.wire.redaction import scrubbed as without_secrets
 
-#: What `GET audit?event_type=` may ask for, by the first word of an event.
+#: The values of `GET audit?event_type=`, by the first word of an event.
 TOPICS = {
     "checkpoint": "checkpoints",
     "project": "projects",
     "session": "sessions",
     "key": "organizations",
 }
-# Keeps one answer small enough to send; a day has one.
+# The most in one response, which covers one day.
 MAX_ENTRIES = 10_000
 
 _INSERT_AUDIT = audit.insert()
@@ -41,7 +41,7 @@ class AuditEntry:
 def note_audit(
     connection: sa.Connection, *, owner: str, event: str, details: Mapping[str, Any]
 ) -> None:
-    """Add an entry inside a transaction. Never put a secret into the details."""
+    """Add an entry inside a transaction. The details must not contain secrets."""
     connection.execute(
         _INSERT_AUDIT,
         {
@@ -55,13 +55,13 @@ def note_audit(
 
 
 class Audit:
-    """The rows of what was changed."""
+    """The audit log."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     async def note(self, *, owner: str, event: str, details: Mapping[str, Any]) -> None:
-        """An entry of its own, for a change that is made elsewhere."""
+        """Add an entry for a change outside the database."""
         await self._database.write(
             lambda connection: note_audit(connection, owner=owner, event=event, details=details)
         )
@@ -69,7 +69,7 @@ class Audit:
     async def entries(
         self, *, owner: str, topic: str | None, since_s: float, until_s: float
     ) -> list[AuditEntry]:
-        """The owner's entries of a time, oldest first; the newest ones when there are too many."""
+        """The owner's entries in a time range, oldest first; at most the newest MAX_ENTRIES."""
         statement = (
             sa.select(audit.c.at_s, audit.c.event, audit.c.details)
             .where(audit.c.owner == owner, audit.c.at_s >= since_s, audit.c.at_s < until_s)
@@ -84,14 +84,14 @@ class Audit:
         return found[::-1]
 
 
-# An SDK sends up to 100 at once.
+# SDKs send up to 100 at once.
 MAX_EVENTS = 100
 MAX_TEXT = 500
-#: Characters that are kept for one owner in an hour: a busy client says a tenth of it.
+#: Characters stored for one owner in an hour; a busy client sends a tenth of it.
 MAX_CHARACTERS_PER_HOUR = 16 * 2**20
 HOUR_S = 3600
 
-#: Everything else is dropped: official clients put whole request headers into `event_data`.
+#: The stored fields. Others are dropped: official clients put request headers into `event_data`.
 FIELDS = (
     "event",
     "event_id",
@@ -108,27 +108,27 @@ _INSERT_TELEMETRY = telemetry.insert()
 
 
 def scrubbed(event: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of an event that may be kept: known fields, short, without keys and tokens."""
-    kept: dict[str, Any] = {}
+    """The part of an event that is stored: known fields, truncated, without keys and tokens."""
+    stored: dict[str, Any] = {}
     for name in FIELDS:
         value = event.get(name)
         if isinstance(value, str):
-            kept[name] = without_secrets(value[: 2 * MAX_TEXT])[:MAX_TEXT]
+            stored[name] = without_secrets(value[: 2 * MAX_TEXT])[:MAX_TEXT]
         elif isinstance(value, int) and abs(value) < 2**53:
-            kept[name] = value
-    return kept
+            stored[name] = value
+    return stored
 
 
 class Telemetry:
-    """The rows of what clients told."""
+    """The telemetry rows."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._hour = 0
-        self._kept: Counter[str] = Counter()
+        self._stored_characters: Counter[str] = Counter()
 
-    def keep(self, events: Sequence[Any], *, owner: str, session_id: str, about: str) -> None:
-        """Note, some time soon, what is worth it of a batch; nothing while room is short."""
+    def record(self, events: Sequence[Any], *, owner: str, session_id: str, about: str) -> None:
+        """Store a batch with a deferred write; dropped while storage has a problem."""
         if self._database.health.problem is not None:
             return
         now_s = time.time()
@@ -142,26 +142,26 @@ class Telemetry:
             for event in events[:MAX_EVENTS]
             if isinstance(event, Mapping)
         ]
-        rows = rows[: self._that_fit(owner, rows, hour=int(now_s // HOUR_S))]
+        rows = rows[: self._count_allowed(owner, rows, hour=int(now_s // HOUR_S))]
         if rows:
             self._database.write_deferred(
                 lambda connection: connection.execute(_INSERT_TELEMETRY, rows)
             )
 
-    def _that_fit(self, owner: str, rows: Sequence[Mapping[str, Any]], *, hour: int) -> int:
-        """How many of these rows are still kept in this hour: the disk is everybody's."""
+    def _count_allowed(self, owner: str, rows: Sequence[Mapping[str, Any]], *, hour: int) -> int:
+        """How many of these rows fit into the owner's limit for this hour."""
         if hour != self._hour:
             self._hour = hour
-            self._kept.clear()
+            self._stored_characters.clear()
         for number, row in enumerate(rows):
             size = sum(len(str(value)) for value in row["event"].values())
-            if self._kept[owner] + size > MAX_CHARACTERS_PER_HOUR:
+            if self._stored_characters[owner] + size > MAX_CHARACTERS_PER_HOUR:
                 return number
-            self._kept[owner] += size
+            self._stored_characters[owner] += size
         return len(rows)
 
     async def of_session(self, session_id: str, *, owner: str) -> list[dict[str, Any]]:
-        """What the client of a session told, in order."""
+        """The telemetry of a session, in order."""
         statement = (
             sa.select(telemetry.c.event)
             .where(telemetry.c.session_id == session_id, telemetry.c.owner == owner)

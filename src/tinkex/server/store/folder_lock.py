@@ -1,13 +1,13 @@
 """
-One server at a time on a data folder, and on a database.
+Locks: one server at a time on a data folder, and on a SQLite database.
 
     with lock_folder(settings.folder) as folder, lock_database(settings) as database:
         ...
-        folder.problem()        # asked now and then: is it still the folder that was locked?
+        folder.problem()        # called regularly: is it still the folder that was locked?
 
-What is locked is the folder itself, and the database file itself: lock files can be deleted, and a
-hard link gives a database a second name. The lock files say which process holds the lock, and keep
-servers of earlier versions out.
+The folder itself and the database file itself are locked: lock files can be deleted, and a hard
+link gives a database a second name. The lock files contain the id of the process that holds the
+lock, and also lock out servers of earlier versions.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("tinkex.server.supervisor")
 
 LOCK_FILE = "server.lock"
-# Training data is nobody else's on this machine. A folder that was there before stays as it is.
+# Other users must not read training data. The mode of an existing folder is not changed.
 PRIVATE_MODE = 0o700
-# SQLite locks bytes around 2**30 of its file, so this one is free.
+# SQLite locks bytes around 2**30 of its file, so this byte is free.
 LOCKED_BYTE = 2**62
 
 
 class HeldLock:
-    """A lock file that this process holds, with what it stands for."""
+    """A lock file that this process holds, and the folder or database that it locks."""
 
     def __init__(self, lock: TextIO, file: Path, of: Path, descriptor: int | None) -> None:
         self._lock = lock
@@ -44,22 +44,22 @@ class HeldLock:
         self._descriptor = descriptor
 
     def problem(self) -> str | None:
-        """Why the lock is lost, if it is. A lock file that was deleted is made again."""
+        """Why the lock is lost, if it is. A deleted lock file is created again."""
         try:
             if self._descriptor is not None and not _is_same(self._of, self._descriptor):
                 return f"{self._of} was moved, deleted or replaced"
             if not _is_same(self._file, self._lock.fileno()):
                 return self._lock_again()
         except OSError as error:
-            log.warning("%s cannot be looked at: %s", self._file, error.strerror)
+            log.warning("%s cannot be checked: %s", self._file, error.strerror)
         return None
 
     def _lock_again(self) -> str | None:
         lock = _opened(self._file)
-        if (holder := _taken(lock)) is not None:
+        if (holder := _take(lock)) is not None:
             lock.close()
             return f"{self._file} was deleted, and process {holder} holds a new one"
-        log.warning("%s was deleted; it is made again", self._file)
+        log.warning("%s was deleted; creating it again", self._file)
         self.close()
         self._lock = lock
         return None
@@ -70,7 +70,7 @@ class HeldLock:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[HeldLock]:
-    """One server at a time for each data folder; the system frees it however we end."""
+    """Lock a data folder; the operating system releases it however the process ends."""
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(mode=PRIVATE_MODE, parents=True, exist_ok=True)
@@ -83,11 +83,11 @@ def lock_folder(folder: Path) -> Iterator[HeldLock]:
                 f"the data folder {folder} cannot be written: {error.strerror}.",
                 hint="Choose another one with --data.",
             ) from error
-        holder = _taken(lock) if free else _told(lock)
+        holder = _take(lock) if free else _holder_in(lock)
         if holder is not None:
             raise SettingsError(
                 f"another server (process {holder}) holds the data folder {folder}.",
-                hint="Use that one, stop it, or choose another folder with --data.",
+                hint="Use that server, stop it, or choose another folder with --data.",
             )
         held = HeldLock(lock, folder / LOCK_FILE, folder, descriptor)
         stack.callback(held.close)
@@ -97,9 +97,9 @@ def lock_folder(folder: Path) -> Iterator[HeldLock]:
 @contextlib.contextmanager
 def lock_database(settings: Settings) -> Iterator[HeldLock | None]:
     """
-    One server at a time for each database file, wherever it is: with `--db` two folders may name it.
+    Lock a SQLite database file: with `--db` two data folders may use the same one.
 
-    PostgreSQL is held by the connection that writes.
+    PostgreSQL is locked by the connection that writes (`sql_dialects`).
     """
     file = database_file(settings.db_url)
     if file is None:
@@ -116,12 +116,12 @@ def lock_database(settings: Settings) -> Iterator[HeldLock | None]:
                 hint="Choose another one with --db, or leave it out for one in the data folder.",
             ) from error
         free = True
-        # What is wrong with the file itself is told by who opens it.
+        # Opening the database reports errors of the file itself.
         with contextlib.suppress(OSError):
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
             stack.callback(os.close, descriptor)
             free = _lock_byte(descriptor)
-        holder = _taken(lock) if free else _told(lock)
+        holder = _take(lock) if free else _holder_in(lock)
         if holder is not None:
             raise SettingsError(
                 f"another server (process {holder}) holds the database {file}.",
@@ -133,7 +133,7 @@ def lock_database(settings: Settings) -> Iterator[HeldLock | None]:
 
 
 def lock_holder(folder: Path) -> str | None:
-    """The process that holds a data folder; None when nobody does."""
+    """The process that holds a data folder; None if it is free."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
@@ -147,14 +147,14 @@ def lock_holder(folder: Path) -> str | None:
     except FileNotFoundError:
         return None if free else "unknown"
     with lock:
-        return None if free and _flock(lock.fileno(), fcntl.LOCK_SH) else _told(lock)
+        return None if free and _flock(lock.fileno(), fcntl.LOCK_SH) else _holder_in(lock)
 
 
 def open_shared_store(settings: Settings) -> "Store":
     """
-    The store of a data folder on which a server may be working.
+    The store of a data folder that a server may be using.
 
-    Its schema is changed only while no server holds the folder: one that runs knows its own.
+    The schema is upgraded only while no server holds the folder.
     """
     from tinkex.server.store import DatabaseRefused, open_store
     from tinkex.server.store.database import Database, outdated
@@ -165,8 +165,8 @@ def open_shared_store(settings: Settings) -> "Store":
                 Database(settings.db_url, exclusive=True).close()
         except SettingsError as held:
             raise DatabaseRefused(
-                f"{problem}, and {held} Use the tinkex that this server runs with, or stop it "
-                "first: without it this command brings the database up to date."
+                f"{problem}, and {held} Use the tinkex version of that server, or stop it first: "
+                "then this command upgrades the database."
             ) from held
     return open_store(
         db_url=settings.db_url, storage_url=settings.storage_url, folder=settings.folder
@@ -174,7 +174,7 @@ def open_shared_store(settings: Settings) -> "Store":
 
 
 def database_file(db_url: str) -> Path | None:
-    """The file behind a URL of SQLite, whatever links lead to it; None for any other database."""
+    """The file of a SQLite URL, with links resolved; None for other databases."""
     backend, _, rest = db_url.partition("://")
     name = rest.partition("?")[0].removeprefix("/").removeprefix("file:")
     if backend.partition("+")[0] != "sqlite" or name in ("", ":memory:"):
@@ -183,16 +183,16 @@ def database_file(db_url: str) -> Path | None:
 
 
 def _opened(file: Path) -> TextIO:
-    """A lock file that only its user can read, whatever the umask is or was."""
+    """A lock file that only its user can read, whatever the umask is."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     lock = os.fdopen(descriptor, "a+")
-    with contextlib.suppress(PermissionError):  # another user's, who may let us use it
+    with contextlib.suppress(PermissionError):  # another user's file that this one may write
         os.fchmod(descriptor, 0o600)
     return lock
 
 
 def _is_same(path: Path, descriptor: int) -> bool:
-    """Whether a path leads to what was opened."""
+    """Whether a path refers to an open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
@@ -200,22 +200,22 @@ def _is_same(path: Path, descriptor: int) -> bool:
 
 
 def _flock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Whether it is ours now; a folder that cannot be locked, as on NFS, counts as free."""
+    """Take a lock; whether it was free. A folder that cannot be locked (NFS) counts as free."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        log.debug("a folder cannot be locked here, its lock file counts alone: %s", error)
+        log.debug("a folder cannot be locked here, only its lock file: %s", error)
     return True
 
 
 def _lock_byte(descriptor: int) -> bool:
     """
-    Lock one byte of a database file, far behind its end; whether it is ours now.
+    Lock one byte of a database file, far behind its end; whether it was free.
 
-    Not the file as a whole: on some systems that is the same lock as SQLite's own. Where it can be
-    had, the lock belongs to the descriptor: SQLite in this process cannot drop it by closing.
+    A lock of the whole file would conflict with SQLite's own locks on some systems. On Linux the
+    lock belongs to the descriptor, so that SQLite in this process cannot release it by closing.
     """
     try:
         if sys.platform == "linux":
@@ -228,19 +228,19 @@ def _lock_byte(descriptor: int) -> bool:
     return True
 
 
-def _taken(lock: TextIO) -> str | None:
-    """Hold a lock file; the process that has it already, if one does."""
+def _take(lock: TextIO) -> str | None:
+    """Lock a lock file and write this process id; the process that holds it already, if any."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _told(lock)
+        return _holder_in(lock)
     lock.truncate(0)
     lock.write(f"{os.getpid()}\n")
     lock.flush()
     return None
 
 
-def _told(lock: TextIO) -> str:
-    """Which process a lock file names."""
+def _holder_in(lock: TextIO) -> str:
+    """The process id in a lock file."""
     lock.seek(0)
     return lock.read().strip() or "unknown"

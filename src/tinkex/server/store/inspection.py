@@ -1,4 +1,8 @@
-"""Looks at a store without changing it: is what the rows say there, and is it what was written?"""
+"""
+Read-only inspection of a store, for `tinkex doctor` and `tinkex backup`.
+
+Checks that all stored files exist and match their fingerprints, and that model logs have no gaps.
+"""
 
 import contextlib
 import sqlite3
@@ -33,64 +37,64 @@ CHECKPOINT = "checkpoint"
 SNAPSHOT = "snapshot"
 OLDER_SNAPSHOT = "older snapshot"
 
-# Of what is wrong with a database, as much is told.
+# The most problems of a database that are reported.
 MAX_PROBLEMS = 20
-# Steps that a model is built again from, and that carry something.
+# Steps that recovery replays and that need their payload.
 _KINDS_WITH_PAYLOAD = ("create_model", "forward_backward", "optim_step", "load_weights")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DamagedItem:
-    """A file or folder that a row points to and that is not what was written."""
+    """A stored file or folder that is missing or damaged."""
 
     what: str
-    #: Of the request, version or model.
+    #: The id of its request or model, or the path of its checkpoint.
     name: str
-    place: str
+    key: str
     problem: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogGap:
-    """A model that cannot be built again from its log."""
+    """A model whose log has missing steps, so that recovery cannot rebuild it."""
 
     model_id: str
-    #: Numbers of steps that are missing, or have lost what they carried.
+    #: Steps that are missing or have lost their payload.
     seq_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection:
-    """What was found."""
+    """The result of an inspection."""
 
     #: Why the database cannot be opened, if it cannot.
     refused: str | None = None
-    #: What the database itself says is wrong with it.
+    #: Integrity errors that the database reports.
     damage: tuple[str, ...] = ()
-    #: Of the schema; None is one without any.
+    #: The schema version; None if there are no tables.
     version: str | None = None
     newest_version: str = ""
     known_versions: frozenset[str] = frozenset()
-    #: How many files and folders were looked at.
+    #: The number of checked files and folders.
     checked: int = 0
     damaged: tuple[DamagedItem, ...] = ()
-    #: Files that no row points to.
+    #: Keys that no row refers to.
     orphans: tuple[str, ...] = ()
     log_gaps: tuple[LogGap, ...] = ()
-    #: Models that have a snapshot and a way back behind it.
+    #: Models with a fallback for their newest snapshot.
     has_fallback: frozenset[str] = frozenset()
-    #: Snapshots that were damaged and are not used any more.
+    #: Damaged snapshots that were moved to `set-aside`.
     set_aside: int = 0
-    #: Sessions that have files here and are not in the database.
+    #: Sessions that have stored files and are not in the database.
     unknown_sessions: tuple[str, ...] = ()
-    #: A key was made once.
+    #: Whether an API key was ever created.
     has_keys: bool = False
-    #: There are files, and the database knows of none.
+    #: There are stored files, and none belongs to the database.
     is_wrong_database: bool = False
 
 
 def inspect(url: str, files: Files, *, young_s: float, abandoned_s: float) -> Inspection:
-    """Files younger than that may belong to a request that is being accepted now."""
+    """Inspect a store. Files younger than `young_s` are not orphans: requests may be running."""
     versions = known_versions()
     newest, known = versions[0], frozenset(versions)
     database = sa.make_url(url).database
@@ -99,7 +103,7 @@ def inspect(url: str, files: Files, *, young_s: float, abandoned_s: float) -> In
     engine = sa.create_engine(url)
     try:
         with engine.connect() as connection:
-            damage = _damage(connection)
+            damage = _integrity_errors(connection)
             version = None if damage else current_version(connection)
             if damage or version != newest:
                 return Inspection(
@@ -107,9 +111,11 @@ def inspect(url: str, files: Files, *, young_s: float, abandoned_s: float) -> In
                     version=version,
                     newest_version=newest,
                     known_versions=known,
-                    is_wrong_database=version is None and not damage and bool(session_ids_in(files)),
+                    is_wrong_database=version is None
+                    and not damage
+                    and bool(session_ids_in(files)),
                 )
-            return _look(
+            return _inspect_files(
                 connection,
                 files,
                 newest=newest,
@@ -126,18 +132,18 @@ def inspect(url: str, files: Files, *, young_s: float, abandoned_s: float) -> In
         engine.dispose()
 
 
-def _damage(connection: sa.Connection) -> tuple[str, ...]:
+def _integrity_errors(connection: sa.Connection) -> tuple[str, ...]:
     if connection.dialect.name != "sqlite":
         return ()
     found = connection.exec_driver_sql(f"PRAGMA integrity_check({MAX_PROBLEMS})").scalars().all()
     problems = [str(line) for line in found if line != "ok"]
     if not problems:
         rows = connection.exec_driver_sql("PRAGMA foreign_key_check").all()
-        problems = [f"a row of {row[0]} points to no row of {row[2]}" for row in rows]
+        problems = [f"a row of {row[0]} refers to a missing row of {row[2]}" for row in rows]
     return tuple(problems[:MAX_PROBLEMS])
 
 
-def _look(
+def _inspect_files(
     connection: sa.Connection,
     files: Files,
     *,
@@ -146,37 +152,37 @@ def _look(
     young_s: float,
     abandoned_s: float,
 ) -> Inspection:
-    broken, places = [], set()
-    for what, name, place, written in _pointers(connection):
-        places.add(place)
-        if (problem := _problem(files, what, place, written)) is not None:
-            broken.append(DamagedItem(what=what, name=name, place=place, problem=problem))
+    damaged, keys = [], set()
+    for what, name, key, written in _references(connection):
+        keys.add(key)
+        if (problem := _problem(files, what, key, written)) is not None:
+            damaged.append(DamagedItem(what=what, name=name, key=key, problem=problem))
     before_s = time.time() - young_s
-    ours = storage_ownership(connection, session_ids_in(files))
+    ownership = storage_ownership(connection, session_ids_in(files))
     orphans = [
-        place
-        for room, depth in PREFIX_DEPTHS.items()
-        for place in files.list_older(room, depth, before_s=before_s)
-        if place not in places and ours.is_orphan(place)
+        key
+        for prefix, depth in PREFIX_DEPTHS.items()
+        for key in files.list_older(prefix, depth, before_s=before_s)
+        if key not in keys and ownership.may_delete(key)
     ]
     return Inspection(
         version=newest,
         newest_version=newest,
         known_versions=known,
-        checked=len(places),
-        damaged=tuple(broken),
+        checked=len(keys),
+        damaged=tuple(damaged),
         orphans=tuple(sorted(orphans)),
         log_gaps=tuple(_log_gaps(connection, seen_after_s=time.time() - abandoned_s)),
         has_fallback=frozenset(connection.scalars(sa.select(older_snapshots.c.model_id))),
-        unknown_sessions=tuple(sorted(ours.unknown_sessions)),
-        is_wrong_database=ours.is_wrong_database,
+        unknown_sessions=tuple(sorted(ownership.unknown_sessions)),
+        is_wrong_database=ownership.is_wrong_database,
         has_keys=any_key(connection),
         set_aside=len(files.list_older(f"{SET_ASIDE}/snapshots", 2, before_s=float("inf"))),
     )
 
 
-def _pointers(connection: sa.Connection) -> Iterator[tuple[str, str, str, str | None]]:
-    """What, whose, where, and the fingerprint of it if the row has one."""
+def _references(connection: sa.Connection) -> Iterator[tuple[str, str, str, str | None]]:
+    """Every key in the rows: what it is, its name, the key, and its fingerprint if there is one."""
     columns: tuple[tuple[str, Any, Any, Any], ...] = (
         (PAYLOAD, requests.c.request_id, requests.c.payload_place, sa.null()),
         (RESULT, requests.c.request_id, requests.c.result_place, sa.null()),
@@ -188,8 +194,8 @@ def _pointers(connection: sa.Connection) -> Iterator[tuple[str, str, str, str | 
             older_snapshots.c.fingerprint,
         ),
     )
-    for what, name, place, written in columns:
-        statement = sa.select(name, place, written).where(place.is_not(None))
+    for what, name, key, written in columns:
+        statement = sa.select(name, key, written).where(key.is_not(None))
         for row in connection.execute(statement):
             yield what, row[0], row[1], row[2]
     versions = checkpoint_versions.c
@@ -200,42 +206,42 @@ def _pointers(connection: sa.Connection) -> Iterator[tuple[str, str, str, str | 
         yield CHECKPOINT, f"tinker://{row.model_id}/{row.kind}/{name}", row.place, row.fingerprint
 
 
-def _problem(files: Files, what: str, place: str, written: str | None) -> str | None:
+def _problem(files: Files, what: str, key: str, written: str | None) -> str | None:
     if what in (PAYLOAD, RESULT):
         try:
-            files.get(place)
+            files.get(key)
         except Damaged as damaged:
             return str(damaged)
         return None
     if files.local is not None:
         try:
-            return folder_problem(f"{files.local}/{place}", place, written)
+            return folder_problem(f"{files.local}/{key}", key, written)
         except OSError as error:
-            return f"{UNREADABLE}: {error.strerror} ({error.filename or place})"
-    # What is far away is only looked for: it has checks of its own.
-    return None if files.exists(place) else f"is missing: there is no folder {place}"
+            return f"{UNREADABLE}: {error.strerror} ({error.filename or key})"
+    # Object stores have their own checksums: only check that it exists.
+    return None if files.exists(key) else f"is missing: there is no folder {key}"
 
 
 def _log_gaps(connection: sa.Connection, *, seen_after_s: float) -> Iterator[LogGap]:
-    """Models of open sessions whose logs have steps missing, after the last way to begin."""
-    begins = sa.func.coalesce(older_snapshots.c.seq_id, snapshots.c.seq_id, -1)
+    """Models of open sessions whose logs have gaps after their oldest snapshot."""
+    first = sa.func.coalesce(older_snapshots.c.seq_id, snapshots.c.seq_id, -1)
     empty = sa.and_(requests.c.payload.is_(None), requests.c.payload_place.is_(None))
     statement = (
         sa.select(
             requests.c.model_id,
             requests.c.seq_id,
             requests.c.cause,
-            begins.label("begins"),
-            sa.and_(empty, requests.c.status == Status.DONE, requests.c.kind.in_(_KINDS_WITH_PAYLOAD)).label(
-                "empty"
-            ),
+            first.label("replay_after"),
+            sa.and_(
+                empty, requests.c.status == Status.DONE, requests.c.kind.in_(_KINDS_WITH_PAYLOAD)
+            ).label("empty"),
         )
         .join(models, models.c.model_id == requests.c.model_id)
         .join(sessions, sessions.c.session_id == models.c.session_id)
         .outerjoin(snapshots, snapshots.c.model_id == requests.c.model_id)
         .outerjoin(older_snapshots, older_snapshots.c.model_id == requests.c.model_id)
         .where(
-            requests.c.seq_id > begins,
+            requests.c.seq_id > first,
             requests.c.status != Status.WAITING,
             sessions.c.finished_s.is_(None),
             sessions.c.seen_s > seen_after_s,
@@ -245,8 +251,8 @@ def _log_gaps(connection: sa.Connection, *, seen_after_s: float) -> Iterator[Log
     missing: defaultdict[str, list[int]] = defaultdict(list)
     last: dict[str, int] = {}
     for row in connection.execute(statement):
-        before = last.get(row.model_id, row.begins)
-        # A number that never came is no hole: the steps behind it say so.
+        before = last.get(row.model_id, row.replay_after)
+        # A step that never arrived is not a gap: the step after it failed with this cause.
         if row.cause != "gap":
             missing[row.model_id] += range(before + 1, row.seq_id)
         if row.empty:
@@ -257,14 +263,14 @@ def _log_gaps(connection: sa.Connection, *, seen_after_s: float) -> Iterator[Log
             yield LogGap(model_id=model_id, seq_ids=tuple(seq_ids))
 
 
-def remove(files: Files, places: tuple[str, ...]) -> None:
-    """Delete what no row points to."""
-    for place in places:
-        files.remove(place)
+def remove(files: Files, keys: tuple[str, ...]) -> None:
+    """Delete orphans."""
+    for key in keys:
+        files.remove(key)
 
 
 def rebuild_indexes(url: str) -> None:
-    """Make them anew from the tables."""
+    """Rebuild the indexes from the tables."""
     engine = sa.create_engine(url)
     with contextlib.closing(engine.raw_connection()) as connection:
         connection.cursor().execute("REINDEX")
@@ -273,16 +279,16 @@ def rebuild_indexes(url: str) -> None:
 
 
 class CopyFailed(Exception):
-    """The database is not one that can be copied; the text says why."""
+    """The database cannot be copied; the text says why."""
 
     def __init__(self, message: str, *, is_full: bool = False) -> None:
         super().__init__(message)
-        #: It is the disk of the copy that has no room.
+        #: Whether the disk of the copy is full.
         self.is_full = is_full
 
 
 def copy_database(source: Path, target: Path) -> None:
-    """As it is at one moment, while others write to it; sound, or not at all."""
+    """Copy a consistent state of a database that may be in use, and check the copy."""
     target.unlink(missing_ok=True)
     try:
         with (
@@ -290,7 +296,7 @@ def copy_database(source: Path, target: Path) -> None:
             contextlib.closing(sqlite3.connect(target)) as copy,
         ):
             original.backup(copy)
-            # One file, without a log beside it.
+            # One file, without a WAL.
             copy.execute("PRAGMA journal_mode = DELETE")
             found = copy.execute("PRAGMA quick_check(3)").fetchall()
     except sqlite3.Error as error:
@@ -301,22 +307,22 @@ def copy_database(source: Path, target: Path) -> None:
 
 
 def referenced_keys(url: str) -> set[str]:
-    """All files and folders that the rows point to."""
+    """The keys of all files and folders that rows refer to."""
     engine = sa.create_engine(url)
     try:
         with engine.connect() as connection:
-            return {place for _, _, place, _ in _pointers(connection)}
+            return {key for _, _, key, _ in _references(connection)}
     except sa.exc.DBAPIError as error:
         raise CopyFailed(
-            f"its tables are not those of this version ({error.orig}); start the server once"
+            f"its schema is not the one of this version ({error.orig}); start the server once"
         ) from error
     finally:
         engine.dispose()
 
 
 def invalid_keys(database: Path) -> list[str]:
-    """Where rows of a database point to that no server has written; of any version, unchanged."""
-    unknown_sessions: list[str] = []
+    """Values in the key columns of a database, of any version, that are not valid keys."""
+    invalid: list[str] = []
     try:
         with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as rows:
             columns = rows.execute(
@@ -325,14 +331,14 @@ def invalid_keys(database: Path) -> list[str]:
             ).fetchall()
             for table, column in columns:
                 found = rows.execute(f'SELECT "{column}" FROM "{table}" WHERE "{column}" NOTNULL')
-                strange += [str(place) for (place,) in found if not is_key(str(place))]
+                invalid += [str(key) for (key,) in found if not is_key(str(key))]
     except sqlite3.Error as error:
         raise CopyFailed(str(error)) from error
-    return strange
+    return invalid
 
 
 def schema_version(url: str) -> str | None:
-    """Of the schema."""
+    """The schema version of a database."""
     engine = sa.create_engine(url)
     try:
         with engine.connect() as connection:

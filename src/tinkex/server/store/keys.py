@@ -1,4 +1,9 @@
-"""API keys: made once, shown once, kept as hashes; and who is behind one."""
+"""
+API keys: shown once, stored as hashes.
+
+A server without keys answers everybody on its machine. If a database is lost together with its keys,
+the next one looks like that of such a server; a marker file distinguishes the two.
+"""
 
 import asyncio
 import hashlib
@@ -15,19 +20,22 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from tinkex.server.store import events
-from tinkex.server.store.database import Database, DatabaseRefused, any_key
+from tinkex.server.store.database import Database, any_key
 from tinkex.server.store.schema import api_keys
+from tinkex.server.store.storage_health import DatabaseRefused
+
+log = logging.getLogger("tinkex.server.store")
 
 BASE62 = string.digits + string.ascii_letters
 PREFIX = "tml-"
-# 32 digits of 62 are 190 random bits: nothing to guess, so one quick hash is enough to keep.
+# 32 base-62 digits are 190 random bits: too many to guess, so one fast hash is enough.
 DIGITS = 32
-SHOWN = len(PREFIX) + 4
+HINT_LENGTH = len(PREFIX) + 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ApiKey:
-    """A key as the server knows it."""
+    """The row of a key."""
 
     key_id: int
     hash: str
@@ -42,7 +50,7 @@ class ApiKey:
     revoked_s: float | None
 
     def state(self, now_s: float) -> str:
-        """`active`, or why it is not taken."""
+        """`active`, or why the key is not accepted."""
         if self.revoked_s is not None:
             return "revoked"
         if self.expires_s is not None and self.expires_s <= now_s:
@@ -58,7 +66,7 @@ def new_secret() -> str:
 
 
 def random_id() -> str:
-    """128 random bits in base 62: 22 characters, none of which means something in a path."""
+    """128 random bits as 22 base-62 characters, which need no escaping in a path."""
     number = secrets.randbits(128)
     digits = []
     for _ in range(22):
@@ -71,13 +79,13 @@ def hashed(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def _told(key: ApiKey) -> dict[str, object]:
-    """What the audit log says of a key; nothing that opens anything."""
+def _audit_details(key: ApiKey) -> dict[str, object]:
+    """What the audit log stores about a key; nothing secret."""
     return {"key_id": key.key_id, "name": key.name, "hint": key.hint}
 
 
 class Keys:
-    """The rows of keys."""
+    """The API key rows."""
 
     def __init__(self, database: Database, folder: Path) -> None:
         self._database = database
@@ -92,11 +100,11 @@ class Keys:
         limits: Mapping[str, int] | None = None,
         expires_s: float | None = None,
     ) -> tuple[ApiKey, str]:
-        """A new key: its row, and the secret that is never seen again."""
+        """A new key: its row, and the secret, which is not stored."""
         secret = new_secret()
         values = {
             "hash": hashed(secret),
-            "hint": secret[:SHOWN],
+            "hint": secret[:HINT_LENGTH],
             "owner": owner,
             "project_id": project_id,
             "name": name,
@@ -109,7 +117,9 @@ class Keys:
             connection.execute(api_keys.insert(), values)
             mine = sa.select(*_KEY).where(api_keys.c.hash == values["hash"])
             key = ApiKey(**connection.execute(mine).one()._mapping)
-            events.note_audit(connection, owner=owner, event="key.created", details=_told(key))
+            events.note_audit(
+                connection, owner=owner, event="key.created", details=_audit_details(key)
+            )
             return key
 
         key = await self._database.write(act)
@@ -123,20 +133,20 @@ class Keys:
         )
 
     async def any(self) -> bool:
-        """Whether there ever was a key: from then on one is needed."""
+        """Whether a key was ever created; from then on the server requires one."""
         return await self._database.read_key(any_key)
 
     async def by_secret(self, secret: str) -> ApiKey | None:
         wanted = hashed(secret)
         key = await self._one(api_keys.c.hash == wanted)
-        # The database found it by the hash; comparing again takes the same time for every key.
+        # Compared again in constant time.
         return key if key is not None and hmac.compare_digest(key.hash, wanted) else None
 
     async def by_id(self, key_id: int) -> ApiKey | None:
         return await self._one(api_keys.c.key_id == key_id)
 
     async def revoke(self, key_id: int) -> None:
-        """From now on it opens nothing. The first time counts."""
+        """Revoke a key. The time of the first call stays."""
         statement = (
             api_keys.update()
             .where(api_keys.c.key_id == key_id, api_keys.c.revoked_s.is_(None))
@@ -148,13 +158,13 @@ class Keys:
             if (row := connection.execute(statement).first()) is not None:
                 key = ApiKey(**row._mapping)
                 events.note_audit(
-                    connection, owner=key.owner, event="key.revoked", details=_told(key)
+                    connection, owner=key.owner, event="key.revoked", details=_audit_details(key)
                 )
 
         await self._database.write(act, reserve=True)
 
     def mark_used(self, key_id: int) -> None:
-        """Note, some time soon, that a key was used."""
+        """Record, with a deferred write, that a key was used."""
         statement = api_keys.update().where(api_keys.c.key_id == key_id).values(used_s=time.time())
         self._database.write_deferred(
             lambda connection: connection.execute(statement), key=("key", key_id)
@@ -170,43 +180,38 @@ class Keys:
         return await self._database.read_key(act)
 
 
-# MERGED: A file beside the secrets that says: keys were made for this server. A server without keys answers everybody on its machine. When a database is lost, with its keys, it looks like that of such a server. The marker tells the two apart.
-
-
-log = logging.getLogger("tinkex.server.store")
-
 MARKER = "keys.made"
-_TEXT = (
-    "API keys were made for the server of this data folder. If its database has none, the server "
-    "does not start. Delete this file to let it start without keys.\n"
+_MARKER_TEXT = (
+    "API keys were created for the server of this data folder. If its database has none, the "
+    "server does not start. Delete this file to let it start without keys.\n"
 )
 
 
 def write_marker(folder: Path) -> None:
-    """Note that there are keys; safe to repeat."""
+    """Create the marker file; safe to repeat."""
     file = folder / MARKER
     if file.exists():
         return
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o600)
         with os.fdopen(descriptor, "w") as written:
-            written.write(_TEXT)
+            written.write(_MARKER_TEXT)
             written.flush()
             os.fsync(descriptor)
     except OSError as error:
-        # The next start tries again.
+        # Retried at the next start.
         log.warning("%s cannot be written: %s", file, error.strerror)
 
 
 def refuse_lost_keys(database: Database, folder: Path) -> None:
-    """Raises when there were keys and the database has none; notes the keys that it has."""
+    """Raise if keys were created and the database has none; otherwise create a missing marker."""
     if database.read_sync(any_key):
         write_marker(folder)
     elif (marker := folder / MARKER).exists():
         raise DatabaseRefused(
-            f"keys were made for this server ({marker} says so), and its database has none: it was "
-            "lost or cut short, or it is another one. Without keys the server would answer "
-            "everybody on this machine. Check --db, or restore a back-up with `tinkex restore`. "
-            "To go on with what is there, make a new key with `tinkex key create`; to go on "
-            f"without keys, delete {marker}."
+            f"API keys were created for this server (see {marker}), but its database has none: the "
+            "database was lost or truncated, or it is another one. Without keys the server would "
+            "answer everybody on this machine. Check --db, or restore a backup with `tinkex "
+            "restore`. To continue with this database, create a new key with `tinkex key create`; "
+            f"to continue without keys, delete {marker}."
         )

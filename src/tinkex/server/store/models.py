@@ -1,4 +1,4 @@
-"""Models, samplers and custom losses: what was made in a session, and the base model content it fits."""
+"""Models, samplers and custom losses of sessions, and the base-model hash of each run."""
 
 import time
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """One training run: an adapter on a base model."""
+    """A training run: an adapter on a base model."""
 
     model_id: str
     owner: str
@@ -41,7 +41,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampler:
-    """Something to sample from: a base model, or one immutable version of an adapter."""
+    """What a sampling client samples from: a base model, or one immutable adapter version."""
 
     sampling_session_id: str
     owner: str
@@ -53,7 +53,7 @@ class Sampler:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CustomLoss:
-    """A loss that a user wrote, for the models of one session."""
+    """A user-written loss, for the models of one session."""
 
     loss_id: str
     owner: str
@@ -63,10 +63,10 @@ class CustomLoss:
 
 
 class RunTaken(Exception):
-    """There is a run with this id, and it is not the one that is being made."""
+    """Another run already has this id."""
 
 
-MODEL = (
+MODEL_COLUMNS = (
     models.c.model_id,
     models.c.owner,
     models.c.session_id,
@@ -95,7 +95,7 @@ _CUSTOM_LOSS = (
 
 
 class Models:
-    """The rows of what was made in sessions."""
+    """The rows of models, samplers and custom losses."""
 
     def __init__(self, database: Database, quotas: "Quotas") -> None:
         self._database = database
@@ -109,10 +109,10 @@ class Models:
         request: NewRequest,
     ) -> Accepted:
         """
-        The model and its step 0 in one transaction; a repeat finds the first.
+        Insert a model and its step 0 in one transaction; a repeat returns the first.
 
-        Over its owner's quota it is accepted and has failed, so that its future says so at once.
-        Raises RunTaken when the run is a copied checkpoint, which has no step 0.
+        Over the owner's quota, step 0 is accepted as failed, so that its future has the error.
+        Raises RunTaken if the run is a copied checkpoint, which has no step 0.
         """
 
         def act(connection: sa.Connection) -> Accepted:
@@ -139,7 +139,7 @@ class Models:
                 )
             accepted = request_writes.insert(connection, request)
             if known is not None and accepted.is_new and known.last_request_s is None:
-                raise RunTaken(model.model_id)  # it never had a step 0, not even one that is gone
+                raise RunTaken(model.model_id)  # it never had a step 0, not even a deleted one
             if accepted.is_new:
                 try:
                     self._quotas.check(connection, model.owner, runs=1)
@@ -154,7 +154,7 @@ class Models:
         return await self._database.write(act)
 
     async def model(self, model_id: str) -> Model | None:
-        statement = sa.select(*MODEL).where(models.c.model_id == model_id)
+        statement = sa.select(*MODEL_COLUMNS).where(models.c.model_id == model_id)
 
         def act(connection: sa.Connection) -> Model | None:
             row = connection.execute(statement).first()
@@ -163,7 +163,7 @@ class Models:
         return await self._database.read(act)
 
     async def create_sampler(self, sampler: Sampler, sampling_session_seq_id: int) -> Sampler:
-        """A new sampler, or the one made by an earlier try of the same call."""
+        """A new sampler, or the one that an earlier try of the same call created."""
         return await self._database.write(
             lambda connection: insert_sampler(connection, sampler, sampling_session_seq_id)
         )
@@ -180,7 +180,7 @@ class Models:
         return await self._database.read(act)
 
     async def add_sampler_client(self, sampling_session_id: str) -> int:
-        """The number of one more client of a sampler, from 1; the original is 0."""
+        """The number of a new client of a sampler, from 1; the original client is 0."""
         statement = (
             samplers.update()
             .where(samplers.c.sampling_session_id == sampling_session_id)
@@ -192,7 +192,7 @@ class Models:
         )
 
     async def create_custom_loss(self, *, custom_loss_seq_id: int, request: NewRequest) -> Accepted:
-        """The loss and its request in one transaction; a repeat finds the first."""
+        """Insert a loss and its request in one transaction; a repeat returns the first."""
 
         def act(connection: sa.Connection) -> Accepted:
             first = connection.execute(
@@ -222,15 +222,25 @@ class Models:
 
         return await self._database.write(act)
 
+    async def has_custom_loss(self, session_id: str, custom_loss_seq_id: int) -> bool:
+        """Whether a session has a custom loss with this number."""
+        statement = sa.select(custom_losses.c.loss_id).where(
+            custom_losses.c.session_id == session_id,
+            custom_losses.c.custom_loss_seq_id == custom_loss_seq_id,
+        )
+        return await self._database.read(
+            lambda connection: connection.execute(statement).first() is not None
+        )
+
     async def custom_loss(self, request_id: str) -> CustomLoss:
-        """The loss that a request made."""
+        """The loss that a request created."""
         statement = sa.select(*_CUSTOM_LOSS).where(custom_losses.c.request_id == request_id)
         return await self._database.read(
             lambda connection: CustomLoss(**connection.execute(statement).one()._mapping)
         )
 
     async def custom_losses(self, session_id: str) -> list[CustomLoss]:
-        """All losses of a session, in the order of their numbers, those that failed included."""
+        """All losses of a session in order, including failed ones."""
         statement = (
             sa.select(*_CUSTOM_LOSS)
             .where(custom_losses.c.session_id == session_id)
@@ -244,7 +254,7 @@ class Models:
 def insert_sampler(
     connection: sa.Connection, sampler: Sampler, sampling_session_seq_id: int
 ) -> Sampler:
-    """Add a sampler inside a transaction, unless its place is taken."""
+    """Insert a sampler inside a transaction; returns the first one for a repeat."""
     first = connection.execute(
         sa.select(*_SAMPLER).where(
             samplers.c.session_id == sampler.session_id,
@@ -270,7 +280,7 @@ def insert_sampler(
 
 
 def was_created() -> sa.ColumnElement[bool]:
-    """Models whose creation did not fail: one that did has a row, for its repeats, and no run."""
+    """SQL: the model's creation did not fail. A failed one has a row for repeats, but is no run."""
     return sa.not_(
         sa.exists().where(
             requests.c.model_id == models.c.model_id,
@@ -281,13 +291,13 @@ def was_created() -> sa.ColumnElement[bool]:
 
 
 class BaseHashes:
-    """A text in the row of a run; none until the content was known for the first time."""
+    """The hash of the base model of each run; NULL until it is known."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     async def fill(self, base_model: str, found: str) -> int:
-        """Runs without a hash get this one; how many runs have another."""
+        """Set the hash of runs without one; returns how many runs have another."""
 
         def act(connection: sa.Connection) -> int:
             _fill(connection, models.c.base_model == base_model, found)
@@ -299,7 +309,7 @@ class BaseHashes:
         return await self._database.write(act, required=True)
 
     async def replace(self, base_model: str, found: str) -> int:
-        """All runs go on with this content; how many had another."""
+        """Set the hash of all runs; returns how many had another."""
         statement = (
             models.update()
             .where(models.c.base_model == base_model, models.c.base_hash != found)
@@ -310,7 +320,7 @@ class BaseHashes:
         )
 
     def fill_run(self, model_id: str, found: str) -> None:
-        """The same for one new run, with some later transaction."""
+        """Set the hash of one new run, with a deferred write."""
         self._database.write_deferred(
             lambda connection: _fill(connection, models.c.model_id == model_id, found)
         )
@@ -319,7 +329,7 @@ class BaseHashes:
         return await self._one(sa.select(models.c.base_hash).where(models.c.model_id == model_id))
 
     async def of_version(self, version_id: str) -> str | None:
-        """Of the run that a checkpoint was saved from."""
+        """The hash of the run of a checkpoint version."""
         return await self._one(
             sa.select(models.c.base_hash)
             .join(checkpoint_versions, checkpoint_versions.c.model_id == models.c.model_id)
@@ -330,7 +340,7 @@ class BaseHashes:
         return await self._database.read(lambda connection: connection.scalar(statement))
 
 
-def _fill(connection: sa.Connection, whose: sa.ColumnElement[bool], found: str) -> None:
+def _fill(connection: sa.Connection, which: sa.ColumnElement[bool], found: str) -> None:
     connection.execute(
-        models.update().where(whose, models.c.base_hash.is_(None)).values(base_hash=found)
+        models.update().where(which, models.c.base_hash.is_(None)).values(base_hash=found)
     )

@@ -1,4 +1,8 @@
-"""The ids of requests: secret, and each tells when it was given."""
+"""
+Request rows inside a transaction: ids, idempotent insert, finishing, and token counts.
+
+`Requests` calls these, and so do writes that accept or finish a request together with other rows.
+"""
 
 import base64
 import secrets
@@ -11,23 +15,25 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from tinkex.server.store.schema import Status, completions, requests, usage
-from tinkex.server.store.sql_dialects import in_list, listed
+from tinkex.server.store.sql_dialects import in_list, list_parameter
 from tinkex.wire.errors import WireError
 from tinkex.wire.protobuf import count_sample_tokens
 
-# Of a request id: milliseconds since 1970 in this many bytes, then random ones.
+# -- ids -----------------------------------------------------------------------------------------
+
+# A request id is a time in milliseconds since 1970 in this many bytes, then random bytes.
 TIME_BYTES = 6
 ID_BYTES = 18
 
 
 def new_request_id(now_s: float) -> str:
-    """Nobody can guess it, and it tells when it was given long after its row is gone."""
+    """An id that cannot be guessed, and that contains its time even when the row is deleted."""
     time_part = int(now_s * 1000).to_bytes(TIME_BYTES)
     return base64.urlsafe_b64encode(time_part + secrets.token_bytes(ID_BYTES - TIME_BYTES)).decode()
 
 
 def issued_s(request_id: str) -> float | None:
-    """When a server gave out this id; None for what is no such id."""
+    """When this id was issued; None if it is not a request id."""
     try:
         data = base64.b64decode(request_id, altchars=b"-_", validate=True)
     except ValueError:
@@ -35,15 +41,18 @@ def issued_s(request_id: str) -> float | None:
     return int.from_bytes(data[:TIME_BYTES]) / 1000 if len(data) == ID_BYTES else None
 
 
-# MERGED: Tokens, counted in the transaction that stores a result. Sums of one transaction gather on its connection and are written once, before it commits: many small results cost one row, and a result that is not stored is not counted.
-
+# -- token counts --------------------------------------------------------------------------------
+#
+# Tokens are counted in the transaction that stores a result. The sums of a transaction are kept on
+# its connection and written once before the commit: many small results cost one row, and a result
+# that is not stored is not counted.
 
 HOUR_S = 3600
 
 TRAINING = "training"  # tokens of the examples of forward and forward_backward
-PREFILL = "prefill"  # prompt tokens that were computed
-CACHED = "cached"  # prompt tokens that the prefix cache had
-SAMPLED = "sampled"  # tokens drawn
+PREFILL = "prefill"  # computed prompt tokens
+CACHED = "cached"  # prompt tokens from the prefix cache
+SAMPLED = "sampled"  # generated tokens
 
 _PASSES = frozenset({"forward", "forward_backward"})
 _SAMPLE = "sample"
@@ -68,16 +77,18 @@ def count_tokens(
     tokens: int,
     result: bytes,
 ) -> None:
-    """Count a request that is being finished inside this transaction."""
+    """Count the tokens of a request that this transaction finishes."""
     hour = int(time.time()) // HOUR_S
-    counts: dict[tuple[str, int, str, str, str], int] = connection.info.setdefault(_TOKEN_COUNTS, {})
+    counts: dict[tuple[str, int, str, str, str], int] = connection.info.setdefault(
+        _TOKEN_COUNTS, {}
+    )
     for what, amount in _amounts(kind, tokens, result):
         key = (owner, hour, session_id or "", base_model, what)
         counts[key] = counts.get(key, 0) + amount
 
 
 def write_token_counts(connection: sa.Connection) -> None:
-    """Put the sums of this transaction into the table: the last thing before it commits."""
+    """Write the sums of this transaction to the table, right before it commits."""
     counts: dict[tuple[str, int, str, str, str], int] = connection.info.pop(_TOKEN_COUNTS, {})
     for key, amount in counts.items():
         named = dict(zip(_KEY, key, strict=True))
@@ -87,7 +98,7 @@ def write_token_counts(connection: sa.Connection) -> None:
 
 
 def discard_token_counts(connection: sa.Connection) -> None:
-    """The transaction was undone, and what it counted with it."""
+    """Drop the sums of a transaction that was rolled back."""
     connection.info.pop(_TOKEN_COUNTS, None)
 
 
@@ -98,7 +109,7 @@ def _amounts(kind: str, tokens: int, result: bytes) -> Iterator[tuple[str, int]]
         try:
             hits, sampled = count_sample_tokens(result)
         except WireError:
-            # Whatever an engine answered is stored as it is; it must not cost the user the result.
+            # Results are stored as the engine sent them; bad counts must not lose one.
             hits, sampled = 0, 0
         cached = min(hits, tokens)
         for what, amount in ((PREFILL, tokens - cached), (CACHED, cached), (SAMPLED, sampled)):
@@ -106,12 +117,12 @@ def _amounts(kind: str, tokens: int, result: bytes) -> Iterator[tuple[str, int]]
                 yield what, amount
 
 
-# MERGED: RequestInsert requests inside a transaction: a place that is taken stays its first holder's.
+# -- idempotent insert: a repeated (model or sampler, seq_id) returns the first request -----------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewRequest:
-    """What is about to be accepted."""
+    """A request that is about to be accepted."""
 
     owner: str
     kind: str
@@ -123,33 +134,33 @@ class NewRequest:
     seq_id: int | None = None
     sequences: int = 0
     version_id: str | None = None
-    #: Of the examples of a pass, or of the prompt of a sample.
+    #: Tokens in the examples of a pass, or in the prompt of a sample.
     tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accepted:
-    """The request that holds this place: the one just given, or an earlier self of it."""
+    """The request with this (model or sampler, seq_id): the new one, or an earlier one."""
 
     request_id: str
     kind: str
     sequences: int
     is_new: bool
-    #: Why it failed with its acceptance, if it did.
+    #: The error, if the request failed when it was accepted.
     refused: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestInsert:
-    """A row to be."""
+    """A row to insert."""
 
     new: NewRequest
-    #: Of a large payload.
-    place: str | None
+    #: The storage key of a large payload.
+    payload_key: str | None
     request_id: str = field(default_factory=lambda: new_request_id(time.time()))
 
 
-# The columns of a request that nothing has become of yet.
+# The columns of a request that is not finished.
 _NEW = (
     "request_id",
     "owner",
@@ -168,11 +179,11 @@ _NEW = (
     "created_s",
 )
 
-# Built once: putting a statement together costs more than SQLite takes to run it.
-# The constraints decide whether a place is taken; what is answered are the rows that are new.
+# Built once: building a statement takes longer than SQLite takes to run it.
+# The unique constraints reject repeats; the ids of the new rows are returned.
 _INSERT = sqlite.insert(requests).on_conflict_do_nothing().returning(requests.c.request_id)
-# One array for each column: thousands of single values would take psycopg longer to name than
-# PostgreSQL to store. Texts come without a length: a cast would cut what the column refuses.
+# One array for each column: psycopg would take longer to bind thousands of single values than
+# PostgreSQL takes to store them. Text has no length here: a cast would truncate long values.
 _ARRAYS = sa.func.unnest(
     *(
         sa.bindparam(
@@ -190,22 +201,22 @@ _INSERT_ARRAYS = (
     .on_conflict_do_nothing()
     .returning(requests.c.request_id)
 )
-_SELF = sa.select(requests.c.request_id, requests.c.kind, requests.c.sequences).where(
-    requests.c.seq_id == sa.bindparam("number")
+_BY_SEQ_ID = sa.select(requests.c.request_id, requests.c.kind, requests.c.sequences).where(
+    requests.c.seq_id == sa.bindparam("wanted_seq_id")
 )
-_STEP_SELF = _SELF.where(requests.c.model_id == sa.bindparam("place"))
-_SAMPLE_SELF = _SELF.where(requests.c.sampling_session_id == sa.bindparam("place"))
+_STEP_BY_SEQ_ID = _BY_SEQ_ID.where(requests.c.model_id == sa.bindparam("parent_id"))
+_SAMPLE_BY_SEQ_ID = _BY_SEQ_ID.where(requests.c.sampling_session_id == sa.bindparam("parent_id"))
 
 
 def insert(connection: sa.Connection, new: NewRequest) -> Accepted:
-    """Add a request with a small payload inside a transaction, unless its place is taken."""
-    # Looked for first: a repeat is answered also while nothing can be added.
-    return _earlier_self(connection, new) or insert_many(connection, [RequestInsert(new, None)])[0]
+    """Insert a request with a small payload, unless it is a repeat."""
+    # The search comes first, so that a repeat succeeds while new rows are refused.
+    return find_earlier(connection, new) or insert_many(connection, [RequestInsert(new, None)])[0]
 
 
 def insert_many(connection: sa.Connection, group: Sequence[RequestInsert]) -> list[Accepted]:
-    """Add requests, each unless its place is taken."""
-    rows = [_values(adding) for adding in group]
+    """Insert requests, except repeats."""
+    rows = [_values(row) for row in group]
     if connection.dialect.name == "sqlite":
         found = connection.scalars(_INSERT, [dict(zip(_NEW, row, strict=True)) for row in rows])
     else:
@@ -216,22 +227,22 @@ def insert_many(connection: sa.Connection, group: Sequence[RequestInsert]) -> li
     added = set(found)
     return [
         Accepted(
-            request_id=adding.request_id,
-            kind=adding.new.kind,
-            sequences=adding.new.sequences,
+            request_id=row.request_id,
+            kind=row.new.kind,
+            sequences=row.new.sequences,
             is_new=True,
         )
-        if adding.request_id in added
-        else _holder(connection, adding.new)
-        for adding in group
+        if row.request_id in added
+        else _existing(connection, row.new)
+        for row in group
     ]
 
 
-def _values(adding: RequestInsert) -> tuple[object, ...]:
-    """In the order of `_NEW`."""
-    new = adding.new
+def _values(row: RequestInsert) -> tuple[object, ...]:
+    """The values of a row, in the order of `_NEW`."""
+    new = row.new
     return (
-        adding.request_id,
+        row.request_id,
         new.owner,
         new.session_id,
         new.model_id,
@@ -240,8 +251,8 @@ def _values(adding: RequestInsert) -> tuple[object, ...]:
         new.kind,
         Status.WAITING,
         new.base_model,
-        new.payload if adding.place is None else None,
-        adding.place,
+        new.payload if row.payload_key is None else None,
+        row.payload_key,
         new.sequences,
         new.version_id,
         new.tokens,
@@ -249,53 +260,53 @@ def _values(adding: RequestInsert) -> tuple[object, ...]:
     )
 
 
-def _earlier_self(connection: sa.Connection, new: NewRequest) -> Accepted | None:
-    """The request that has this place already, if there is one."""
+def find_earlier(connection: sa.Connection, new: NewRequest) -> Accepted | None:
+    """The request that already has this (model or sampler, seq_id), if there is one."""
     if new.seq_id is None:
         return None
-    statement = _STEP_SELF if new.model_id is not None else _SAMPLE_SELF
-    place = new.model_id or new.sampling_session_id
-    row = connection.execute(statement, {"number": new.seq_id, "place": place}).first()
+    statement = _STEP_BY_SEQ_ID if new.model_id is not None else _SAMPLE_BY_SEQ_ID
+    parent_id = new.model_id or new.sampling_session_id
+    values = {"wanted_seq_id": new.seq_id, "parent_id": parent_id}
+    row = connection.execute(statement, values).first()
     return None if row is None else Accepted(**row._mapping, is_new=False)
 
 
-def _holder(connection: sa.Connection, new: NewRequest) -> Accepted:
-    """Who has the place of a request that could not be added."""
-    if (found := _earlier_self(connection, new)) is None:
-        raise LookupError(f"step {new.seq_id} was not added, and no other one has its place")
+def _existing(connection: sa.Connection, new: NewRequest) -> Accepted:
+    """The earlier request whose constraint prevented this insert."""
+    if (found := find_earlier(connection, new)) is None:
+        raise LookupError(f"step {new.seq_id} was not inserted, and no earlier one exists")
     return found
 
 
-# MERGED: Finishing requests inside a transaction: once each, with all that is counted and told by it.
+# -- finishing: once per request, with its token counts and the event for its client --------------
 
-
-# Each copy of a sampling client numbers its samples from its own number times this.
+# A copy of a sampling client numbers its samples from its clone id times this.
 SAMPLES_PER_CLONE = 10**9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """The event that a sample has finished, in the log of the client that asked for it."""
+    """The event that a sample has finished, in the completion log of its client."""
 
     sampling_session_id: str
     clone_id: int
     position: int
     request_id: str
-    #: None when it failed.
+    #: None if it failed.
     result_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class FinalState:
-    """What is written of a request that is over."""
+    """What is written when a request finishes."""
 
-    #: The columns, with the request's id as `finished`.
+    #: The columns; the request id is in `finished`.
     values: dict[str, Any]
-    #: None when it failed.
+    #: None if it failed.
     result: bytes | None
 
 
-# What is counted, and told to clients, of a request that is over.
+# The columns that token counts and completion events need.
 _FINISHED = (
     requests.c.owner,
     requests.c.session_id,
@@ -305,13 +316,13 @@ _FINISHED = (
     requests.c.sampling_session_id,
     requests.c.seq_id,
 )
-# Built once: putting a statement together costs more than SQLite takes to run it.
+# Built once: building a statement takes longer than SQLite takes to run it.
 _FINISH_EACH = requests.update().where(
     requests.c.request_id == sa.bindparam("finished"), requests.c.status == Status.WAITING
 )
 _FINISH = _FINISH_EACH.returning(*_FINISHED)
-# The same for many at once: who of them waits, and then the step of each.
-# Whoever waits is told apart here: SQLite would look for them among all who wait.
+# For many at once: first find those that still wait, then update each. The status is filtered in
+# Python: with `status = 'waiting'` in the query SQLite would scan all waiting rows by that index.
 _CHOSEN = sa.select(requests.c.request_id, requests.c.status, *_FINISHED).where(
     in_list(requests.c.request_id, sa.bindparam("finished", type_=sa.Text))
 )
@@ -325,18 +336,18 @@ def set_done(
     *,
     version_id: str,
 ) -> None:
-    """Store a result, and which version it is about, inside a transaction."""
+    """Finish a request with its result and its checkpoint version."""
     final = success(request_id, result, None)
     finish(connection, replace(final, values={**final.values, "version_id": version_id}))
 
 
-def success(request_id: str, result: bytes, place: str | None) -> FinalState:
-    """With the place of a large result, which is on disk already."""
+def success(request_id: str, result: bytes, result_key: str | None) -> FinalState:
+    """The final state of a request with a result; a large one is on disk under `result_key`."""
     values = {
         "finished": request_id,
         "status": Status.DONE,
-        "result": result if place is None else None,
-        "result_place": place,
+        "result": result if result_key is None else None,
+        "result_place": result_key,
         "result_bytes": len(result),
         "error": None,
         "category": None,
@@ -347,7 +358,7 @@ def success(request_id: str, result: bytes, place: str | None) -> FinalState:
 
 
 def failure(request_id: str, error: str, *, category: str, cause: str) -> FinalState:
-    """Whose fault it was, and why it failed."""
+    """The final state of a request that failed; `category` says whose error it was."""
     values = {
         "finished": request_id,
         "status": Status.FAILED,
@@ -363,7 +374,7 @@ def failure(request_id: str, error: str, *, category: str, cause: str) -> FinalS
 
 
 def finish(connection: sa.Connection, final: FinalState) -> Completion | None:
-    """The one step from waiting to finished, with everything that is counted by it."""
+    """Move a request from waiting to finished; None if it was finished before."""
     row = connection.execute(_FINISH, final.values).first()
     return _finished(connection, [final], [row])[0]
 
@@ -371,7 +382,7 @@ def finish(connection: sa.Connection, final: FinalState) -> Completion | None:
 def finish_many(
     connection: sa.Connection, finals: Sequence[FinalState]
 ) -> Sequence[Completion | None]:
-    """The same for many, with few statements. The first of two finals of a request counts."""
+    """Like `finish`, for many, with few statements. The first of two for a request counts."""
     if len(finals) == 1:
         return [finish(connection, finals[0])]
     ids = [final.values["finished"] for final in finals]
@@ -389,7 +400,7 @@ def _finished(
     finals: Sequence[FinalState],
     rows: Sequence[sa.Row[*tuple[Any, ...]] | None],
 ) -> list[Completion | None]:
-    """Count what was just finished, and tell the clients; None was finished before."""
+    """Count tokens and add completion events; a row of None was finished before."""
     events: list[dict[str, Any] | None] = []
     for final, row in zip(finals, rows, strict=True):
         if row is not None and final.result is not None:
@@ -409,12 +420,12 @@ def _finished(
 
 
 def _completion(position: int, event: dict[str, Any]) -> Completion:
-    told = {name: value for name, value in event.items() if name != "at_s"}
-    return Completion(position=position, **told)
+    fields = {name: value for name, value in event.items() if name != "at_s"}
+    return Completion(position=position, **fields)
 
 
 def _event(final: FinalState, row: sa.Row[*tuple[Any, ...]]) -> dict[str, Any] | None:
-    """What the log of a sampling client says of its sample; None for anything else."""
+    """The completion event of a sample; None for other requests."""
     if row.sampling_session_id is None or row.seq_id is None:
         return None
     return {

@@ -1,6 +1,7 @@
-"""Requests: accepted once, finished once, kept until they are fetched."""
+"""Requests: accepted once, finished once, stored until their results are fetched."""
 
 import asyncio
+import functools
 import threading
 import time
 from collections import Counter
@@ -15,30 +16,30 @@ from tinkex.server.store.blobs import Files
 from tinkex.server.store.database import Database
 from tinkex.server.store.request_writes import (
     Accepted,
-    RequestInsert,
     Completion,
     FinalState,
     NewRequest,
+    RequestInsert,
     failure,
+    find_earlier,
     finish,
     finish_many,
     insert,
     insert_many,
     set_done,
 )
-from tinkex.server.store.schema import Status, completions, custom_losses, requests
+from tinkex.server.store.schema import Status, completions, requests
 from tinkex.server.store.sql_dialects import in_list
 from tinkex.server.store.storage_health import FILES, Damaged
 
-# Larger payloads and results are files of their own: rows stay small enough to copy.
+# Larger payloads and results are stored as files, so that rows stay small.
 INLINE_BYTES = 64 * 1024
-#: Requests that an owner says it has fetched and that are not noted yet: a tenth of a second of
-#: the one who writes for all.
+#: Fetched marks per owner that wait to be written; that many take the writer a tenth of a second.
 MAX_FETCHED_PENDING = 10_000
 
 
 class ResultGone(LookupError):
-    """There was a result, and it has been kept for as long as was promised."""
+    """The result was deleted after its retention time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +61,7 @@ class RequestRow:
     error: str | None
     category: str | None
     cause: str | None
-    #: Of the examples of a pass, or of the prompt of a sample.
+    #: Tokens in the examples of a pass, or in the prompt of a sample.
     tokens: int = 0
 
 
@@ -98,24 +99,30 @@ _ALL_FETCHED = _FETCHED.where(requests.c.owner == sa.bindparam("of"))
 
 
 class Requests:
-    """The rows of what was asked for."""
+    """The request rows."""
 
     def __init__(self, database: Database, files: Files) -> None:
         self._database = database
         self._files = files
-        self._fetched_waiting: Counter[str] = Counter()
+        self._fetched_pending: Counter[str] = Counter()
         self._fetched_lock = threading.Lock()
 
     async def accept(self, new: NewRequest) -> Accepted:
-        """On disk when this answers; a repeat of an accepted request finds the first."""
-        place = None
+        """Accept a request; it is on disk when this returns. A repeat returns the first request."""
+        key = None
         if len(new.payload) > INLINE_BYTES:
             self._database.health.refuse_new_data()
-            place = await self._put("payloads", new.payload)
-        return await self._database.submit_batched(insert_many, RequestInsert(new, place))
+            key = await self._put("payloads", new.payload)
+        return await self._database.submit_batched(insert_many, RequestInsert(new, key))
+
+    async def find_repeat(self, new: NewRequest) -> Accepted | None:
+        """The earlier request with the same (model or sampler, seq_id); writes nothing."""
+        if new.seq_id is None:
+            return None
+        return await self._database.read(lambda connection: find_earlier(connection, new))
 
     async def store_refused(self, new: NewRequest, error: str, *, cause: str) -> None:
-        """A step that was refused takes its number, failed as the user's, unless it is taken."""
+        """Store a refused step as failed (category `user`), so that its seq_id is used up."""
 
         def act(connection: sa.Connection) -> None:
             first = insert(connection, new)
@@ -127,43 +134,46 @@ class Requests:
 
     async def store_result(self, result: bytes) -> str | None:
         """
-        Make a large result durable; its place for `success`, or None for a small one.
+        Write a large result to a file; returns its key for `success`, or None for a small one.
 
-        It was promised: while the disk does not take it, it waits here.
+        Waits while the disk refuses it, because the result was promised.
         """
         if len(result) <= INLINE_BYTES:
             return None
         return await self._put("results", result, required=True)
 
-    async def _put(self, room: str, data: bytes, *, required: bool = False) -> str:
-        place = await self._database.with_file(lambda: self._files.put(room, data), required=required)
+    async def _put(self, prefix: str, data: bytes, *, required: bool = False) -> str:
+        write = functools.partial(self._files.put, prefix, data)
+        key = await self._database.with_file(write, required=required)
         self._database.health.clear(FILES)
-        return place
+        return key
 
-    async def _get(self, request_id: str, what: str, place: str, *, required: bool = False) -> bytes:
+    async def _get(self, request_id: str, what: str, key: str, *, required: bool = False) -> bytes:
         try:
-            return await self._database.with_file(lambda: self._files.get(place), required=required)
+            return await self._database.with_file(lambda: self._files.get(key), required=required)
         except Damaged as error:
             raise Damaged(f"the {what} of request {request_id} {error}") from error
 
     def finish_one(self, final: FinalState) -> asyncio.Future[Completion | None]:
         """
-        Write what `success` or `failure` made. Done when awaited; in the order of the calls.
+        Write what `success` or `failure` returned, in the order of the calls.
 
-        A finished request stays as it was.
+        A request that is already finished stays unchanged.
         """
         return self._database.submit_batched(finish_many, final, required=True)
 
     async def finish_all(self, finals: Sequence[FinalState]) -> None:
-        """The same for several steps of a model: all of them, or none."""
+        """Finish several steps of a model in one transaction."""
         if len(finals) == 1:
             # Shares its statements with those of other models.
             await self.finish_one(finals[0])
             return
-        await self._database.write(lambda connection: finish_many(connection, finals), required=True)
+        await self._database.write(
+            lambda connection: finish_many(connection, finals), required=True
+        )
 
     async def finish_load(self, request_id: str, result: bytes, version_id: str) -> None:
-        """A load is done, and building the model again will load the same version."""
+        """Finish a load, with the version that recovery must load again."""
         await self._database.write(
             lambda connection: set_done(connection, request_id, result, version_id=version_id),
             required=True,
@@ -176,9 +186,9 @@ class Requests:
         *,
         after: int,
         up_to: int,
-        most: int | None = None,
+        limit: int | None = None,
     ) -> list[Completion]:
-        """The beginning of a part of one client's log, in order."""
+        """The first events in a range of one client's completion log, in order."""
         statement = (
             sa.select(*_COMPLETION)
             .where(
@@ -188,14 +198,14 @@ class Requests:
                 completions.c.position <= up_to,
             )
             .order_by(completions.c.position)
-            .limit(most)
+            .limit(limit)
         )
         return await self._database.read(
             lambda connection: [Completion(**row._mapping) for row in connection.execute(statement)]
         )
 
     async def last_position(self) -> int:
-        """Of the newest event in any log."""
+        """The position of the newest event in any completion log."""
         statement = sa.select(sa.func.coalesce(sa.func.max(completions.c.position), 0))
         return await self._database.read(
             lambda connection: connection.execute(statement).scalar_one()
@@ -208,25 +218,25 @@ class Requests:
         )
 
     async def payload(self, request_id: str) -> bytes | Path:
-        """The normal form of what was asked for: the bytes, or a large one's file."""
+        """The normalized request: its bytes, or the file of a large one."""
         statement = sa.select(requests.c.payload, requests.c.payload_place).where(
             requests.c.request_id == request_id
         )
         row = await self._database.read(lambda connection: connection.execute(statement).first())
         if row is None or (row.payload is None and row.payload_place is None):
-            raise Damaged(f"the payload of request {request_id} is not kept any more")
+            raise Damaged(f"the payload of request {request_id} was deleted")
         if row.payload_place is None:
             return bytes(row.payload)
-        place: str = row.payload_place
-        path = self._files.path(place)
-        # Engines on this machine read the file themselves: it is read here once at most.
-        if path is not None and await self._database.with_file(lambda: self._files.known(place)):
+        key: str = row.payload_place
+        path = self._files.path(key)
+        # Engines on this machine read the file themselves: here it is read at most once.
+        if path is not None and await self._database.with_file(lambda: self._files.known(key)):
             return path
-        payload = await self._get(request_id, "payload", place, required=True)
+        payload = await self._get(request_id, "payload", key, required=True)
         return path or payload
 
     async def result(self, request_id: str) -> bytes:
-        """The normal form of what came out."""
+        """The normalized result."""
         statement = sa.select(requests.c.result, requests.c.result_place).where(
             requests.c.request_id == request_id
         )
@@ -240,13 +250,13 @@ class Requests:
         return await self._get(request_id, "result", row.result_place)
 
     async def count_waiting(self) -> int:
-        """How many were accepted and are not finished."""
+        """The number of accepted, unfinished requests."""
         return await self._database.read(
             lambda connection: connection.execute(_COUNT_WAITING).scalar_one()
         )
 
     async def waiting_owners(self) -> list[str]:
-        """Whose requests wait; those with the fewest first."""
+        """Owners with waiting requests; those with the fewest first."""
         statement = (
             sa.select(requests.c.owner)
             .where(requests.c.status == Status.WAITING)
@@ -258,26 +268,26 @@ class Requests:
         )
 
     async def waiting_of(
-        self, owner: str, *, after: tuple[float, str] | None, most: int
+        self, owner: str, *, after: tuple[float, str] | None, limit: int
     ) -> tuple[list[RequestRow], tuple[float, str] | None]:
-        """The next rows of one owner, oldest first, and where to go on; None after the last."""
-        place = sa.tuple_(requests.c.created_s, requests.c.request_id)
+        """The next rows of one owner, oldest first, and the next `after`; None at the end."""
+        position = sa.tuple_(requests.c.created_s, requests.c.request_id)
         statement = (
             sa.select(requests.c.created_s, *_ROW)
             .where(requests.c.status == Status.WAITING, requests.c.owner == owner)
             .order_by(requests.c.created_s, requests.c.request_id)
-            .limit(most)
+            .limit(limit)
         )
         if after is not None:
-            # The first condition is the one that the index answers.
-            statement = statement.where(requests.c.created_s >= after[0], place > after)
+            # The first condition uses the index.
+            statement = statement.where(requests.c.created_s >= after[0], position > after)
 
         def act(
             connection: sa.Connection,
         ) -> tuple[list[RequestRow], tuple[float, str] | None]:
             found = connection.execute(statement).all()
             rows = [_request_row(dict(one._mapping)) for one in found]
-            last = (found[-1].created_s, found[-1].request_id) if len(found) == most else None
+            last = (found[-1].created_s, found[-1].request_id) if len(found) == limit else None
             return rows, last
 
         return await self._database.read(act)
@@ -296,7 +306,7 @@ class Requests:
         return await self._database.read(lambda connection: _rows(connection, statement))
 
     async def still_waiting(self, request_ids: Collection[str]) -> dict[str, str]:
-        """Those of these requests that wait, each with its base model."""
+        """Those of these requests that still wait, each with its base model."""
         statement = sa.select(requests.c.request_id, requests.c.base_model).where(
             in_list(requests.c.request_id, request_ids), requests.c.status == Status.WAITING
         )
@@ -307,7 +317,7 @@ class Requests:
         )
 
     async def log(self, model_id: str, *, after: int = -1) -> list[RequestRow]:
-        """The finished steps of a model, in order, after one: what it is built again from."""
+        """The finished steps of a model after `after`, in order. Recovery replays them."""
         statement = (
             sa.select(*_ROW)
             .where(
@@ -320,7 +330,7 @@ class Requests:
         return await self._database.read(lambda connection: _rows(connection, statement))
 
     async def has_steps(self, model_id: str) -> bool:
-        """Whether anything is known of how a model came to be."""
+        """Whether a model's step 0 is stored."""
         statement = sa.select(requests.c.request_id).where(
             requests.c.model_id == model_id, requests.c.seq_id == 0
         )
@@ -329,35 +339,35 @@ class Requests:
         )
 
     def mark_fetched(self, request_id: str) -> None:
-        """Note, some time soon, that the whole result was handed out."""
+        """Record, with a deferred write, that the whole result was sent."""
         values = {"fetched": request_id, "fetched_s": time.time()}
         self._database.write_deferred(lambda connection: connection.execute(_FETCHED, values))
 
     def mark_all_fetched(self, request_ids: Sequence[str], *, owner: str) -> None:
-        """The same for many, as far as they are this owner's; a repeat changes nothing."""
+        """Like `mark_fetched`, for many requests of this owner; a repeat changes nothing."""
         now_s = time.time()
-        # Each was noted when its result was sent; what is left out here costs nothing but room.
+        # Each was marked when its result was sent; a mark that is dropped here only costs space.
         with self._fetched_lock:
-            some = request_ids[: MAX_FETCHED_PENDING - self._fetched_waiting[owner]]
+            some = request_ids[: MAX_FETCHED_PENDING - self._fetched_pending[owner]]
             if not some:
                 return
-            self._fetched_waiting[owner] += len(some)
+            self._fetched_pending[owner] += len(some)
         values = [{"fetched": one, "of": owner, "fetched_s": now_s} for one in some]
-        waiting = [len(values)]
+        pending = [len(values)]
 
-        def waits_no_more() -> None:
-            # Once, however often it is tried. The writer calls it too, in its thread.
+        def not_pending() -> None:
+            # Counts once, however often the write is retried. Also called by the writer thread.
             with self._fetched_lock:
-                while waiting:
-                    self._fetched_waiting[owner] -= waiting.pop()
-                if not self._fetched_waiting[owner]:
-                    del self._fetched_waiting[owner]
+                while pending:
+                    self._fetched_pending[owner] -= pending.pop()
+                if not self._fetched_pending[owner]:
+                    del self._fetched_pending[owner]
 
         def act(connection: sa.Connection) -> None:
-            waits_no_more()
+            not_pending()
             connection.execute(_ALL_FETCHED, values)
 
-        self._database.write_deferred(act, on_dropped=waits_no_more)
+        self._database.write_deferred(act, on_dropped=not_pending)
 
 
 def _rows(connection: sa.Connection, statement: sa.Select[*tuple[object, ...]]) -> list[RequestRow]:
@@ -375,48 +385,10 @@ def _request_row(values: dict[str, Any]) -> RequestRow:
     return RequestRow(**{**values, "status": Status(values["status"])})
 
 
-# MERGED: Finding the first self of a request without writing anything.
-
-
-class Repeats:
-    """A request is repeated when its client did not get the answer. The place is what counts."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
-    async def find(self, new: NewRequest) -> Accepted | None:
-        """The request that has this place in the line of its model or sampler, if there is one."""
-        if new.seq_id is None:
-            return None
-        place = (
-            requests.c.model_id == new.model_id
-            if new.model_id is not None
-            else requests.c.sampling_session_id == new.sampling_session_id
-        )
-        statement = sa.select(requests.c.request_id, requests.c.kind, requests.c.sequences).where(
-            place, requests.c.seq_id == new.seq_id
-        )
-        row = await self._database.read(lambda connection: connection.execute(statement).first())
-        return None if row is None else Accepted(**row._mapping, is_new=False)
-
-    async def has_loss(self, session_id: str, number: int) -> bool:
-        """Whether a session has a loss of this number."""
-        statement = sa.select(custom_losses.c.loss_id).where(
-            custom_losses.c.session_id == session_id,
-            custom_losses.c.custom_loss_seq_id == number,
-        )
-        return await self._database.read(
-            lambda connection: connection.execute(statement).first() is not None
-        )
-
-
-# MERGED: How often requests that wait were with an engine that died. Written only when one dies.
-
-
 _WAITING = requests.c.status == Status.WAITING
-_NOTE = (
+_SET = (
     requests.update()
-    .where(requests.c.request_id == sa.bindparam("lost"), _WAITING)
+    .where(requests.c.request_id == sa.bindparam("crashed"), _WAITING)
     .values(deaths=sa.bindparam("times"))
 )
 _ALL = sa.select(requests.c.request_id, requests.c.deaths).where(_WAITING, requests.c.deaths > 0)
@@ -424,26 +396,26 @@ _CLEAR = requests.update().where(_WAITING, requests.c.deaths > 0).values(deaths=
 
 
 class CrashCounts:
-    """A number in the row of a request; it goes with the row."""
+    """How often each waiting request was running when its engine crashed."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     async def all(self) -> dict[str, int]:
-        """Of everything that waits and was lost before."""
+        """The counts of all waiting requests that have one."""
         return await self._database.read(
             lambda connection: {row.request_id: row.deaths for row in connection.execute(_ALL)}
         )
 
-    async def note(self, deaths: Mapping[str, int]) -> None:
-        """From now on these have been lost so often."""
-        rows = [{"lost": request_id, "times": times} for request_id, times in deaths.items()]
+    async def set(self, counts: Mapping[str, int]) -> None:
+        """Store the new counts of these requests."""
+        rows = [{"crashed": request_id, "times": times} for request_id, times in counts.items()]
         if rows:
             await self._database.write(
-                lambda connection: connection.execute(_NOTE, rows), required=True
+                lambda connection: connection.execute(_SET, rows), required=True
             )
 
     async def clear(self, base_model: str) -> None:
-        """What was lost with engines of this model was lost because of another one."""
+        """Reset the counts of a base model: another request caused the crashes."""
         statement = _CLEAR.where(requests.c.base_model == base_model)
         await self._database.write(lambda connection: connection.execute(statement), required=True)

@@ -1,4 +1,10 @@
-"""What may be deleted, and deleting it: rows first, then the files that only they pointed to."""
+"""
+Retention: deletes rows that are no longer needed, then the files that only they referred to.
+
+Also here: the check that the stored files belong to this database. A lost database, or another one
+(`--db` forgotten), knows none of the files and would delete every checkpoint as an orphan. Folders
+are named after sessions, whose rows are never deleted: files of an unknown session are not deleted.
+"""
 
 import functools
 import logging
@@ -11,7 +17,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store.blobs import PREFIX_DEPTHS, Files
-from tinkex.server.store.database import Database, DatabaseRefused
+from tinkex.server.store.database import Database
 from tinkex.server.store.events import note_audit
 from tinkex.server.store.schema import (
     Status,
@@ -27,22 +33,23 @@ from tinkex.server.store.schema import (
     snapshots,
     telemetry,
 )
-from tinkex.server.store.snapshots import truncate_log, drop_older
+from tinkex.server.store.snapshots import drop_older, truncate_log
 from tinkex.server.store.sql_dialects import in_list
+from tinkex.server.store.storage_health import DatabaseRefused
 
 log = logging.getLogger("tinkex.server.store")
 
-# Parameters of one statement; every database takes as many.
+# Rows per transaction.
 BATCH_ROWS = 500
-# Pages given back to the system at a time.
+# Free pages of the SQLite file that one call returns to the file system.
 PAGES_PER_CALL = 1000
-# Those that the next requests need anyway stay.
+# Free pages that stay for the next requests.
 PAGES_RESERVED = 250
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointName:
-    """A checkpoint's name, as far as keeping it goes."""
+    """What `keep_last` needs to know about a checkpoint's name."""
 
     model_id: str
     kind: str
@@ -52,12 +59,12 @@ class CheckpointName:
 
 
 class Retention:
-    """Every call does a bounded piece of work, and can be made again after a crash in it."""
+    """Every call does a bounded amount of work, and can be repeated after a crash."""
 
     def __init__(self, database: Database, files: Files, folder: Path) -> None:
         self._database = database
         self._files = files
-        #: Checkpoints are here too when the store is elsewhere.
+        #: The local copies, if the files are in an object store.
         self._cache = None if files.local is not None else folder
 
     # -- requests ----------------------------------------------------------------------------
@@ -66,16 +73,16 @@ class Retention:
         self, *, fetched_before_s: float, unfetched_before_s: float, abandoned_before_s: float
     ) -> list[str]:
         """
-        Some requests whose time has come, without their results from now on.
+        Delete the results of some expired requests; returns the ids of those requests.
 
-        The row goes too, unless its model may have to be built again from it.
+        The row is deleted too, unless recovery may need it to rebuild its model.
         """
         old = sa.or_(
             requests.c.fetched_s < fetched_before_s,
             sa.and_(requests.c.fetched_s.is_(None), requests.c.finished_s < unfetched_before_s),
         )
         has_result = sa.or_(requests.c.result.is_not(None), requests.c.result_place.is_not(None))
-        # The bound on `finished_s` is implied by the others, and finds the index.
+        # The bound on `finished_s` follows from the others; it makes SQLite use the index.
         latest_s = max(fetched_before_s, unfetched_before_s)
         needed = _needed(abandoned_before_s)
         statement = (
@@ -108,12 +115,12 @@ class Retention:
                     newest[row.model_id] = max(newest.get(row.model_id, 0.0), row.created_s)
             for model_id, last_s in newest.items():
                 _note_last_request(connection, model_id, last_s)
-            places = [row.result_place for row in rows]
-            places += [row.payload_place for row in rows if not row.needed]
-            return stripped + deleted, [place for place in places if place is not None]
+            keys = [row.result_place for row in rows]
+            keys += [row.payload_place for row in rows if not row.needed]
+            return stripped + deleted, [key for key in keys if key is not None]
 
-        request_ids, places = await self._database.write(act)
-        await self._remove(places)
+        request_ids, keys = await self._database.write(act)
+        await self._remove(keys)
         return request_ids
 
     async def drop_events(
@@ -132,9 +139,9 @@ class Retention:
     # -- snapshots ---------------------------------------------------------------------------
 
     async def models_without_snapshot(
-        self, *, silent_before_s: float, abandoned_before_s: float, most: int
+        self, *, inactive_before_s: float, abandoned_before_s: float, limit: int
     ) -> list[str]:
-        """Models of silent sessions whose log has steps that no snapshot is past."""
+        """Models of inactive sessions that have steps after their newest snapshot."""
         newest = sa.func.coalesce(snapshots.c.seq_id, -1)
         behind = (
             sa.select(requests.c.request_id)
@@ -149,14 +156,18 @@ class Retention:
             sa.select(models.c.model_id)
             .join(sessions, sessions.c.session_id == models.c.session_id)
             .outerjoin(snapshots, snapshots.c.model_id == models.c.model_id)
-            .where(sa.not_(session_ended(abandoned_before_s)), sessions.c.seen_s < silent_before_s, behind)
+            .where(
+                sa.not_(session_ended(abandoned_before_s)),
+                sessions.c.seen_s < inactive_before_s,
+                behind,
+            )
             .order_by(sessions.c.seen_s)
-            .limit(most)
+            .limit(limit)
         )
         return await self._database.read(lambda connection: list(connection.scalars(statement)))
 
     async def drop_snapshots(self, *, abandoned_before_s: float) -> None:
-        """Snapshots of models that nobody can go on with."""
+        """Delete snapshots of models whose session has ended."""
         waiting = (
             sa.select(requests.c.request_id)
             .where(requests.c.model_id == snapshots.c.model_id)
@@ -174,16 +185,16 @@ class Retention:
         def act(connection: sa.Connection) -> list[str]:
             rows = connection.execute(statement).all()
             gone = [row.model_id for row in rows]
-            places = [row.place for row in rows]
+            keys = [row.place for row in rows]
             for model_id in gone:
-                places += drop_older(connection, model_id)
+                keys += drop_older(connection, model_id)
             connection.execute(snapshots.delete().where(in_list(snapshots.c.model_id, gone)))
-            return places
+            return keys
 
         await self._remove(await self._database.write(act))
 
     async def drop_older_snapshots(self, *, before_s: float) -> None:
-        """The way back behind a snapshot that has been the newest since then."""
+        """Delete the fallback of snapshots that have been the newest since then, and its log."""
         statement = (
             sa.select(snapshots.c.model_id, snapshots.c.seq_id)
             .join(older_snapshots, older_snapshots.c.model_id == snapshots.c.model_id)
@@ -192,11 +203,11 @@ class Retention:
         )
 
         def act(connection: sa.Connection) -> list[str]:
-            places = []
+            keys = []
             for row in connection.execute(statement).all():
-                places += drop_older(connection, row.model_id)
-                places += truncate_log(connection, row.model_id, up_to=row.seq_id)
-            return places
+                keys += drop_older(connection, row.model_id)
+                keys += truncate_log(connection, row.model_id, up_to=row.seq_id)
+            return keys
 
         await self._remove(await self._database.write(act))
 
@@ -209,9 +220,9 @@ class Retention:
         )
 
     async def names_over_limit(self, *, keep_last: int) -> list[CheckpointName]:
-        """All names of runs that have more of a kind than are to be kept."""
+        """All names of runs that have more than `keep_last` of a kind."""
         columns = [checkpoint_names.c[name] for name in CheckpointName.__dataclass_fields__]
-        crowd = (
+        crowded = (
             sa.select(checkpoint_names.c.model_id, checkpoint_names.c.kind)
             .group_by(checkpoint_names.c.model_id, checkpoint_names.c.kind)
             .having(sa.func.count() > keep_last)
@@ -219,14 +230,16 @@ class Retention:
             .subquery()
         )
         statement = sa.select(*columns).join(
-            crowd,
+            crowded,
             sa.and_(
-                crowd.c.model_id == checkpoint_names.c.model_id,
-                crowd.c.kind == checkpoint_names.c.kind,
+                crowded.c.model_id == checkpoint_names.c.model_id,
+                crowded.c.kind == checkpoint_names.c.kind,
             ),
         )
         return await self._database.read(
-            lambda connection: [CheckpointName(**row._mapping) for row in connection.execute(statement)]
+            lambda connection: [
+                CheckpointName(**row._mapping) for row in connection.execute(statement)
+            ]
         )
 
     async def drop_names(self, names: Iterable[CheckpointName]) -> None:
@@ -236,7 +249,7 @@ class Retention:
                     checkpoint_names.c.model_id == name.model_id,
                     checkpoint_names.c.kind == name.kind,
                     checkpoint_names.c.name == name.name,
-                    # Not the one that has taken its place meanwhile.
+                    # Not a newer checkpoint with this name.
                     checkpoint_names.c.saved_s == name.saved_s,
                 )
                 _drop_named(connection, statement, reason="keep_last")
@@ -244,7 +257,7 @@ class Retention:
         await self._database.write(act, reserve=True)
 
     async def drop_versions(self, *, abandoned_before_s: float, owner: str | None = None) -> None:
-        """Saves, of this owner or of all, that no name, open sampler or rebuilt model can mean."""
+        """Discard versions, of one owner or all, that no name, open sampler or recovery needs."""
         version_id = checkpoint_versions.c.version_id
         named = sa.select(checkpoint_names.c.name).where(
             checkpoint_names.c.version_id == version_id
@@ -254,7 +267,7 @@ class Retention:
             .join(sessions, sessions.c.session_id == samplers.c.session_id)
             .where(samplers.c.version_id == version_id, sa.not_(session_ended(abandoned_before_s)))
         )
-        asked = (
+        requested = (
             sa.select(requests.c.request_id)
             .select_from(_WITH_SESSION)
             .where(
@@ -271,7 +284,7 @@ class Retention:
                 checkpoint_versions.c.discarded_s.is_(None),
                 sa.not_(named.exists()),
                 sa.not_(sampled.exists()),
-                sa.not_(asked.exists()),
+                sa.not_(requested.exists()),
             )
             .limit(BATCH_ROWS)
         )
@@ -294,29 +307,31 @@ class Retention:
     # -- files -------------------------------------------------------------------------------
 
     async def delete_orphans(self, *, before_s: float) -> int:
-        """Delete files that no row points to and that nobody is about to; how many."""
-        swept = 0
-        named = await self._database.with_folder(lambda: session_ids_in(self._files))
-        ours = await self._database.read(lambda connection: storage_ownership(connection, named))
-        if ours.unknown_sessions:
+        """Delete old files that no row refers to; returns how many."""
+        deleted = 0
+        session_ids = await self._database.with_folder(lambda: session_ids_in(self._files))
+        ownership = await self._database.read(
+            lambda connection: storage_ownership(connection, session_ids)
+        )
+        if ownership.unknown_sessions:
             log.warning(
-                "the storage has files of %d sessions that this database does not know; none of "
-                "them is deleted. `tinkex doctor` says more.",
-                len(ours.unknown_sessions),
+                "the storage has files of %d sessions that are not in this database; they are not "
+                "deleted. Run `tinkex doctor` for details.",
+                len(ownership.unknown_sessions),
             )
-        for room, depth in PREFIX_DEPTHS.items():
-            places = await self._database.with_folder(
-                functools.partial(self._files.list_older, room, depth, before_s=before_s)
+        for prefix, depth in PREFIX_DEPTHS.items():
+            keys = await self._database.with_folder(
+                functools.partial(self._files.list_older, prefix, depth, before_s=before_s)
             )
-            for start in range(0, len(places), BATCH_ROWS):
-                some = places[start : start + BATCH_ROWS]
-                known = await self._known(room, some)
-                lost = [place for place in some if place not in known and ours.is_orphan(place)]
-                await self._remove(lost)
-                swept += len(lost)
-        return swept
+            for start in range(0, len(keys), BATCH_ROWS):
+                some = keys[start : start + BATCH_ROWS]
+                known = await self._known(prefix, some)
+                orphans = [key for key in some if key not in known and ownership.may_delete(key)]
+                await self._remove(orphans)
+                deleted += len(orphans)
+        return deleted
 
-    async def _known(self, room: str, places: Collection[str]) -> set[str]:
+    async def _known(self, prefix: str, keys: Collection[str]) -> set[str]:
         columns = {
             "payloads": requests.c.payload_place,
             "results": requests.c.result_place,
@@ -324,22 +339,22 @@ class Retention:
             "snapshots": snapshots.c.place,
         }
         statement: sa.Select[Any] | sa.CompoundSelect[Any]
-        statement = sa.select(columns[room]).where(in_list(columns[room], places))
-        if room == "checkpoints":
+        statement = sa.select(columns[prefix]).where(in_list(columns[prefix], keys))
+        if prefix == "checkpoints":
             statement = statement.where(checkpoint_versions.c.discarded_s.is_(None))
-        elif room == "snapshots":
+        elif prefix == "snapshots":
             older = older_snapshots.c.place
-            statement = statement.union(sa.select(older).where(in_list(older, places)))
+            statement = statement.union(sa.select(older).where(in_list(older, keys)))
         return await self._database.read(lambda connection: set(connection.scalars(statement)))
 
     async def free_pages(self) -> int:
-        """Give some free pages of the database back to the system; how many."""
+        """Return some free pages of the SQLite file to the file system; returns how many."""
 
         def act(connection: sa.Connection) -> int:
             if connection.dialect.name == "sqlite":
                 free: int = connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()
                 pages = min(PAGES_PER_CALL, max(0, free - PAGES_RESERVED))
-                # Python's driver takes one step of this statement, and a step is a page.
+                # Python's driver runs one step of this statement, which frees one page.
                 for _ in range(pages):
                     connection.exec_driver_sql("PRAGMA incremental_vacuum(1)")
                 return pages
@@ -347,15 +362,15 @@ class Retention:
 
         return await self._database.write(act)
 
-    async def _remove(self, places: Sequence[str]) -> None:
-        if places:
-            await self._database.with_folder(lambda: self._remove_all(places))
+    async def _remove(self, keys: Sequence[str]) -> None:
+        if keys:
+            await self._database.with_folder(lambda: self._remove_all(keys))
 
-    def _remove_all(self, places: Sequence[str]) -> None:
-        for place in places:
-            self._files.remove(place)
+    def _remove_all(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._files.remove(key)
             if self._cache is not None:
-                Files(str(self._cache)).remove(place)
+                Files(str(self._cache)).remove(key)
 
 
 _WITH_SESSION = (
@@ -373,20 +388,20 @@ _WAITS = sa.select(_OTHERS.c.request_id).where(
 
 
 def session_ended(abandoned_before_s: float) -> sa.ColumnElement[bool]:
-    """Sessions in which nothing new can happen."""
+    """SQL: the session was finished or abandoned."""
     return sa.or_(sessions.c.finished_s.is_not(None), sessions.c.seen_s < abandoned_before_s)
 
 
 def _needed(abandoned_before_s: float) -> sa.ColumnElement[bool]:
-    """Steps that their model may have to be built again from, or that tell why there is none."""
+    """SQL: recovery may need the step, or it has the error of a model that was not created."""
     rebuilds = sa.and_(
         requests.c.model_id.is_not(None),
         requests.c.seq_id.is_not(None),
         requests.c.seq_id > sa.func.coalesce(older_snapshots.c.seq_id, snapshots.c.seq_id, -1),
-        # What was accepted before the end is still run.
+        # Requests accepted before the session ended still run.
         sa.or_(sa.not_(session_ended(abandoned_before_s)), _WAITS.exists()),
     )
-    # Without it, a model that was never made would look like a run.
+    # Without this row, a model whose creation failed would look like a run.
     refuses = sa.and_(
         requests.c.model_id.is_not(None),
         requests.c.seq_id == 0,
@@ -396,7 +411,7 @@ def _needed(abandoned_before_s: float) -> sa.ColumnElement[bool]:
 
 
 def _drop_named(connection: sa.Connection, statement: sa.Delete, *, reason: str) -> None:
-    """Delete names, and say so to their owners."""
+    """Delete names, with an audit entry for their owner."""
     key = (checkpoint_names.c.model_id, checkpoint_names.c.kind, checkpoint_names.c.name)
     gone = connection.execute(statement.returning(*key)).all()
     for model_id, kind, name in gone:
@@ -418,66 +433,67 @@ def _note_last_request(connection: sa.Connection, model_id: str, last_s: float) 
     )
 
 
-# MERGED: Whether the files in a storage belong to the database that is looked at. A database that was lost, or another one than before (`--db` forgotten), knows nothing of what lies in the storage, and would take every checkpoint for left behind. Folders are named after models, and those after sessions, whose rows are never deleted: what is of an unknown session is not ours.
+# -- do the stored files belong to this database? -------------------------------------------------
 
-
-#: Where folders have the names of models.
+#: Key prefixes whose folders have the names of models.
 MODEL_PREFIXES = ("checkpoints", "snapshots")
-# Parameters of one statement; every database takes as many.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageOwnership:
-    """Sessions that have files, by whether the database knows them."""
+    """Sessions with stored files, by whether they are in the database."""
 
     known: frozenset[str]
     unknown_sessions: frozenset[str]
 
     @property
     def is_wrong_database(self) -> bool:
-        """Nothing of all that is there is known: it is another database, or an empty one."""
+        """Whether none of the files belongs to this database: it is another or an empty one."""
         return bool(self.unknown_sessions) and not self.known
 
-    def is_orphan(self, place: str) -> bool:
-        """Whether a file that no row points to may be taken for left behind."""
-        room, _, name = place.partition("/")
-        if room in MODEL_PREFIXES:
+    def may_delete(self, key: str) -> bool:
+        """Whether a file that no row refers to may be deleted."""
+        prefix, _, name = key.partition("/")
+        if prefix in MODEL_PREFIXES:
             return session_of(name) in self.known
-        # These do not tell whose they are; a database that knows all sessions is theirs.
+        # The key has no session id; safe if all sessions with files are in the database.
         return not self.unknown_sessions
 
 
 def session_of(name: str) -> str:
-    """Of a model, or of something below the folder of one."""
+    """The session id in the name of a model, or in a key below its folder."""
     return name.partition("/")[0].partition(":")[0]
 
 
 def session_ids_in(files: Files) -> list[str]:
-    """Sessions that have files; where they are far away this asks for two lists."""
-    return sorted({session_of(name) for room in MODEL_PREFIXES for name in files.top_names(room)})
-
-
-def storage_ownership(connection: sa.Connection, named: Sequence[str]) -> StorageOwnership:
-    """What the database knows of them."""
-    known = frozenset(_known(connection, named))
-    return StorageOwnership(known=known, unknown_sessions=frozenset(named) - known)
-
-
-def refuse_wrong_database(database: Database, files: Files) -> None:
-    """Raises unless the files are this database's: its clients would hear that nothing is there."""
-    named = session_ids_in(files)
-    if not named or not database.read_sync(lambda rows: storage_ownership(rows, named)).is_wrong_database:
-        return
-    raise DatabaseRefused(
-        f"the database knows none of the {len(named)} sessions whose checkpoints or snapshots are "
-        "in the storage: it is another one, or a new one in place of one that was lost. Check "
-        "--data, --db and --storage; restore a back-up with `tinkex restore` if it was lost; or "
-        "choose a new folder with --data to begin anew. Nothing was deleted."
+    """Ids of sessions with stored files. In an object store this takes two listings."""
+    return sorted(
+        {session_of(name) for prefix in MODEL_PREFIXES for name in files.top_names(prefix)}
     )
 
 
-def _known(connection: sa.Connection, named: Sequence[str]) -> Iterator[str]:
-    for start in range(0, len(named), BATCH_ROWS):
-        some = named[start : start + BATCH_ROWS]
+def storage_ownership(connection: sa.Connection, session_ids: Sequence[str]) -> StorageOwnership:
+    """Which of these sessions are in the database."""
+    known = frozenset(_known(connection, session_ids))
+    return StorageOwnership(known=known, unknown_sessions=frozenset(session_ids) - known)
+
+
+def refuse_wrong_database(database: Database, files: Files) -> None:
+    """Raise if the stored files belong to another database."""
+    session_ids = session_ids_in(files)
+    ownership = database.read_sync(lambda connection: storage_ownership(connection, session_ids))
+    if not ownership.is_wrong_database:
+        return
+    raise DatabaseRefused(
+        f"the database has none of the {len(session_ids)} sessions whose checkpoints or snapshots "
+        "are in the storage: it is another database, or a new one in key of a lost one. Check "
+        "--data, --db and --storage; if the database was lost, restore a backup with `tinkex "
+        "restore`; or choose a new folder with --data to start over. Nothing was deleted."
+    )
+
+
+def _known(connection: sa.Connection, session_ids: Sequence[str]) -> Iterator[str]:
+    for start in range(0, len(session_ids), BATCH_ROWS):
+        some = session_ids[start : start + BATCH_ROWS]
         statement = sa.select(sessions.c.session_id).where(in_list(sessions.c.session_id, some))
         yield from connection.scalars(statement)

@@ -1,4 +1,8 @@
-"""The tables, and the promise that each constraint keeps. Times are seconds since 1970, UTC."""
+"""
+The tables, with the reason for each constraint and index.
+
+Times (`*_s`) are in seconds since 1970, UTC. A `place` is a storage key: see `blobs`.
+"""
 
 import enum
 
@@ -30,11 +34,11 @@ sessions = sa.Table(
     sa.Column("finished_s", sa.Float),
     sa.Column("finish_reason", sa.String(40)),
     sa.Column("finish_detail", sa.Text),
-    # Since when its client has been taken for gone. It may come back: that empties this again.
+    # When its client timed out; NULL again if the client comes back.
     sa.Column("lapsed_s", sa.Float),
-    # What of it failed, and why; empty again once its work succeeds.
+    # Which of its work failed, and why; NULL again once work succeeds.
     sa.Column("failure", sa.JSON(none_as_null=True)),
-    # A repeated `create_session` finds its first self.
+    # A repeated `create_session` returns the first session.
     sa.UniqueConstraint("owner", "idempotency_key"),
     # Lists of an owner's sessions, newest first.
     sa.Index("ix_sessions_owner_created_s", "owner", "created_s"),
@@ -52,11 +56,11 @@ models = sa.Table(
     sa.Column("optimizer_config", sa.JSON, nullable=False),
     sa.Column("user_metadata", sa.JSON),
     sa.Column("created_s", sa.Float, nullable=False),
-    # When the newest of those requests came whose rows are gone.
+    # The time of its newest deleted request row.
     sa.Column("last_request_s", sa.Float),
-    # What its base model held when it was made; none until that is known.
+    # The hash of its base model when it was created; NULL until it is known.
     sa.Column("base_hash", sa.String(200)),
-    # A repeated `create_model` finds its first self.
+    # A repeated `create_model` returns the first model.
     sa.UniqueConstraint("session_id", "model_seq_id"),
 )
 
@@ -67,15 +71,15 @@ checkpoint_versions = sa.Table(
     sa.Column("owner", sa.String(200), nullable=False),
     sa.Column("model_id", sa.ForeignKey("models.model_id"), nullable=False),
     sa.Column("kind", sa.String(40), nullable=False),
-    # Unnamed sampler saves have none.
+    # NULL for unnamed sampler saves.
     sa.Column("name", sa.String(250)),
-    # Where the files are, below the storage root. Written once, never changed.
+    # Its files. Written once, never changed.
     sa.Column("place", sa.String(1000), nullable=False),
     sa.Column("size_bytes", sa.BigInteger, nullable=False),
     sa.Column("created_s", sa.Float, nullable=False),
-    # Since when nothing needs its files; they may be gone.
+    # When its files were no longer needed; they may be deleted.
     sa.Column("discarded_s", sa.Float),
-    # Of its files, to see whether they are still what was written; none on rows from before.
+    # The hash of its files, to detect damage; NULL in rows of old versions.
     sa.Column("fingerprint", sa.String(64)),
     # Two saves never share a folder.
     sa.UniqueConstraint("place"),
@@ -84,7 +88,7 @@ checkpoint_versions = sa.Table(
 checkpoint_names = sa.Table(
     "checkpoint_names",
     metadata,
-    # A name of a run means one version at a time; overwriting moves it.
+    # A name refers to one version at a time; overwriting changes the version.
     sa.Column("model_id", sa.ForeignKey("models.model_id"), primary_key=True),
     sa.Column("kind", sa.String(40), primary_key=True),
     sa.Column("name", sa.String(250), primary_key=True),
@@ -103,13 +107,13 @@ samplers = sa.Table(
     sa.Column("session_id", sa.ForeignKey("sessions.session_id"), nullable=False),
     sa.Column("sampling_session_seq_id", sa.BigInteger, nullable=False),
     sa.Column("base_model", sa.String(500), nullable=False),
-    # None samples from the base model.
+    # NULL for sampling from the base model.
     sa.Column("version_id", sa.ForeignKey("checkpoint_versions.version_id")),
     sa.Column("model_path", sa.String(1000)),
     sa.Column("created_s", sa.Float, nullable=False),
-    # Copies of the client that asked for a number; the next one gets one more.
+    # The number of copies of its client; the next copy gets the next number.
     sa.Column("clients", sa.Integer, nullable=False, server_default="0"),
-    # A repeated `create_sampling_session` finds its first self.
+    # A repeated `create_sampling_session` returns the first sampler.
     sa.UniqueConstraint("session_id", "sampling_session_seq_id"),
 )
 
@@ -125,65 +129,65 @@ requests = sa.Table(
     sa.Column("kind", sa.String(40), nullable=False),
     sa.Column("status", sa.String(20), nullable=False),
     sa.Column("base_model", sa.String(500), nullable=False),
-    # Small payloads and results live in the row, larger ones in a file that is durable before it.
+    # Small payloads and results are in the row; large ones are files, durable before the row.
     sa.Column("payload", sa.LargeBinary),
     sa.Column("payload_place", sa.String(1000)),
-    # Sequences a sample was asked for: their ids are made from the request's.
+    # The number of sequences of a sample; their ids are derived from the request's.
     sa.Column("sequences", sa.Integer, nullable=False),
-    # The version a load or a sample was given: replay uses the same one.
+    # The checkpoint version of a load or a sample; a replay uses the same one.
     sa.Column("version_id", sa.ForeignKey("checkpoint_versions.version_id")),
     sa.Column("result", sa.LargeBinary),
     sa.Column("result_place", sa.String(1000)),
     sa.Column("result_bytes", sa.BigInteger),
     sa.Column("error", sa.Text),
     sa.Column("category", sa.String(20)),
-    # Why a step failed, for building its model again.
+    # Why a step failed; recovery needs it.
     sa.Column("cause", sa.String(20)),
     sa.Column("created_s", sa.Float, nullable=False),
     sa.Column("finished_s", sa.Float),
     sa.Column("fetched_s", sa.Float),
-    # Of the examples of a pass, or of the prompt of a sample: counted once, when it came.
+    # Tokens in the examples of a pass or the prompt of a sample, counted on arrival.
     sa.Column("tokens", sa.BigInteger, nullable=False, server_default="0"),
-    # How often it was with an engine that died; written only then.
+    # How often its engine crashed while it ran.
     sa.Column("deaths", sa.Integer, nullable=False, server_default="0"),
-    # A repeated step, and a repeated sample, find their first selves.
+    # A repeated step or sample returns the first one.
     sa.UniqueConstraint("model_id", "seq_id"),
     sa.UniqueConstraint("sampling_session_id", "seq_id"),
     sa.CheckConstraint("status IN ('waiting', 'done', 'failed')", name="status"),
-    # What is finished says how; what waits has no result.
+    # A finished request has a time, and a failed one an error.
     sa.CheckConstraint("(status = 'waiting') = (finished_s IS NULL)", name="finished"),
     sa.CheckConstraint("(status = 'failed') = (error IS NOT NULL)", name="error"),
-    # The trace of a session.
+    # For the trace of a session.
     sa.Index("ix_requests_session_id", "session_id"),
-    # What waits after a start is found without reading the finished.
+    # Finds waiting requests at a start without reading finished ones.
     sa.Index("ix_requests_status_created_s", "status", "created_s"),
-    # What has been kept long enough is found without reading the rest.
+    # Finds requests to delete without reading the rest.
     sa.Index("ix_requests_finished_s_fetched_s", "finished_s", "fetched_s"),
 )
 
 snapshots = sa.Table(
     "snapshots",
     metadata,
-    # The newest one of a model; steps up to `seq_id` are in it and never run again.
+    # The newest one of a model; it contains the steps up to `seq_id`, which never run again.
     sa.Column("model_id", sa.ForeignKey("models.model_id"), primary_key=True),
     sa.Column("seq_id", sa.BigInteger, nullable=False),
     sa.Column("place", sa.String(1000), nullable=False),
     sa.Column("size_bytes", sa.BigInteger, nullable=False),
-    # Why the next optimizer step is refused, if it is.
+    # The error for the next optimizer step, if it must be refused.
     sa.Column("spoiled", sa.Text),
     sa.Column("created_s", sa.Float, nullable=False),
-    # Of its files, to see whether they are still what was written; none on rows from before.
+    # The hash of its files, to detect damage; NULL in rows of old versions.
     sa.Column("fingerprint", sa.String(64)),
     sa.UniqueConstraint("place"),
 )
 
-# The one before the newest, for a while, with the steps since: the newest may be damaged.
+# The snapshot before the newest, kept for a while in case the newest is damaged.
 older_snapshots = sa.Table(
     "older_snapshots",
     metadata,
     sa.Column("model_id", sa.ForeignKey("models.model_id"), primary_key=True),
     sa.Column("seq_id", sa.BigInteger, nullable=False),
-    # None is the beginning, -1: the whole log is there.
+    # NULL for an empty model (`seq_id` -1): the whole log is there.
     sa.Column("place", sa.String(1000)),
     sa.Column("size_bytes", sa.BigInteger, nullable=False),
     sa.Column("spoiled", sa.Text),
@@ -195,16 +199,16 @@ older_snapshots = sa.Table(
 custom_losses = sa.Table(
     "custom_losses",
     metadata,
-    # Unguessable: who knows it and owns it may use it.
+    # Cannot be guessed; its owner may use it.
     sa.Column("loss_id", sa.String(64), primary_key=True),
     sa.Column("owner", sa.String(200), nullable=False),
     sa.Column("session_id", sa.ForeignKey("sessions.session_id"), nullable=False),
     sa.Column("custom_loss_seq_id", sa.BigInteger, nullable=False),
     sa.Column("request_id", sa.String(64), nullable=False),
-    # The request as it came: engines that start get it again.
+    # The request as received; new engine processes get it again.
     sa.Column("definition", sa.LargeBinary, nullable=False),
     sa.Column("created_s", sa.Float, nullable=False),
-    # A repeated `create_custom_loss` finds its first self.
+    # A repeated `create_custom_loss` returns the first loss.
     sa.UniqueConstraint("session_id", "custom_loss_seq_id"),
     sa.UniqueConstraint("request_id"),
 )
@@ -212,10 +216,9 @@ custom_losses = sa.Table(
 api_keys = sa.Table(
     "api_keys",
     metadata,
-    # Never given twice, and rows stay when a key is revoked: a server that ever had a key is
-    # not open again because the last one was.
+    # Never reused. Rows of revoked keys stay, so that a server that had a key keeps requiring one.
     sa.Column("key_id", sa.Integer, primary_key=True),
-    # SHA-256 of the key. The key itself is nowhere.
+    # SHA-256 of the key. The key itself is not stored.
     sa.Column("hash", sa.String(64), nullable=False),
     # Its first characters, for lists.
     sa.Column("hint", sa.String(20), nullable=False),
@@ -231,19 +234,19 @@ api_keys = sa.Table(
     sa.UniqueConstraint("hash"),
 )
 
-# SQLite numbers rows by itself only in a column of exactly this type.
+# SQLite assigns row numbers only in a column of exactly this type.
 _NUMBER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 completions = sa.Table(
     "completions",
     metadata,
-    # Increases with every commit and is never used again, so it orders each client's events.
+    # Increases with every commit and is never reused, so it orders each client's events.
     sa.Column("position", _NUMBER, primary_key=True),
     sa.Column("sampling_session_id", sa.String(120), nullable=False),
     # Which copy of the sampling client; 0 is the original.
     sa.Column("clone_id", sa.BigInteger, nullable=False),
     sa.Column("request_id", sa.String(64), nullable=False),
-    # None when the sample failed.
+    # NULL if the sample failed.
     sa.Column("result_bytes", sa.BigInteger),
     sa.Column("at_s", sa.Float, nullable=False),
     # A sample finishes once.
@@ -260,11 +263,11 @@ completions = sa.Table(
 usage = sa.Table(
     "usage",
     metadata,
-    # One row for each hour in which something was used; kept when the requests themselves are not.
+    # One row for each hour with usage; stays when the requests are deleted.
     sa.Column("owner", sa.String(200), primary_key=True),
     # Whole hours since 1970.
     sa.Column("hour", sa.BigInteger, primary_key=True, autoincrement=False),
-    # Empty for work outside any session.
+    # Empty for work outside a session.
     sa.Column("session_id", sa.String(64), primary_key=True),
     sa.Column("base_model", sa.String(500), primary_key=True),
     sa.Column("what", sa.String(20), primary_key=True),
@@ -274,7 +277,7 @@ usage = sa.Table(
 audit = sa.Table(
     "audit",
     metadata,
-    # Rows are added with the change they tell of, and never changed.
+    # Rows are added in the transaction of the change, and never updated.
     sa.Column("entry_id", _NUMBER, primary_key=True),
     sa.Column("owner", sa.String(200), nullable=False),
     sa.Column("at_s", sa.Float, nullable=False),
@@ -292,18 +295,15 @@ telemetry = sa.Table(
     sa.Column("owner", sa.String(200), nullable=False),
     sa.Column("session_id", sa.String(120), nullable=False),
     sa.Column("at_s", sa.Float, nullable=False),
-    # Only named fields, cut to size.
+    # Known fields only, truncated.
     sa.Column("event", sa.JSON, nullable=False),
     sa.Index("ix_telemetry_at_s", "at_s"),
     sqlite_autoincrement=True,
 )
 
 
-# MERGED: Where a request is, from its acceptance to its end.
-
-
 class Status(enum.StrEnum):
-    """Where a request is; it moves once, from waiting to one of the others."""
+    """The state of a request; it changes once, from waiting to done or failed."""
 
     WAITING = "waiting"  # accepted, on disk, not finished
     DONE = "done"  # the result is on disk

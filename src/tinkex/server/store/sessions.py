@@ -1,4 +1,4 @@
-"""Sessions: their rows, lists and searches of them, what was made in one, and its trace."""
+"""Sessions: creating and finishing them, lists, search, contents, and traces."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -8,7 +8,11 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store import events
-from tinkex.server.store.checkpoint_lists import metadata_characters, has_published_checkpoint, batches
+from tinkex.server.store.checkpoint_lists import (
+    batches,
+    has_published_checkpoint,
+    metadata_characters,
+)
 from tinkex.server.store.checkpoints import not_expired
 from tinkex.server.store.database import Database
 from tinkex.server.store.keys import random_id
@@ -24,13 +28,13 @@ from tinkex.server.store.schema import (
 )
 from tinkex.server.store.sql_dialects import in_list
 
-# Conditions on free-form metadata are not for the database: a search looks at rows. So many of
-# one search, and so many characters of their metadata; then it answers where to go on.
+# A search filters free-form metadata in Python. One search reads at most this many rows, and this
+# many characters of metadata; then it returns where to continue.
 MAX_SEARCHED = 5_000
 MAX_SEARCHED_CHARACTERS = 16 * 2**20
-# Ids that are read together while searching.
+# Ids fetched at a time while searching.
 READ_BATCH = 500
-# Newest requests in one trace; a viewer shows no more than this in a useful way.
+# The newest requests in one trace; viewers become unusable with more.
 MAX_SPANS = 50_000
 
 
@@ -45,7 +49,7 @@ class Session:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionDetails:
-    """Everything that was said about a session."""
+    """All columns of a session that a client may see."""
 
     session_id: str
     owner: str
@@ -63,7 +67,7 @@ class SessionDetails:
     failure: Mapping[str, Any] | None
 
     def visible_to(self, reader: str) -> "SessionDetails":
-        """What this owner may know: of another's session, that it is there and whose it is."""
+        """The fields that `reader` may see: of another owner's session, only that it exists."""
         if self.owner == reader:
             return self
         return replace(
@@ -73,8 +77,7 @@ class SessionDetails:
             project_id=None,
             display_name=None,
             sdk_version=None,
-            # Whether it runs, fell silent, failed or was ended is its owner's to know: to others
-            # every session reads as active.
+            # Its state is private: for others every session looks active.
             seen_s=self.created_s,
             finished_s=None,
             finish_reason=None,
@@ -84,14 +87,14 @@ class SessionDetails:
         )
 
     @property
-    def place(self) -> tuple[int, str]:
-        """Where it stands in a list; in microseconds, which is what travels."""
-        return _place(self.created_s, self.session_id)
+    def position(self) -> tuple[int, str]:
+        """Its position in a list: time in microseconds, as in search cursors, and id."""
+        return _position(self.created_s, self.session_id)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchPage:
-    """One page of a search, and after which place to go on; None at the end."""
+    """One page of a search, and the position after which it continues; None at the end."""
 
     sessions: Sequence[SessionDetails]
     next: tuple[int, str] | None
@@ -99,7 +102,7 @@ class SearchPage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointTotals:
-    """Checkpoints that were saved in a session and are still there."""
+    """The number and size of the checkpoints of a session."""
 
     checkpoints: int
     size_bytes: int
@@ -107,11 +110,11 @@ class CheckpointTotals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """When one request came and when it was finished."""
+    """When one request was accepted and finished."""
 
     request_id: str
     kind: str
-    #: The model or the sampler it belongs to.
+    #: Its model or sampler.
     track: str
     seq_id: int | None
     status: str
@@ -126,14 +129,14 @@ _SESSION = (
     sessions.c.user_metadata,
     sessions.c.finished_s,
 )
-_PAST_SESSION = tuple(
+_DETAILS = tuple(
     sessions.c[name] for name in SessionDetails.__dataclass_fields__ if name in sessions.c
 )
 _NEWEST_FIRST = (sessions.c.created_s.desc(), sessions.c.session_id.desc())
 
 
 class Sessions:
-    """The rows of sessions, and reads of them as their owner, or a reader of published runs, may see them."""
+    """The session rows. Reads with a `reader` return what that owner may see."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -149,7 +152,7 @@ class Sessions:
         display_name: str | None,
         idempotency_key: str | None,
     ) -> Session:
-        """A new session, or the one made by an earlier try of the same call."""
+        """A new session, or the one that an earlier try of the same call created."""
 
         def act(connection: sa.Connection) -> Session:
             if idempotency_key is not None:
@@ -199,7 +202,7 @@ class Sessions:
         return await self._database.read(act)
 
     def mark_seen(self, session_id: str) -> None:
-        """Note, some time soon, that the client of a session is not_expired."""
+        """Record, with a deferred write, that the client of a session is alive."""
         statement = (
             sessions.update().where(sessions.c.session_id == session_id).values(seen_s=time.time())
         )
@@ -208,7 +211,7 @@ class Sessions:
         )
 
     async def inactive_sessions(self, before_s: float) -> list[str]:
-        """Sessions not heard of since then, with nothing of theirs left to run."""
+        """Open sessions without activity since then and without waiting requests."""
         busy = sa.select(requests.c.session_id).where(
             requests.c.status == Status.WAITING, requests.c.session_id.is_not(None)
         )
@@ -221,13 +224,13 @@ class Sessions:
         return await self._database.read(lambda connection: _texts(connection, statement))
 
     async def mark_lapsed(self, session_ids: Sequence[str]) -> None:
-        """Mark sessions whose clients are taken for gone."""
+        """Mark sessions whose clients timed out."""
         statement = (
             sessions.update()
-            .where(sessions.c.session_id == sa.bindparam("silent"))
+            .where(sessions.c.session_id == sa.bindparam("lapsed"))
             .values(lapsed_s=time.time())
         )
-        values = [{"silent": session_id} for session_id in session_ids]
+        values = [{"lapsed": session_id} for session_id in session_ids]
         await self._database.write(lambda connection: connection.execute(statement, values))
 
     async def lapsed_sessions(self) -> list[str]:
@@ -237,7 +240,7 @@ class Sessions:
         return await self._database.read(lambda connection: _texts(connection, statement))
 
     def mark_active(self, session_id: str) -> None:
-        """Note, some time soon, that a client came back."""
+        """Record, with a deferred write, that the client of a timed-out session came back."""
         statement = (
             sessions.update()
             .where(sessions.c.session_id == session_id)
@@ -248,7 +251,7 @@ class Sessions:
         )
 
     def mark_failed(self, session_id: str, failure: Mapping[str, Any] | None) -> None:
-        """Note, with the next transaction, why a session has failed, or that it has not."""
+        """Record, with a deferred write, why a session has failed; None: it has not."""
         statement = (
             sessions.update()
             .where(sessions.c.session_id == session_id)
@@ -263,7 +266,7 @@ class Sessions:
         return await self._database.read(lambda connection: _texts(connection, statement))
 
     async def finish_session(self, session_id: str, reason: str, detail: str | None) -> None:
-        """The first reason stays."""
+        """Finish a session; a repeat changes nothing."""
         statement = (
             sessions.update()
             .where(sessions.c.session_id == session_id, sessions.c.finished_s.is_(None))
@@ -278,13 +281,17 @@ class Sessions:
                     connection, owner=row.owner, event="session.finished", details=details
                 )
 
-        # What a session kept may go once it has ended.
+        # May use the disk reserve: data of a finished session can be deleted.
         await self._database.write(act, reserve=True)
 
     async def list_ids(
         self, *, owner: str, limit: int, offset: int, published: bool = False
     ) -> list[str]:
-        """Of an owner's sessions, newest first; also of those of which others published a run."""
+        """
+        Ids of an owner's sessions, newest first.
+
+        With `published`, also sessions in which others published a checkpoint.
+        """
         statement = (
             sa.select(sessions.c.session_id)
             .where(_readable(owner, published))
@@ -299,8 +306,8 @@ class Sessions:
     async def details(
         self, session_id: str, *, reader: str, published: bool = False
     ) -> SessionDetails | None:
-        """A session as this owner may see it."""
-        statement = sa.select(*_PAST_SESSION).where(
+        """A session as `reader` may see it."""
+        statement = sa.select(*_DETAILS).where(
             sessions.c.session_id == session_id, _readable(reader, published)
         )
 
@@ -311,25 +318,25 @@ class Sessions:
         return await self._database.read(act)
 
     async def contents(
-        self, session_id: str, *, reader: str, most: int
+        self, session_id: str, *, reader: str, limit: int
     ) -> tuple[list[str], list[str]]:
         """
-        Ids of the first models and samplers of a session, in the order of their numbers.
+        Ids of the first models and samplers of a session, in order of creation.
 
-        Of another's session only the models of which something is published.
+        For another owner's session, only models with a published checkpoint.
         """
         shown = sa.or_(models.c.owner == reader, has_published_checkpoint(time.time()))
         of_models = (
             sa.select(models.c.model_id)
             .where(models.c.session_id == session_id, shown, was_created())
             .order_by(models.c.model_seq_id)
-            .limit(most)
+            .limit(limit)
         )
         of_samplers = (
             sa.select(samplers.c.sampling_session_id)
             .where(samplers.c.session_id == session_id, samplers.c.owner == reader)
             .order_by(samplers.c.sampling_session_seq_id)
-            .limit(most)
+            .limit(limit)
         )
         return await self._database.read_report(
             lambda connection: (
@@ -348,15 +355,15 @@ class Sessions:
         wanted: Callable[[SessionDetails], bool],
         limit: int,
     ) -> SearchPage:
-        """The next sessions that are wanted, as their reader may see them, newest first."""
+        """The next sessions that are `wanted`, newest first, as `owner` may see them."""
         readable = _readable(owner, published)
-        # Without what is long in them: they are sorted.
+        # Ids only: the database sorts these rows.
         statement = sa.select(sessions.c.session_id, sessions.c.created_s)
         statement = statement.where(readable).order_by(*_NEWEST_FIRST)
         if session_id is not None:
             statement = statement.where(sessions.c.session_id == session_id)
         if after is not None:
-            # A microsecond too many; the exact place is compared below.
+            # Up to a microsecond too much; `_next_ids` compares exactly.
             statement = statement.where(sessions.c.created_s <= (after[0] + 1) / 1_000_000)
 
         def act(connection: sa.Connection) -> SearchPage:
@@ -368,19 +375,19 @@ class Sessions:
                 characters += metadata_characters(row.user_metadata)
                 if wanted(session):
                     if len(found) == limit:
-                        return SearchPage(sessions=found, next=found[-1].place)
+                        return SearchPage(sessions=found, next=found[-1].position)
                     found.append(session)
                 if characters > MAX_SEARCHED_CHARACTERS:
-                    return SearchPage(sessions=found, next=session.place)
+                    return SearchPage(sessions=found, next=session.position)
             more = len(ids) > MAX_SEARCHED
-            return SearchPage(sessions=found, next=session.place if more else None)
+            return SearchPage(sessions=found, next=session.position if more else None)
 
         return await self._database.read_report(act)
 
     async def checkpoint_totals(
         self, session_ids: Collection[str], *, reader: str, now_s: float
     ) -> dict[str, CheckpointTotals]:
-        """What is kept of each of these sessions; of those of others, what is published."""
+        """Checkpoint totals of these sessions; for other owners' only the published number."""
         named = (
             sa.select(models.c.session_id, sa.func.count().label("number"))
             .join_from(checkpoint_names, models, checkpoint_names.c.model_id == models.c.model_id)
@@ -391,7 +398,7 @@ class Sessions:
             )
             .group_by(models.c.session_id)
         )
-        kept = (
+        stored = (
             sa.select(models.c.session_id, sa.func.sum(checkpoint_versions.c.size_bytes))
             .join_from(checkpoint_names, models, checkpoint_names.c.model_id == models.c.model_id)
             .join(
@@ -408,7 +415,7 @@ class Sessions:
 
         def act(connection: sa.Connection) -> dict[str, CheckpointTotals]:
             numbers = {row[0]: int(row[1]) for row in connection.execute(named)}
-            sizes = {row[0]: int(row[1]) for row in connection.execute(kept)}
+            sizes = {row[0]: int(row[1]) for row in connection.execute(stored)}
             return {
                 one: CheckpointTotals(checkpoints=numbers.get(one, 0), size_bytes=sizes.get(one, 0))
                 for one in session_ids
@@ -417,7 +424,7 @@ class Sessions:
         return await self._database.read_report(act)
 
     async def set_project(self, session_id: str, project_id: str, *, owner: str) -> None:
-        """Move a session, and with it all that was made in it."""
+        """Move a session, with everything in it, to a project."""
         statement = (
             sessions.update()
             .where(sessions.c.session_id == session_id)
@@ -434,7 +441,7 @@ class Sessions:
         await self._database.write(act)
 
     async def spans(self, session_id: str) -> list[Span]:
-        """The requests of a session that are still known, oldest first."""
+        """The requests of a session that are still stored, oldest first."""
         statement = (
             sa.select(
                 requests.c.request_id,
@@ -458,7 +465,7 @@ class Sessions:
 
 
 def _readable(owner: str, published: bool) -> sa.ColumnElement[bool]:
-    """Sessions of this owner and, if asked for, those of which others published a checkpoint."""
+    """The sessions of this owner and, with `published`, sessions with published checkpoints."""
     own = sessions.c.owner == owner
     if not published:
         return own
@@ -466,7 +473,7 @@ def _readable(owner: str, published: bool) -> sa.ColumnElement[bool]:
     return sa.or_(own, sessions.c.session_id.in_(shared))
 
 
-def _place(created_s: float, session_id: str) -> tuple[int, str]:
+def _position(created_s: float, session_id: str) -> tuple[int, str]:
     return round(created_s * 1_000_000), session_id
 
 
@@ -475,12 +482,12 @@ def _next_ids(
     statement: sa.Select[tuple[str, float]],
     after: tuple[int, str] | None,
 ) -> list[str]:
-    """As many as one search looks at, and one more if there is one."""
+    """The ids that one search reads, and one more if there is one."""
     ids: list[str] = []
     options = {"yield_per": READ_BATCH}
     with connection.execute(statement, execution_options=options) as result:
         for row in result:
-            if after is None or _place(row.created_s, row.session_id) < after:
+            if after is None or _position(row.created_s, row.session_id) < after:
                 ids.append(row.session_id)
                 if len(ids) > MAX_SEARCHED:
                     break
@@ -489,7 +496,7 @@ def _next_ids(
 
 def _rows(connection: sa.Connection, ids: list[str]) -> Iterator[SessionDetails]:
     for some in batches(ids):
-        statement = sa.select(*_PAST_SESSION).where(in_list(sessions.c.session_id, some))
+        statement = sa.select(*_DETAILS).where(in_list(sessions.c.session_id, some))
         rows = {row.session_id: row for row in connection.execute(statement)}
         for session_id in some:
             yield SessionDetails(**rows[session_id]._mapping)

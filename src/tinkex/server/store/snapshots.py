@@ -1,7 +1,8 @@
-"""Snapshots: what a model is after a step, so that little before it has to be kept.
+"""
+Snapshots: the state of a model after a step, so that recovery does not need the steps before it.
 
-The one before the newest is kept for a while, and the steps since: if the files of the newest are
-damaged, the model is built from there.
+The snapshot before the newest is kept for a while, with the steps since: if the newest is damaged,
+the model is rebuilt from there.
 """
 
 import logging
@@ -12,16 +13,16 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from tinkex.server.store.blobs import UNREADABLE, Files, folder_problem, fingerprint
+from tinkex.server.store.blobs import UNREADABLE, Files, fingerprint, folder_problem
 from tinkex.server.store.database import Database
 from tinkex.server.store.schema import Status, older_snapshots, requests, snapshots
 from tinkex.server.store.storage_health import Damaged
 
 log = logging.getLogger("tinkex.server.store")
 
-#: Where damaged ones go, for whoever wants to look at them.
+#: The key prefix where damaged snapshots are moved, for inspection.
 SET_ASIDE = "set-aside"
-# Where a model begins: with nothing, before its first step.
+# The seq_id of an empty model, before its first step.
 NO_STEP = -1
 
 _COLUMNS = tuple(snapshots.c)
@@ -29,12 +30,12 @@ _COLUMNS = tuple(snapshots.c)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """The files of a model as it is after one of its steps."""
+    """The stored state of a model after one of its steps."""
 
     model_id: str
     seq_id: int
     place: str
-    #: Why the next optimizer step is refused, if it is.
+    #: The error for the next optimizer step, if it must be refused.
     spoiled: str | None
     size_bytes: int
     created_s: float
@@ -42,7 +43,7 @@ class Snapshot:
 
 
 class Snapshots:
-    """The newest snapshot of each model, and what to do without it."""
+    """The newest snapshot of each model, and the fallback to the one before it."""
 
     def __init__(self, database: Database, files: Files, folder: Path) -> None:
         self._database = database
@@ -50,12 +51,12 @@ class Snapshots:
         self._folder = files.local or str(folder)
 
     def new_key(self, model_id: str) -> tuple[str, str]:
-        """A place that was never used, and the folder the engine writes for it."""
-        place = f"snapshots/{model_id}/{secrets.token_hex(12)}"
-        return place, self._at(place)
+        """A new key, and the folder that the engine writes for it."""
+        key = f"snapshots/{model_id}/{secrets.token_hex(12)}"
+        return key, self._path(key)
 
-    def _at(self, place: str) -> str:
-        return f"{self._folder}/{place}"
+    def _path(self, key: str) -> str:
+        return f"{self._folder}/{key}"
 
     async def newest(self, model_id: str) -> Snapshot | None:
         statement = sa.select(*_COLUMNS).where(snapshots.c.model_id == model_id)
@@ -68,32 +69,36 @@ class Snapshots:
 
     async def newest_intact(self, model_id: str) -> Snapshot | None:
         """
-        The newest whose files are what was written; None is the beginning.
+        The newest snapshot that is not damaged; None means that the whole log is replayed.
 
-        Damaged ones are set aside on the way. Raises Damaged when nothing is left to begin from.
+        Damaged ones are set aside. Raises Damaged if the model cannot be rebuilt without them.
         """
         while (newest := await self.newest(model_id)) is not None:
             problem = await self._problem(newest)
             if problem is None:
                 return newest
             if problem.startswith(UNREADABLE):
-                # It may be whole: it stays where it is until it can be read.
+                # It may be intact, so it stays until it can be read.
                 raise Damaged(f"the snapshot of {model_id} after step {newest.seq_id} {problem}")
             log.error("the snapshot of %s after step %d %s", model_id, newest.seq_id, problem)
             if not await self.set_aside(newest):
                 raise Damaged(
                     f"the snapshot of {model_id} after step {newest.seq_id} {problem}, and the "
-                    "steps before it are not kept any more"
+                    "steps before it were deleted"
                 )
         return None
 
     async def set_aside(self, bad: Snapshot) -> bool:
-        """Go back to the one before, or to the beginning; False when neither is there."""
-        if not await self._database.write(lambda connection: fall_back(connection, bad), required=True):
+        """Fall back to the snapshot before, or to an empty model; False if neither is possible."""
+        if not await self._database.write(
+            lambda connection: fall_back(connection, bad), required=True
+        ):
             return False
         aside = f"{SET_ASIDE}/{bad.place}"
         await self._database.with_folder(lambda: self._files.move(bad.place, aside), required=True)
-        log.error("it was set aside as %s; %s is built from before it", aside, bad.model_id)
+        log.error(
+            "it was moved to %s; %s is rebuilt from the snapshot before it", aside, bad.model_id
+        )
         return True
 
     async def _problem(self, snapshot: Snapshot) -> str | None:
@@ -106,8 +111,8 @@ class Snapshots:
         )
 
     async def open(self, snapshot: Snapshot) -> str:
-        """The folder on this machine."""
-        folder = self._at(snapshot.place)
+        """The folder of a snapshot on this machine."""
+        folder = self._path(snapshot.place)
         await self._database.with_folder(
             lambda: self._files.download(snapshot.place, folder), required=True
         )
@@ -117,11 +122,12 @@ class Snapshots:
         self, *, model_id: str, seq_id: int, place: str, size_bytes: int, spoiled: str | None
     ) -> bool:
         """
-        The newest from now on. What is behind the one before it is deleted, and that one is kept.
+        Make this the newest snapshot, and the newest so far the fallback; older data is deleted.
 
-        Refused while a step that is in it has no result on disk: that step would run again.
+        Returns False, and saves nothing, while a step that it contains has no result on disk: that
+        step would run again.
         """
-        folder = self._at(place)
+        folder = self._path(place)
         written = await self._database.with_folder(lambda: fingerprint(folder))
         await self._database.with_folder(lambda: self._files.upload(folder, place))
         row = Snapshot(
@@ -133,7 +139,7 @@ class Snapshots:
             created_s=time.time(),
             fingerprint=written,
         )
-        # The log before it may go then.
+        # May use the disk reserve: it frees the log before it.
         done = await self._database.write(
             lambda connection: _replace(connection, row), reserve=True
         )
@@ -141,13 +147,13 @@ class Snapshots:
         await self._database.with_folder(lambda: self._remove(gone))
         return done is not None
 
-    def _remove(self, places: list[str]) -> None:
-        for place in places:
-            self._files.remove(place)
+    def _remove(self, keys: list[str]) -> None:
+        for key in keys:
+            self._files.remove(key)
 
 
 def _replace(connection: sa.Connection, new: Snapshot) -> list[str] | None:
-    """The places that nothing refers to any more; None when it is too early."""
+    """The keys that are not referenced any more; None if a step before it is unfinished."""
     past = sa.and_(requests.c.model_id == new.model_id, requests.c.seq_id <= new.seq_id)
     unfinished = past & (requests.c.status == Status.WAITING)
     if connection.execute(sa.select(requests.c.request_id).where(unfinished)).first() is not None:
@@ -156,9 +162,9 @@ def _replace(connection: sa.Connection, new: Snapshot) -> list[str] | None:
     row = connection.execute(sa.select(*_COLUMNS).where(of_model)).first()
     gone = drop_older(connection, new.model_id)
     if row is None:
-        # The log has never been cut: it is a way to build the model as good as a snapshot.
-        beginning = {"seq_id": NO_STEP, "size_bytes": 0, "created_s": new.created_s}
-        connection.execute(older_snapshots.insert(), {"model_id": new.model_id, **beginning})
+        # The whole log is there, so the fallback is an empty model.
+        empty = {"seq_id": NO_STEP, "size_bytes": 0, "created_s": new.created_s}
+        connection.execute(older_snapshots.insert(), {"model_id": new.model_id, **empty})
     else:
         gone += truncate_log(connection, new.model_id, up_to=row.seq_id)
         connection.execute(snapshots.delete().where(of_model))
@@ -168,7 +174,7 @@ def _replace(connection: sa.Connection, new: Snapshot) -> list[str] | None:
 
 
 def drop_older(connection: sa.Connection, model_id: str) -> list[str]:
-    """There is no way back behind the newest from now on; the places that were for it."""
+    """Delete the fallback of a model; returns its keys."""
     of_model = older_snapshots.c.model_id == model_id
     gone = connection.execute(
         older_snapshots.delete().where(of_model).returning(older_snapshots.c.place)
@@ -177,10 +183,10 @@ def drop_older(connection: sa.Connection, model_id: str) -> list[str]:
 
 
 def truncate_log(connection: sa.Connection, model_id: str, *, up_to: int) -> list[str]:
-    """These steps never run again: what they carried may go. The places of it."""
+    """Delete the payloads of steps that never run again; returns the keys of their files."""
     past = sa.and_(requests.c.model_id == model_id, requests.c.seq_id <= up_to)
-    places = sa.select(requests.c.payload_place).where(past, requests.c.payload_place.is_not(None))
-    gone = list(connection.scalars(places))
+    keys = sa.select(requests.c.payload_place).where(past, requests.c.payload_place.is_not(None))
+    gone = list(connection.scalars(keys))
     connection.execute(
         requests.update()
         .where(
@@ -193,7 +199,7 @@ def truncate_log(connection: sa.Connection, model_id: str, *, up_to: int) -> lis
 
 
 def fall_back(connection: sa.Connection, bad: Snapshot) -> bool:
-    """Make the one before the newest, or the beginning, the newest; False when there is none."""
+    """Make the fallback the newest snapshot; False if there is none."""
     older = connection.execute(
         sa.select(older_snapshots).where(older_snapshots.c.model_id == bad.model_id)
     ).first()

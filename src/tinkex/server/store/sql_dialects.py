@@ -1,4 +1,9 @@
-"""PostgreSQL made to keep the promises that SQLite keeps: durable commits, one server, any text."""
+"""
+What differs between SQLite and PostgreSQL.
+
+PostgreSQL: durable commits, a lock so that one server uses a database, and NUL characters in text.
+SQLite: its write-ahead log (WAL) and the identity of its files. Both: `IN` for lists of any length.
+"""
 
 import contextlib
 import json
@@ -22,15 +27,14 @@ from tinkex.server.store.storage_health import DatabaseFileChanged, DatabaseLock
 
 log = logging.getLogger("tinkex.server.store")
 
-# Any number will do that no other program takes; the second half of the lock is the schema.
+# Identifies tinkex among advisory locks; the second half of the lock is the schema.
 LOCK = 0x74696E6B
-# A server that was killed just now may hold it for a moment.
+# A server that was just killed may hold the lock for a moment.
 LOCK_WAIT_S = 5.0
 LOCK_RETRY_S = 0.1
 
-# A database that says nothing is given up when a connection is made; so is one behind a network
-# that is gone. One that is only slow, or paused, answers on the connections that there are.
-_PATIENCE = {
+# For new connections and broken networks. A slow or paused database is handled by the callers.
+_TIMEOUTS = {
     "connect_timeout": 5,
     "keepalives_idle": 10,
     "keepalives_interval": 5,
@@ -38,16 +42,16 @@ _PATIENCE = {
     "tcp_user_timeout": 30_000,
 }
 
-# What is said of a server that holds a database; PostgreSQL cuts it to 63 bytes.
+# The application name of a server that holds a database; PostgreSQL truncates it to 63 bytes.
 _NAME = "tinkex serve, process {process} on {host}"
 
 _SETTINGS = (
-    # Databases that are told to forget the newest commits in a crash are told not to.
+    # A crash must not lose commits, whatever the default of the database is.
     """
     SELECT set_config('synchronous_commit', 'on', false)
     WHERE current_setting('synchronous_commit') = 'off'
     """,
-    # A machine that vanished gives its lock back within half a minute, not two hours.
+    # The lock of a machine that disappeared is released within half a minute, not two hours.
     "SET tcp_keepalives_idle = 10",
     "SET tcp_keepalives_interval = 5",
     "SET tcp_keepalives_count = 3",
@@ -61,17 +65,17 @@ _HOLDER = f"""
     """
 
 
-def patience(url: sa.URL) -> dict[str, int]:
-    """How long a database is waited for, as far as its URL does not say."""
-    return {name: value for name, value in _PATIENCE.items() if name not in url.query}
+def timeouts(url: sa.URL) -> dict[str, int]:
+    """Connection timeouts, except those that the URL sets."""
+    return {name: value for name, value in _TIMEOUTS.items() if name not in url.query}
 
 
 def prepare_writer(engine: sa.Engine, *, exclusive: bool) -> None:
     """
-    Commits are on disk; with `alone`, every connection that writes holds the database's lock.
+    Makes commits durable; with `exclusive`, each writing connection holds the database's lock.
 
-    The lock belongs to the connection that writes, so a server that loses the one has lost the
-    other: two servers never write to one database, whatever the network does between them.
+    The lock belongs to the writing connection, so a server loses both together: two servers never
+    write to one database, whatever the network does.
     """
 
     @event.listens_for(engine, "connect")
@@ -80,7 +84,7 @@ def prepare_writer(engine: sa.Engine, *, exclusive: bool) -> None:
             with connection.cursor() as cursor:
                 for statement in _SETTINGS:
                     cursor.execute(statement)
-                if alone:
+                if exclusive:
                     name = _NAME.format(process=os.getpid(), host=socket.gethostname())
                     cursor.execute("SELECT set_config('application_name', %s, false)", (name,))
                     _take_lock(cursor)
@@ -90,12 +94,11 @@ def prepare_writer(engine: sa.Engine, *, exclusive: bool) -> None:
             raise
 
 
-def prepare_texts(engine: sa.Engine) -> None:
+def replace_nul_characters(engine: sa.Engine) -> None:
     """
-    No text has a NUL character, which PostgreSQL does not take.
+    Replaces NUL characters in text parameters, which PostgreSQL does not accept.
 
-    Nothing of ours has one. What a client puts into a name is stored without it, and an id with
-    one in it is nobody's.
+    Only clients send them: in a name they are replaced, and an id with one matches no row.
     """
 
     @event.listens_for(engine, "before_cursor_execute", retval=True)
@@ -114,7 +117,7 @@ def _without_nul(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _has_nul(value: object) -> bool:
-    """A text, or an array with one in it."""
+    """Whether a text, or a text in a list, has a NUL character."""
     if isinstance(value, list):
         return any(_has_nul(one) for one in value)
     return isinstance(value, str) and "\0" in value
@@ -133,22 +136,22 @@ def _take_lock(cursor: Any) -> None:
             row = cursor.execute(_HOLDER).fetchone()
             raise DatabaseLocked(
                 f"another server ({row[0] if row else 'unknown'}) holds the database. Use that "
-                "one, stop it, or choose another database with --db."
+                "server, stop it, or choose another database with --db."
             )
         time.sleep(LOCK_RETRY_S)
 
 
-# SQLite's index of its log begins with: the size of a page, how many pages the log has, and a number
-# that is also in the log (https://sqlite.org/walformat.html).
-_INDEX = struct.Struct("=14xHI12x8s")
-_LOG_HEAD_BYTES = 32
+# The start of SQLite's WAL index: page size, number of pages in the WAL, and a salt that is also in
+# the WAL (https://sqlite.org/walformat.html).
+_WAL_INDEX = struct.Struct("=14xHI12x8s")
+_WAL_HEADER_BYTES = 32
 
 
-def empty_log(engine: sa.Engine) -> None:
+def checkpoint_wal(engine: sa.Engine) -> None:
     """
-    Move what is in SQLite's log into the database: a stopped server needs no second file.
+    Move SQLite's WAL into the database file, so that a stopped server leaves one file.
 
-    SQLite does it by itself when the last connection closes; a back-up may have one.
+    SQLite does this itself when the last connection closes, but a running backup may have one.
     """
     if engine.dialect.name != "sqlite":
         return
@@ -158,92 +161,95 @@ def empty_log(engine: sa.Engine) -> None:
             cursor.execute("PRAGMA busy_timeout = 1000")
             cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     except (sa.exc.DBAPIError, sqlite3.Error) as error:
-        log.warning("the log of the database stays beside it: %s", error)
+        log.warning("the WAL of the database stays beside it: %s", error)
 
 
-def log_is_lost(file: Path) -> bool:
+def is_wal_lost(file: Path) -> bool:
     """
-    Whether commits of a SQLite database are gone with its log, to be asked before it is opened.
+    Whether commits of a SQLite database are lost with its WAL. Call it before opening the database.
 
-    Its last user deletes the log once everything is in the database, and then the index of the log:
-    an index without a log is that of a server that was ended in the midst of its work. So is an
-    index that counts more pages than there are in the log of the same time.
+    The last connection deletes the WAL once everything is in the database, and then the WAL index.
+    So an index without a WAL is left by a server that was killed; so is an index that counts more
+    pages than its WAL has.
     """
-    log, index = (file.with_name(f"{file.name}-{end}") for end in ("wal", "shm"))
+    wal, index = (file.with_name(f"{file.name}-{end}") for end in ("wal", "shm"))
     try:
         with index.open("rb") as opened:
-            counted = opened.read(_INDEX.size)
+            counted = opened.read(_WAL_INDEX.size)
     except OSError:
         return False
-    if not file.exists() or not log.exists():
+    if not file.exists() or not wal.exists():
         return file.exists()
-    if len(counted) < _INDEX.size:
+    if len(counted) < _WAL_INDEX.size:
         return False
-    page_bytes, pages, salt = _INDEX.unpack(counted)
-    with log.open("rb") as opened:
-        head = opened.read(_LOG_HEAD_BYTES)
-    there = log.stat().st_size
+    page_bytes, pages, salt = _WAL_INDEX.unpack(counted)
+    with wal.open("rb") as opened:
+        head = opened.read(_WAL_HEADER_BYTES)
+    size = wal.stat().st_size
     if not head:
         return bool(pages)
-    counted_bytes = _LOG_HEAD_BYTES + pages * (page_bytes + 24)
-    return bool(head[16:24] == salt and there < counted_bytes)
+    counted_bytes = _WAL_HEADER_BYTES + pages * (page_bytes + 24)
+    return bool(head[16:24] == salt and size < counted_bytes)
 
 
 class SameFile:
-    """The database and its write-ahead log, by device and inode."""
+    """
+    Detects that a SQLite database or its WAL was deleted or replaced, by device and inode.
+
+    A deleted file stays open: writes to it succeed and are lost when the process ends.
+    """
 
     def __init__(self, database: Path) -> None:
         self._files = (database, database.with_name(f"{database.name}-wal"))
         self._opened: dict[Path, tuple[int, int]] = {}
 
     def check(self) -> None:
-        """Raises DatabaseFileChanged when one is not there, or is another. The first call takes note."""
+        """Raise DatabaseFileChanged if a file is missing or replaced since the first call."""
         for file in self._files:
             try:
                 stats = file.stat()
             except (FileNotFoundError, NotADirectoryError):
                 if file in self._opened:
-                    raise DatabaseFileChanged(f"{file} is not there any more") from None
+                    raise DatabaseFileChanged(f"{file} does not exist any more") from None
                 continue
             found = (stats.st_dev, stats.st_ino)
             if self._opened.setdefault(file, found) != found:
-                raise DatabaseFileChanged(f"{file} is another file than the one that was opened")
-
-
-# MERGED: `column IN (...)` for lists of any length, as one statement.
+                raise DatabaseFileChanged(f"{file} is not the file that was opened")
 
 
 def in_list(
     column: sa.ColumnElement[str], texts: Collection[str] | sa.BindParameter[str]
 ) -> sa.ColumnElement[bool]:
     """
-    Whether the column is one of these, or of what `listed` makes a parameter.
+    `column IN (...)` for a list of any length, with one parameter.
 
-    With a parameter for each, every length would be a statement of its own. Connections keep the
-    last hundred they have prepared: megabytes of the same question. And there may be too many.
+    `texts` is the list, or a parameter that gets its value from `list_parameter`. One parameter per
+    element would make a new statement for each length, and fill the cache of prepared statements.
     """
-    given = texts if isinstance(texts, sa.BindParameter) else sa.literal(list_parameter(texts), sa.Text)
-    return column.bool_op("IN")(_Rows(given))
+    given = (
+        texts if isinstance(texts, sa.BindParameter) else sa.literal(list_parameter(texts), sa.Text)
+    )
+    return column.bool_op("IN")(_JsonRows(given))
 
 
 def list_parameter(texts: Collection[str]) -> str:
-    """For a parameter that `among` was given."""
+    """The value of a parameter for `in_list`."""
     return json.dumps(list(texts))
 
 
-class _Rows(FunctionElement[str]):
-    """The texts of a list in JSON, each as a row."""
+class _JsonRows(FunctionElement[str]):
+    """The elements of a JSON list, each as a row."""
 
     type = sa.Text()
     inherit_cache = True
 
 
-@compiles(_Rows, "sqlite")
-def _in_sqlite(element: _Rows, compiler: SQLCompiler, **how: Any) -> str:
+@compiles(_JsonRows, "sqlite")
+def _in_sqlite(element: _JsonRows, compiler: SQLCompiler, **how: Any) -> str:
     return f"(SELECT value FROM json_each({compiler.process(element.clauses, **how)}))"
 
 
-@compiles(_Rows, "postgresql")
-def _in_postgres(element: _Rows, compiler: SQLCompiler, **how: Any) -> str:
+@compiles(_JsonRows, "postgresql")
+def _in_postgres(element: _JsonRows, compiler: SQLCompiler, **how: Any) -> str:
     given = compiler.process(element.clauses, **how)
     return f"(SELECT jsonb_array_elements_text(CAST({given} AS jsonb)))"

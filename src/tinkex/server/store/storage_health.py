@@ -1,9 +1,9 @@
 """
-When the disk or the database fails: what it is, whether it may pass, and what to do about it.
+Storage health: classifies disk and database errors, and refuses new data during a problem.
 
-    problem = storage_problem(error)      # None: the error is somebody else's
+    problem = storage_problem(error)      # None if the error has nothing to do with storage
 
-What `StorageHealth` holds is the state of the whole store: new work is refused while there is any.
+`StorageHealth` holds the current problems of the whole store, for all threads.
 """
 
 import errno
@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -18,14 +19,15 @@ import sqlalchemy as sa
 
 log = logging.getLogger("tinkex.server.store")
 
-#: Parts of a store that can be in problem by themselves.
+#: Parts of the store that can have a problem of their own.
 DATABASE = "database"
 FILES = "files"
-FREE_SPACE = "reserve of room"
-#: What `FILES` are in, where they are not in a folder.
+FREE_SPACE = "disk reserve"
+#: Where `FILES` are, unless they are in a local folder.
 OBJECT_STORE = "object store"
 DATABASE_FILE = "database file"
 
+# Kinds of problems. The values are part of `healthz` and of the metrics.
 FULL = "full"
 READ_ONLY = "read_only"
 FAILING = "failing"
@@ -34,17 +36,21 @@ GONE = "gone"
 CORRUPT = "corrupt"
 KINDS = (FULL, READ_ONLY, FAILING, UNREACHABLE, GONE, CORRUPT)
 
+#: While data is written, free space is checked at most this often: a burst of requests can fill a
+#: disk between two checks of the disk monitor.
+SPACE_CHECK_S = 0.05
+
 _ERRNOS = {
     errno.ENOSPC: FULL,
     errno.EDQUOT: FULL,
-    # A limit on the size of files, as `ulimit -f` sets it, is a disk that ends early.
+    # A limit on file size, such as `ulimit -f`, has the same effect as a full disk.
     errno.EFBIG: FULL,
     errno.EROFS: READ_ONLY,
     errno.EACCES: READ_ONLY,
     errno.EPERM: READ_ONLY,
     errno.EIO: FAILING,
 }
-# By the first word group of SQLite's names for its errors.
+# By the prefix of SQLite's error names.
 _SQLITE = {
     "SQLITE_FULL": FULL,
     "SQLITE_READONLY": READ_ONLY,
@@ -53,12 +59,12 @@ _SQLITE = {
     "SQLITE_CORRUPT": CORRUPT,
     "SQLITE_NOTADB": CORRUPT,
 }
-# By the SQLSTATE of PostgreSQL, or its first characters.
+# By the prefix of PostgreSQL's SQLSTATE.
 _POSTGRES = {
     "53100": FULL,
     "25006": READ_ONLY,
     "58030": FAILING,
-    # It has connections enough, it is being stopped or started, or nothing answers.
+    # Too many connections, shutting down or starting up, or connection lost.
     "53300": UNREACHABLE,
     "57P0": UNREACHABLE,
     "08": UNREACHABLE,
@@ -77,41 +83,41 @@ _WORDS = {
     CORRUPT: "the database of this server is damaged",
 }
 _ADVICE = {
-    FULL: "Make room on it; the server goes on by itself.",
-    READ_ONLY: "Make them writable for the server's user; the server goes on by itself.",
-    FAILING: "Look at the disk and the system's log; the server goes on by itself when it can.",
-    UNREACHABLE: "See that it runs and lets this server in; the server goes on by itself.",
-    GONE: "If it was moved, move it back, with its -wal; the server goes on by itself. If it is lost, "
-    "stop the server and restore a back-up with `tinkex restore`.",
-    CORRUPT: "Stop the server, run `tinkex doctor`, and restore a back-up if it says so.",
+    FULL: "Free some space; the server then continues by itself.",
+    READ_ONLY: "Make them writable for the server's user; the server then continues by itself.",
+    FAILING: "Check the disk and the system log; the server continues by itself once it can.",
+    UNREACHABLE: "Check that it runs and accepts this server; the server then continues by itself.",
+    GONE: "If it was moved, move it back together with its -wal file; the server then continues by "
+    "itself. If it is lost, stop the server and restore a backup with `tinkex restore`.",
+    CORRUPT: "Stop the server, run `tinkex doctor`, and restore a backup if it says so.",
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageProblem:
-    """Why nothing can be stored now."""
+    """Why nothing can be stored at the moment."""
 
     kind: str
-    #: What the system said.
+    #: The operating system's or database's own message.
     reason: str
-    #: What cannot be reached, where something cannot.
+    #: What cannot be reached, if `kind` is UNREACHABLE.
     part: str = DATABASE
 
     @property
     def is_temporary(self) -> bool:
-        """Whether it is worth trying again."""
+        """Whether a retry can succeed."""
         return self.kind != CORRUPT
 
     @property
     def blocks_reads(self) -> bool:
-        """Whether the database is not even read: what it answers, or takes in, may be lost."""
+        """Whether the database must not even be read, because its answers may be wrong."""
         return self.kind in (GONE, CORRUPT)
 
     @property
     def text(self) -> str:
-        """For clients: nothing is lost, and whose turn it is."""
+        """The message for clients."""
         what = _WORDS[self.kind].format(part=self.part)
-        return f"{what} ({self.reason}). Nothing new is taken in meanwhile."
+        return f"{what} ({self.reason}). New requests are refused until this is fixed."
 
     @property
     def advice(self) -> str:
@@ -119,44 +125,44 @@ class StorageProblem:
 
 
 class StorageError(Exception):
-    """Something could not be stored, or not be read: the request may be sent again."""
+    """Data could not be stored or read because of a storage problem; the request can be retried."""
 
     def __init__(self, problem: StorageProblem) -> None:
         super().__init__(problem.text)
-        self.problem = trouble
+        self.problem = problem
+
+
+class NewDataRefused(StorageError):
+    """A new row or file was refused because of a known problem; nothing failed by itself."""
 
 
 class DatabaseRefused(Exception):
-    """The database cannot be used; the text says why, and holds no password."""
+    """The database cannot be opened; the text says why and contains no password."""
+
+
+class DatabaseLocked(Exception):
+    """Another server uses the database."""
+
+
+class DatabaseFileChanged(Exception):
+    """The database file is not the one that was opened; the text names it."""
 
 
 class ObjectStoreUnavailable(OSError):
     """
-    An object store refused, did not answer, or cannot be reached.
+    An object store refused a request, did not answer, or cannot be reached.
 
-    Each kind of store raises errors of its own; `Files` turns those that concern all objects into
-    this one.
+    Each object store library raises its own errors. `Files` converts those that concern all
+    objects to this one.
     """
 
 
-class DatabaseLocked(Exception):
-    """Another server works on the database."""
-
-
-class DatabaseFileChanged(Exception):
-    """The file of the database is not the one that was opened; the text names it."""
-
-
-class NewDataRefused(StorageError):
-    """Something new was to be added while nothing new is taken in; the store itself is as it was."""
-
-
 class Damaged(Exception):
-    """A file that a row points to is missing, or is not what was written; the text names it."""
+    """A stored file is missing or differs from what was written; the text names it."""
 
 
 def storage_problem(error: BaseException | None) -> StorageProblem | None:
-    """What an error says about the disk or the database; None when it says nothing."""
+    """The storage problem that an error shows; None if it is not about storage."""
     for one in _causes(error):
         if isinstance(one, StorageError):
             return one.problem
@@ -166,7 +172,7 @@ def storage_problem(error: BaseException | None) -> StorageProblem | None:
             return StorageProblem(kind=UNREACHABLE, reason=str(one))
         if isinstance(one, DatabaseFileChanged):
             return StorageProblem(kind=GONE, reason=str(one))
-        if isinstance(one, sa.exc.DBAPIError) and _is_lost(one):
+        if isinstance(one, sa.exc.DBAPIError) and _is_connection_lost(one):
             return StorageProblem(kind=UNREACHABLE, reason=_first_line(one.orig))
         name = getattr(one, "sqlite_errorname", None) or ""
         for prefix, kind in _SQLITE.items():
@@ -181,12 +187,12 @@ def storage_problem(error: BaseException | None) -> StorageProblem | None:
     return None
 
 
-def _is_lost(error: sa.exc.DBAPIError) -> bool:
-    """Whether a connection broke, or could not be made: then PostgreSQL did not say why."""
-    unmade = isinstance(error, sa.exc.OperationalError) and (
+def _is_connection_lost(error: sa.exc.DBAPIError) -> bool:
+    """Whether a connection broke, or could not be made (then psycopg has no SQLSTATE)."""
+    not_connected = isinstance(error, sa.exc.OperationalError) and (
         getattr(error.orig, "sqlstate", "") is None
     )
-    return error.connection_invalidated or unmade
+    return error.connection_invalidated or not_connected
 
 
 def _first_line(error: BaseException | None) -> str:
@@ -194,67 +200,85 @@ def _first_line(error: BaseException | None) -> str:
 
 
 def os_error_in(message: str) -> OSError:
-    """The error of another process, as Python and Rust put its number into words."""
+    """The OSError that another process reported as text, in Python's or Rust's wording."""
     found = _NUMBER.search(message)
     number = int(found[1]) if found else 0
     return OSError(number, os.strerror(number))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and what it was made from."""
+    """An error, and the errors that caused it."""
     while error is not None:
         yield error
         driver = error.orig if isinstance(error, sa.exc.DBAPIError) else None
         error = driver or error.__cause__
 
 
-def _mildness(problem: StorageProblem) -> tuple[bool, bool]:
+def _severity_order(problem: StorageProblem) -> tuple[bool, bool]:
+    """A sort key: the most severe problem first."""
     return problem.is_temporary, not problem.blocks_reads
 
 
 class StorageHealth:
     """
-    How the store is, part by part, for all threads.
+    The current problems of the store, by part, for all threads.
 
-    A part is well again once it was written. A database that is damaged stays so until a restart.
+    A part is healthy again after a successful write. A damaged database stays damaged until a
+    restart.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._problems: dict[str, StorageProblem] = {}
-        self._silence: Callable[[], StorageProblem | None] = lambda: None
-        #: Called before each commit, in the thread that writes: notes or clears what it sees.
-        self.look: Callable[[], None] = lambda: None
+        self._response_timeout: Callable[[], StorageProblem | None] = lambda: None
+        self._check_space: Callable[[], None] = lambda: None
+        self._space_checked_s = float("-inf")
+        #: The writer thread calls this before each commit.
+        self.before_commit: Callable[[], None] = lambda: None
 
-    def watch(self, silence: Callable[[], StorageProblem | None]) -> None:
-        """`silence` tells whether something waits for an answer for too long; any thread asks."""
-        self._silence = silence
+    def report_timeouts(self, response_timeout: Callable[[], StorageProblem | None]) -> None:
+        """Register a check, for any thread, that returns a problem if the database is too slow."""
+        self._response_timeout = response_timeout
+
+    def monitor_space(self, check: Callable[[], None]) -> None:
+        """Use this to check free space, also before commits. It calls `record` or `clear`."""
+        self._check_space = check
+        self.before_commit = self._check_space_if_due
+
+    def check_space(self) -> None:
+        """Check free space now."""
+        self._space_checked_s = time.monotonic()
+        self._check_space()
+
+    def _check_space_if_due(self) -> None:
+        if time.monotonic() - self._space_checked_s >= SPACE_CHECK_S:
+            self.check_space()
 
     @property
-    def trouble(self) -> StorageProblem | None:
-        """The worst there is."""
+    def problem(self) -> StorageProblem | None:
+        """The most severe current problem."""
         with self._lock:
-            worst = min(self._problems.values(), key=_mildness, default=None)
-        return worst or self._silence()
+            worst = min(self._problems.values(), key=_severity_order, default=None)
+        return worst or self._response_timeout()
 
-    def note(self, error: BaseException, part: str = DATABASE) -> StorageProblem | None:
-        """What an error says about the store; from now on its state, if anything."""
+    def record(self, error: BaseException, part: str = DATABASE) -> StorageProblem | None:
+        """Store the problem that an error shows as the state of a part; None if it shows none."""
         problem = storage_problem(error)
         if problem is None:
             return None
         if problem.kind == GONE and part != DATABASE_FILE:
-            return problem  # told again by whoever was refused because of it
+            return problem  # `DATABASE_FILE` has it already: this is an error that followed from it
         with self._lock:
             before = self._problems.get(part)
             if before is None or before.is_temporary:
-                self._problems[part] = trouble
+                self._problems[part] = problem
         if before is None or (before.is_temporary and before.kind != problem.kind):
             log.error("%s %s", problem.text, problem.advice)
-        return trouble
+        return problem
 
     def clear(self, part: str = DATABASE) -> None:
-        """Something was written: the trouble of this part, if there was any, is over."""
-        # Asked without the lock, because it is asked for every write; a late answer is harmless.
+        """A write to this part succeeded: its temporary problem, if any, is over."""
+        # Checked without the lock, because every write calls this; a stale answer does no harm.
         if part not in self._problems:
             return
         with self._lock:
@@ -264,32 +288,33 @@ class StorageHealth:
             del self._problems[part]
         log.warning("the %s of this server can be written again", part)
 
-    def refuse_any(self) -> None:
-        """For new work: raises while anything is wrong."""
+    def refuse_new_work(self) -> None:
+        """Raise StorageError while there is any problem. For new requests."""
         if (problem := self.problem) is not None:
             raise StorageError(problem)
 
-    def refuse_new(self) -> None:
+    def refuse_new_data(self) -> None:
         """
-        For every new row and file: raises while files cannot be written or the reserve is in use.
+        Raise NewDataRefused while files cannot be written or the disk reserve is in use.
 
-        StorageProblem of the database itself is left out: a write to it finds out by itself.
+        For every new row and file. Problems of the database itself do not count here: writing to it
+        shows them.
         """
         if not self._problems:
             return
         with self._lock:
             problems = [one for part, one in self._problems.items() if part != DATABASE]
         if problems:
-            raise NewDataRefused(min(problems, key=_mildness))
+            raise NewDataRefused(min(problems, key=_severity_order))
 
-    def check(self) -> None:
-        """Refuse to go on with a database that is damaged, or is not the one on the disk."""
+    def check_readable(self) -> None:
+        """Raise StorageError if the database is damaged or its file was replaced."""
         if self._problems and (problem := self.problem) is not None and problem.blocks_reads:
             raise StorageError(problem)
 
-    def refusal(self, error: BaseException) -> StorageError:
-        """For who must be told that nothing was stored."""
+    def as_storage_error(self, error: BaseException) -> StorageError:
+        """The error for a caller whose data was not stored."""
         problem = storage_problem(error) or self.problem
-        refusal = StorageError(problem or StorageProblem(kind=FAILING, reason=str(error)))
-        refusal.__cause__ = error
-        return refusal
+        raised = StorageError(problem or StorageProblem(kind=FAILING, reason=str(error)))
+        raised.__cause__ = error
+        return raised

@@ -1,4 +1,6 @@
-"""What was used, hour by hour: tokens as `tally` counted them, and checkpoints while they lasted."""
+"""
+Usage reports: tokens by hour, as `request_writes` counted them, and stored checkpoints over time.
+"""
 
 from dataclasses import dataclass
 
@@ -19,7 +21,7 @@ from tinkex.server.store.sql_dialects import in_list
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UsageRow:
-    """So much of one thing in one hour."""
+    """The amount of one kind of tokens in one hour."""
 
     hour: int
     session_id: str
@@ -32,10 +34,10 @@ class UsageRow:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredCheckpoint:
     """
-    A checkpoint that was given a name, for as long as its files were kept.
+    A named checkpoint, for as long as its files were stored.
 
-    Saves without a name are the server's own affair: they are no checkpoints in any list, nobody
-    can delete them, and they go by themselves when their sampler does.
+    Unnamed saves do not count: they are in no list, users cannot delete them, and the server
+    deletes them with their sampler.
     """
 
     session_id: str
@@ -48,7 +50,7 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProjectStorage:
-    """What the checkpoints of one project take."""
+    """The number and size of the checkpoints of one project."""
 
     project_id: str | None
     checkpoints: int
@@ -66,13 +68,15 @@ _STORED = sa.select(
 
 
 class Usage:
-    """The rows of what was used."""
+    """Reads of the usage rows."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def between(self, *, owner: str, first_hour: int, end_hour: int, most: int) -> list[UsageRow]:
-        """What an owner used from one hour on and before another, by hour; the first rows."""
+    async def between(
+        self, *, owner: str, first_hour: int, end_hour: int, limit: int
+    ) -> list[UsageRow]:
+        """An owner's usage in [first_hour, end_hour), by hour; at most `limit` rows."""
         statement = (
             sa.select(
                 usage.c.hour,
@@ -85,16 +89,16 @@ class Usage:
             .join_from(usage, sessions, usage.c.session_id == sessions.c.session_id, isouter=True)
             .where(usage.c.owner == owner, usage.c.hour >= first_hour, usage.c.hour < end_hour)
             .order_by(usage.c.hour, usage.c.session_id, usage.c.base_model, usage.c.what)
-            .limit(most)
+            .limit(limit)
         )
         return await self._database.read_report(
             lambda connection: [UsageRow(**row._mapping) for row in connection.execute(statement)]
         )
 
     async def stored(
-        self, *, owner: str, since_s: float, until_s: float, most: int
+        self, *, owner: str, since_s: float, until_s: float, limit: int
     ) -> list[StoredCheckpoint]:
-        """The owner's checkpoints whose files were there at some moment of a time; the first."""
+        """The owner's checkpoints that were stored at some time in a range; at most `limit`."""
         versions = checkpoint_versions.c
         statement = (
             _STORED.join_from(checkpoint_versions, models, versions.model_id == models.c.model_id)
@@ -106,16 +110,18 @@ class Usage:
                 sa.or_(versions.discarded_s.is_(None), versions.discarded_s > since_s),
             )
             .order_by(versions.created_s)
-            .limit(most)
+            .limit(limit)
         )
         return await self._database.read_report(
-            lambda connection: [StoredCheckpoint(**row._mapping) for row in connection.execute(statement)]
+            lambda connection: [
+                StoredCheckpoint(**row._mapping) for row in connection.execute(statement)
+            ]
         )
 
     async def current(
-        self, *, owner: str, project_id: str | None, now_s: float, most: int
+        self, *, owner: str, project_id: str | None, now_s: float, limit: int
     ) -> list[ProjectStorage]:
-        """By project, the owner's checkpoints as they are listed now, each once for its name."""
+        """By project, the owner's checkpoints as listed now; each name counts."""
         versions = checkpoint_versions.c
         statement = (
             sa.select(
@@ -133,7 +139,7 @@ class Usage:
             .where(versions.owner == owner, not_expired(now_s))
             .group_by(sessions.c.project_id)
             .order_by(sa.func.coalesce(sessions.c.project_id, ""))
-            .limit(most)
+            .limit(limit)
         )
         if project_id is not None:
             statement = statement.where(sessions.c.project_id == project_id)
@@ -149,7 +155,7 @@ class Usage:
         )
 
     async def metadata(self, session_ids: list[str]) -> dict[str, dict[str, object]]:
-        """What the clients of these sessions said about them."""
+        """The user metadata of these sessions."""
         statement = sa.select(sessions.c.session_id, sessions.c.user_metadata).where(
             in_list(sessions.c.session_id, session_ids)
         )

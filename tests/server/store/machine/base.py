@@ -1,4 +1,4 @@
-"""What every rule needs: the store and its model side by side, a clock, and things to pick from."""
+"""The base of all rules: the store, its reference model, a clock, and values to pick from."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ BASE = "b"
 
 
 class Clock:
-    """Takes the place of the module `time`: it is later only when a test says so."""
+    """Replaces the module `time`; advances only when a test says so."""
 
     def __init__(self) -> None:
         self.now_s = 1_800_000_000.0
@@ -34,7 +34,7 @@ class Clock:
 
 
 class Base(RuleBasedStateMachine):
-    """The store and its model, side by side. Ids are the store's; everything else is foretold."""
+    """The store and its reference model. Ids come from the store; the model predicts the rest."""
 
     url: ClassVar[str]
     root: ClassVar[Path]
@@ -45,9 +45,9 @@ class Base(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.folder = Path(tempfile.mkdtemp(dir=self.root))
         self.world = expected.World()
-        #: Files that nothing refers to: left by work that was refused, or undone.
+        #: Files that no row refers to, from refused or rolled-back work.
         self.orphans: set[str] = set()
-        #: Rooms in which the last operation left one more, by what the model knows.
+        #: Key prefixes of new orphans that the last operation must have left.
         self.left: list[str] = []
         self.steps = 0
         #: Requests whose rows were deleted.
@@ -65,21 +65,21 @@ class Base(RuleBasedStateMachine):
         return self.runner.run(act)
 
     def later(self) -> float:
-        """Each operation has a moment of its own."""
+        """Each operation has its own time."""
         self.clock.now_s += 1.0
         return self.clock.now_s
 
     def flush(self) -> None:
-        """Any transaction takes along what nobody waited for."""
+        """Write the deferred writes: any transaction includes them."""
         self.run(self.store.retention.free_pages())
 
     @staticmethod
-    def pick(among: Sequence[T], number: int) -> T:
-        return among[number % len(among)]
+    def pick(options: Sequence[T], number: int) -> T:
+        return options[number % len(options)]
 
     @contextlib.asynccontextmanager
     async def one_transaction(self) -> AsyncIterator[None]:
-        """All that is written inside is written together."""
+        """All writes inside are in one transaction."""
         held, go = threading.Event(), threading.Event()
 
         def hold(_connection: sa.Connection) -> None:
@@ -89,7 +89,7 @@ class Base(RuleBasedStateMachine):
         first = self.store._database.submit(hold)
         await asyncio.to_thread(held.wait, 30)
         yield
-        # Whoever was asked to write has come as far as to wait for it.
+        # Lets tasks that write submit their writes.
         await asyncio.sleep(0)
         go.set()
         await first

@@ -1,4 +1,4 @@
-"""Rules for checkpoints, and for the names that point to them."""
+"""Rules for checkpoints and their names."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -19,7 +19,7 @@ NAMES = st.sampled_from(["a", "a", "b"])
 
 
 class Checkpoints(Requests):
-    """They are saved, found, loaded, published and deleted; names expire."""
+    """Checkpoints are saved, found, loaded, published and deleted; names expire."""
 
     @precondition(lambda self: self.world.models)
     @rule(
@@ -41,7 +41,7 @@ class Checkpoints(Requests):
         ttl_s: float | None,
         sampler_number: int | None,
     ) -> None:
-        """Under a name or, with the number of a sampler, under none."""
+        """With a name or, with the number of a sampler, without one."""
         self.clock.now_s += after_s
         now_s = self.later()
         model = self.some_model(number)
@@ -156,7 +156,7 @@ class Checkpoints(Requests):
         after_s=st.sampled_from([0.0, 600.0]),
     )
     def change_name(self, number: int, change: str, after_s: float) -> None:
-        """One that has expired meanwhile is not there, though its row is."""
+        """An expired name does not exist, although its row does."""
         self.clock.now_s += after_s
         now_s = self.later()
         named = self.pick(list(self.world.names.values()), number)
@@ -173,7 +173,7 @@ class Checkpoints(Requests):
         if change in ("publish", "unpublish"):
             public = change == "publish"
             event = f"checkpoint.{change}ed"
-            # What is so already is no change, and nobody is told of one.
+            # Publishing a published checkpoint is not a change, and not audited.
             changed = alive and named.public is not public
             assert self.run(of.set_public(public, **key)) is alive
             named.public = public if alive else named.public
@@ -184,7 +184,7 @@ class Checkpoints(Requests):
         if changed:
             self.world.audit.append((now_s, event))
         if change == "expire":
-            # Gone with the first look after its moment.
+            # Deleted at the first cleanup after its expiry.
             self.clock.now_s += 2.0
             self.drop_expired_names()
 

@@ -1,4 +1,4 @@
-"""Rules for sessions, and for the models and samplers that are made in them."""
+"""Rules for sessions and their models and samplers."""
 
 import hypothesis.strategies as st
 from hypothesis.stateful import precondition, rule
@@ -11,7 +11,7 @@ from tinkex.server.store import Model, Sampler
 
 
 class Clients(Requests):
-    """Each is made once, however often it is asked for; sessions end, lapse and come back."""
+    """Creation is idempotent; sessions finish, time out and come back."""
 
     @rule(owner=OWNERS, key=st.sampled_from([None, "k1", "k2"]))
     def create_session(self, owner: str, key: str | None) -> None:
@@ -71,9 +71,9 @@ class Clients(Requests):
     @rule(age_s=AGES_S, number=PICK, comes_back=st.booleans())
     def mark_lapsed(self, age_s: float, number: int, comes_back: bool) -> None:
         now_s = self.later()
-        silent = self.run(self.store.sessions.inactive_sessions(now_s - age_s))
+        inactive = self.run(self.store.sessions.inactive_sessions(now_s - age_s))
         busy = {one.session_id for one in self.world.waiting()}
-        assert set(silent) == {
+        assert set(inactive) == {
             one.session_id
             for one in self.world.sessions.values()
             if one.finished_s is None
@@ -81,13 +81,13 @@ class Clients(Requests):
             and one.seen_s < now_s - age_s
             and one.session_id not in busy
         }
-        if silent:
-            self.run(self.store.sessions.mark_lapsed(silent))
-        for session_id in silent:
+        if inactive:
+            self.run(self.store.sessions.mark_lapsed(inactive))
+        for session_id in inactive:
             self.world.sessions[session_id].lapsed_s = now_s
-        if silent and comes_back:
-            place = list(self.world.sessions).index(self.pick(sorted(silent), number))
-            self.see_session(place, back=True)
+        if inactive and comes_back:
+            index = list(self.world.sessions).index(self.pick(sorted(inactive), number))
+            self.see_session(index, back=True)
 
     @precondition(lambda self: self.world.sessions)
     @rule(number=PICK, model_seq_id=st.integers(0, 1))

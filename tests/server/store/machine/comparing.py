@@ -1,4 +1,4 @@
-"""What holds after every operation: the tables and the files are what the model says."""
+"""Invariants after every operation: tables and files match the reference model."""
 
 from dataclasses import asdict, fields
 from typing import Any
@@ -8,15 +8,15 @@ from hypothesis.stateful import invariant
 
 from server.store.machine.base import Base
 from server.waiting import unfinished
-from tinkex.server.store.blobs import ROOMS
+from tinkex.server.store.blobs import PREFIX_DEPTHS
 from tinkex.server.store.schema import metadata
 
 
 class Comparing(Base):
-    """Looks at every table and every file, past the store's own doors and through them."""
+    """Compares every table and every file, directly and through the store."""
 
     @invariant()
-    def the_tables_and_the_files_are_what_the_model_says(self) -> None:
+    def tables_and_files_match_the_model(self) -> None:
         found = self.run(self.store._database.read(everything))
         self.compare_files(found)
         self.compare_rows(found)
@@ -40,8 +40,8 @@ class Comparing(Base):
         assert in_order(rows, world.requests.values()) == in_order(
             [asdict(one) for one in world.requests.values()], world.requests.values()
         )
-        ways_back = {row["model_id"]: row["place"] for row in found["older_snapshots"]}
-        assert ways_back == {
+        fallbacks = {row["model_id"]: row["place"] for row in found["older_snapshots"]}
+        assert fallbacks == {
             model_id: None if older is None else older.place
             for model_id, older in world.older.items()
         }
@@ -53,37 +53,37 @@ class Comparing(Base):
         assert sorted((row["at_s"], row["event"]) for row in found["audit"]) == sorted(world.audit)
 
     def with_bytes(self, row: dict[str, Any]) -> dict[str, Any]:
-        """A request with its payload and result, wherever they are."""
+        """A request with its payload and result, from the row or a file."""
         for name in ("payload", "result"):
-            place = row[f"{name}_place"]
-            assert place is None or row[name] is None
-            if place is not None:
-                row[name] = (self.folder / place).read_bytes()
+            key = row[f"{name}_place"]
+            assert key is None or row[name] is None
+            if key is not None:
+                row[name] = (self.folder / key).read_bytes()
             elif row[name] is not None:
                 row[name] = bytes(row[name])
         return row
 
     def compare_files(self, found: dict[str, list[dict[str, Any]]]) -> None:
-        """What is referred to is there; nothing else, but what work that came to nothing left."""
+        """All referenced files exist, and no others except known orphans."""
         known = {row["place"] for row in found["checkpoint_versions"] if not row["discarded_s"]}
         known |= {row["place"] for row in found["snapshots"] + found["older_snapshots"]}
         for row in found["requests"]:
             known |= {row["payload_place"], row["result_place"]}
         known -= {None}
         there = set()
-        for room, depth in ROOMS.items():
-            for path in (self.folder / room).glob("/".join("*" * depth)):
+        for prefix, depth in PREFIX_DEPTHS.items():
+            for path in (self.folder / prefix).glob("/".join("*" * depth)):
                 there.add(str(path.relative_to(self.folder)))
         assert known <= there
-        # What went before stays until the next sweep, and nothing that was deleted joins it.
+        # Earlier orphans stay until they are deleted; deleted files do not become orphans.
         assert self.orphans <= there - known
-        joined = sorted(place.partition("/")[0] for place in there - known - self.orphans)
+        joined = sorted(key.partition("/")[0] for key in there - known - self.orphans)
         assert joined == sorted(self.left)
         self.orphans, self.left = there - known, []
 
     @invariant()
-    def a_new_start_finds_the_work_and_the_logs(self) -> None:
-        """Many questions, so not after every step."""
+    def waiting_requests_logs_and_events_match_the_model(self) -> None:
+        """Many reads, so not after every step."""
         self.steps += 1
         if self.steps % 3:
             return
@@ -125,7 +125,7 @@ def everything(connection: sa.Connection) -> dict[str, list[dict[str, Any]]]:
 
 
 def in_order(rows: list[dict[str, Any]], like: Any) -> list[tuple[Any, ...]]:
-    """The fields that the model knows, in an order that does not depend on the database."""
+    """The fields that the model has, in an order that does not depend on the database."""
     first = next(iter(like), None)
     if first is None:
         return [tuple(row.values()) for row in rows]

@@ -8,10 +8,10 @@ from server.store.machine.base import OWNERS, PICK, Base
 
 
 class Keys(Base):
-    """They are made, used and revoked; some expire."""
+    """Keys are created, used and revoked; some expire."""
 
     @rule(owner=OWNERS, number=PICK, act=st.sampled_from(["create", "use", "revoke"]))
-    def keep_keys(self, owner: str, number: int, act: str) -> None:
+    def use_keys(self, owner: str, number: int, act: str) -> None:
         if act == "create" or not self.world.keys:
             self.create_key(owner, [None, 500.0][number % 2])
         else:

@@ -1,4 +1,4 @@
-"""Rules for requests: accepted once, finished once, kept until they are fetched."""
+"""Rules for requests: accepted once, finished once, stored until their results are fetched."""
 
 import asyncio
 from pathlib import Path
@@ -22,7 +22,7 @@ LARGE = b"x" * (INLINE_BYTES + 1)
 
 
 def sampled(cached: int, drawn: int) -> bytes:
-    """A sample's answer."""
+    """The result of a sample."""
     tokens = np.arange(drawn, dtype=np.int32)
     logprobs = np.zeros(drawn, np.float32)
     sequence = SampledSequence("length", "", tokens_np=tokens, logprobs_np=logprobs)
@@ -32,10 +32,16 @@ def sampled(cached: int, drawn: int) -> bytes:
 
 
 class Requests(Base):
-    """Some come twice, some at once, and some beside a write that cannot be done."""
+    """Requests are repeated, concurrent, or in one group with a write that fails."""
 
     def step(
-        self, model: expected.Model, seq_id: int, kind: Kind, *, payload: bytes = b"", tokens: int = 0
+        self,
+        model: expected.Model,
+        seq_id: int,
+        kind: Kind,
+        *,
+        payload: bytes = b"",
+        tokens: int = 0,
     ) -> NewRequest:
         return NewRequest(
             owner=model.owner,
@@ -49,7 +55,7 @@ class Requests(Base):
         )
 
     def take(self, new: NewRequest, accepted: Accepted, now_s: float) -> expected.Request:
-        """What the model makes of an acceptance."""
+        """Apply an accepted request to the model."""
         place = new.model_id or new.sampling_session_id
         assert place is not None
         assert new.seq_id is not None
@@ -85,7 +91,7 @@ class Requests(Base):
         large=st.booleans(),
     )
     def accept_steps(self, number: int, seq_ids: list[int], kind: Kind, large: bool) -> None:
-        """Some at once, repeats among them: the first of each number counts."""
+        """Concurrent requests with repeats: the first of each seq_id counts."""
         now_s = self.later()
         model = self.some_model(number)
         payload = LARGE if large else b""
@@ -95,7 +101,7 @@ class Requests(Base):
             return await asyncio.gather(*(self.store.requests.accept(one) for one in new))
 
         answers = zip(new, self.run(act()), strict=True)
-        # Which of some repeats came first is for the store to say.
+        # The store decides which of concurrent repeats is the first.
         for one, accepted in sorted(answers, key=lambda pair: not pair[1].is_new):
             self.take(one, accepted, now_s)
 
@@ -226,7 +232,7 @@ class Requests(Base):
         times=st.integers(1, 2),
     )
     def fetch(self, numbers: list[int], owner: str, together: bool, times: int) -> None:
-        """The first time counts."""
+        """Only the first call counts."""
         for _ in range(times):
             self.fetch_once(numbers, owner, together)
 
@@ -245,7 +251,7 @@ class Requests(Base):
         self.flush()
 
     def read_request(self, number: int) -> None:
-        """Through the front door, whatever the tables say."""
+        """Read through the store's methods."""
         one = self.pick(list(self.world.requests.values()), number)
         row = self.run(self.store.requests.get(one.request_id))
         assert row is not None

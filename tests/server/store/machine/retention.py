@@ -1,4 +1,4 @@
-"""Rules for keeping and deleting: what the janitor does, or dies in the middle of."""
+"""Rules for retention: what the cleanup deletes, also if it dies in between."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,8 +15,8 @@ from tinkex.server.maintenance.cleanup import over_keep_last
 THREE_AGES_S = st.tuples(AGES_S, AGES_S, AGES_S)
 
 
-class Tidying(Checkpoints, Snapshots):
-    """Everything in turn, or the parts that hang together."""
+class Retention(Checkpoints, Snapshots):
+    """All parts of a cleanup in turn, or related parts."""
 
     @rule(
         last=st.integers(1, 8),
@@ -24,35 +24,37 @@ class Tidying(Checkpoints, Snapshots):
         keep_last=st.integers(1, 3),
         dies=st.booleans(),
     )
-    def tidy(
+    def clean_up(
         self, last: int, ages_s: tuple[float, float, float], keep_last: int, dies: bool
     ) -> None:
-        """As the janitor does: everything in turn, or it dies after any of it."""
+        """All parts in turn, like the cleanup; it may die after any part."""
         if not dies:
-            self.tidy_parts(range(last), ages_s, keep_last)
+            self.clean_up_parts(range(last), ages_s, keep_last)
             return
-        self.tidy_parts(range(last - 1), ages_s, keep_last)
-        self.tidy_and_die(last - 1, ages_s, keep_last)
+        self.clean_up_parts(range(last - 1), ages_s, keep_last)
+        self.clean_up_and_die(last - 1, ages_s, keep_last)
 
-    def tidy_and_die(self, part: int, ages_s: tuple[float, float, float], keep_last: int) -> None:
-        """The rows are gone, and the process before it deletes their files: the next sweep does."""
-        kept: set[str] = set()
+    def clean_up_and_die(
+        self, part: int, ages_s: tuple[float, float, float], keep_last: int
+    ) -> None:
+        """The process dies between deleting rows and their files, which become orphans."""
+        orphans: set[str] = set()
 
-        async def forget(places: Sequence[str]) -> None:
-            kept.update(place for place in places if (self.folder / place).exists())
+        async def keep(keys: Sequence[str]) -> None:
+            orphans.update(key for key in keys if (self.folder / key).exists())
 
-        if part == 7:  # what sweeps deletes no rows
+        if part == 7:  # deleting orphans deletes no rows
             return
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.store.retention, "_remove", forget)
-            self.tidy_parts([part], ages_s, keep_last)
-        self.left += [place.partition("/")[0] for place in kept]
+            patch.setattr(self.store.retention, "_remove", keep)
+            self.clean_up_parts([part], ages_s, keep_last)
+        self.left += [key.partition("/")[0] for key in orphans]
         self.store.close()
         self.store = self.opened()
 
     @rule(ages_s=THREE_AGES_S, parts=st.sampled_from([[0], [0, 1], [0, 7], [7]]))
-    def tidy_requests(self, ages_s: tuple[float, float, float], parts: list[int]) -> None:
-        self.tidy_parts(parts, ages_s, 1)
+    def clean_up_requests(self, ages_s: tuple[float, float, float], parts: list[int]) -> None:
+        self.clean_up_parts(parts, ages_s, 1)
 
     @rule(
         ages_s=THREE_AGES_S,
@@ -60,18 +62,18 @@ class Tidying(Checkpoints, Snapshots):
         keep_last=st.integers(1, 3),
         dies=st.booleans(),
     )
-    def tidy_checkpoints(
+    def clean_up_checkpoints(
         self, ages_s: tuple[float, float, float], parts: list[int], keep_last: int, dies: bool
     ) -> None:
         if dies:
-            self.tidy_and_die(4, ages_s, keep_last)
-        self.tidy_parts(parts, ages_s, keep_last)
+            self.clean_up_and_die(4, ages_s, keep_last)
+        self.clean_up_parts(parts, ages_s, keep_last)
 
     @rule(ages_s=THREE_AGES_S, parts=st.sampled_from([[5], [6], [6, 7]]))
-    def tidy_snapshots(self, ages_s: tuple[float, float, float], parts: list[int]) -> None:
-        self.tidy_parts(parts, ages_s, 1)
+    def clean_up_snapshots(self, ages_s: tuple[float, float, float], parts: list[int]) -> None:
+        self.clean_up_parts(parts, ages_s, 1)
 
-    def tidy_parts(
+    def clean_up_parts(
         self, parts: Sequence[int], ages_s: tuple[float, float, float], keep_last: int
     ) -> None:
         for part in parts:
@@ -83,33 +85,33 @@ class Tidying(Checkpoints, Snapshots):
                 lambda: self.drop_versions(ages_s[2]),
                 lambda: self.drop_snapshots(*ages_s[1:]),
                 lambda: self.drop_older_snapshots(ages_s[0]),
-                lambda: self.sweep(),
+                lambda: self.delete_orphans(),
             )[part]()
 
     @precondition(lambda self: self.world.names)
     @rule(number=PICK, keep_last=st.integers(0, 2))
     def save_while_names_are_dropped(self, number: int, keep_last: int) -> None:
-        """A name that was to go and has got another checkpoint meanwhile stays."""
+        """A name that was to be deleted but was overwritten meanwhile stays."""
         named = self.pick(list(self.world.names.values()), number)
         models = list(self.world.models)
 
         def meanwhile() -> None:
-            place = models.index(named.model_id)
-            self.save_checkpoint(place, named.kind, named.name, 0.0, True, None, None)
+            index = models.index(named.model_id)
+            self.save_checkpoint(index, named.kind, named.name, 0.0, True, None, None)
 
         self.keep_last_names(keep_last, meanwhile)
 
     def keep_last_names(self, keep_last: int, meanwhile: Callable[[], None] | None = None) -> None:
-        crowd = self.run(self.store.retention.names_over_limit(keep_last=keep_last))
-        doomed = self.surplus_names(keep_last)
+        candidates = self.run(self.store.retention.names_over_limit(keep_last=keep_last))
+        to_delete = self.names_over_keep_last(keep_last)
         if meanwhile is not None:
             meanwhile()
         now_s = self.later()
-        self.run(self.store.retention.drop_names(over_keep_last(crowd, keep_last=keep_last)))
+        self.run(self.store.retention.drop_names(over_keep_last(candidates, keep_last=keep_last)))
         there = {id(one) for one in self.world.names.values()}
-        self.world.drop_names([one for one in doomed if id(one) in there], now_s)
+        self.world.drop_names([one for one in to_delete if id(one) in there], now_s)
 
-    def surplus_names(self, keep_last: int) -> list[expected.Named]:
+    def names_over_keep_last(self, keep_last: int) -> list[expected.Named]:
         found = []
         for model_id in self.world.models:
             for kind in KINDS:
@@ -153,8 +155,7 @@ class Tidying(Checkpoints, Snapshots):
         }
         self.world.audit = [one for one in self.world.audit if one[0] >= before_s]
 
-    def sweep(self) -> None:
-        """Nothing is left on disk that nothing refers to."""
-        swept = self.run(self.store.retention.delete_orphans(before_s=float("inf")))
-        assert swept == len(self.orphans) + len(self.left)
+    def delete_orphans(self) -> None:
+        deleted = self.run(self.store.retention.delete_orphans(before_s=float("inf")))
+        assert deleted == len(self.orphans) + len(self.left)
         self.orphans, self.left = set(), []

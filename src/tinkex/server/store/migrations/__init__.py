@@ -56,27 +56,26 @@ def outdated(engine: sa.Engine) -> Outdated | None:
     with engine.connect() as connection:
         found = current_version(connection)
     if found is not None and found not in known:
-        raise DatabaseRefused(f"the database {engine.url!r} {unsupported(found)}")
+        problem, advice = unsupported(found)
+        raise DatabaseRefused(f"the database {engine.url!r} {problem}. {advice}")
     return None if found == known[0] else Outdated(found, known[0])
 
 
-def unsupported(version: str) -> str:
+def unsupported(version: str) -> tuple[str, str]:
     """Why a schema version that is not in `known_versions` cannot be opened, and what to do."""
     if version < OLDEST:
         return (
-            f"is of version {version}, which was never released; the oldest that this tinkex "
-            f"upgrades is {OLDEST}. Start a server of tinkex 0.1 on it once, then use this one."
+            f"is of version {version}, and the oldest that this tinkex upgrades is {OLDEST}",
+            "Start a server of tinkex 0.1 on it once, then use this version.",
         )
     return (
-        f"is of version {version}, which this tinkex does not know. It was made by a newer "
-        "tinkex: use that one, or restore a backup from before the update with `tinkex restore`."
+        f"is of version {version}, which this tinkex does not know",
+        "It was made by a newer tinkex: use that one, or restore an older backup: `tinkex restore`.",
     )
 
 
 def migrate(engine: sa.Engine) -> None:
-    """Upgrade the schema to the newest version; does nothing if it already is."""
-    if outdated(engine) is None:
-        return
+    """Create the tables, or upgrade them to the newest version."""
     config = alembic_config()
     logging.getLogger("alembic").setLevel(logging.WARNING)
     with engine.connect() as connection:

@@ -1,7 +1,7 @@
 """
 The tables of tinkex 0.1.
 
-Versions 0001 to 0007 were never released. A database of one of them is brought to 0008 by tinkex 0.1.
+Versions 0001 to 0007 were never released; tinkex 0.1 upgrades a database of one of them to 0008.
 """
 
 import sqlalchemy as sa
