@@ -203,7 +203,7 @@ _HOMES = {
         "SampledProvenanceSpan"
     ),
     "wire.partial_sample": "SampledTokens",
-    "wire.runs": "TrainingRun",
+    "wire.sessions": "TrainingRun",
     "wire.sampling": "SampleRequest SampleResponse SampledSequence SamplingParams StopReason",
     "wire.tensors": "TensorData TensorDtype",
     "wire.training": (

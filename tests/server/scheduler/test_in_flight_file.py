@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from processes import gone
+from processes import has_exited
 from server.dying_server import POISON
 from server.hosting import Api, connected, hosted
 from server.scheduler.test_crash_isolation import POISON as CRASH_POISON
@@ -130,7 +130,7 @@ def test_an_engine_that_outlives_its_web_process_writes_left(
     with engine_alone(in_flight, tiny_model) as (pid, wire):
         # A service manager signals all processes; only the web process acts on it.
         os.kill(pid, signal.SIGTERM)
-        assert not gone(pid, within_s=0.1)
+        assert not has_exited(pid, within_s=0.1)
         os.close(in_flight.descriptor)
         wire.close()
         # The next web process waits for its exit.
@@ -201,7 +201,7 @@ async def test_crashes_of_engine_and_web_process_count_but_not_of_the_web_proces
         async with connected(url) as api:
             passes, steps = await submitted(api)
         for process in (first, start("web"), start("web")):
-            assert await asyncio.to_thread(gone, process.pid)
+            assert await asyncio.to_thread(has_exited, process.pid)
         async with connected(url) as api:
             asked = asyncio.create_task(result_of(api, passes[1]))
             crashes = await until(asked, start, "both")

@@ -20,10 +20,11 @@ from starlette.responses import HTMLResponse, Response
 from tinkex.server.api.checkpoints import WeightsInfoRequest
 from tinkex.server.api.sessions import SetSessionProjectRequest
 from tinkex.wire import checkpoints as wire_checkpoints
+from tinkex.wire import client_config as wire_client_config
 from tinkex.wire import custom_loss as wire_custom_loss
 from tinkex.wire import futures as wire_futures
-from tinkex.wire import runs as wire_runs
 from tinkex.wire import sampling as wire_sampling
+from tinkex.wire import sessions as wire_sessions
 from tinkex.wire import telemetry as wire_telemetry
 from tinkex.wire import training as wire_training
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE
@@ -259,12 +260,12 @@ BODIES: tuple[type[BaseModel], ...] = (
     wire_checkpoints.SetCheckpointTtlRequest,
     wire_custom_loss.CreateCustomLossRequest,
     wire_futures.CancelFutureRequest,
-    wire_runs.ClientConfigRequest,
-    wire_runs.CreateSessionRequest,
-    wire_runs.FinishSessionRequest,
-    wire_runs.GetInfoRequest,
-    wire_runs.SessionHeartbeatRequest,
-    wire_runs.SessionSearchRequest,
+    wire_client_config.ClientConfigRequest,
+    wire_sessions.CreateSessionRequest,
+    wire_sessions.FinishSessionRequest,
+    wire_sessions.GetInfoRequest,
+    wire_sessions.SessionHeartbeatRequest,
+    wire_sessions.SessionSearchRequest,
     wire_sampling.CreateSamplingSessionRequest,
     wire_sampling.JoinSamplingSessionRequest,
     wire_telemetry.TelemetrySendRequest,
