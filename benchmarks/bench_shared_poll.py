@@ -31,7 +31,7 @@ from tinkex import types
 from tinkex.client.http import polling
 
 url, few, base, count, rounds, tokens = json.loads(sys.argv[1])
-assert polling.FEW
+assert polling.MAX_SELF_POLLING
 polling.MAX_SELF_POLLING = few
 sampler = tinkex.ServiceClient(base_url=url).create_sampling_client(base_model=base)
 prompt = types.ModelInput.from_ints(list(range(100)))

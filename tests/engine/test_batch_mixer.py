@@ -31,9 +31,7 @@ def test_a_datum_longer_than_a_batch_runs_alone() -> None:
     mixer = BatchMixer()
     queues = [queue("long", 500, 2), queue("other", 2)]
     assert mixer.next_batch(queues, 100) == [Selection("other", 1)]
-    assert mixer.next_batch(queues, 100) == [
-        Selection("long", 1)
-    ]
+    assert mixer.next_batch(queues, 100) == [Selection("long", 1)]
     queues = [queue("long", 2), queue("other", *[2] * 60)]
     assert mixer.next_batch(queues, 100) == [Selection("other", 50)]
 

@@ -210,7 +210,9 @@ def test_a_failed_batch_of_one_fails_its_request_and_a_shared_batch_is_retried(
     behind = rounds.order(run_pass=passes("a", 1, 4, backward=False))
     reports = rounds.train()
     assert sorted(reports) == sorted([*shared, behind])
-    assert {report.failed.category for report in reports.values()} == {engine_protocol.SHARED_FAILURE}
+    assert {report.failed.category for report in reports.values()} == {
+        engine_protocol.SHARED_FAILURE
+    }
     alone = rounds.order(run_pass=passes("a", 1, 4))
     failed = rounds.train()[alone].failed
     assert failed.category == "server"

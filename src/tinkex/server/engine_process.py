@@ -57,7 +57,8 @@ class LocalExecutor:
     ) -> None:
         self.served = tuple(served)
         self._engines = {
-            model.name: _Engine(model, options, (in_flight_files or {}).get(model.name)) for model in served
+            model.name: _Engine(model, options, (in_flight_files or {}).get(model.name))
+            for model in served
         }
         #: Idle time after which an engine is unloaded; 0 is never. A single engine stays loaded:
         #: no other needs its memory.
@@ -121,7 +122,9 @@ class LocalExecutor:
 class _Engine:
     """One child process and its restarts."""
 
-    def __init__(self, model: ServedModel, options: EngineOptions, in_flight_file: InFlightFile | None) -> None:
+    def __init__(
+        self, model: ServedModel, options: EngineOptions, in_flight_file: InFlightFile | None
+    ) -> None:
         self._model = model
         self._options = options
         #: Records how this engine ended, for the next web process in case this one crashes too.

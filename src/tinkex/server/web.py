@@ -102,8 +102,12 @@ async def serve(
         reporter.report(f"failed\n{refused}")
         return False
     in_flight_files = _open_in_flight_files(settings.folder / "rolls", served)
-    executor = LocalExecutor(served, _engine_options(settings, served), in_flight_files=in_flight_files)
-    app = create_app(settings, executor, store, in_flight_files=in_flight_files, web_crashed=after_crash)
+    executor = LocalExecutor(
+        served, _engine_options(settings, served), in_flight_files=in_flight_files
+    )
+    app = create_app(
+        settings, executor, store, in_flight_files=in_flight_files, web_crashed=after_crash
+    )
     server = Server(uvicorn_config(app, settings), app)
     _raise_file_limit()
     tune_gc()

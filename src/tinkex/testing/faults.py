@@ -32,7 +32,9 @@ class Lost:
     def error(self) -> Unreachable:
         """The error that the client's transport raises."""
         return (
-            DeadlineExceeded("no response in time") if self.slow else Unreachable("connection reset")
+            DeadlineExceeded("no response in time")
+            if self.slow
+            else Unreachable("connection reset")
         )
 
 

@@ -2,7 +2,7 @@
 Sends HTTP requests with aiohttp: bytes and headers in, bytes and headers out.
 
 Knows nothing about the API. The only module that imports aiohttp, and only when the first request
-is sent. Why aiohttp: docs/decisions/0002-transport.md.
+is sent. Why aiohttp: docs/decisions/0014-client.md.
 """
 
 from __future__ import annotations

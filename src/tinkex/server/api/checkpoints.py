@@ -242,7 +242,9 @@ async def copy_weights(request: Request) -> Response:
     return json_response(CopyWeightsResponse(tinker_path=path))
 
 
-async def _metadata_source(context: Context, source: Version, *, is_own: bool) -> NamedCheckpoint | None:
+async def _metadata_source(
+    context: Context, source: Version, *, is_own: bool
+) -> NamedCheckpoint | None:
     """The checkpoint whose metadata the copy gets: the caller's own, or a published one."""
     if source.name is None:
         return None

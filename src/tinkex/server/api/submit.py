@@ -106,7 +106,9 @@ def sequence_ids(first: Accepted) -> list[str]:
     return [f"{first.request_id}-{index}" for index in range(first.sequences)]
 
 
-async def accept_request(context: Context, new: NewRequest, *, token_stream: TokenStream | None = None) -> Accepted:
+async def accept_request(
+    context: Context, new: NewRequest, *, token_stream: TokenStream | None = None
+) -> Accepted:
     """
     Store and schedule a request, or find the first one that it repeats.
 
@@ -136,7 +138,9 @@ async def schedule(
 ) -> None:
     """Hand a committed request to the scheduler; nothing between commit and this may fail."""
     if first.is_new:
-        context.scheduler.submit(new_row(new, first), payload=new.payload, token_stream=token_stream)
+        context.scheduler.submit(
+            new_row(new, first), payload=new.payload, token_stream=token_stream
+        )
     else:
         # The first request may be waiting without being known to the scheduler.
         await context.scheduler.resubmit(first.request_id)
