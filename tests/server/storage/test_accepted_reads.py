@@ -26,13 +26,13 @@ API = str(Path(scheduler.__file__).parents[1] / "api")
 #: Reads that the work below is known to make.
 KNOWN = {
     *("Checkpoints.version", "Checkpoints._fingerprint", "Checkpoints._named"),
-    *("Runs.custom_loss", "Runs.custom_losses", "Runs.session", "Runs.model"),
+    *("Models.custom_loss", "Models.custom_losses", "Sessions.session", "Models.model"),
     *("Quotas.refuse_save", "Requests.get", "Requests.log", "Snapshots.newest"),
 }
 
 
 def is_for_accepted_work() -> bool:
-    """The name of the function that waits for the current read."""
+    """Whether the current read is for accepted work, by its call stack."""
     files = []
     frame = sys._getframe(1)
     while frame is not None:
@@ -98,7 +98,7 @@ async def test_each_read_of_accepted_work_may_fail_once(tmp_path: Path, failed: 
             body = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, **whose}
             request = (await api.post("asample", body)).json["request_id"]
             assert (await api.result(request))["sequences"][0]["tokens"] == [3]
-        failed -= {"Runs.custom_losses", "Requests.log", "Snapshots.newest"}
+        failed -= {"Models.custom_losses", "Requests.log", "Snapshots.newest"}
         echo.die()
         assert await api.value(await api.optim_step(model, 7)) == 6
         await api.result(await api.step("unload_model", model_id=model))

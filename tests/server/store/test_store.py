@@ -184,9 +184,9 @@ async def test_a_commit_flushes_to_disk(tmp_path: Path, store: Store) -> None:
 def test_a_process_killed_after_its_response_has_lost_nothing(tmp_path: Path) -> None:
     program = """
 import asyncio, os, signal, sys
-sys.path[:0] = ["tests", "tests/server/store"]
+sys.path[:0] = ["tests", "tests"]
 from pathlib import Path
-from test_store import a_model, opened, step
+from server.store.test_store import a_model, opened, step
 
 async def main():
     store = opened(Path(sys.argv[1]))
