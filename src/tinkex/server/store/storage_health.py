@@ -233,6 +233,7 @@ class StorageHealth:
         self._response_timeout: Callable[[], StorageProblem | None] = lambda: None
         self._check_space: Callable[[], None] = lambda: None
         self._space_checked_s = float("-inf")
+        self._checking_space = threading.Lock()
         #: The writer thread calls this before each commit.
         self.before_commit: Callable[[], None] = lambda: None
 
@@ -246,9 +247,14 @@ class StorageHealth:
         self.before_commit = self._check_space_if_due
 
     def check_space(self) -> None:
-        """Check free space now."""
-        self._space_checked_s = time.monotonic()
-        self._check_space()
+        """Check free space now, unless another thread is checking it: on a hung disk that blocks."""
+        if not self._checking_space.acquire(blocking=False):
+            return
+        try:
+            self._space_checked_s = time.monotonic()
+            self._check_space()
+        finally:
+            self._checking_space.release()
 
     def _check_space_if_due(self) -> None:
         if time.monotonic() - self._space_checked_s >= SPACE_CHECK_S:
