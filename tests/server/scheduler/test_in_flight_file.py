@@ -234,7 +234,7 @@ async def test_crashes_that_a_web_process_observed_count_in_the_next_one(tmp_pat
             if not passed:
                 passed = await api.forward_backward(await api.model(), 1, tokens=CRASH_POISON)
             assert api.app is not None
-            deaths = api.app.state.context.store.deaths
+            deaths = api.app.state.context.store.crash_counts
             while (known := await deaths.all()) != {passed: times}:
                 assert known.get(passed, 0) < times
         assert executor.crashes == 1
@@ -242,6 +242,6 @@ async def test_crashes_that_a_web_process_observed_count_in_the_next_one(tmp_pat
     async with hosted(last, tmp_path) as api:
         poisonous = await api.result(passed)
         assert api.app is not None
-        assert await api.app.state.context.store.deaths.all() == {}
+        assert await api.app.state.context.store.crash_counts.all() == {}
     assert "died 3 times" in poisonous["error"]
     assert last.crashes == 1
