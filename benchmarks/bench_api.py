@@ -184,11 +184,11 @@ SERVERS = {"tinkex": serve_instant, "table": serve_polling}
 
 def serve(kind: str, folder: Path) -> None:
     """The server's process."""
-    from tinkex.server.processes import tune_gc
+    from tinkex.server.process_setup import tune_gc
 
     app = SERVERS[kind](folder)
     if kind == "tinkex":
-        tune_gc()  # as `tinkex.server.web` does
+        tune_gc()  # as `tinkex.server.web_process` does
     lifespan = "on" if kind == "tinkex" else "off"
     config = uvicorn.Config(
         app, port=0, log_config=None, access_log=False, lifespan=lifespan, timeout_keep_alive=120

@@ -28,7 +28,7 @@ def tinker_has_credentials() -> bool:
 
 def raise_if_tinker_not_accessible() -> None:
     """Send one request to the service. Raises `TinkerError` with the reason if that fails."""
-    from tinkex.client.auth.key_requests import ask, capabilities
+    from tinkex.client.auth.sessionless_requests import ask, capabilities
     from tinkex.client.futures import refuse_to_block
 
     refuse_to_block(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tinkex.engine.model.base_model import load
 from tinkex.models.resolve import ModelNotFound, resolve
-from tinkex.models.weight_files import RefusedFolder
+from tinkex.models.weight_file_checks import RefusedFolder
 
 
 class Marked:

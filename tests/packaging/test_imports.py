@@ -38,13 +38,13 @@ ALLOWED_IMPORTS = {
     "models": "extras ~numpy ~tokenizers ~huggingface_hub ~jinja2",
     "engine": "wire models numpy torch ~triton transformers safetensors tokenizers",
     "server.scheduler.step_queue": "wire",
-    "server.processes": "wire",
+    "server.process_setup": "wire",
     "server.scheduler.crash_isolation": "wire",
     "server.store": "wire server.store sqlalchemy alembic fsspec ~aiobotocore ~botocore ~pyrage",
     "server.store.folder_lock": "server.settings server.store",
-    "server.api.http_limits": "uvicorn",
+    "server.api.connection_limits": "uvicorn",
     "server.executor": "wire",
-    "server.engine_process": "wire server.executor server.processes server.scheduler.crash_isolation",
+    "server.engine_process": "wire server.executor server.process_setup server.scheduler.crash_isolation",
     "server.api": "wire server.store server.scheduler server.executor server.settings fastapi starlette pydantic prometheus_client",
     "server": "wire models server uvicorn prometheus_client fastapi starlette pydantic",
     "conformance": "wire numpy",
@@ -90,7 +90,7 @@ def imports(path: Path):
 
 
 def within(name: str, packages: Iterable[str]) -> bool:
-    """Whether a module is in one of the packages: "server.web" is in "server"."""
+    """Whether a module is in one of the packages: "server.web_process" is in "server"."""
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 

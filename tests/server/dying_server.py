@@ -24,7 +24,7 @@ from tinkex.server.executor import Outcome, Task, Work
 from tinkex.server.scheduler.crash_isolation import EngineState, InFlightFile
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
-from tinkex.server.web import uvicorn_config
+from tinkex.server.web_process import uvicorn_config
 
 #: A pass with this many tokens is poisonous.
 POISON = 13

@@ -17,7 +17,7 @@ from tinkex.server.app import create_app
 from tinkex.server.executor import Executor
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
-from tinkex.server.web import uvicorn_config
+from tinkex.server.web_process import uvicorn_config
 from tinkex.wire.codec import PROTOBUF_TYPE
 from tinkex.wire.inputs import Datum, ModelInput
 from tinkex.wire.protobuf import decode_forward_backward_output, encode_forward_backward_request

@@ -18,17 +18,17 @@ from tinkex.server.api import (
     account,
     auth,
     bodies,
-    http_limits,
+    connection_limits,
     models,
     operations,
-    report_limits,
+    response_limits,
     sampling,
     sessions,
     submit,
 )
 from tinkex.server.scheduler import checkpoints
 from tinkex.server.settings import Settings
-from tinkex.server.store import checkpoint_lists, events
+from tinkex.server.store import events, named_checkpoints
 from tinkex.server.store import sessions as stored_sessions
 from tinkex.wire import errors, limits, tensors
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
@@ -195,7 +195,7 @@ BUDGET = (
     "tests/server/api/test_bodies.py::test_a_body_over_the_budget_gets_a_429_and_is_accepted_later"
 )
 METADATA = f"{PAGE}::test_the_metadata_of_an_answer_is_limited"
-BOUNDS = "tests/server/api/test_report_limits.py"
+BOUNDS = "tests/server/api/test_response_limits.py"
 MUCH = f"{BOUNDS}::test_an_owner_with_much_data_gets_bounded_answers_built_off_the_event_loop"
 PARTS = f"{BOUNDS}::test_an_answer_encoded_in_parts_is_identical"
 USAGE = f"{BOUNDS}::test_usage_over_the_limit_is_refused_and_a_shorter_time_is_answered"
@@ -206,14 +206,14 @@ LIMITS = [
     # Of a whole request.
     Limit(
         "bytes of the request line and headers",
-        http_limits.MAX_HEAD_BYTES,
+        connection_limits.MAX_HEAD_BYTES,
         "431",
         "head",
         get("/api/v1/sessions?x=" + "x" * 70_000),
     ),
     Limit(
         "bytes of trailers, and of anything else that is not a body",
-        http_limits.MAX_HEAD_BYTES,
+        connection_limits.MAX_HEAD_BYTES,
         "the connection is closed",
         "",
         None,
@@ -221,7 +221,7 @@ LIMITS = [
     ),
     Limit(
         "requests that a connection sends before the first is answered",
-        http_limits.MAX_PIPELINED,
+        connection_limits.MAX_PIPELINED,
         "the connection is closed",
         "",
         None,
@@ -539,7 +539,7 @@ LIMITS = [
     # Of answers.
     Limit(
         "characters of metadata in one answer",
-        checkpoint_lists.MAX_METADATA_CHARACTERS,
+        named_checkpoints.MAX_METADATA_CHARACTERS,
         "400",
         "",
         None,
@@ -547,7 +547,7 @@ LIMITS = [
     ),
     Limit(
         "bytes of a list, search, trace or report",
-        report_limits.MAX_REPORT_BYTES,
+        response_limits.MAX_REPORT_BYTES,
         "400",
         "",
         None,
@@ -555,7 +555,7 @@ LIMITS = [
     ),
     Limit(
         "checkpoints of a run, or runs or samplers of a session, in one answer",
-        report_limits.MAX_REPORT_ENTRIES,
+        response_limits.MAX_REPORT_ENTRIES,
         "400",
         "",
         None,
@@ -581,7 +581,7 @@ LIMITS = [
     Limit("requests in a trace", stored_sessions.MAX_SPANS, "the newest", "", None, test=MUCH),
     Limit(
         "lists, searches and reports of one owner at the same time",
-        report_limits.MAX_REPORTS_PER_OWNER,
+        response_limits.MAX_REPORTS_PER_OWNER,
         "further ones wait",
         "",
         None,

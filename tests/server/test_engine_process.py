@@ -20,7 +20,7 @@ from tinkex.server import engine_process
 from tinkex.server.engine_process import LocalExecutor, _command
 from tinkex.server.executor import EngineOptions, ServedModel, Task, Work
 from tinkex.server.settings import CHOICES, Settings
-from tinkex.server.web import _engine_options
+from tinkex.server.web_process import _engine_options
 
 pytestmark = pytest.mark.anyio
 

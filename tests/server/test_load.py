@@ -14,10 +14,10 @@ import pytest
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, with_key
-from tinkex.server import processes, web
-from tinkex.server.api.http_limits import MIN_PROGRESS_BYTES, Phase, StallTimer
+from tinkex.server import process_setup, web_process
+from tinkex.server.api.connection_limits import MIN_PROGRESS_BYTES, Phase, StallTimer
 from tinkex.server.executor import Outcome, Work
-from tinkex.server.scheduler.results import FinishedRequest
+from tinkex.server.scheduler.result_waiters import FinishedRequest
 from tinkex.server.scheduler.step_queue import Kind
 from waiting import until_async
 
@@ -58,8 +58,8 @@ async def a_sampler(api: Api) -> str:
 
 def resident_bytes() -> int:
     gc.collect()
-    if processes._malloc_trim is not None:
-        processes._malloc_trim(0)
+    if process_setup._malloc_trim is not None:
+        process_setup._malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -201,7 +201,7 @@ async def test_stalled_connections_are_closed(
     tmp_path: Path, parser: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if parser == "h11":
-        monkeypatch.setattr(web, "limited_protocol", lambda: "h11")
+        monkeypatch.setattr(web_process, "limited_protocol", lambda: "h11")
     async with hosted(Held(), tmp_path, head_s=0.4, stall_s=0.4) as api:
         assert api.server is not None
         state = api.server.server_state

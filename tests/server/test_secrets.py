@@ -19,7 +19,7 @@ from server.hosting import PROTOBUF, Api, hosted, pass_body
 from server.tenants import everything_kept, new_key, revoke, with_key
 from tinkex.server.api.auth import WEIGHTS_TOKEN
 from tinkex.server.api.errors import Refusal
-from tinkex.server.processes import LOG_FORMAT
+from tinkex.server.process_setup import LOG_FORMAT
 from tinkex.server.settings import Settings
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.redaction import RedactingFormatter, redact, redact_value

@@ -19,9 +19,9 @@ from server.storage.commands import tinkex
 from server.tenants import is_private
 from serving import TINY, Server, serving
 from tinkex.models.resolve import ModelSource, resolve
-from tinkex.server import web
 from tinkex.server.settings import Settings
 from tinkex.server.supervisor import Supervisor
+from tinkex.server.web_process import parser
 
 pytestmark = pytest.mark.anyio
 
@@ -315,7 +315,7 @@ def test_names_and_folders_may_contain_any_character(tmp_path: Path) -> None:
     with socket.socket() as listening:
         supervisor = Supervisor(Settings(data=str(tmp_path)), sources, listening, [])
         command = supervisor._command(7, 8)
-    options = web.parser().parse_args(command[3:])
+    options = parser().parse_args(command[3:])
     assert options.model == [[source.name, str(source.folder)] for source in sources]
 
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from server.hosting import Api, hosted
 from server.streaming_executor import StreamingExecutor, sample_body
-from tinkex.server.api import http_limits
+from tinkex.server.api import connection_limits
 from waiting import until_async
 
 #: Timeout of dead connections, instead of a minute.
@@ -115,6 +115,6 @@ async def watch(folder: Path) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    http_limits.DEAD_PEER_S = DEAD_S
+    connection_limits.DEAD_PEER_S = DEAD_S
     set_network(up=True)
     print(json.dumps(asyncio.run(watch(Path(sys.argv[1])))))

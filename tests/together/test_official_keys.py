@@ -9,7 +9,7 @@ import pytest
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, revoke
-from tinkex.server.scheduler import results
+from tinkex.server.scheduler import result_waiters
 from together.official_sdk import Finished, finish
 
 PROGRAM = Path(__file__).with_name("keys_program.py")
@@ -67,16 +67,16 @@ async def test_a_long_completion_log_is_read_in_batches(
     anyio_backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server limits the events in one response; the client continues from the last cursor."""
-    monkeypatch.setattr(results, "MAX_EVENTS_PER_POLL", 2)
+    monkeypatch.setattr(result_waiters, "MAX_EVENTS_PER_POLL", 2)
     batch_sizes: list[int] = []
-    after = results.CompletionLog.after
+    after = result_waiters.CompletionLog.after
 
     async def counted(*args: Any, **options: Any) -> Any:
         events = await after(*args, **options)
         batch_sizes.append(len(events))
         return events
 
-    monkeypatch.setattr(results.CompletionLog, "after", counted)
+    monkeypatch.setattr(result_waiters.CompletionLog, "after", counted)
     key = await new_key(tmp_path, "alice")
     async with hosted(EchoExecutor(), tmp_path) as api:
         done = await run(api, key, pause_s=0.0)

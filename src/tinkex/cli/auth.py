@@ -34,7 +34,7 @@ def login() -> None:
 
     Prompts for the key, or reads it from stdin if that is not a terminal.
     """
-    from tinkex.client.auth import key_requests, key_store
+    from tinkex.client.auth import key_store, sessionless_requests
     from tinkex.client.auth.credentials import ApiKey
     from tinkex.client.settings import LOCAL, Settings
 
@@ -56,8 +56,8 @@ def login() -> None:
             f"{problem if key.value else 'is empty'}.",
             hint="Copy the complete key and nothing else.",
         )
-    key_info = key_requests.ask(
-        Settings.resolve(base_url=service, api_key=key.value), key_requests.own_key
+    key_info = sessionless_requests.ask(
+        Settings.resolve(base_url=service, api_key=key.value), sessionless_requests.own_key
     )
     if not key_info.get("key_id"):
         raise CommandFailed(
@@ -94,7 +94,7 @@ def logout() -> None:
 
     A key that was created for this machine is also deleted on the service.
     """
-    from tinkex.client.auth import key_requests, key_store
+    from tinkex.client.auth import key_store, sessionless_requests
     from tinkex.client.errors import TinkerError
     from tinkex.client.settings import DEFAULT_URL, Settings
 
@@ -107,7 +107,7 @@ def logout() -> None:
     if entry.type == "generated":
         settings = Settings.resolve(base_url=service, api_key=entry.key.value)
         try:
-            key_requests.ask(settings, key_requests.delete_own_key)
+            sessionless_requests.ask(settings, sessionless_requests.delete_own_key)
         except TinkerError as error:
             failure = error
     deleted = entry.type == "generated" and failure is None
@@ -133,14 +133,14 @@ def logout() -> None:
 @service_options
 def status() -> None:
     """Check the credentials and the connection. Exits with 1 if they do not work."""
-    from tinkex.client.auth import key_requests
+    from tinkex.client.auth import sessionless_requests
     from tinkex.client.errors import TinkerError
     from tinkex.client.settings import Settings
 
     settings, problem = None, None
     try:
         settings = Settings.resolve(**service_arguments())
-        key_requests.ask(settings, key_requests.capabilities)
+        sessionless_requests.ask(settings, sessionless_requests.capabilities)
     except TinkerError as error:
         problem = str(error)
     has_credentials, is_accessible = settings is not None, problem is None
@@ -165,7 +165,7 @@ def status() -> None:
 @service_options
 def whoami() -> None:
     """Show the owner of the key: email, user, organization."""
-    from tinkex.client.auth import key_requests
+    from tinkex.client.auth import sessionless_requests
     from tinkex.client.errors import TinkerError
     from tinkex.client.settings import Settings
 
@@ -173,9 +173,9 @@ def whoami() -> None:
         try:
             claims = await connection.credential.claims()
         except RuntimeError:  # a plain key: ask the service for its owner
-            return _owner((await key_requests.own_key(connection)).get("details") or {})
+            return _owner((await sessionless_requests.own_key(connection)).get("details") or {})
         try:
-            details = _owner((await key_requests.own_key(connection)).get("details") or {})
+            details = _owner((await sessionless_requests.own_key(connection)).get("details") or {})
         except TinkerError:  # a token that has no key: only ids are known
             details = {}
         return {
@@ -185,7 +185,7 @@ def whoami() -> None:
             "organization_id": claims.get("org_id") or None,
         }
 
-    owner = key_requests.ask(Settings.resolve(**service_arguments()), fetch_owner)
+    owner = sessionless_requests.ask(Settings.resolve(**service_arguments()), fetch_owner)
     if as_json():
         show_json(owner)
         return

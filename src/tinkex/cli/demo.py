@@ -30,8 +30,8 @@ from rich.table import Table
 
 from tinkex.cli import loss_chart
 from tinkex.cli.demo_report import Exchange, Outcome, as_html
+from tinkex.cli.download_progress import fetch_progress
 from tinkex.cli.errors import CommandFailed
-from tinkex.cli.progress import fetch_progress
 from tinkex.models.resolve import DEFAULT_MODEL, ModelNotFound, resolve
 
 if TYPE_CHECKING:

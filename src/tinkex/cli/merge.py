@@ -40,7 +40,7 @@ def command(adapter: str, out: Path, base: str | None, dtype: str | None, data: 
         from tinkex.engine.device import DTYPES
         from tinkex.engine.model.base_model import UnsupportedModel
         from tinkex.models.resolve import ModelNotFound, resolve
-        from tinkex.models.weight_files import RefusedFolder
+        from tinkex.models.weight_file_checks import RefusedFolder
         from tinkex.wire.errors import UserFailure
     except ModuleNotFoundError as error:
         raise missing_package(error, "`tinkex merge`", "engine") from error

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from tinkex.client import sampler_handles, tokenizer, validation
+from tinkex.client import sampler_pickling, tokenizer, validation
 from tinkex.client.futures import Promise, awaits, refuse_to_block, waits
 from tinkex.client.http.polling import QueueLog
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.observe.telemetry import Telemetry
 from tinkex.client.sample_queue import RetryHandler, SampleQueue
 from tinkex.client.sample_stream import PartialOutput, SampleStream
-from tinkex.client.sampler_handles import SamplerHandle
+from tinkex.client.sampler_pickling import SamplerHandle
 from tinkex.client.session import Session
 from tinkex.client.tokenizer import TextMixin
 from tinkex.wire.inputs import ModelInput
@@ -126,12 +126,12 @@ class SamplingClient(TextMixin):
     # -- other processes -------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, ...]:
-        sampler_handles.remember_original(self.holder)
+        sampler_pickling.remember_original(self.holder)
         return _copied, (self._sampler_handle(),)
 
     def get_sampler_handle(self) -> str:
         """Text from which another process creates a client of the same weights. Contains no key."""
-        sampler_handles.remember_original(self.holder)
+        sampler_pickling.remember_original(self.holder)
         return self._sampler_handle().to_text()
 
     @staticmethod
@@ -142,7 +142,7 @@ class SamplingClient(TextMixin):
         A handle names the service that gets your key: use only handles from sources you trust.
         """
         source = SamplerHandle.from_text(handle)
-        return _copied(source, sampler_handles.joined_session(source, api_key=api_key))
+        return _copied(source, sampler_pickling.joined_session(source, api_key=api_key))
 
     def _sampler_handle(self) -> SamplerHandle:
         return SamplerHandle(
@@ -398,7 +398,7 @@ _direct_queues: weakref.WeakKeyDictionary[Session, SampleQueue] = weakref.WeakKe
 
 def _copied(source: SamplerHandle, holder: Session | None = None) -> SamplingClient:
     return SamplingClient(
-        holder or sampler_handles.joined_session(source),
+        holder or sampler_pickling.joined_session(source),
         sampling_session_id=source.sampling_session_id,
         shadow=True,
         retry_config=source.retry_config,

@@ -17,7 +17,7 @@ from typing import Any
 from tinkex.extras import MissingExtra, needs
 from tinkex.models.cache import Progress
 from tinkex.models.embedded import EMBEDDED_MODEL, FetchFailed, ensure_embedded
-from tinkex.models.weight_files import RefusedFolder, check_index
+from tinkex.models.weight_file_checks import RefusedFolder, check_index
 
 DEFAULT_MODEL = EMBEDDED_MODEL
 

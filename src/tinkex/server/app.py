@@ -24,13 +24,13 @@ from tinkex.server.api import (
 from tinkex.server.api.auth import Authentication, Authenticator, Signer, Tokens
 from tinkex.server.api.bodies import BodyBudgets, ReleaseBodyMemory
 from tinkex.server.api.deps import Context
-from tinkex.server.api.report_limits import ReportSlots
+from tinkex.server.api.response_limits import ReportSlots
 from tinkex.server.executor import Executor
 from tinkex.server.maintenance.cleanup import Cleanup
 from tinkex.server.maintenance.disk_monitor import DiskMonitor
 from tinkex.server.scheduler.base_model_check import BaseModelChecks
 from tinkex.server.scheduler.crash_isolation import InFlightFile
-from tinkex.server.scheduler.results import Futures
+from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.scheduler.session_status import SessionTimeouts
 from tinkex.server.settings import Settings

@@ -28,7 +28,7 @@ from tinkex.server.executor import (
     Work,
     WorkFailed,
 )
-from tinkex.server.processes import ENGINE_BACKOFF, engine_was_stable
+from tinkex.server.process_setup import ENGINE_BACKOFF, engine_was_stable
 from tinkex.server.scheduler.crash_isolation import EngineState, InFlightFile
 from tinkex.wire import engine_protocol
 from tinkex.wire.proto import frames_pb2

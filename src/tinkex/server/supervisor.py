@@ -21,7 +21,7 @@ from types import FrameType
 
 from tinkex.models.cache import line_progress
 from tinkex.models.resolve import DEFAULT_MODEL, ModelSource, resolve
-from tinkex.server import processes
+from tinkex.server import process_setup
 from tinkex.server.scheduler import crash_isolation
 from tinkex.server.settings import Settings, SettingsError, is_loopback
 from tinkex.server.store.folder_lock import HeldLock, lock_database, lock_folder
@@ -40,8 +40,8 @@ class StartFailed(Exception):
 
 def run(settings: Settings, *, announce: Callable[[str], None]) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status. `announce` gets the "ready" line."""
-    processes.setup_logging()
-    processes.set_log_level(settings.log_level)
+    process_setup.setup_logging()
+    process_setup.set_log_level(settings.log_level)
     log.info(
         "tinkex %s starts with %s; other settings have their defaults",
         version("tinkex"),
@@ -104,8 +104,8 @@ class Supervisor:
             if not ready:
                 raise StartFailed("the web process ended before it was ready; its log is above")
             lived_s = time.monotonic() - began_s
-            stable = processes.web_was_stable(ready=was_ready, lived_s=lived_s)
-            wait_s = processes.WEB_BACKOFF.next_wait_s(wait_s, stable=stable)
+            stable = process_setup.web_was_stable(ready=was_ready, lived_s=lived_s)
+            wait_s = process_setup.WEB_BACKOFF.next_wait_s(wait_s, stable=stable)
             log.error("the web process died; restarting it in %.1f s", wait_s)
             self._pause(wait_s)
         log.info("stopped; requests that were accepted and not finished run after the next start")
@@ -152,7 +152,7 @@ class Supervisor:
 
     def _command(self, report_descriptor: int, lifeline: int) -> list[str]:
         command = [
-            *(sys.executable, "-m", "tinkex.server.web"),
+            *(sys.executable, "-m", "tinkex.server.web_process"),
             *("--fd", str(self._listening.fileno())),
             *("--report-fd", str(report_descriptor)),
             *("--lifeline-fd", str(lifeline)),

@@ -9,7 +9,7 @@ import pytest
 from server.api.test_owner_limits import sample, sampler
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
-from tinkex.server import web
+from tinkex.server import web_process
 from waiting import until_async
 
 pytestmark = pytest.mark.anyio
@@ -36,7 +36,7 @@ async def test_polls_end_when_their_client_disconnects(
     parser: str, echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if parser == "h11":
-        monkeypatch.setattr(web, "limited_protocol", lambda: "h11")
+        monkeypatch.setattr(web_process, "limited_protocol", lambda: "h11")
     async with hosted(echo, tmp_path, long_poll_s=HELD_S) as api:
         mine = await sampler(api)
         echo.open.clear()

@@ -9,7 +9,7 @@ import pytest
 
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
-from tinkex.server.scheduler import results
+from tinkex.server.scheduler import result_waiters
 
 pytestmark = pytest.mark.anyio
 
@@ -120,7 +120,7 @@ async def test_clones_of_a_client_get_their_own_samples_only(api: Api) -> None:
 async def test_a_long_log_is_sent_in_pages_from_memory_and_disk(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "MAX_EVENTS_PER_POLL", 3)
+    monkeypatch.setattr(result_waiters, "MAX_EVENTS_PER_POLL", 3)
     sampler = await a_sampler(api)
     ids = [await sample(api, sampler, number) for number in range(8)]
     for request_id in ids:
@@ -151,12 +151,12 @@ async def test_unused_logs_leave_memory_and_are_read_again(
     (event,), cursor = await poll(api, samplers[0], 0)
     assert event["request_id"] == request_id
     # Too many logs: the least recently read are evicted.
-    monkeypatch.setattr(results, "MAX_CLIENTS", 2)
+    monkeypatch.setattr(result_waiters, "MAX_CLIENTS", 2)
     for sampler in samplers[1:3]:
         await poll(api, sampler, 0, timeout=0)
     assert [client[0] for client in kept] == samplers[1:3]
     # Logs that were not read for long are evicted when another one is added.
-    monkeypatch.setattr(results, "UNREAD_TTL_S", 0.0)
+    monkeypatch.setattr(result_waiters, "UNREAD_TTL_S", 0.0)
     await poll(api, samplers[3], 0, timeout=0)
     assert [client[0] for client in kept] == samplers[3:4]
     assert await poll(api, samplers[0], 0) == ([event], cursor)

@@ -31,11 +31,11 @@ from server.store.machine.keys import Keys
 from server.store.machine.retention import Retention
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import (
-    checkpoint_lists,
     checkpoints,
     events,
     keys,
     models,
+    named_checkpoints,
     request_writes,
     requests,
     retention,
@@ -51,7 +51,7 @@ STEPS = 50
 
 #: The modules of the store that use the clock.
 TIMED = (
-    *(checkpoint_lists, checkpoints, events, keys, models),
+    *(named_checkpoints, checkpoints, events, keys, models),
     *(request_writes, requests, retention, sessions, snapshots),
 )
 

@@ -37,7 +37,7 @@ from tinkex.engine.model.lora import (
     make_layout,
     make_pairs,
 )
-from tinkex.models.weight_files import check_layers, check_weight_files, tensor_names
+from tinkex.models.weight_file_checks import check_layers, check_weight_files, tensor_names
 
 log = logging.getLogger(__name__)
 

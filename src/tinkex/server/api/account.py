@@ -14,7 +14,7 @@ from starlette.responses import Response
 from tinkex.server.api.auth import authenticator_of, caller_of, owner_of
 from tinkex.server.api.deps import context_of, json_response
 from tinkex.server.api.errors import Refusal
-from tinkex.server.api.report_limits import bounded, report
+from tinkex.server.api.response_limits import bounded, report
 from tinkex.server.api.sessions import metadata_as_text
 from tinkex.server.settings import HOURS_PER_MONTH, Prices
 from tinkex.server.store.events import MAX_ENTRIES, AuditEntry

@@ -19,7 +19,7 @@ from tinkex.server.api.auth import Signer, owner_of, reader_owners
 from tinkex.server.api.errors import Refusal, not_found
 from tinkex.server.executor import Executor, ServedModel
 from tinkex.server.scheduler.checkpoints import no_checkpoint
-from tinkex.server.scheduler.results import Futures
+from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.scheduler.session_status import SessionTimeouts
 from tinkex.server.settings import Settings, is_loopback

@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 
-from tinkex.server.scheduler.results import UnknownRequest
+from tinkex.server.scheduler.result_waiters import UnknownRequest
 from tinkex.server.store import Damaged, RunTaken, StorageError
 from tinkex.server.store.requests import ResultGone
 from tinkex.wire.errors import FieldError, TooLarge, UserFailure, WireError

@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.bodies import read_json
+from tinkex.server.api.connection_limits import ON_DISCONNECT
 from tinkex.server.api.deps import Context, context_of, dialect_of, json_response, openapi_body
-from tinkex.server.api.http_limits import ON_DISCONNECT
 from tinkex.server.scheduler.fairness import QueueState
-from tinkex.server.scheduler.results import FinishedRequest
+from tinkex.server.scheduler.result_waiters import FinishedRequest
 from tinkex.server.scheduler.step_queue import PASSES, Kind
 from tinkex.server.store import Completion
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE, encode_json
@@ -98,7 +98,7 @@ async def retrieve_futures(request: Request) -> Response:
 
 
 def _on_disconnect(request: Request) -> Callable[[Callable[[], None]], None]:
-    """Registers a function that ends a poll when its client disconnects (see `http_limits`)."""
+    """Registers a function that ends a poll when its client disconnects (see `connection_limits`)."""
     scope = request.scope
 
     def register(end_poll: Callable[[], None]) -> None:

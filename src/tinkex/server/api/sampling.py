@@ -46,7 +46,7 @@ from tinkex.server.api.submit import (
     tokens_known,
 )
 from tinkex.server.scheduler.checkpoints import refuse_external
-from tinkex.server.scheduler.results import FinishedRequest, UnknownRequest, internal_error
+from tinkex.server.scheduler.result_waiters import FinishedRequest, UnknownRequest, internal_error
 from tinkex.server.scheduler.sample_worker import TokenStream
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Accepted, NewRequest, Sampler

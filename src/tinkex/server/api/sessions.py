@@ -15,7 +15,7 @@ from tinkex.server.api.auth import caller_of, owner_of
 from tinkex.server.api.bodies import read_json
 from tinkex.server.api.deps import context_of, json_response, openapi_body
 from tinkex.server.api.errors import Refusal, not_found
-from tinkex.server.api.report_limits import MAX_REPORT_ENTRIES, bounded, report
+from tinkex.server.api.response_limits import MAX_REPORT_ENTRIES, bounded, report
 from tinkex.server.scheduler.session_status import session_status
 from tinkex.server.store.sessions import MAX_SPANS, CheckpointTotals, SessionDetails, Span
 from tinkex.wire.base import StrictModel

@@ -22,7 +22,7 @@ from tinkex.server.api.bodies import RECEIVED_BODY, read_body
 from tinkex.server.api.deps import Context, context_of, json_response
 from tinkex.server.api.errors import Refusal
 from tinkex.server.scheduler.fairness import Limits, over_limit, server_full
-from tinkex.server.scheduler.results import load_of
+from tinkex.server.scheduler.result_waiters import load_of
 from tinkex.server.scheduler.sample_worker import TokenStream
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Accepted, Model, NewRequest, RequestRow, Status
@@ -35,8 +35,8 @@ from tinkex.wire.codec import PROTOBUF_TYPE, decode_json, encode_json
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.inputs import EncodedTextChunk, ModelInput
-from tinkex.wire.malformed_requests import StepId, step_id_in_json, step_id_in_protobuf
 from tinkex.wire.redaction import redact
+from tinkex.wire.step_id_recovery import StepId, step_id_in_json, step_id_in_protobuf
 from tinkex.wire.training import OptimStepRequest
 
 # Official clients wait this long, or a second of their own, and retry.

@@ -13,7 +13,7 @@ from tinkex.server.api.auth import owner_of
 from tinkex.server.api.bodies import read_body
 from tinkex.server.api.deps import context_of, dialect_of, json_response, openapi_body
 from tinkex.server.api.errors import Refusal, not_found
-from tinkex.server.api.report_limits import MAX_REPORT_ENTRIES, bounded, report
+from tinkex.server.api.response_limits import MAX_REPORT_ENTRIES, bounded, report
 from tinkex.server.scheduler.checkpoints import (
     EXTERNAL,
     SAMPLER,
@@ -22,7 +22,7 @@ from tinkex.server.scheduler.checkpoints import (
     no_checkpoint,
     tinker_path,
 )
-from tinkex.server.store.checkpoint_lists import NamedCheckpoint, RunSummary
+from tinkex.server.store.named_checkpoints import NamedCheckpoint, RunSummary
 from tinkex.wire.checkpoints import (
     KINDS,
     Checkpoint,

@@ -17,7 +17,7 @@ from tinkex.server.scheduler.execution import EngineClient, Execution
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits, TrainingSlots
 from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers
 from tinkex.server.scheduler.recovery import RebuildQueue, Recovery, Snapshots
-from tinkex.server.scheduler.results import RequestOutcome
+from tinkex.server.scheduler.result_waiters import RequestOutcome
 from tinkex.server.scheduler.sample_worker import SampleWorker
 from tinkex.wire.codec import encode_json
 from tinkex.wire.training import UnloadModelResponse

@@ -18,7 +18,7 @@ from tinkex.server.executor import EngineLost, Executor, Outcome, Task, Work
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
 from tinkex.server.scheduler.crash_isolation import Attempt, CrashIsolation, InFlightFile
 from tinkex.server.scheduler.fairness import Admission
-from tinkex.server.scheduler.results import (
+from tinkex.server.scheduler.result_waiters import (
     FinishedRequest,
     Futures,
     RequestOutcome,

@@ -41,11 +41,7 @@ from tinkex.server.scheduler.execution import (
 )
 from tinkex.server.scheduler.fairness import TrainingSlots
 from tinkex.server.scheduler.recovery import RebuildQueue, Recovery, Snapshots
-from tinkex.server.scheduler.results import (
-    RequestOutcome,
-    crash_outcome,
-    internal_error,
-)
+from tinkex.server.scheduler.result_waiters import RequestOutcome, crash_outcome, internal_error
 from tinkex.server.scheduler.step_queue import (
     Cause,
     Gap,

@@ -13,7 +13,7 @@ from tinkex.server.scheduler.execution import (
     register_loss_work,
     sample_work,
 )
-from tinkex.server.scheduler.results import RequestOutcome, crash_outcome, internal_error
+from tinkex.server.scheduler.result_waiters import RequestOutcome, crash_outcome, internal_error
 from tinkex.server.store import RequestRow
 from tinkex.wire.codec import encode_json
 from tinkex.wire.custom_loss import CreateCustomLossResponse

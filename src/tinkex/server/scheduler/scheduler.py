@@ -26,7 +26,7 @@ from tinkex.server.scheduler.engine_scheduler import EngineScheduler
 from tinkex.server.scheduler.execution import Execution
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits
 from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers, step_of
-from tinkex.server.scheduler.results import Futures, RequestOutcome
+from tinkex.server.scheduler.result_waiters import Futures, RequestOutcome
 from tinkex.server.scheduler.sample_worker import CustomLossWorker, TokenStream
 from tinkex.server.scheduler.step_queue import Cause, Kind, model_deleted, restore_queue
 from tinkex.server.store import RequestRow, Status, StorageError, Store

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tinkex.server.scheduler.results import RequestOutcome
+from tinkex.server.scheduler.result_waiters import RequestOutcome
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Store
 from tinkex.wire.sessions import (

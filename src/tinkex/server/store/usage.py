@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from tinkex.server.store.checkpoint_lists import within_metadata_budget
 from tinkex.server.store.checkpoints import not_expired
 from tinkex.server.store.database import Database
+from tinkex.server.store.named_checkpoints import within_metadata_budget
 from tinkex.server.store.schema import (
     checkpoint_names,
     checkpoint_versions,

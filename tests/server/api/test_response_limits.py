@@ -22,12 +22,17 @@ from starlette.routing import Route
 from server.echo import BASE, EchoExecutor
 from server.hosting import Answer, Api, hosted
 from server.tenants import new_key, with_key
-from tinkex.server.api import account, deps, report_limits, sessions
+from tinkex.server.api import account, deps, response_limits, sessions
 from tinkex.server.api.account import _storage_events
 from tinkex.server.api.deps import OwnerSlots
-from tinkex.server.api.report_limits import MAX_REPORT_BYTES, MAX_REPORT_ENTRIES, bound_of, encoded
+from tinkex.server.api.response_limits import (
+    MAX_REPORT_BYTES,
+    MAX_REPORT_ENTRIES,
+    bound_of,
+    encoded,
+)
 from tinkex.server.app import HOT_ROUTES, ROUTERS
-from tinkex.server.store import Store, checkpoint_lists, schema
+from tinkex.server.store import Store, named_checkpoints, schema
 from tinkex.server.store import sessions as stored_sessions
 from tinkex.server.store.usage import StoredCheckpoint
 from tinkex.wire.billing import StorageBillingEvent
@@ -245,7 +250,7 @@ async def test_an_owner_with_much_data_gets_bounded_answers_built_off_the_event_
             on_the_loop.append(len(body))
         return body
 
-    for module in (deps, report_limits):
+    for module in (deps, response_limits):
         monkeypatch.setattr(module, "encode_json", watched)
     refused, whole = set(), set()
     for method, path, endpoint in routes():
@@ -390,14 +395,14 @@ def test_an_answer_encoded_in_parts_is_identical(monkeypatch: pytest.MonkeyPatch
         {"traceEvents": [{"a": None}], "displayTimeUnit": "ms", "none": None},
     ):
         assert encoded(message, "") == encode_json(message)
-    monkeypatch.setattr(report_limits, "MAX_REPORT_BYTES", 20)
+    monkeypatch.setattr(response_limits, "MAX_REPORT_BYTES", 20)
     with pytest.raises(UserFailure, match=r"more than the allowed 20 bytes.*Request less"):
         encoded(session, "Request less.")
 
 
 def test_the_size_of_metadata_counts_keys_and_values() -> None:
-    assert checkpoint_lists.characters_of({"ab": "cde", "f": 12}) == 8
-    assert checkpoint_lists.characters_of(None) == 0
+    assert named_checkpoints.characters_of({"ab": "cde", "f": 12}) == 8
+    assert named_checkpoints.characters_of(None) == 0
 
 
 @pytest.mark.parametrize("seed", range(5))

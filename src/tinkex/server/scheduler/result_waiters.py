@@ -31,7 +31,7 @@ from tinkex.server.store import (
 from tinkex.server.store.request_writes import issued_s
 from tinkex.server.store.requests import ResultGone
 
-log = logging.getLogger("tinkex.server.scheduler.results")
+log = logging.getLogger("tinkex.server.scheduler.result_waiters")
 
 # Finished results are cached for the poll that is about to come; the rest are read from the store.
 CACHE_BYTES = 64 * 2**20

@@ -1,7 +1,7 @@
 """
 The web process: runs uvicorn on the supervisor's socket. Only the supervisor starts it.
 
-    python -m tinkex.server.web --fd N --report-fd N --lifeline-fd N --model NAME FOLDER < SETTINGS
+    python -m tinkex.server.web_process --fd N --report-fd N --lifeline-fd N --model NAME FOLDER < SETTINGS
 
 `--after-crash` means that the previous web process crashed by its own fault. This process writes
 one report to the report pipe: `ready`, or `failed` and the reason. It stops when the lifeline pipe
@@ -25,18 +25,18 @@ import uvicorn
 from fastapi import FastAPI
 
 from tinkex.models.resolve import ModelSource, describe
-from tinkex.server import processes
+from tinkex.server import process_setup
+from tinkex.server.api.connection_limits import limited_protocol, with_timeouts
 from tinkex.server.api.deps import Context
-from tinkex.server.api.http_limits import limited_protocol, with_timeouts
 from tinkex.server.app import create_app
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import EngineOptions, EngineRefused, ServedModel
-from tinkex.server.processes import collect_periodically, tune_gc, use_single_arena
+from tinkex.server.process_setup import collect_periodically, tune_gc, use_single_arena
 from tinkex.server.scheduler.crash_isolation import InFlightFile
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
 
-log = logging.getLogger("tinkex.server.web")
+log = logging.getLogger("tinkex.server.web_process")
 
 # Longer than any client keeps an idle connection; otherwise the server could close a connection
 # just as the client uses it.
@@ -151,7 +151,7 @@ async def _start_engines(
 
 
 def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
-    """Uvicorn's configuration, with the limits of `http_limits`."""
+    """Uvicorn's configuration, with the limits of `connection_limits`."""
     return uvicorn.Config(
         app,
         http=with_timeouts(limited_protocol(), head_s=settings.head_s, stall_s=settings.stall_s),
@@ -220,12 +220,12 @@ def main() -> None:
     use_single_arena()
     # This process and its engines write training data: no other user may read it.
     os.umask(0o077)
-    processes.setup_logging()
+    process_setup.setup_logging()
     # The supervisor logs start and stop.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     reporter = Reporter(options.report_fd)
     settings = Settings.from_json(sys.stdin.read())
-    processes.set_log_level(settings.log_level)
+    process_setup.set_log_level(settings.log_level)
     served = []
     for name, folder in options.model:
         facts = describe(ModelSource(name=name, folder=Path(folder)))

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from tinkex.server.processes import (
+from tinkex.server.process_setup import (
     ENGINE_BACKOFF,
     ENGINE_STABLE_S,
     WEB_BACKOFF,
@@ -101,7 +101,7 @@ def test_an_engine_was_stable_if_it_finished_work_or_ran_for_long(
 
 PROGRAM = """
 import gc
-from tinkex.server.processes import tune_gc
+from tinkex.server.process_setup import tune_gc
 
 tune_gc()
 before = sum(round["collections"] for round in gc.get_stats())
@@ -142,7 +142,7 @@ def test_reference_cycles_are_freed_periodically():
 
 HEAPS = """
 import ctypes, sys, threading
-from tinkex.server.processes import use_single_arena
+from tinkex.server.process_setup import use_single_arena
 
 if sys.argv[1] == "shared":
     use_single_arena()
