@@ -80,7 +80,7 @@ async def test_login_checks_stores_and_is_used_and_logout_forgets(
     }
     again = await shell("auth", "login", stdin=f"{key}\n")
     assert again.exit_code == 1
-    assert "stored already: laptop of alice" in again.stderr
+    assert "already stored: laptop of alice" in again.stderr
     logged_out = await shell("--format", "json", "auth", "logout")
     assert json.loads(logged_out.stdout)["deleted_on_service"] is False
     assert "still works" in logged_out.stderr

@@ -462,7 +462,8 @@ def test_every_request_of_a_program_has_its_kind(datum, monkeypatch):
         sampling.sample(PROMPT, 1, params).result(5)
         list(sampling.sample_stream(PROMPT, 1, params))
         fake._sample_s = 60
-        dropped, request = sampling.sample(PROMPT, 1, params), len(fake.requests)
+        request = len(fake.requests)
+        dropped = sampling.sample(PROMPT, 1, params)
         until(lambda: any(seen.endpoint == "asample" for seen in fake.requests[request:]))
         dropped.cancel()
         until(lambda: fake.cancelled)

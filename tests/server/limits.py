@@ -281,7 +281,7 @@ LIMITS = [
         "members of a gzip body, frames of a zstd body",
         limits.MAX_COMPRESSED_FRAMES,
         "413",
-        "parts",
+        "compressed frames",
         post("forward_backward", gzip.compress(b"x") * (limits.MAX_COMPRESSED_FRAMES + 1), GZIP),
     ),
     Limit(

@@ -48,7 +48,7 @@ async def test_the_last_use_of_keys_is_remembered_for_a_limited_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(auth, "MAX_CACHED_KEYS", 10)
-    keys: Any = SimpleNamespace(used=lambda key_id: None)
+    keys: Any = SimpleNamespace(mark_used=lambda key_id: None)
     authenticator = Authenticator(keys, tokens=SimpleNamespace())  # type: ignore[arg-type]
     for number in range(100):
         key: Any = SimpleNamespace(key_id=number)

@@ -86,7 +86,7 @@ async def test_results_are_deleted_an_hour_after_fetching_or_a_day_after_finishi
     async with hosted(echo, tmp_path, result_kept_s=0.0, janitor_s=0) as api:
         gone = await api.poll(waiting)
         assert gone.status == 410
-        assert "not kept" in gone.json["detail"]
+        assert "has expired" in gone.json["detail"]
         assert (await api.poll("never-given")).status == 404
 
 

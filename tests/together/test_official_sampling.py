@@ -60,7 +60,7 @@ def test_samples_report_top_tokens_and_cache_hits(run: dict[str, Any]) -> None:
 
 
 def test_targets_of_a_wrong_shape_are_rejected_with_the_reason(run: dict[str, Any]) -> None:
-    assert "int64 of shape [39, K] for this prompt" in run["refusal"]
+    assert "for this prompt it must be int64 of shape [39, K]" in run["refusal"]
 
 
 def test_a_cancelled_task_frees_the_engine(run: dict[str, Any]) -> None:

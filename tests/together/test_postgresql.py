@@ -93,4 +93,4 @@ def refused_beside(model: str, url: str, data: Path) -> None:
     assert second.returncode != 0
     assert second.stdout == ""
     assert "another server (tinkex serve, process " in second.stderr
-    assert "Use that one, stop it, or choose another database with --db." in second.stderr
+    assert "Use that server, stop it, or choose another database with --db." in second.stderr

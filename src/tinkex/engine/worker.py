@@ -327,11 +327,18 @@ class Worker:
             return
         elapsed_s = time.perf_counter() - began_s
         left = [sum(training_pass.waiting) for _, training_pass, _ in slices]
+        finished: list[str] = []
         self._tokens_per_s = (sum(before) - sum(left)) / max(elapsed_s, 1e-6)
         for (job, training_pass, _), had, has in zip(slices, before, left, strict=True):
             job.compute_s += elapsed_s * (had - has) / max(1, sum(before) - sum(left))
             if not has:
                 self._finish(training_pass.model_id, job, _pass_report(job, training_pass))
+                finished.append(training_pass.model_id)
+        # A small step is a pass and an optimizer step: the second does not wait for another
+        # micro-batch, nor for a burst of samples.
+        for model_id in finished:
+            if self._training.get(model_id) and _is_operation(self._training[model_id][0]):
+                self._operate(model_id)
 
     def _fail_micro_batch(self, jobs: Sequence[Job], error: Exception) -> None:
         """A pass alone in the micro-batch fails; several are reported for separate retries."""
@@ -466,6 +473,10 @@ def _model_of(job: Job) -> str:
 
 def _is_pass(job: Job) -> bool:
     return job.order.WhichOneof("work") == "run_pass"
+
+
+def _is_operation(job: Job) -> bool:
+    return not _is_pass(job) and not _is_snapshot(job)
 
 
 def _is_snapshot(job: Job) -> bool:

@@ -264,7 +264,7 @@ async def test_an_owner_with_much_data_gets_bounded_answers_built_off_the_event_
         assert len(answer.body) <= bound.bytes, path
         if answer.status == 400:
             refused.add(path.removeprefix("/api/v1/"))
-            assert "the maximum of one response" in answer.json["detail"]
+            assert "the maximum of one answer" in answer.json["detail"]
             continue
         assert answer.status == 200, (path, answer.body[:500])
         whole.add(path.removeprefix("/api/v1/"))
@@ -401,8 +401,8 @@ def test_an_answer_encoded_in_parts_is_identical(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_size_of_metadata_counts_keys_and_values() -> None:
-    assert named_checkpoints.characters_of({"ab": "cde", "f": 12}) == 8
-    assert named_checkpoints.characters_of(None) == 0
+    assert named_checkpoints.metadata_characters({"ab": "cde", "f": 12}) == 8
+    assert named_checkpoints.metadata_characters(None) == 0
 
 
 @pytest.mark.parametrize("seed", range(5))

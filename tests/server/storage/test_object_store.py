@@ -49,10 +49,10 @@ def folder_of(tmp_path: Path, **content: str) -> str:
 
 def test_writes_of_another_process_are_visible_at_once(root: str, tmp_path: Path) -> None:
     one, other = Files(root), Files(root)
-    assert one.names("checkpoints") == set()
+    assert one.top_names("checkpoints") == set()
     assert not one.exists("checkpoints/m/weights/a/v1")
     other.upload(folder_of(tmp_path, a="1"), "checkpoints/m/weights/a/v1")
-    assert one.names("checkpoints") == {"m"}
+    assert one.top_names("checkpoints") == {"m"}
     assert one.exists("checkpoints/m/weights/a/v1")
     assert not one.exists("checkpoints/m/weights/a/v")
     assert one.list_older("checkpoints", 4, before_s=math.inf) == ["checkpoints/m/weights/a/v1"]
