@@ -338,7 +338,7 @@ class Worker:
         # micro-batch, nor for a burst of samples.
         for model_id in finished:
             if self._training.get(model_id) and _is_operation(self._training[model_id][0]):
-                self._operate(model_id)
+                self._run_operation(model_id)
 
     def _fail_micro_batch(self, jobs: Sequence[Job], error: Exception) -> None:
         """A pass alone in the micro-batch fails; several are reported for separate retries."""
