@@ -33,7 +33,7 @@ class MissingExtra(ModuleNotFoundError):
 
 
 class needs:
-    """Around imports of optional packages: raises `MissingExtra`, which names `what` needs it."""
+    """A context for imports of optional packages. `MissingExtra` says that `what` needs one."""
 
     __slots__ = ("what",)
 

@@ -1,8 +1,8 @@
 """
 The connection that the clients of one session share: transport, credential, limits, configuration.
 
-`open_connection` fetches the server's configuration and signs in. Open connections are closed when
-their session is garbage-collected, and at the end of the program.
+`open_connection` fetches the server's configuration and prepares the credential. Open connections
+are closed when their session is garbage-collected, and at the end of the program.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Connection:
     calls: Calls
     results: ResultPoller
     limits: ServiceLimits
-    #: What requests are signed with.
+    #: The source of the `X-API-Key` header.
     credential: Credential
     config: ClientConfigResponse
     dynamic: ClientDynamicConfigResponse
@@ -72,7 +72,7 @@ class Connection:
 async def open_connection(
     settings: Settings, url: str, make_transport: MakeTransport
 ) -> Connection:
-    """Get the server's configuration, sign in, and apply the server's limits."""
+    """Get the server's configuration, prepare the credential, and apply the server's limits."""
     # Imported here: reading the metadata of installed packages is slow.
     from tinkex.client.version import __version__
 

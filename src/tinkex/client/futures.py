@@ -84,7 +84,7 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
 
     @contextlib.contextmanager
     def _blocking(self) -> Iterator[None]:
-        """Around a blocking wait of this thread."""
+        """The context of a blocking wait: counts this thread as waiting."""
         with self._condition:
             self._blocked += 1
         try:

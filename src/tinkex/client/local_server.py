@@ -87,7 +87,7 @@ class LocalServer:
         self.release()
 
     def release(self) -> None:
-        """Allow the server to stop when no other client needs it. Can be called again."""
+        """Allow the server to stop when no other client needs it. Later calls have no effect."""
         lease, self._lease = self._lease, None
         if lease is not None:
             # Closed, not unlocked: a forked child may hold the same lock and still need it.

@@ -92,14 +92,21 @@ class Sample(Generic[T]):
 
 
 class SampleQueue:
-    """The samples of one client in one process."""
+    """
+    The samples of one client in one process.
+
+    Its clone id (`cloned_sampler_id` in the protocol) determines the range of its seq_ids. An
+    original client has clone id 0. With `own_clone_id` the queue gets another one. Copies of a
+    client (unpickled, made from a handle, or in a forked child) need that: a server takes two
+    samples with the same seq_id for one request.
+    """
 
     def __init__(
         self,
         holder: Session,
         sampling_session_id: str | None,
         *,
-        clone: bool,
+        own_clone_id: bool,
         handler: RetryHandler,
         observer: QueueObserver,
     ) -> None:
@@ -107,7 +114,7 @@ class SampleQueue:
         self._metrics = instrumentation.METRICS
         self._holder = holder
         self._sampling_session_id = sampling_session_id
-        self._clone = clone
+        self._own_clone_id = own_clone_id
         self._handler = handler
         self._observer = observer
         self._rng = random.Random()
@@ -165,13 +172,12 @@ class SampleQueue:
             self._enqueue(self._connection, new)
 
     async def _open(self) -> None:
-        """Before the first sample: get the server's configuration and this clone's number."""
+        """Before the first sample: get the server's configuration, and a clone id if needed."""
         self._holder.close_with_session(self)
         connection, _ = await self._holder.open()
         clone_id = 0
         sampler = self._sampling_session_id
-        if self._clone:
-            # A clone must not reuse the numbers of the original: equal numbers are one request.
+        if self._own_clone_id:
             if connection.config.sample_join_sampling_session and sampler is not None:
                 joined = await connection.calls.call(
                     "POST",

@@ -74,12 +74,12 @@ class SamplingClient(TextMixin):
         )
         self._reset_queue(shadow)
 
-    def _reset_queue(self, clone: bool) -> None:
+    def _reset_queue(self, own_clone_id: bool) -> None:
         self.retry_handler = RetryHandler(self._retry or RetryConfig(max_connections=None))
         self._sample_queue = SampleQueue(
             self.holder,
             self._sampling_session_id,
-            clone=clone,
+            own_clone_id=own_clone_id,
             handler=self.retry_handler,
             observer=self,
         )
@@ -278,7 +278,7 @@ class SamplingClient(TextMixin):
                 )
             return list(found)
 
-        # Retried even where samples are not: the result does not depend on chance.
+        # Retried even if the server asks clients not to retry samples: the result is not random.
         return self._run(request, logprobs, always_retry=True)
 
     compute_logprobs_async = awaits(compute_logprobs)
@@ -329,7 +329,8 @@ class SamplingClient(TextMixin):
         partial: PartialOutput | None = None,
     ) -> Promise[T]:
         if self._sample_queue.pid != os.getpid():
-            self._reset_queue(clone=True)  # a forked child is a clone too
+            # The client in a forked child is a copy, like an unpickled one.
+            self._reset_queue(own_clone_id=True)
         return self._sample_queue.submit(
             request, finish, always_retry=always_retry, partial=partial
         )
@@ -386,7 +387,7 @@ def draw(holder: Session, request: SampleRequest) -> Promise[SampleResponse]:
         queue = _direct_queues[holder] = SampleQueue(
             holder,
             None,
-            clone=True,  # its numbers must not collide with those of the session's own client
+            own_clone_id=True,  # its seq_ids must differ from those of the session's own client
             handler=RetryHandler(RetryConfig(max_connections=None)),
             observer=QueueLog("Sampling", telemetry=lambda: holder.telemetry),
         )

@@ -357,7 +357,7 @@ class ServiceClient:
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self, status: CloseStatus, detail: str | None = None) -> Promise[None]:
-        """End the session. The first call wins; every client created from it is closed with it."""
+        """End the session and close all clients created from it. Later calls have no effect."""
         return self._session.close(status, detail)
 
     def __enter__(self) -> Self:

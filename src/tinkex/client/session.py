@@ -323,7 +323,7 @@ class Session:
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self, status: CloseStatus, detail: str | None = None) -> Promise[None]:
-        """End the session. The first call wins; nothing can be sent afterwards."""
+        """End the session; nothing can be sent afterwards. Later calls have no effect."""
         validation.one_of("status", status, get_args(CloseStatus))
         promise: Promise[None] = Promise()
         if self.closed:

@@ -41,7 +41,7 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """
-    All settings of a client. Arguments win over environment over files over defaults.
+    All settings of a client. In order of precedence: arguments, environment, files, defaults.
 
         settings = tinkex.Settings.resolve(base_url="local", first_contact_s=5)
         service = tinkex.ServiceClient(settings=settings)

@@ -58,10 +58,10 @@ T = TypeVar("T")
 
 class TicketQueue:
     """
-    Runs work in the order in which tickets were taken.
+    Runs work in the order in which tickets were taken, like a ticket lock.
 
-    `take_ticket` may be called from any thread; `start` and `skip` only on the event loop. One of
-    the two must be called once for every ticket.
+    A ticket is the position of one step in that order. `take_ticket` may be called from any thread;
+    `start` and `skip` only on the event loop. One of the two must be called once for every ticket.
     """
 
     def __init__(self) -> None:
@@ -268,7 +268,12 @@ class StepSubmitter:
 
     @contextmanager
     def running_loss(self) -> Iterator[None]:
-        """While a custom loss runs on this thread; one at a time, as steps are ordered."""
+        """
+        The context in which this thread runs a custom loss.
+
+        Records the thread, because a custom loss must not call the training client that runs it.
+        Steps are sent one at a time, so there is at most one such thread.
+        """
         self._loss_thread = threading.get_ident()
         try:
             yield
@@ -278,7 +283,11 @@ class StepSubmitter:
     async def send(
         self, parts: Callable[[Connection], list[Part]]
     ) -> tuple[Connection, list[Accepted]]:
-        """Assign seq_ids to the parts, send them, and record every outcome. Runs in our turn."""
+        """
+        Assign seq_ids to the parts, send them, and record every outcome.
+
+        Runs when all earlier steps are sent.
+        """
         connection = await self._holder.connect()
         await self._fill_unused(connection)
         first = self._seq_ids.next
@@ -295,7 +304,8 @@ class StepSubmitter:
 
         try:
             if len(submissions) > 1 and connection.config.parallel_fwdbwd_chunks:
-                # The first part goes last: the server then has the whole batch before it starts.
+                # The first part is sent last. The server runs parts in the order of their seq_ids,
+                # so it starts the batch only when it has all parts.
                 await asyncio.gather(*(send(each) for each in submissions[1:]))
                 if all(each.error is None for each in submissions):
                     await send(submissions[0])

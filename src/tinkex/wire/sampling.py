@@ -47,7 +47,8 @@ SampleMode = Literal["session", "model_path", "base_model"]
 EMPTY_TOKEN: Final = 0
 EMPTY_LOGPROB: Final = -99999.0
 
-#: Each clone of a sampling client numbers its samples from its clone id times this.
+#: A client with clone id N numbers its samples from N times this. Copies of a sampling client have
+#: different clone ids, so their seq_ids differ.
 CLONE_STRIDE: Final = 10**9
 
 TopkRow: TypeAlias = list[tuple[int, float]] | None

@@ -480,7 +480,7 @@ def endpoint(path: str) -> str:
 
 
 def merged(headers: Mapping[str, str], over: Mapping[str, str]) -> dict[str, str]:
-    """Both, with case-insensitive names; the second wins."""
+    """All headers, with case-insensitive names; `over` takes precedence."""
     if not over:
         return dict(headers)
     replaced = {name.lower() for name in over}

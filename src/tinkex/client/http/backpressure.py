@@ -26,9 +26,10 @@ E = TypeVar("E")
 NO_LIMIT = 2**31
 #: After a back-off, samples are submitted a few at a time for this long.
 SLOW_START_S = 10.0
-#: Requests that wait for the same moment are spread over at most this long.
+#: Requests that wait for the end of the same back-off resume within at most this many seconds of
+#: each other.
 MAX_SPREAD_S = 15.0
-#: Delay between attempts while 402 responses are tolerated.
+#: Delay between attempts while a 402 counts as a pause and not as an error.
 BILLING_PAUSE_S = 5.0
 #: The user gets a warning about a billing pause this often.
 BILLING_WARN_S = 60.0
@@ -136,7 +137,7 @@ class Backoff:
         self._until = -math.inf
 
     def extend(self, delay_s: float) -> None:
-        """Send nothing for `delay_s` from now, or until the earlier deadline if that is later."""
+        """Send no request for the next `delay_s` seconds. Never shortens the current back-off."""
         self._until = max(self._until, self._clock() + delay_s)
 
     @property
@@ -145,17 +146,21 @@ class Backoff:
 
     @property
     def in_slow_start(self) -> bool:
-        """Whether the service was rate-limited recently."""
+        """Whether a back-off is running, or ended less than `SLOW_START_S` ago."""
         return self._clock() < self._until + SLOW_START_S
 
     async def wait(self, at_most_s: float = math.inf) -> None:
-        """Wait until the back-off is over, even if it is extended while waiting."""
+        """Wait until the back-off ends, including any extension made while waiting."""
         ends = self._clock() + at_most_s
         while (left := min(self.left_s, ends - self._clock())) > 0:
             await _spread(left)
 
     async def wait_once(self, at_most_s: float) -> None:
-        """Wait until the current deadline only. For polls: their results reduce the load."""
+        """
+        Wait until the back-off ends as it is set now; ignore later extensions.
+
+        For polls: a fetched result frees resources on the server, so a poll should not wait long.
+        """
         if (left := min(self.left_s, at_most_s)) > 0:
             await _spread(left)
 
@@ -176,7 +181,7 @@ class BillingPause:
         self._warned_at = -math.inf
 
     def should_warn(self) -> bool:
-        """Whether to warn the user about the pause now; at most once for all waiting requests."""
+        """Whether to warn the user now: once every `BILLING_WARN_S` for all waiting requests."""
         now = self._clock()
         if now - self._warned_at < BILLING_WARN_S:
             return False
@@ -184,7 +189,7 @@ class BillingPause:
         return True
 
     def pause_s(self) -> float | None:
-        """Seconds to wait after a 402, or None when `max_pause_s` is used up."""
+        """Seconds to wait after a 402, or None if the pause has lasted `max_pause_s`."""
         now = self._clock()
         if now - self._last > BILLING_RESET_S:
             self._opened = now

@@ -402,21 +402,24 @@ class SharedPoll:
         self._waiting: dict[str, asyncio.Future[FutureCompletion | None]] = {}
         self._fetched: set[str] = set()
         self._self_polling = 0
-        self._tickets = itertools.count()
+        #: Numbers submissions and unclaimed events in the order in which they begin or arrive.
+        self._numbers = itertools.count()
+        #: The numbers of the running submissions, in ascending order.
         self._submitting: dict[int, None] = {}
         self._unclaimed: dict[str, FutureCompletion] = {}
-        #: Unclaimed events in order, each with the first ticket that it cannot belong to.
+        #: (number, request id) of unclaimed events, in ascending order. An event can only belong to
+        #: a submission with a lower number, which began before the event arrived.
         self._unclaimed_order: deque[tuple[int, str]] = deque()
 
     @contextlib.contextmanager
     def submitting(self) -> Iterator[None]:
-        """Around a submission; inside, the sample's id becomes known and `register`ed."""
-        ticket = next(self._tickets)
-        self._submitting[ticket] = None
+        """The context of one submission. The caller `register`s the sample's id inside it."""
+        number = next(self._numbers)
+        self._submitting[number] = None
         try:
             yield
         finally:
-            del self._submitting[ticket]
+            del self._submitting[number]
             self._drop_unclaimed()
 
     def register(self, request_id: str) -> None:
@@ -441,7 +444,7 @@ class SharedPoll:
 
     @contextlib.contextmanager
     def self_polling(self) -> Iterator[None]:
-        """Around a sample that polls for itself."""
+        """The context of a sample that polls for itself: counts it as long as it polls."""
         self._self_polling += 1
         try:
             yield
@@ -517,7 +520,7 @@ class SharedPoll:
         if done is None:
             if self._submitting and event.request_id not in self._unclaimed:
                 self._unclaimed[event.request_id] = event
-                self._unclaimed_order.append((next(self._tickets), event.request_id))
+                self._unclaimed_order.append((next(self._numbers), event.request_id))
         elif not done.done():
             done.set_result(event)
 

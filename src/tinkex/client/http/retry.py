@@ -43,8 +43,8 @@ def is_user_error(error: BaseException) -> bool:
     """
     Whether the request was wrong, rather than the service or the network (requirement E1).
 
-    Checks the exception itself, then its cause, then its context; the first with a verdict decides.
-    408, 409, 410 and 429 are not user errors (upstream counts some as such).
+    Checks the exception itself, then its cause, then its context. The first one that can be
+    classified decides. 408, 409, 410 and 429 are not user errors (upstream counts some as such).
     """
     to_visit, seen = [error], set()
     while to_visit:
@@ -52,14 +52,14 @@ def is_user_error(error: BaseException) -> bool:
         if id(link) in seen:
             continue
         seen.add(id(link))
-        if (is_users := _verdict(link)) is not None:
-            return is_users
+        if (found := _is_user_error_alone(link)) is not None:
+            return found
         to_visit += [each for each in (link.__context__, link.__cause__) if each is not None]
     return False
 
 
-def _verdict(error: BaseException) -> bool | None:
-    """The verdict from one exception alone; None if it has none."""
+def _is_user_error_alone(error: BaseException) -> bool | None:
+    """Classifies one exception without its cause and context; None if that is not possible."""
     category = getattr(error, "category", None)
     if category is not None:
         return str(getattr(category, "value", category)) == "user"

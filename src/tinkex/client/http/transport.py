@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 CONNECT_S = 10.0
-#: Idle connections are closed before common proxies and servers do so. A race is retried, and is
-#: not an error.
+#: Idle connections are closed earlier than common proxies and servers close them. If a server is
+#: faster, the request is retried.
 KEEP_ALIVE_S = 20.0
 #: Redirects of one request that are followed; the next one is returned as the response.
 MAX_REDIRECTS = 20
@@ -479,7 +479,7 @@ def proxy_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def proxy_for(url: str, env: Mapping[str, str]) -> str | None:
-    """The proxy for this address, or None. Lowercase variables win, as in other programs."""
+    """The proxy for this address, or None. Lowercase variables have precedence, as is usual."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     named = {

@@ -34,7 +34,8 @@ __all__ = ["METRICS", "Histogram", "Metrics", "metrics_snapshot", "reset_metrics
 #: Buckets per power of two: a percentile is off by at most 6 %.
 _PARTS = 8
 _OCTAVES = 40  # from 1 µs to 12 days
-#: A backstop: names come from this package and the protocol, so there are few.
+#: Maximum number of metric names; further names are counted as `OTHER`. Names come from this package
+#: and the protocol, so the limit is reached only because of a defect.
 MAX_NAMES = 1000
 OTHER = "other"
 

@@ -60,7 +60,11 @@ def rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Row]:
 
 
 def summary_line(shown: Sequence[Row], paused: Sequence[QueueState]) -> str:
-    """`sample 12/40, 28 in flight; Sampling from s-1: two jobs ahead`."""
+    """
+    The counts of all operations and the reasons of all pauses as one line.
+
+    For example: `sample 12/40, 28 in flight; Sampling from s-1: two jobs ahead`.
+    """
     parts = []
     for row in shown:
         text = f"{row.name} {row.done}/{row.total}"

@@ -216,7 +216,7 @@ class Telemetry:
             await self._send()
 
     async def end(self) -> None:
-        """Send the remaining events, within a short time limit. Only the first call counts."""
+        """Send the remaining events within a short time limit. Later calls have no effect."""
         if self._ended:
             return
         self._ended = True
@@ -258,7 +258,8 @@ class Telemetry:
                     give_up_s=0.0,
                 )
             except TinkerError as error:
-                # The next round is the back-off. A service that rejects telemetry gets no retry.
+                # The batch is sent again after `SEND_EVERY_S`, so no other delay is needed. It is
+                # dropped after `MAX_SENDS`, or if the service rejects it.
                 if self._sends >= MAX_SENDS or not is_retryable(error):
                     self._batch = []
                 log.debug("telemetry was not sent: %s", error)
