@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from tinkex.engine.sampling.kv_pages import Pages, PageTable, Version
+from tinkex.engine.sampling.kv_pages import Pages, PageTable, WeightsId
 
 SIZE = 2
 
@@ -14,12 +14,12 @@ def pages_of(page_table: PageTable) -> list[int]:
     ]
 
 
-def computed(pages: Pages, version: Version, tokens: list[int]) -> PageTable:
+def computed(pages: Pages, weights_id: WeightsId, tokens: list[int]) -> PageTable:
     """The pages of some tokens after a prefill."""
-    known = pages.find(version, tokens, (len(tokens) - 1) // SIZE)
+    known = pages.find(weights_id, tokens, (len(tokens) - 1) // SIZE)
     page_table = pages.allocate(pages.needed(len(tokens)), max_pages=50, cached=known)
     assert page_table is not None
-    pages.insert(version, tokens, page_table)
+    pages.insert(weights_id, tokens, page_table)
     return page_table
 
 
@@ -71,7 +71,7 @@ def test_the_number_of_idle_pages_is_limited() -> None:
     assert (off.idle, off.find(None, [1] * 10, 5)) == (0, [])
 
 
-def test_an_evicted_version_is_no_longer_found() -> None:
+def test_pages_of_evicted_weights_are_no_longer_found() -> None:
     pages = Pages(10, SIZE, max_idle=10)
     held = computed(pages, "a", [1, 2, 3, 4])
     pages.release(computed(pages, "a", [1, 2, 7, 8]))
@@ -104,15 +104,15 @@ class ReferencePages:
 
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
-        #: (version, all tokens up to the page's end) of every page that was computed.
-        self.content: dict[int, tuple[Version, tuple[int, ...]]] = {}
-        self.held: list[tuple[Version, list[int], PageTable]] = []
+        #: (weights_id, all tokens up to the page's end) of every page that was computed.
+        self.content: dict[int, tuple[WeightsId, tuple[int, ...]]] = {}
+        self.held: list[tuple[WeightsId, list[int], PageTable]] = []
 
-    def begin(self, version: Version, tokens: list[int]) -> None:
+    def begin(self, weights_id: WeightsId, tokens: list[int]) -> None:
         pages = self.pages
-        known = pages.find(version, tokens, (len(tokens) - 1) // SIZE)
+        known = pages.find(weights_id, tokens, (len(tokens) - 1) // SIZE)
         for index, page in enumerate(known):
-            assert self.content[page] == (version, tuple(tokens[: (index + 1) * SIZE]))
+            assert self.content[page] == (weights_id, tuple(tokens[: (index + 1) * SIZE]))
         count = pages.needed(len(tokens))
         before, taken = pages.available, pages.pages_taken(count, known)
         page_table = pages.allocate(count, max_pages=count + 3, cached=known)
@@ -121,18 +121,18 @@ class ReferencePages:
             return
         assert pages.available == before - taken
         assert pages_of(page_table)[: len(known)] == known
-        self.held.append((version, tokens, page_table))
+        self.held.append((weights_id, tokens, page_table))
         self.write(len(self.held) - 1, len(known))
 
     def write(self, at: int, first: int) -> None:
         """Computes the pages from `first` on; no other page table may use them."""
-        version, tokens, page_table = self.held[at]
+        weights_id, tokens, page_table = self.held[at]
         others = {p for n, (_, _, h) in enumerate(self.held) if n != at for p in pages_of(h)}
         for index in range(first, page_table.page_count):
             page = pages_of(page_table)[index]
             assert page not in others
-            self.content[page] = (version, tuple(tokens[: (index + 1) * SIZE]))
-        self.pages.insert(version, tokens, page_table)
+            self.content[page] = (weights_id, tuple(tokens[: (index + 1) * SIZE]))
+        self.pages.insert(weights_id, tokens, page_table)
 
     def grow(self, at: int, more: list[int]) -> None:
         _, tokens, page_table = self.held[at]
@@ -148,18 +148,18 @@ class ReferencePages:
     def check(self) -> None:
         used = {page for _, _, page_table in self.held for page in pages_of(page_table)}
         assert self.pages.available == self.pages.count - len(used)
-        for version, tokens, page_table in self.held:
+        for weights_id, tokens, page_table in self.held:
             for index, page in enumerate(pages_of(page_table)[: len(tokens) // SIZE]):
-                assert self.content[page] == (version, tuple(tokens[: (index + 1) * SIZE]))
+                assert self.content[page] == (weights_id, tuple(tokens[: (index + 1) * SIZE]))
 
 
-VERSIONS = st.sampled_from([None, "a"])
+WEIGHTS_IDS = st.sampled_from([None, "a"])
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 ACTS = st.one_of(
-    st.tuples(st.just("begin"), VERSIONS, TOKENS),
+    st.tuples(st.just("begin"), WEIGHTS_IDS, TOKENS),
     st.tuples(st.just("grow"), st.integers(0, 99), TOKENS),
     st.tuples(st.just("end"), st.integers(0, 99)),
-    st.tuples(st.just("evict"), VERSIONS),
+    st.tuples(st.just("evict"), WEIGHTS_IDS),
 )
 
 
@@ -172,8 +172,8 @@ def test_cached_pages_always_have_the_content_they_are_found_by(
     reference = ReferencePages(pages)
     for act, *arguments in acts:
         if act == "begin":
-            version, tokens = arguments
-            reference.begin(version, list(tokens))
+            weights_id, tokens = arguments
+            reference.begin(weights_id, list(tokens))
         elif act == "evict":
             pages.evict(arguments[0])
             assert pages.find(arguments[0], [0, 0, 0], 1) == []

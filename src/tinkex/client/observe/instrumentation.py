@@ -34,8 +34,8 @@ __all__ = ["METRICS", "Histogram", "Metrics", "metrics_snapshot", "reset_metrics
 #: Buckets per power of two: a percentile is off by at most 6 %.
 _PARTS = 8
 _OCTAVES = 40  # from 1 µs to 12 days
-#: Maximum number of metric names; further names are counted as `OTHER`. Names come from this package
-#: and the protocol, so the limit is reached only because of a defect.
+#: Maximum number of metric names; further names are counted as `OTHER`. Names come from this
+#: package and the protocol, so only a defect can reach the limit.
 MAX_NAMES = 1000
 OTHER = "other"
 

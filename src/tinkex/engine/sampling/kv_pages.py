@@ -4,9 +4,10 @@ A page holds the keys and values of `size` tokens, one slot each. Pages of a seq
 contiguously if possible, because a CPU reads a contiguous range in place but must copy scattered
 pages; correctness does not depend on it.
 
-The prefix cache finds full pages by the tokens up to their end: sequences with the same prefix
-under the same weights share its pages and do not compute them again. Cached pages that no sequence
-uses are idle; the least recently used are evicted when pages are needed. Only numbers, no tensors.
+The prefix cache finds a full page by all tokens from the start of the sequence to the end of the
+page. Sequences with the same prefix and the same weights share its pages and do not compute them
+again. Cached pages that no sequence uses are idle; the least recently used are evicted when pages
+are needed. This module handles page numbers only; the sampler has the tensors.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from dataclasses import dataclass, field
 
 _USED, _FREE, _RESERVED, _IDLE = 0, 1, 2, 3
 
-#: The adapter under which tokens were computed. Pages of different versions are never shared.
-Version = str | None
+#: The weights that computed the keys and values of a page: the folder of a sampler adapter, or None
+#: for the base model. Sequences share pages only if they use the same weights.
+WeightsId = str | None
 
-#: Free pages reserved after those of a sequence. Fewer would scatter long sequences; more would
-#: scatter all sequences once most of the cache is reserved.
+#: Free pages reserved after those of a sequence. With fewer, long sequences would not stay
+#: contiguous. With more, most of the cache would be reserved, and no sequence would be contiguous.
 MAX_RESERVED_PAGES = 16
 
 
@@ -38,7 +40,8 @@ class PageTable:
     """The pages of one sequence, in the order of its tokens."""
 
     extents: list[Extent] = field(default_factory=list)
-    #: Number of first extents that other sequences share; they are never written or extended.
+    #: The first `shared_extents` of `extents` have pages that other sequences share. They are never
+    #: written or extended.
     shared_extents: int = 0
     #: Free pages after the last extent. Other sequences use them only if nothing else is free.
     reserved: range = range(0)
@@ -53,7 +56,7 @@ class _CachedPage:
     """A full page in the tree of cached prefixes."""
 
     page: int
-    #: The dict that contains it: the children of the previous page, or the roots of a version.
+    #: The dict that contains it: the children of the previous page, or the roots of a prefix tree.
     siblings: dict[tuple[int, ...], _CachedPage]
     tokens: tuple[int, ...]
     children: dict[tuple[int, ...], _CachedPage] = field(default_factory=dict)
@@ -61,7 +64,7 @@ class _CachedPage:
 
 class Pages:
     """
-    All pages of a KV cache. If pages are short, methods return None or False.
+    All pages of a KV cache. If too few pages are available, methods return None or False.
 
     At most `max_idle` idle pages are kept for the prefix cache; 0 disables it.
     """
@@ -74,7 +77,7 @@ class Pages:
         self._users = [0] * count
         self._available = count
         self._max_idle = max_idle
-        self._prefix_trees: dict[tuple[Version, str], dict[tuple[int, ...], _CachedPage]] = {}
+        self._prefix_trees: dict[tuple[WeightsId, str], dict[tuple[int, ...], _CachedPage]] = {}
         self._cached: dict[int, _CachedPage] = {}
         #: Cached pages that no sequence uses, least recently used first.
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -123,7 +126,7 @@ class Pages:
     # -- prefix cache -----------------------------------------------------------------------------
 
     def find(
-        self, version: Version, tokens: Sequence[int], max_pages: int, *, owner: str = ""
+        self, weights_id: WeightsId, tokens: Sequence[int], max_pages: int, *, owner: str = ""
     ) -> list[int]:
         """
         The cached pages of the longest cached prefix of `tokens`, at most `max_pages`.
@@ -131,7 +134,7 @@ class Pages:
         Only pages of the same owner: a cache hit would reveal the prompts of other owners.
         """
         found: list[int] = []
-        entries = self._prefix_trees.get((version, owner))
+        entries = self._prefix_trees.get((weights_id, owner))
         while entries and len(found) < max_pages:
             begin = len(found) * self.size
             entry = entries.get(tuple(tokens[begin : begin + self.size]))
@@ -142,7 +145,12 @@ class Pages:
         return found
 
     def insert(
-        self, version: Version, tokens: Sequence[int], page_table: PageTable, *, owner: str = ""
+        self,
+        weights_id: WeightsId,
+        tokens: Sequence[int],
+        page_table: PageTable,
+        *,
+        owner: str = "",
     ) -> None:
         """
         Adds the full, computed pages of `tokens` to the prefix cache.
@@ -151,7 +159,7 @@ class Pages:
         """
         if not self._max_idle:
             return
-        roots = siblings = self._prefix_trees.setdefault((version, owner), {})
+        roots = siblings = self._prefix_trees.setdefault((weights_id, owner), {})
         pages = (
             p
             for extent in page_table.extents
@@ -165,11 +173,11 @@ class Pages:
                 self._cached[page] = entry
             siblings = entry.children
         if not roots:
-            del self._prefix_trees[version, owner]
+            del self._prefix_trees[weights_id, owner]
 
-    def evict(self, version: Version) -> None:
-        """Removes everything of this version from the prefix cache."""
-        for key in [key for key in self._prefix_trees if key[0] == version]:
+    def evict(self, weights_id: WeightsId) -> None:
+        """Removes all pages computed with these weights from the prefix cache."""
+        for key in [key for key in self._prefix_trees if key[0] == weights_id]:
             for entry in list(self._prefix_trees.pop(key).values()):
                 self._remove(entry)
 
@@ -260,16 +268,20 @@ class Pages:
             left -= length
 
     def slot(self, page_table: PageTable, position: int) -> int:
-        """The cache slot of one token."""
+        """The cache slot of the token at `position` of its sequence."""
+        left = position
         for extent in page_table.extents:
             capacity = extent.count * self.size
-            if position < capacity:
-                return extent.first * self.size + position
-            position -= capacity
-        raise IndexError(f"the page table ends {position + 1} tokens before this position")
+            if left < capacity:
+                return extent.first * self.size + left
+            left -= capacity
+        raise IndexError(
+            f"position {position} is outside the page table, which has slots for "
+            f"{position - left} tokens"
+        )
 
     def _mark_shared(self, page_table: PageTable, page_count: int) -> None:
-        """Marks the first pages as shared and ends an extent after them."""
+        """Marks the first pages as shared, and splits the extent in which they end."""
         shared = sum(extent.count for extent in page_table.extents[: page_table.shared_extents])
         shared = max(shared, page_count)
         extents: list[Extent] = []
