@@ -16,7 +16,7 @@ from tinkex.engine.model.attention import (
     CacheUse,
     GatheredTable,
     Packing,
-    ReadPass,
+    ReadRound,
     SlotRange,
     attend,
 )
@@ -114,14 +114,14 @@ def test_decoding_reads_contiguous_and_scattered_slots(
     q, k, v = random_qkv(3)
     cache = CacheUse(layers=[layer], write_slots_T=torch.tensor(own))
     if form != "table":
-        passes = [
-            ReadPass([SlotRange(8, 14, 0, 2), SlotRange(0, 3, 2, 3)], None),
-            ReadPass(
+        rounds = [
+            ReadRound([SlotRange(8, 14, 0, 2), SlotRange(0, 3, 2, 3)], None),
+            ReadRound(
                 [SlotRange(20, 21, 0, 1), SlotRange(30, 32, 1, 2), SlotRange(25, 27, 2, 3)],
                 torch.arange(3),
             ),
         ]
-        cache = CacheUse(layers=[layer], write_slots_T=torch.tensor(own), passes=passes)
+        cache = CacheUse(layers=[layer], write_slots_T=torch.tensor(own), rounds=rounds)
     else:
         # Padding must name an initialized slot: unused slots hold NaN in this test.
         table = torch.full((3, 8), 8)

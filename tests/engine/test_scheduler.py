@@ -10,7 +10,7 @@ from tinkex.engine.sampling.scheduler import (
     DecodeStep,
     PrefillChunk,
     PrefillStep,
-    RangePass,
+    RangeRound,
     Scheduler,
     SharedRange,
     adapter_ranges,
@@ -323,9 +323,9 @@ def test_requests_can_be_made_to_run_one_by_one() -> None:
             assert len({s.request.ticket for s in step.sequences}) == 1
 
 
-def one_range_each(lengths: list[int]) -> list[RangePass]:
+def one_range_each(lengths: list[int]) -> list[RangeRound]:
     ranges = [SharedRange(0, length, at, at + 1) for at, length in enumerate(lengths)]
-    return [RangePass(ranges, list(range(len(lengths))))]
+    return [RangeRound(ranges, list(range(len(lengths))))]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """Attention over packed tokens: whole segments, and segments that continue from the KV cache.
 
-A pass is one row of tokens without padding; `Packing` says where each segment (the tokens of one
-sequence) begins. On a CPU every segment is one call; on a GPU one call handles all segments.
-A cache slot holds the keys and values of one token.
+The model reads a batch as one row of tokens without padding. A segment is the part of the row that
+belongs to one sequence; `Packing` has the start of every segment. On a CPU there is one attention
+call for each segment; on a GPU one call handles all segments. A cache slot holds the keys and
+values of one token.
 """
 
 from __future__ import annotations
@@ -50,8 +51,12 @@ class SlotRange(NamedTuple):
     last: int
 
 
-class ReadPass(NamedTuple):
-    """Slot ranges that together include each of their sequences once."""
+class ReadRound(NamedTuple):
+    """
+    Slot ranges that are read together, one for each sequence of the round.
+
+    A sequence whose slots are not contiguous takes part in several rounds.
+    """
 
     ranges: Sequence[SlotRange]
     #: Indices of the sequences, in the order of the ranges. None for all sequences in order.
@@ -73,7 +78,7 @@ class CachedPrefix(NamedTuple):
 
 
 class GatheredTable(NamedTuple):
-    """The cache slots of all sequences as one rectangle: one attention call, but needs a copy."""
+    """The cache slots of all sequences as one padded table: one attention call, but a copy."""
 
     #: [S * L], sequence by sequence.
     slots: Tensor
@@ -89,13 +94,13 @@ class CacheLayer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheUse:
-    """How a pass writes and reads the KV cache."""
+    """How a forward pass writes and reads the KV cache."""
 
     layers: Sequence[CacheLayer]
     #: The slot for the keys and values of each packed token.
     write_slots_T: Tensor
-    #: Decode steps (one token per segment) read slot ranges in several passes, ...
-    passes: Sequence[ReadPass] | None = None
+    #: Decode steps (one token per segment) read slot ranges in several rounds, ...
+    rounds: Sequence[ReadRound] | None = None
     #: ... or a gathered table at once.
     table: GatheredTable | None = None
     #: Prefill: the cached prefix of each segment; None for a segment that starts at position 0.
@@ -104,7 +109,7 @@ class CacheUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """The segments of a packed pass. Passed through the model as one keyword argument."""
+    """The segments of a packed forward pass. The model hands it to attention as one argument."""
 
     lengths: Sequence[int]
     #: Segment i is starts[i] to starts[i + 1].
@@ -147,7 +152,7 @@ class Packing:
 
 
 class PackingLost(RuntimeError):
-    """The model's code does not pass keyword arguments on to attention, so it cannot run packed."""
+    """The model's code does not hand keyword arguments to attention, so it cannot run packed."""
 
 
 def attend(
@@ -174,8 +179,9 @@ def attend(
         layer.values.index_copy_(0, packing.cache.write_slots_T, value[0].transpose(0, 1))
     given = query.dtype
     if given != torch.float32 and not query.is_cuda:
-        # On a CPU short formats are not faster here, and rounded probabilities would be the largest
-        # difference between decoding and a whole pass.
+        # On a CPU 16-bit formats are not faster than float32 here. They would round the attention
+        # probabilities, which would be the largest difference between the logprobs of decoding and
+        # those of a forward pass over the whole sequence.
         query, key, value = query.float(), key.float(), value.float()
     return _dispatch(query, key, value, layer, scaling, packing).to(given), None
 
@@ -191,8 +197,8 @@ def _dispatch(
     cache = packing.cache
     if cache is None or layer is None:
         return within_segments(query, key, value, scaling, packing)
-    if cache.passes is not None:
-        return over_ranges(query, layer, scaling, cache.passes)
+    if cache.rounds is not None:
+        return over_ranges(query, layer, scaling, cache.rounds)
     if cache.table is not None:
         return over_gathered(query, layer, scaling, cache.table)
     if not any(cache.prefixes):
@@ -263,7 +269,7 @@ def over_prefixes(
 
 
 def over_gathered(query: Tensor, layer: CacheLayer, scaling: float, table: GatheredTable) -> Tensor:
-    """One token of each sequence over its cached keys, gathered into one rectangle."""
+    """One token of each sequence over its cached keys, gathered into one table."""
     heads, sequences, size = query.shape[1:]
     key_heads = layer.keys.shape[1]
     q_SKGD = query[0].transpose(0, 1).reshape(sequences, key_heads, heads // key_heads, size)
@@ -325,7 +331,7 @@ attention_and_lse = fastest_attention_and_lse()
 
 
 def over_ranges(
-    query: Tensor, layer: CacheLayer, scaling: float, passes: Sequence[ReadPass]
+    query: Tensor, layer: CacheLayer, scaling: float, rounds: Sequence[ReadRound]
 ) -> Tensor:
     """
     One token of each sequence over its cached keys, which are in one or more slot ranges.
@@ -336,28 +342,28 @@ def over_ranges(
     heads, sequences, size = query.shape[1:]
     key_heads = layer.keys.shape[1]
     q_SKGD = query[0].transpose(0, 1).reshape(sequences, key_heads, heads // key_heads, size)
-    out_SKGD, lse_SKG = _one_pass(q_SKGD, layer, scaling, passes[0])
-    for read_pass in passes[1:]:
-        partial, lse = _one_pass(q_SKGD, layer, scaling, read_pass)
-        before, lse_before = out_SKGD[read_pass.sequences], lse_SKG[read_pass.sequences]
+    out_SKGD, lse_SKG = _one_round(q_SKGD, layer, scaling, rounds[0])
+    for read_round in rounds[1:]:
+        partial, lse = _one_round(q_SKGD, layer, scaling, read_round)
+        before, lse_before = out_SKGD[read_round.sequences], lse_SKG[read_round.sequences]
         both = torch.logaddexp(lse_before, lse)
-        out_SKGD[read_pass.sequences] = (
+        out_SKGD[read_round.sequences] = (
             before.float() * (lse_before - both).exp().unsqueeze(-1)
             + partial.float() * (lse - both).exp().unsqueeze(-1)
         ).to(before.dtype)
-        lse_SKG[read_pass.sequences] = both
+        lse_SKG[read_round.sequences] = both
     return out_SKGD.reshape(1, sequences, heads, size)
 
 
-def _one_pass(
-    q_SKGD: Tensor, layer: CacheLayer, scaling: float, read_pass: ReadPass
+def _one_round(
+    q_SKGD: Tensor, layer: CacheLayer, scaling: float, read_round: ReadRound
 ) -> tuple[Tensor, Tensor]:
     outs, lses = [], []
-    short = layer.keys.dtype != q_SKGD.dtype
-    for start, stop, first, last in read_pass.ranges:
+    needs_cast = layer.keys.dtype != q_SKGD.dtype
+    for start, stop, first, last in read_round.ranges:
         k_1KLD = layer.keys[start:stop].transpose(0, 1).unsqueeze(0)
         v_1KLD = layer.values[start:stop].transpose(0, 1).unsqueeze(0)
-        if short:
+        if needs_cast:
             k_1KLD, v_1KLD = k_1KLD.to(q_SKGD.dtype), v_1KLD.to(q_SKGD.dtype)
         shared = last - first
         if shared == 1:

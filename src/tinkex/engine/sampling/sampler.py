@@ -24,7 +24,7 @@ from tinkex.engine.model.attention import (
     CacheUse,
     GatheredTable,
     Packing,
-    ReadPass,
+    ReadRound,
     SlotRange,
 )
 from tinkex.engine.model.base_model import BaseModel
@@ -37,7 +37,7 @@ from tinkex.engine.sampling.scheduler import (
     DecodeStep,
     PrefillChunk,
     PrefillStep,
-    RangePass,
+    RangeRound,
     Scheduler,
     adapter_ranges,
     gather_is_cheaper,
@@ -427,16 +427,16 @@ class Sampler:
             pages.slot(sequence.page_table, position)
             for sequence, position in zip(sequences, positions, strict=True)
         ]
-        passes = None
+        rounds = None
         if device.type == "cpu":
-            range_passes = plan_range_reads(pages, sequences)
-            if not gather_is_cheaper(range_passes, [sequence.length for sequence in sequences]):
-                passes = to_read_passes(range_passes)
+            range_rounds = plan_range_reads(pages, sequences)
+            if not gather_is_cheaper(range_rounds, [sequence.length for sequence in sequences]):
+                rounds = to_read_rounds(range_rounds)
         cache = CacheUse(
             layers=self._layers,
             write_slots_T=torch.tensor(write, device=device),
-            passes=passes,
-            table=None if passes else gathered_table(pages, sequences, self._model),
+            rounds=rounds,
+            table=None if rounds else gathered_table(pages, sequences, self._model),
         )
         packing = Packing.of([1] * len(sequences), device=device, offsets=positions, cache=cache)
         segments = self._adapter_segments(adapter_ranges(sequences))
@@ -526,20 +526,20 @@ def slots_of(pages: Pages, chunk: PrefillChunk) -> Tensor:
     return torch.cat([torch.arange(start, stop) for start, stop in ranges])
 
 
-def to_read_passes(passes: Sequence[RangePass]) -> list[ReadPass]:
+def to_read_rounds(rounds: Sequence[RangeRound]) -> list[ReadRound]:
     return [
-        ReadPass(
-            [SlotRange(*slot_range) for slot_range in range_pass.ranges],
-            torch.tensor(range_pass.sequences) if depth else None,
+        ReadRound(
+            [SlotRange(*slot_range) for slot_range in range_round.ranges],
+            torch.tensor(range_round.sequences) if depth else None,
         )
-        for depth, range_pass in enumerate(passes)
+        for depth, range_round in enumerate(rounds)
     ]
 
 
 def gathered_table(
     pages: Pages, sequences: Sequence[SampleSequence], model: BaseModel
 ) -> GatheredTable:
-    """All slots that a decode step reads, as one rectangle."""
+    """All slots that a decode step reads, as one padded table."""
     longest = max(sequence.length for sequence in sequences)
     slots = np.zeros((len(sequences), longest), np.int64)
     bias = np.zeros((len(sequences), longest), np.float32)

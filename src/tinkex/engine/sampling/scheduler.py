@@ -504,7 +504,7 @@ class SharedRange(NamedTuple):
     last: int
 
 
-class RangePass(NamedTuple):
+class RangeRound(NamedTuple):
     ranges: list[SharedRange]
     #: Indices of the sequences, in the order of the ranges.
     sequences: list[int]
@@ -520,17 +520,17 @@ COPY_FACTOR = 1.3
 MAX_GATHER_TOKENS = 384
 
 
-def plan_range_reads(pages: Pages, sequences: Sequence[SampleSequence]) -> list[RangePass]:
+def plan_range_reads(pages: Pages, sequences: Sequence[SampleSequence]) -> list[RangeRound]:
     """
-    What each sequence reads, as contiguous slot ranges: pass i has the i-th range of each sequence.
+    The contiguous slot ranges that each sequence reads. Round i has the i-th range of each.
 
-    Adjacent sequences with the same prefix read it together, if that saves more than the additional
-    calls for the sequences whose range continues after it.
+    Adjacent sequences with the same prefix read it together. If the ranges of some of them continue
+    after it, these need additional calls, so they read it together only if that saves more.
     """
     left = [list(pages.slot_ranges(s.page_table, s.length))[::-1] for s in sequences]
-    passes: list[RangePass] = []
+    rounds: list[RangeRound] = []
     while reading := [at for at, ranges in enumerate(left) if ranges]:
-        range_pass = RangePass([], reading)
+        range_round = RangeRound([], reading)
         first = 0
         while first < len(reading):
             at = reading[first]
@@ -554,17 +554,17 @@ def plan_range_reads(pages: Pages, sequences: Sequence[SampleSequence]) -> list[
                 end = left[one].pop()[1]
                 if end > common:
                     left[one].append((common, end))
-            range_pass.ranges.append(SharedRange(start, common, at, at + len(group)))
+            range_round.ranges.append(SharedRange(start, common, at, at + len(group)))
             first += len(group)
-        passes.append(range_pass)
-    return passes
+        rounds.append(range_round)
+    return rounds
 
 
-def gather_is_cheaper(passes: Sequence[RangePass], lengths: Sequence[int]) -> bool:
+def gather_is_cheaper(rounds: Sequence[RangeRound], lengths: Sequence[int]) -> bool:
     """Whether gathering all slots into one table is cheaper than reading range by range."""
     if max(lengths) > MAX_GATHER_TOKENS:
         return False
-    ranges = [each for range_pass in passes for each in range_pass.ranges]
+    ranges = [each for range_round in rounds for each in range_round.ranges]
     by_range = len(ranges) * CALL_SLOTS + sum(each.stop - each.start for each in ranges)
     gathered = max(lengths) * len(lengths) * COPY_FACTOR
     return GATHER_CALLS * CALL_SLOTS + gathered < by_range
