@@ -37,10 +37,10 @@ class AdapterRead:
 
 
 class Connection:
-    def __init__(self, descriptor: int, exit_marker: int | None = None) -> None:
+    def __init__(self, descriptor: int, in_flight_fd: int | None = None) -> None:
         self._socket = socket.socket(fileno=descriptor)
-        #: Descriptor of the engine registry, where a clean exit is recorded.
-        self._exit_marker = exit_marker
+        #: Descriptor of the web process's in-flight file, in which a clean exit is recorded.
+        self._in_flight_fd = in_flight_fd
         self.inbox: queue.SimpleQueue[engine_protocol.Order | SnapshotWritten | AdapterRead] = (
             queue.SimpleQueue()
         )
@@ -65,7 +65,7 @@ class Connection:
                     body = stream.read(engine_protocol.body_length(head))
                     self.inbox.put(engine_protocol.Order.FromString(body))
         except ConnectionError:
-            pass  # the web process died with unread reports
+            pass  # the web process died before it read all reports
         except Exception:
             log.exception("cannot read further orders")
         finally:
@@ -73,10 +73,10 @@ class Connection:
 
     def _exit(self) -> None:
         """Ends the process at once: the web process is gone, so no report can be delivered."""
-        if self._exit_marker is not None:
-            # Shows the next web process that this engine exited cleanly and no request killed it.
+        if self._in_flight_fd is not None:
+            # Tells the next web process that no request in flight made this engine crash.
             with contextlib.suppress(OSError):
-                os.pwrite(self._exit_marker, engine_protocol.CLEAN_EXIT, 0)
+                os.pwrite(self._in_flight_fd, engine_protocol.CLEAN_EXIT, 0)
         os._exit(0)
 
 

@@ -55,10 +55,10 @@ log = logging.getLogger(__name__)
 #: Fraction of the memory that the plan leaves unused: fragmentation, libraries, other programs.
 SLACK_FRACTION = 0.05
 
-#: Fraction of the memory free at start that is planned with if no limit is set.
+#: Fraction of the memory free at start that the plan divides if no limit is set.
 FREE_FRACTION = {"cpu": 0.5, "cuda": 1.0}
 
-#: Default maximum of tokens in one pass: more do not increase the throughput.
+#: Default maximum of tokens in one forward pass: more do not increase the throughput.
 BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 #: In deterministic mode the batch boundaries determine the bits, so this value must never change.
 DETERMINISTIC_BATCH_TOKENS = 8192
@@ -91,7 +91,7 @@ class Engine:
         )
         self.plan = plan_memory(self.model, settings)
         log.info("memory: %s", self.plan.describe())
-        #: Maximum tokens of one pass. A longer sequence runs alone.
+        #: Maximum tokens of one forward pass. A longer sequence runs alone.
         self.max_batch_tokens = self.plan.batch_tokens
         self._use_count = itertools.count(1)
         self._adapters = AdapterStore(

@@ -53,8 +53,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction)
     parser.add_argument("--spill-folder", type=Path)
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--turn-file", type=Path)
-    parser.add_argument("--roll-fd", type=int)
+    parser.add_argument("--turn-file", type=Path, dest="compute_lock")
+    parser.add_argument("--roll-fd", type=int, dest="in_flight_fd")
     return parser
 
 
@@ -68,10 +68,10 @@ def settings_of(options: argparse.Namespace) -> EngineSettings:
 def main() -> None:
     options = parser().parse_args()
     _begin_log()
-    # A service manager sends SIGTERM to all processes at once. The web process still needs this one
-    # to finish its work, then closes the socket.
+    # A service manager sends SIGTERM to all processes at once. The web process needs this process
+    # until it has finished its work. Then it closes the socket, which ends this process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    connection = Connection(options.fd, options.roll_fd)
+    connection = Connection(options.fd, options.in_flight_fd)
     connection.start_reading()
     log.info("loading %s from %s", options.name, options.folder)
     began_s = time.perf_counter()
@@ -95,8 +95,8 @@ def main() -> None:
             )
         )
     )
-    # Only engines that share the CPU take turns.
-    compute_lock = options.turn_file if facts.device.startswith("cpu") else None
+    # Engines on the CPU share a lock, so that only one of them computes at a time.
+    compute_lock = options.compute_lock if facts.device.startswith("cpu") else None
     Worker(engine, connection, compute_lock=compute_lock).run()
 
 

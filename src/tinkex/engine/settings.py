@@ -22,7 +22,7 @@ class EngineSettings:
     dtype: DtypeName = "auto"
     #: CPU threads for tensor operations. None keeps torch's default.
     threads: int | None = None
-    #: Maximum tokens in one training or prefill pass; less if memory is short. None is the largest
+    #: Maximum tokens in one micro-batch or prefill; less if memory is short. None is the largest
     #: number that still increases throughput on the device.
     max_batch_tokens: int | None = None
     #: Size of the KV cache in tokens. None derives it from the free memory.
@@ -70,7 +70,7 @@ class EngineStats:
     #: Unused pages that hold a cached prefix.
     kv_pages_known: int = 0
     kv_bytes: int = 0
-    #: Maximum tokens in one pass, and the activation memory of one token.
+    #: Maximum tokens in one forward pass, and the activation memory of one token.
     batch_tokens: int
     activation_bytes_per_token: int
     samples_waiting: int = 0

@@ -1,9 +1,9 @@
 """
 The compute loop of an engine process.
 
-Each round accepts orders, samples a burst of tokens, and runs at most one training operation or one
-micro-batch. Sampling gets as much time as the last piece of training took, so no request waits for
-the whole step of another.
+Each iteration accepts orders, samples a burst of tokens (several decode steps), and runs at most
+one training operation or one micro-batch. Sampling then gets as much time as that piece of training
+took, so no request waits for the whole step of another.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from tinkex.wire.training import (
 log = logging.getLogger("tinkex.engine.process")
 
 #: Sampling gets as much time as the last piece of training took, but at most this many seconds.
-MAX_SAMPLING_DEBT_S = 1.0
+MAX_SAMPLING_SHARE_S = 1.0
 
 #: Interval between stats reports while there is work.
 STATS_INTERVAL_S = 1.0
@@ -113,14 +113,14 @@ class Worker:
             self.run_once()
 
     def run_once(self) -> None:
-        """One round: accepts orders, samples a burst, and trains if it is training's turn."""
+        """One iteration: accepts orders, samples a burst, and trains if sampling had its share."""
         self._accept_orders()
         with _locked(self._compute_lock):
             if self._can_sample():
                 began_s = time.perf_counter()
                 self._sample()
                 self._sampled_s += time.perf_counter() - began_s
-            if self._next_model() and not (self._can_sample() and self._sampling_is_owed()):
+            if self._next_model() and not (self._can_sample() and self._sampling_is_next()):
                 began_s = time.perf_counter()
                 self._train_once()
                 self._trained_s, self._sampled_s = time.perf_counter() - began_s, 0.0
@@ -129,13 +129,13 @@ class Worker:
         """Whether some sample can proceed without waiting for an adapter to be read from disk."""
         return self._engine.sampling and self._engine.awaited_read is None
 
-    def _sampling_is_owed(self) -> bool:
+    def _sampling_is_next(self) -> bool:
         """Whether sampling has had less time than the last piece of training, up to the maximum."""
-        return self._sampled_s < min(self._trained_s, MAX_SAMPLING_DEBT_S)
+        return self._sampled_s < min(self._trained_s, MAX_SAMPLING_SHARE_S)
 
     def _accept_orders(self) -> None:
         """Takes everything from the inbox; blocks only if there is no other work."""
-        # Read once: an adapter read that ends after this line still wakes this thread.
+        # Taken once, so that an adapter read that ends after this line still wakes this thread.
         reading = self._engine.awaited_read
         can_sample = self._engine.sampling and reading is None
         idle = not can_sample and self._next_model() is None
@@ -313,7 +313,7 @@ class Worker:
             for model_id, count in self._mixer.next_batch(queues, self._batch_tokens())
             for job, training_pass, taken in _distribute(passes[model_id], count)
         ]
-        # Also models that got no data go to the end, so that operations of other models run next.
+        # Models that got no data go to the end too, so that operations of other models run next.
         for model_id in passes:
             self._training.move_to_end(model_id)
         before = [sum(training_pass.waiting) for _, training_pass, _ in slices]
@@ -334,8 +334,8 @@ class Worker:
             if not has:
                 self._finish(training_pass.model_id, job, _pass_report(job, training_pass))
                 finished.append(training_pass.model_id)
-        # A small step is a pass and an optimizer step: the second does not wait for another
-        # micro-batch, nor for a burst of samples.
+        # Run the next operation of these models now. It is usually the optimizer step, which then
+        # waits neither for another micro-batch nor for a burst of samples.
         for model_id in finished:
             if self._training.get(model_id) and _is_operation(self._training[model_id][0]):
                 self._run_operation(model_id)
@@ -530,13 +530,16 @@ def _exit_if_device_lost(error: Exception) -> None:
 
 
 def _exit_if_device_lost_or_full(error: Exception) -> None:
-    """Also ends it if the device is out of memory: a new process starts with all of it."""
+    """Also ends it if the device is out of memory: a new process starts with all memory free."""
     if is_device_lost(error) or is_out_of_memory(error):
         _exit(error)
 
 
 def _exit(error: Exception) -> NoReturn:
-    log.critical("the device is lost to this process, or full", exc_info=error)
+    log.critical(
+        "this process cannot use the device any longer, or the device is out of memory; exiting",
+        exc_info=error,
+    )
     os._exit(engine_protocol.DEVICE_LOST_STATUS)
 
 

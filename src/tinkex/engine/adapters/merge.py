@@ -88,8 +88,8 @@ def add(model: Any, saved: SavedAdapter, adapter: str) -> None:
         module = modules.get(name)
         if not isinstance(module, nn.Linear):
             raise UserFailure(
-                f"{adapter}: adapts {name}, but this base model has no such linear layer. Merge it "
-                "with the base model it was trained on."
+                f"{adapter}: has LoRA weights for {name}, but this base model has no such linear "
+                "layer. Merge it with the base model it was trained on."
             )
         weight: Tensor = module.weight
         if (B.shape[0], A.shape[1]) != tuple(weight.shape):

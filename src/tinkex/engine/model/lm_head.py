@@ -105,10 +105,11 @@ class Head:
             gradient_tH, slope_t = self._backward(chunk, targets_tK, total_t1, g_tK)
             gradient_TH[chunk.span] = gradient_tH
             # dL/dlogits = onehot·g - softmax·Σg, and its product with the logits is the slope.
-            # Solved for the mean logit, this gives the entropy without another pass over the
-            # vocabulary.
+            # Solved for the mean logit, this gives the entropy without another computation over
+            # the vocabulary.
             found_t = (slope_t - (g_tK * logprobs_tK).sum(dim=1)) / g_tK.sum(dim=1)
-            # With several derivatives of one token, the sum may cancel and the quotient be noise.
+            # With several derivatives for one token, their sum may be near zero, and the quotient
+            # would be inaccurate.
             entropy_T[chunk.span] = found_t.where((g_tK != 0).sum(dim=1) == 1, math.nan)
         return HeadGradient(logprobs_TK, gradient_TH, entropy_T)
 

@@ -67,7 +67,8 @@ log = logging.getLogger(__name__)
 #: one range, so their number does not matter.
 PAGE_TOKENS = 16
 
-#: Limits of one burst: the number of steps, and the seconds after which no further step starts.
+#: A burst is a series of steps without an interruption. Limits of one burst: the number of steps,
+#: and the seconds after which no further step starts.
 BURST_STEPS = 8
 BURST_S = 0.25
 

@@ -1,10 +1,12 @@
-"""Optimizers over the flat vectors of an adapter: AdamW, and dimuon for whole matrices.
+"""The optimizers AdamW and dimuon, which update the flat vectors of an adapter in place.
 
-Both clip by the global norm first, refuse a gradient or a result that is not finite, and reset the
-gradient to zero.
-The temporary memory of a step does not grow with the adapter: temporaries are made for one part of
-the vectors at a time and fit the memory reserved for logits, which is unused during a step. A step
-whose numbers may exceed float32 is tried on copies of the parts first.
+AdamW updates every weight by itself, dimuon every matrix as a whole. Both first clip the gradient
+by its global norm, refuse a gradient or a result that is not finite, and reset the gradient to zero
+at the end.
+
+The vectors are processed in parts, so the temporary memory of a step does not grow with the
+adapter. It fits the memory reserved for logits, which is unused during a step. If a step might
+overflow float32, it is first computed on copies, so that a refused step changes nothing.
 """
 
 from __future__ import annotations
@@ -24,19 +26,21 @@ from tinkex.wire.training import AdamParams, DimuonParams, OptimParams
 #: As in torch.nn.utils.clip_grad_norm_: the scale is limit / (norm + CLIP_EPS), at most 1.
 CLIP_EPS = 1e-6
 
-#: With eps 0 a weight without a gradient would become 0 / 0, and no A has a gradient in the first
-#: step. Smaller values are too close to the float32 limit.
+#: Minimum eps of AdamW. With eps 0, a weight whose gradients were all zero would change by 0 / 0.
+#: In the first step this is the case for every A, because B is zero. Values below this minimum are
+#: too close to the smallest float32.
 MIN_EPS = 1e-30
 
 #: Limit of weights, moments and their scale factors, which are all float32.
 MAX_FLOAT32 = torch.finfo(torch.float32).max
-#: Below these bounds no step can exceed float32, so most steps need not be tried first.
+#: Below these bounds no step can overflow float32, so most steps are not computed on copies first.
 SAFE_UPDATE = 1e30
 SAFE_GRADIENT = 1e15
 
 
-#: Elements of a vector that a norm or a denominator processes at a time: 128 MB in float64. A norm
-#: computed in one part keeps the bits of version 0.1, so this is larger than most adapters.
+#: Elements of a vector that are processed at a time: 128 MB in float64. A norm that is summed in
+#: several parts has other last bits. Most adapters are smaller than this, so their norms are equal
+#: to those of version 0.1.
 PART_ELEMENTS = 2**24
 #: The same for dimuon, which needs about six copies of the matrices.
 STACK_ELEMENTS = 2**22
@@ -129,7 +133,7 @@ def optimizer_step(adapter: TrainingAdapter, params: OptimParams) -> StepReport:
 def _may_overflow(
     adapter: TrainingAdapter, params: AdamParams | DimuonParams, grad_norm: float
 ) -> bool:
-    """Whether the step must be tried first. Raises `UserFailure` for factors beyond float32."""
+    """Whether the step might overflow. Raises `UserFailure` if one of its factors does."""
     if isinstance(params, AdamParams):
         factor = params.learning_rate / (1 - params.beta1 ** (adapter.step + 1))
         decay = params.learning_rate * params.weight_decay
@@ -183,7 +187,7 @@ def _too_large(params: AdamParams | DimuonParams, grad_norm: float) -> UserFailu
 
 
 def norm(flat: Tensor) -> float:
-    """The Euclidean norm in float64. In parts, because torch makes a float64 copy of its input."""
+    """The Euclidean norm in float64, in parts: torch makes a float64 copy of its input."""
     parts = [
         torch.linalg.vector_norm(part, dtype=torch.float64)
         for part in torch.split(flat, PART_ELEMENTS)
