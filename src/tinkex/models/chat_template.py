@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
-#: Keys that may hold the reasoning of a message. Templates read the first or the second.
+#: Keys under which a message may have its reasoning. Templates read only the first or the second.
 REASONING = ("reasoning_content", "thinking", "reasoning")
-#: Inserted after the text to continue; what the template writes after it is removed. The trailing
-#: space shows whether the template trims the text.
+#: A marker that is inserted after the text to continue. The rendered text is cut at the marker,
+#: which removes what the template writes after a message. If the marker's trailing space is missing
+#: from the rendered text, the template strips the text of messages, so `_cut` strips it too.
 _MARK = "CONTINUE_THIS_MESSAGE "
 
 
@@ -36,7 +37,12 @@ def render(
     continue_final_message: bool | str,
     variables: Mapping[str, Any],
 ) -> str:
-    """The conversation as text. `continue_final_message` leaves the last message open."""
+    """
+    The conversation as text.
+
+    With `continue_final_message` the text ends with that of the last message, without the tokens
+    that end a message, so that the model continues it.
+    """
     if any(not isinstance(tool, Mapping) for tool in tools or ()):
         raise TypeError(
             "tools must be JSON schemas, each a dict. Only the tokenizer of transformers makes "
@@ -69,7 +75,7 @@ def _with_reasoning(message: Message) -> dict[str, Any]:
 
 
 def _marked(message: dict[str, Any], field: str) -> dict[str, Any]:
-    """The message with the mark after the text of `field`."""
+    """The message with the marker after the text of `field`."""
     text = message.get(field)
     names = [field]
     if field in REASONING:

@@ -37,11 +37,12 @@ class TensorCastWarning(UserWarning):
 _warned: set[str] = set()
 
 
-def warn_once(key: str, loss: str) -> None:
+def warn_once(key: str, change: str) -> None:
+    """Warn that a cast changed a value of the input `key`; `change` says how."""
     if key not in _warned:
         _warned.add(key)
         warnings.warn(
-            f"{key}: {loss} (tensors are sent as int64 or float32 only). Further casts of this "
+            f"{key}: {change} (tensors are sent as int64 or float32 only). Further casts of this "
             "input are not reported.",
             TensorCastWarning,
             stacklevel=4,
@@ -63,7 +64,11 @@ def torch_to_numpy(tensor: Any, *, key: str) -> npt.NDArray[Any]:
 
 
 def cast(value: Any, dtype: TensorDtype | None, *, key: str) -> tuple[npt.NDArray[Any], str]:
-    """A new C-ordered int64 or float32 array, and a description of what the cast changed, or ''."""
+    """
+    A new C-ordered int64 or float32 array, and a text that describes a change of a value.
+
+    The text is empty if the cast changed no value by more than ordinary rounding.
+    """
     import numpy as np
 
     try:

@@ -65,9 +65,9 @@ class TensorData(Payload):
     ) -> None:
         if dtype is None or data is None:
             raise TypeError("TensorData needs `data` and `dtype` ('int64' or 'float32').")
-        values, loss = cast(data, dtype, key="TensorData")
-        if loss:
-            warn_once("TensorData", loss)
+        values, change = cast(data, dtype, key="TensorData")
+        if change:
+            warn_once("TensorData", change)
         if shape is None and values.ndim != 1:
             shape = values.shape
         _fill(self, values.reshape(-1), dtype, shape, sparse_crow_indices, sparse_col_indices)
@@ -132,12 +132,12 @@ class TensorData(Payload):
         if not isinstance(data, (list, tuple, np.ndarray)):
             raise WireError.at(("data",), f"expected a list of numbers, not {json_kind(data)}.")
         try:
-            values, loss = cast(data, dtype, key="data")
+            values, change = cast(data, dtype, key="data")
         except (TypeError, ValueError) as error:
             raise WireError.at(("data",), str(error)) from None
-        if loss:
+        if change:
             # The sender would not see a warning, and the values would be wrong.
-            raise WireError.at(("data",), f"{loss}.")
+            raise WireError.at(("data",), f"{change}.")
         if values.ndim != 1 and not isinstance(data, np.ndarray):
             raise WireError.at(("data",), "expected a flat list; put the shape into `shape`.")
         self = cls.__new__(cls)
@@ -375,9 +375,9 @@ def compact_from_torch(value: Any, *, key: str) -> TensorData:
 def _cast_and_warn(
     value: Any, dtype: TensorDtype | None, key: str
 ) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
-    values, loss = cast(value, dtype, key=key)
-    if loss:
-        warn_once(key, loss)
+    values, change = cast(value, dtype, key=key)
+    if change:
+        warn_once(key, change)
     return values, values.shape
 
 
