@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tinkex.conformance.raw_client import Remote, Unexpected
 
 #: Modules with checks, in the order in which they run.
-THEMES = ("protocol", "ordering", "loss_sums", "snapshots", "sampling", "refusals")
+THEMES = ("protocol", "ordering", "loss_sums", "checkpoints", "sampling", "refusals")
 
 CheckFunction = Callable[[Remote], str]
 
@@ -71,7 +71,7 @@ _registered: dict[str, Check] = {}
 
 
 def check(*requirements: str) -> Callable[[CheckFunction], CheckFunction]:
-    """Register a function; the first line of its docstring is the sentence."""
+    """Register a check; the first line of its docstring says what is expected."""
 
     def register(function: CheckFunction) -> CheckFunction:
         name = function.__name__
