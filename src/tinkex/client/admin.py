@@ -53,7 +53,8 @@ class AdminClient(Sessionless):
                 url = redirected(error)
                 if url is None:
                     raise
-            # A large log is stored elsewhere, and another host must not get the key.
+            # For a large log the service redirects to its storage, which may be another host. The
+            # key must not be sent there.
             if origin(url) != origin(self.holder.settings.base_url):
                 calls = calls.with_credential(StaticCredential(None))
             request = Request(method="GET", url=url, headers={"Accept": JSON_TYPE}, kind=Kind.REST)

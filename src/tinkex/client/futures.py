@@ -236,7 +236,8 @@ def awaits(
     async def variant(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         started = now(self)(*args, **kwargs)
         if not isinstance(started, APIFuture) and isinstance(started, concurrent.futures.Future):
-            return await AwaitableConcurrentFuture(started)  # from a `sample` that was replaced
+            # A program replaced the method with one that returns a plain future.
+            return await AwaitableConcurrentFuture(started)
         return await started
 
     return _as_written(variant, start.__name__.lstrip("_") + "_async", start)
@@ -258,7 +259,7 @@ def submits(
 def _bound_method(
     start: Callable[Concatenate[S, P], Promise[T]],
 ) -> Callable[[S], Callable[P, Promise[T]]]:
-    """How to get the method that `start` defines from an object."""
+    """A function from an object to its method that `start` defines."""
     if start.__name__.startswith("_"):
         return lambda self: functools.partial(start, self)
     return operator.attrgetter(start.__name__)

@@ -73,7 +73,7 @@ class Restart:
 
 
 def may_recover(error: BaseException) -> bool:
-    """Whether a new model from the last checkpoint may help: the server failed or lost ours."""
+    """Whether a restart from the last checkpoint may help: the server failed or lost the model."""
     if isinstance(error, CorruptedRunError | APIConnectionError):
         return True
     if isinstance(error, RequestFailedError):

@@ -34,7 +34,7 @@ from tinkex.wire.sampling import SampleRequest, SampleResponse
 log = logging.getLogger("tinkex.streaming")
 
 EVENT_STREAM = "text/event-stream"
-#: Servers send a keep-alive every ten seconds; after this long without one the stream is dead.
+#: Servers send a keep-alive every ten seconds; after this long without one the stream has failed.
 SILENCE_S = 45.0
 
 
@@ -77,7 +77,7 @@ class PartialOutput:
         changed.finish(None)
 
     def updates(self) -> list[SampledTokens] | Promise[None]:
-        """Unread tokens, or a promise of the next change; empty at the end."""
+        """Unread tokens, or a future that is set at the next change; empty at the end."""
         with self._lock:
             update = self._reader.read_new()
             return update if update or self._ended else self._changed
@@ -149,7 +149,7 @@ class SampleStream:
         self._started = True
 
     def _next_update(self) -> SampledTokens | Promise[None] | None:
-        """The next event, a promise of one, or None at the end. Raises the error of the sample."""
+        """The next event, a future of it, or None at the end. Raises the error of the sample."""
         if not self._ready:
             update = self._partial_output.updates()
             if isinstance(update, Promise):
@@ -258,7 +258,8 @@ async def open_stream(
         return OpenStream(calls, sent, streamed, events, promised)
 
     try:
-        # A request that was lost before its acceptance is sent again: the seq_id makes it the same.
+        # A request without a response is sent again. It has the same seq_id, so the server takes
+        # both for one sample.
         return await calls.with_retries(
             once, path="stream_sample", kind=Kind.SAMPLE, rate_limit_wait_s=rate_limit_wait_s
         )

@@ -21,7 +21,7 @@ from tinkex.client.settings import Settings
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerHandle:
-    """What a copy needs to know."""
+    """The data from which a copy of a sampling client is made."""
 
     session_id: str | None
     sampling_session_id: str

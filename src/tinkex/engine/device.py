@@ -76,7 +76,7 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that can be allocated now without displacing anything."""
+    """Memory that can be allocated now without freeing any."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # Memory that torch's caching allocator holds but does not use counts as free.

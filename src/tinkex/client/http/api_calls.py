@@ -60,8 +60,8 @@ T = TypeVar("T")
 A = TypeVar("A", bound=Response | StreamedResponse)
 
 DEADLINE_S = 60.0
-#: The user gets a warning about a wait longer than this. Polls, and calls with less time left, do
-#: not wait longer for a shared back-off.
+#: The user gets a warning about a wait longer than this. For a shared back-off, polls wait at most
+#: this long, and so do calls with a shorter `give_up_s`.
 LONG_WAIT_S = 60.0
 KEY_HEADER = "X-API-Key"
 #: Headers that may be logged with their values: the client sets them, and none is secret.
@@ -339,7 +339,7 @@ class Calls:
         self, request: Request, response: Response, about: str
     ) -> APIConnectionError | APIStatusError:
         if response.status_code == 400 and not response.content:
-            # Servers send a body with a 400; an empty one comes from a proxy that lost it.
+            # Servers send a body with a 400. Without a body, it comes from a faulty proxy.
             return APIConnectionError(
                 request.without_payload(),
                 "Connection error. "
@@ -447,7 +447,7 @@ class Calls:
         )
 
 
-# Not a generator: this is on the path of every request, and takes half the time.
+# A class, because a context manager made from a generator takes twice the time for each request.
 class _Measured:
     """Counts one exchange, its bytes and its duration."""
 

@@ -62,7 +62,8 @@ T = TypeVar("T", bound=BaseModel | Payload)
 POLL_DEADLINE_S = 45.0
 #: A server that responds faster than this did not hold the poll, so the next poll is delayed.
 HELD_S = 1.0
-#: Proxies sometimes lose a request with a 400; more than this in a row is a real response.
+#: Proxies sometimes drop a request and respond with a 400, so this many in a row are retried. The
+#: next one counts as the response of the service.
 MAX_400 = 3
 QUEUE_LOG_EVERY_S = 60.0
 #: For servers that send a state without a reason.

@@ -315,7 +315,7 @@ class Pages:
         return True
 
     def _add_extents(self, page_table: PageTable, count: int, max_pages: int) -> None:
-        """Adds `count` pages in as few extents as possible; the caller knows they are available."""
+        """Adds `count` pages in as few extents as possible. They must be available."""
         with_reserve = max(count, min(max_pages, count + MAX_RESERVED_PAGES))
         if self._idle:
             # Evict a few idle pages for a reservation, but never all of them.

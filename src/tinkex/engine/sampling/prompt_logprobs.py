@@ -24,7 +24,7 @@ from tinkex.wire.sampling import (
 )
 from tinkex.wire.tensors import TensorData
 
-# t sources at hand, V vocabulary, K targets of one source
+# t sources of one call, V vocabulary, K targets of one source
 
 #: Value of a target cell that requests nothing.
 NO_TARGET = -1

@@ -88,6 +88,8 @@ MAX_ROOM_WAIT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
+    """The outcome of a request, which has the ticket that it was submitted with."""
+
     ticket: int
     outcome: SampleResponse | Exception
 

@@ -237,7 +237,7 @@ class Scheduler:
             while sequence in self._running and not pages.extend(
                 sequence.page_table, max_pages=self._max_pages(sequence.request)
             ):
-                self._preempt_youngest()
+                self._preempt_last_admitted()
         for sequence in self._running:
             self._waiting.charge(sequence.request.owner, 1)
         if not self._sorted:
@@ -246,8 +246,8 @@ class Scheduler:
             self._sorted = True
         return DecodeStep(sequences=tuple(self._running)) if self._running else None
 
-    def _preempt_youngest(self) -> None:
-        """Preempts the prefill or sequence admitted last, even if it is the one in need."""
+    def _preempt_last_admitted(self) -> None:
+        """Preempts the prefill or sequence admitted last, even if it is the one that needs pages."""
         if self._prefilling:
             prefill = self._prefilling.pop()
             self.pages.release(prefill.page_table)

@@ -174,7 +174,7 @@ def run_micro_batch(
 ) -> None:
     """Runs one micro-batch. Either all parts have gradients or none has."""
     # Equal losses and equal adapters become adjacent, so each needs one evaluation or product.
-    # Whole-datum losses come last, so that the others need only one pass through the head.
+    # Whole-datum losses come last, so that the head computes all others together.
     parts = sorted(
         parts,
         key=lambda part: (
