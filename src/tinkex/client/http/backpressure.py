@@ -78,7 +78,7 @@ class FairLimiter:
         self._admit()
 
     def release(self, queue: ClientQueue[Any]) -> None:
-        """An entry that `queue.start` started has ended."""
+        """Called when an entry that `queue.start` started has ended."""
         queue.running -= 1
         self.used -= 1
         self._add_ready(queue)
@@ -103,7 +103,7 @@ class FairLimiter:
 
 class Budget:
     """
-    An amount of bytes (or of anything) that may be in flight at the same time.
+    Limits an amount, such as bytes, that may be in flight at the same time.
 
     First in, first out. A request larger than the whole budget waits until nothing else is in
     flight and then runs alone.

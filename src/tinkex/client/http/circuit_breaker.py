@@ -68,7 +68,7 @@ class CircuitOpenError(APIConnectionError):
 
 
 def counts_as_failure(error: BaseException) -> bool:
-    """Only signs of an unhealthy service; rate limits and client errors do not count."""
+    """Whether the error shows an unhealthy service. Rate limits and client errors do not."""
     if isinstance(error, APIStatusError):
         return error.status_code >= 500
     return isinstance(error, APIConnectionError)
@@ -100,7 +100,11 @@ class Breaker:
         return max(0.0, self._opened_at + self._policy.open_s - self._clock())
 
     def blocked_s(self) -> float | None:
-        """None: go ahead, and report the outcome. Otherwise seconds until the next attempt."""
+        """
+        None if a request may be sent; otherwise the seconds until the next attempt.
+
+        After None, the caller sends its request and reports the outcome.
+        """
         if self._opened_at is None:
             return None
         if (left := self._left_s()) > 0:

@@ -61,7 +61,7 @@ def rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Row]:
 
 def summary_line(shown: Sequence[Row], paused: Sequence[QueueState]) -> str:
     """
-    The counts of all operations and the reasons of all pauses as one line.
+    The counts of all operations and the reasons of all pauses, as one line of text.
 
     For example: `sample 12/40, 28 in flight; Sampling from s-1: two jobs ahead`.
     """

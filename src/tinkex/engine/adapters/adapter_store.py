@@ -137,7 +137,7 @@ class AdapterStore:
         sizes = [entry.size for entry in self._entries.values() if entry.tier is tier]
         return TierUsage(count=len(sizes), size=sum(sizes))
 
-    # -- room -------------------------------------------------------------------------------------
+    # -- eviction ---------------------------------------------------------------------------------
 
     def make_adapter_room(self, size: int, what: str) -> None:
         """Evicts adapters until one of this size fits. Raises `UserFailure` with the sizes."""
@@ -213,7 +213,7 @@ class AdapterStore:
             elif self.sampler is not None:
                 self.sampler.drop_adapter(name)
 
-    # -- moving -----------------------------------------------------------------------------------
+    # -- moves between device, host memory and disk -----------------------------------------------
 
     def _spill(self, model_id: str, entry: _Entry) -> None:
         if self._device.type == "cpu" or not self._make_host_room(entry.size):

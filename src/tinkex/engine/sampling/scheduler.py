@@ -247,7 +247,7 @@ class Scheduler:
         return DecodeStep(sequences=tuple(self._running)) if self._running else None
 
     def _preempt_last_admitted(self) -> None:
-        """Preempts the prefill or sequence admitted last, even if it is the one that needs pages."""
+        """Preempts the prefill or sequence admitted last, which may be the one that needs pages."""
         if self._prefilling:
             prefill = self._prefilling.pop()
             self.pages.release(prefill.page_table)
