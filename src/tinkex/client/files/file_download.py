@@ -242,7 +242,8 @@ class Fetcher:
         request = UrlRequest(link, headers={**headers, "Accept-Encoding": "identity"})
         if link_origin == self._origin:
             for name, value in self._headers.items():
-                if not request.has_header(name.capitalize()):  # its own have precedence
+                # Headers that the request already has take precedence.
+                if not request.has_header(name.capitalize()):
                     request.add_unredirected_header(name, value)
         try:
             answer = _Answer(self._opener.open(request, timeout=SILENCE_S), link)

@@ -53,7 +53,7 @@ class SlotRange(NamedTuple):
 
 class ReadRound(NamedTuple):
     """
-    Slot ranges that are read together, one for each sequence of the round.
+    Slot ranges that are read in one round. Each sequence of the round is in exactly one of them.
 
     A sequence whose slots are not contiguous takes part in several rounds.
     """
