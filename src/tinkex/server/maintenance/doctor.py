@@ -442,12 +442,12 @@ def _repair_snapshots(settings: Settings, facts: Inspection) -> list[str]:
         return []
     store = _open(settings)
 
-    async def act() -> None:
+    async def fall_back() -> None:
         for model_id in models:
             await store.snapshots.newest_intact(model_id)
 
     try:
-        asyncio.run(act())
+        asyncio.run(fall_back())
     finally:
         store.close()
     return [f"moved the damaged snapshot of {model_id} to set-aside" for model_id in models]

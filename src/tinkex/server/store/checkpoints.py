@@ -201,7 +201,7 @@ class Checkpoints:
     ) -> None:
         """Add the version, its name or sampler, and the request's result in one transaction."""
 
-        def act(connection: sa.Connection) -> None:
+        def operation(connection: sa.Connection) -> None:
             values = {column.name: getattr(version, column.name) for column in VERSION_COLUMNS}
             connection.execute(checkpoint_versions.insert(), {**values, "fingerprint": fingerprint})
             named = naming is not None and _assign_name(connection, version, naming)
@@ -213,7 +213,7 @@ class Checkpoints:
             note_saved(connection, version, "checkpoint.saved")
             request_writes.set_done(connection, request_id, result, version_id=version.version_id)
 
-        await self._database.write(act, required=True)
+        await self._database.write(operation, required=True)
 
     async def discard(self, version: Version) -> None:
         """Delete the files of a version that was not saved; the cleanup deletes what remains."""
@@ -264,7 +264,7 @@ class Checkpoints:
             )
         )
 
-        def act(connection: sa.Connection) -> tuple[Version | None, bool]:
+        def operation(connection: sa.Connection) -> tuple[Version | None, bool]:
             row = connection.execute(statement).first()
             if row is None:
                 return None, False
@@ -272,7 +272,7 @@ class Checkpoints:
             public = bool(values.pop("public"))
             return Version(**values), public
 
-        return await self._database.read(act)
+        return await self._database.read(operation)
 
     async def version(self, version_id: str) -> Version | None:
         """A version whose files are not discarded."""
@@ -469,25 +469,25 @@ class Quotas:
         if checkpoints:
             new["max_checkpoints"] = checkpoints
 
-        def act(connection: sa.Connection) -> None:
+        def operation(connection: sa.Connection) -> None:
             quota = self._allowed(connection, owner)
             for name, used in self._used(connection, owner, quota, new):
                 _refuse_over_quota(name, used=used, new=new[name], quota=quota)
 
-        await self._database.read(act)
+        await self._database.read(operation)
 
-    async def within(self, owner: str, act: Callable[[], Awaitable[T]]) -> T:
+    async def within(self, owner: str, function: Callable[[], Awaitable[T]]) -> T:
         """
-        The result of `act`. If it is over quota, delete the owner's unused files and retry once.
+        The result of `function`. On OverQuota, delete the owner's unused files and retry once.
 
         The cleanup would delete them a little later; the user cannot delete them earlier.
         """
         try:
-            return await act()
+            return await function()
         except OverQuota:
             abandoned_before_s = time.time() - self.abandoned_s
             await self._retention.drop_versions(abandoned_before_s=abandoned_before_s, owner=owner)
-        return await act()
+        return await function()
 
     def _allowed(self, connection: sa.Connection, owner: str) -> Quota:
         keys = sa.select(api_keys.c.limits).where(

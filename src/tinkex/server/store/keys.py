@@ -113,7 +113,7 @@ class Keys:
             "expires_s": expires_s,
         }
 
-        def act(connection: sa.Connection) -> ApiKey:
+        def operation(connection: sa.Connection) -> ApiKey:
             connection.execute(api_keys.insert(), values)
             mine = sa.select(*_KEY).where(api_keys.c.hash == values["hash"])
             key = ApiKey(**connection.execute(mine).one()._mapping)
@@ -122,7 +122,7 @@ class Keys:
             )
             return key
 
-        key = await self._database.write(act)
+        key = await self._database.write(operation)
         await asyncio.to_thread(write_marker, self._folder)
         return key, secret
 
@@ -154,14 +154,14 @@ class Keys:
             .returning(*_KEY)
         )
 
-        def act(connection: sa.Connection) -> None:
+        def operation(connection: sa.Connection) -> None:
             if (row := connection.execute(statement).first()) is not None:
                 key = ApiKey(**row._mapping)
                 events.note_audit(
                     connection, owner=key.owner, event="key.revoked", details=_audit_details(key)
                 )
 
-        await self._database.write(act, reserve=True)
+        await self._database.write(operation, reserve=True)
 
     def mark_used(self, key_id: int) -> None:
         """Record, with a deferred write, that a key was used."""
@@ -173,11 +173,11 @@ class Keys:
     async def _one(self, which: sa.ColumnElement[bool]) -> ApiKey | None:
         statement = sa.select(*_KEY).where(which)
 
-        def act(connection: sa.Connection) -> ApiKey | None:
+        def operation(connection: sa.Connection) -> ApiKey | None:
             row = connection.execute(statement).first()
             return None if row is None else ApiKey(**row._mapping)
 
-        return await self._database.read_key(act)
+        return await self._database.read_key(operation)
 
 
 MARKER = "keys.made"

@@ -61,11 +61,11 @@ class Snapshots:
     async def newest(self, model_id: str) -> Snapshot | None:
         statement = sa.select(*_COLUMNS).where(snapshots.c.model_id == model_id)
 
-        def act(connection: sa.Connection) -> Snapshot | None:
+        def operation(connection: sa.Connection) -> Snapshot | None:
             row = connection.execute(statement).first()
             return None if row is None else Snapshot(**row._mapping)
 
-        return await self._database.read(act)
+        return await self._database.read(operation)
 
     async def newest_intact(self, model_id: str) -> Snapshot | None:
         """

@@ -110,7 +110,7 @@ class StorageProblem:
 
     @property
     def blocks_reads(self) -> bool:
-        """Whether the database must not even be read, because its answers may be wrong."""
+        """Whether the database must not even be read, because queries may return wrong results."""
         return self.kind in (GONE, CORRUPT)
 
     @property
@@ -284,7 +284,7 @@ class StorageHealth:
 
     def clear(self, part: str = DATABASE) -> None:
         """A write to this part succeeded: its temporary problem, if any, is over."""
-        # Checked without the lock, because every write calls this; a stale answer does no harm.
+        # Checked without the lock, because every write calls this; a stale value does no harm.
         if part not in self._problems:
             return
         with self._lock:

@@ -121,7 +121,11 @@ class Usage:
     async def current(
         self, *, owner: str, project_id: str | None, now_s: float, limit: int
     ) -> list[ProjectStorage]:
-        """By project, the owner's checkpoints as listed now; each name counts."""
+        """
+        Number and size of the owner's listed checkpoints, by project.
+
+        If two names refer to the same files, both are counted.
+        """
         versions = checkpoint_versions.c
         statement = (
             sa.select(
