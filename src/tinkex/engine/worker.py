@@ -60,8 +60,9 @@ from tinkex.wire.training import (
 
 log = logging.getLogger("tinkex.engine.process")
 
-#: Sampling gets as much time as the last piece of training took, but at most this many seconds.
-MAX_SAMPLING_DEBT_S = 1.0
+#: After each unit of training work (`_train_once`), sampling gets as much time as that unit took, but
+#: at most this many seconds.
+MAX_SAMPLING_S = 1.0
 
 #: Interval between stats reports while there is work.
 STATS_INTERVAL_S = 1.0
@@ -120,7 +121,7 @@ class Worker:
                 began_s = time.perf_counter()
                 self._sample()
                 self._sampled_s += time.perf_counter() - began_s
-            if self._next_model() and not (self._can_sample() and self._sampling_is_owed()):
+            if self._next_model() and not (self._can_sample() and self._is_sampling_turn()):
                 began_s = time.perf_counter()
                 self._train_once()
                 self._trained_s, self._sampled_s = time.perf_counter() - began_s, 0.0
@@ -129,9 +130,9 @@ class Worker:
         """Whether some sample can proceed without waiting for an adapter to be read from disk."""
         return self._engine.sampling and self._engine.awaited_read is None
 
-    def _sampling_is_owed(self) -> bool:
-        """Whether sampling has had less time than the last piece of training, up to the maximum."""
-        return self._sampled_s < min(self._trained_s, MAX_SAMPLING_DEBT_S)
+    def _is_sampling_turn(self) -> bool:
+        """Whether sampling has had less time than the last unit of training work took."""
+        return self._sampled_s < min(self._trained_s, MAX_SAMPLING_S)
 
     def _accept_orders(self) -> None:
         """Takes everything from the inbox; blocks only if there is no other work."""

@@ -210,7 +210,7 @@ def restore(source: Path, folder: Path) -> Manifest:
     if folder.exists() and any(folder.iterdir()):
         raise BackupFailed(
             f"the data folder {folder} is not empty.",
-            hint="Restore into a new folder, or move this one away first.",
+            hint="Restore into a new folder, or move this folder first.",
         )
     _refuse_links(source)
     _check_complete(source, found)

@@ -1,8 +1,8 @@
 """
-Orders the steps of one model. Pure: no clock, no tensors, no sockets, no SQL.
+Orders the steps of one model. Pure logic: it uses no clock, tensors, sockets or SQL.
 
 Steps arrive in any order and run strictly by sequence number, each once. A number that never arrives
-is a gap: after a timeout the steps behind it fail. A failed `forward_backward` leaves incomplete
+is a gap: after a timeout, the steps that wait behind it fail. A failed `forward_backward` leaves incomplete
 gradients, so the next `optim_step` fails too.
 """
 
@@ -37,7 +37,9 @@ class Cause(enum.StrEnum):
     """Why a step failed; also the `cause` column of its row."""
 
     WORK = "work"  # it ran and failed, or was refused for its content
-    INCOMPLETE_GRADIENTS = "spoiled"  # an optim_step after a failed forward_backward
+    # An optim_step after a failed forward_backward. The value is stored in the database, where
+    # rows of tinkex 0.1 have it too; so it keeps its original spelling.
+    INCOMPLETE_GRADIENTS = "spoiled"
     GAP = "gap"  # an earlier number never arrived
     LATE = "late"  # it arrived after its gap was closed
 
