@@ -1,1 +1,1 @@
-"""The heavy half: accepts work, keeps it, has it done in order, and hands out the results."""
+"""The server: accepts requests, stores them, runs them on engines in order, and returns the results."""

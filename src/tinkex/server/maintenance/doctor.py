@@ -289,7 +289,7 @@ def _about_database(facts: Inspection, *, is_full: bool) -> Iterator[Finding]:
         yield Finding(
             level=Level.PROBLEM,
             about=about,
-            text=f"its schema version is {facts.version}, and the newest is {facts.newest_version}",
+            text=f"it has schema version {facts.version}, and the newest is {facts.newest_version}",
             advice="--repair, or the next start of the server, upgrades it.",
             repair=Repair.MIGRATE,
         )

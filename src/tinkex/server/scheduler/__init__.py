@@ -1,1 +1,1 @@
-"""Which accepted request runs next, on which engine, and what becomes of it."""
+"""The scheduler: decides which accepted request runs next, runs it on an engine, and stores its result."""

@@ -148,16 +148,17 @@ class Scheduler:
         return engine
 
     async def start(self) -> None:
-        """Pick up what an earlier process accepted and did not finish."""
+        """Start, and schedule the requests that an earlier process accepted and did not finish."""
         await self._execution.futures.start()
         await self._execution.failures.start()
-        # Before any work is picked up. Later requests bring the limits of their keys.
+        # Set the limits before any work is scheduled. Later, each request updates the limits of its
+        # owner.
         now_s = time.time()
         for key in await self._store.keys.all():
             if key.state(now_s) == "active" and "max_training" in key.limits:
                 self.training_limits.set(key.owner, key.limits["max_training"])
         await self._restore_crash_counts()
-        # In the background: new requests do not wait for the stored ones.
+        # In the background, so that new requests do not wait for the stored ones.
         self._execution.spawn(Pickup(self._execution, self.submit).run())
 
     async def _restore_crash_counts(self) -> None:
@@ -181,7 +182,9 @@ class Scheduler:
             found.update({request_id: counts.get(request_id, 0) + 1 for request_id in lost})
             # As in `CrashIsolation`: a request that was alone caused the crash.
             if len(leftover.in_flight) == len(lost) == 1 and found[lost[0]] >= MAX_CRASHES:
-                caused[lost[0]] = f"the web process died with the engine of {base_model}"
+                caused[lost[0]] = (
+                    f"the web process crashed together with the engine of {base_model}"
+                )
         await self._store.crash_counts.set(found)
         counts.update(found)
         for request_id, reason in caused.items():
@@ -286,7 +289,7 @@ class Scheduler:
         try:
             await self._open(model_id, first_seq=first_seq)
         except StorageError as error:
-            log.info("the steps of %s are picked up later: %s", model_id, error)
+            log.info("the steps of %s cannot be read now; retrying later: %s", model_id, error)
         finally:
             self._opening.discard(model_id)
 
@@ -397,9 +400,9 @@ class Pickup:
                 if waiting > len(self._execution.claimed):
                     await self.look()
             except StorageError as error:
-                log.info("cannot look for waiting requests now: %s", error)
+                log.info("cannot read the waiting requests now; retrying: %s", error)
             except Exception:
-                log.exception("cannot look for waiting requests; retrying")
+                log.exception("reading the waiting requests failed; retrying")
             await asyncio.sleep(PICKUP_INTERVAL_S)
 
     async def look(self) -> None:
