@@ -205,7 +205,7 @@ _EVENTS = {
         "schema": {
             "type": "string",
             "description": "Events `accepted` (`request_id`, `sample_sequence_ids`), `token` "
-            "(`sequence`, `tokens`, `logprobs`) as they are sampled, and `done` (the answer as JSON) or "
+            "(`sequence`, `tokens`, `logprobs`) as they are sampled, and `done` (the response as JSON) or "
             "`error` (`error`, `category`).",
         }
     }
@@ -409,7 +409,7 @@ def _operation(method: str, path: str, operation: SchemaLike) -> str:
         (status, _content(answer.get("content", {})), escape(answer.get("description", "")))
         for status, answer in sorted(operation.get("responses", {}).items())
     )
-    parts.append(_table(("Answer", "", ""), rows))
+    parts.append(_table(("Response", "", ""), rows))
     return "".join((*parts, "</details>"))
 
 

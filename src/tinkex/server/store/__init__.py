@@ -66,7 +66,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# Enough to show that a disk has free space again.
+# Size of the file that `probe` writes: large enough to show that a disk has free space again.
 PROBE = bytes(2**20)
 
 

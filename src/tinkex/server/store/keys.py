@@ -1,8 +1,9 @@
 """
 API keys: shown once, stored as hashes.
 
-A server without keys answers everybody on its machine. If a database is lost together with its keys,
-the next one looks like that of such a server; a marker file distinguishes the two.
+A server without keys accepts everyone on its machine. If the database is lost, so are its keys, and
+a new database has none. A marker file in the data folder shows that keys were created, so that the
+server does not start without them.
 """
 
 import asyncio
@@ -199,7 +200,7 @@ def write_marker(folder: Path) -> None:
             written.flush()
             os.fsync(descriptor)
     except OSError as error:
-        # Retried at the next start.
+        # The next start of the server tries again.
         log.warning("%s cannot be written: %s", file, error.strerror)
 
 
@@ -210,8 +211,8 @@ def refuse_lost_keys(database: Database, folder: Path) -> None:
     elif (marker := folder / MARKER).exists():
         raise DatabaseRefused(
             f"API keys were created for this server (see {marker}), but its database has none: the "
-            "database was lost or truncated, or it is another one. Without keys the server would "
-            "answer everybody on this machine. Check --db, or restore a backup with `tinkex "
+            "database was lost or truncated, or --db names another one. Without keys the server "
+            "would accept everyone on this machine. Check --db, or restore a backup with `tinkex "
             "restore`. To continue with this database, create a new key with `tinkex key create`; "
             f"to continue without keys, delete {marker}."
         )

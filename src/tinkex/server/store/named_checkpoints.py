@@ -27,7 +27,7 @@ from tinkex.server.store.schema import (
 from tinkex.server.store.sql_dialects import in_list
 from tinkex.wire.errors import UserFailure
 
-_FEWER = "Ask for fewer at once (`limit`, `offset`); smaller pages list all checkpoints."
+_FEWER = "Request smaller pages with `limit` and `offset`."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,7 +34,8 @@ from tinkex.server.store.storage_health import FILES, Damaged
 
 # Larger payloads and results are stored as files, so that rows stay small.
 INLINE_BYTES = 64 * 1024
-#: Fetched marks per owner that wait to be written; that many take the writer a tenth of a second.
+#: Maximum number of fetched marks per owner that wait to be written. Writing that many takes a tenth
+#: of a second.
 MAX_FETCHED_PENDING = 10_000
 
 
@@ -136,7 +137,7 @@ class Requests:
         """
         Write a large result to a file; returns its key for `success`, or None for a small one.
 
-        Waits while the disk refuses it, because the result was promised.
+        While the disk refuses writes, this waits, because the request was already accepted.
         """
         if len(result) <= INLINE_BYTES:
             return None

@@ -168,7 +168,7 @@ class Usage:
                 session_id: dict(metadata)
                 for session_id, metadata in within_metadata_budget(
                     ((row.session_id, row.user_metadata) for row in connection.execute(statement)),
-                    "Ask about a shorter time.",
+                    "Request a shorter time.",
                 )
             }
         )
