@@ -101,7 +101,7 @@ class LazyGroup(click.Group):
     help="Output format.",
 )
 def command(format: str) -> None:
-    """The Tinker training API, as software you own."""
+    """Client and self-hosted server for the Tinker training API."""
 
 
 __all__ = ["SUBCOMMANDS", "CommandFailed", "LazyGroup", "command"]

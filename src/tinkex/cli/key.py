@@ -40,7 +40,7 @@ def command() -> None:
     show_default=True,
     help="The owner whose data the key gives access to.",
 )
-@click.option("--project", metavar="ID", help="Project of sessions that name none.")
+@click.option("--project", metavar="ID", help="Project of sessions that do not name one.")
 @click.option("--name", default="", help="Purpose of the key; shown in lists.")
 @click.option("--expires", metavar="TIME", help="30d, 12h, or a date: 2027-01-31.")
 @click.option("--max-requests", type=click.IntRange(0), help="Unfinished requests; 0: no limit.")

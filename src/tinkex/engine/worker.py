@@ -60,8 +60,8 @@ from tinkex.wire.training import (
 
 log = logging.getLogger("tinkex.engine.process")
 
-#: After each unit of training work (`_train_once`), sampling gets as much time as that unit took, but
-#: at most this many seconds.
+#: After each unit of training work (`_train_once`), sampling gets as much time as that unit took,
+#: but at most this many seconds.
 MAX_SAMPLING_S = 1.0
 
 #: Interval between stats reports while there is work.

@@ -1,1 +1,1 @@
-"""The server: accepts requests, stores them, runs them on engines in order, and returns the results."""
+"""The server: accepts and stores requests, runs them on engines in order, returns the results."""

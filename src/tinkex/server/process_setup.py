@@ -66,7 +66,7 @@ ENGINE_STABLE_S = 60.0
 
 
 def web_was_stable(*, ready: bool, lived_s: float) -> bool:
-    """Whether a web process ran long enough. One that crashes at once may do so every time."""
+    """Whether a web process ran for a while. One that crashes after its start may do so again."""
     return ready and lived_s > WEB_STABLE_S
 
 

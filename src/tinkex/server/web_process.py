@@ -181,7 +181,7 @@ def _open_in_flight_files(folder: Path, served: Sequence[ServedModel]) -> dict[s
             in_flight_files[model.name] = InFlightFile.for_base_model(folder, model.name)
         except OSError as error:
             log.warning(
-                "the in-flight file cannot be opened, so crashes of this process are not counted: %s",
+                "cannot open the in-flight file, so crashes of this process are not counted: %s",
                 error,
             )
     return in_flight_files

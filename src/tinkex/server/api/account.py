@@ -253,7 +253,7 @@ def _storage_events(
 
 
 class _StorageByHour:
-    """Byte-hours of checkpoints per hour. Adding one costs the same, however long it was stored."""
+    """Byte-hours of checkpoints per hour. Adding a checkpoint takes constant time."""
 
     def __init__(self) -> None:
         #: Byte-hours of the partial hours, in which a checkpoint was added or deleted.

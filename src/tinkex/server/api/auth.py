@@ -185,8 +185,8 @@ async def reader_owners(request: HTTPConnection, token: str | None = None) -> tu
     token = token or request.headers.get(WEIGHTS_TOKEN)
     if not token:
         return (own,)
-    lender = await authenticator_of(request).lender(token)
-    return (own,) if lender.owner == own else (own, lender.owner)
+    shared = await authenticator_of(request).shared_key_caller(token)
+    return (own,) if shared.owner == own else (own, shared.owner)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,8 +259,8 @@ class Authenticator:
             )
         return await self._cached_caller(credential, "the API key")
 
-    async def lender(self, token: str) -> Caller:
-        """The owner of a key that was shared for reading; raises a 403 for an invalid one."""
+    async def shared_key_caller(self, token: str) -> Caller:
+        """The caller of a key that another owner shared for reading; a 403 if it is not valid."""
         if not await self.needs_keys():
             return LOCAL
         try:

@@ -1,17 +1,18 @@
 """
 Reading request bodies within memory budgets.
 
-Limits on a single request say nothing about many at once: eight kilobytes may decompress to
-`max_decoded_bytes`, and a hundred connections may each send `max_body_bytes`. So there are two
-budgets:
+Limits on a single request do not limit the memory of many concurrent requests: eight kilobytes may
+decompress to `max_decoded_bytes`, and a hundred connections may each send `max_body_bytes`. So
+there are two budgets:
 
 - Per owner: bytes that are arriving, and large bodies that are decoded at the same time.
 - Global (`MemoryBudget`): bytes of all large bodies. A large body reserves its bytes before it is
   read and keeps them until the response is sent, because until then the body, or the request
-  decoded from it, is in memory. When the budget is exhausted, new large bodies wait up to `arriving_wait_s`, then get
-  a 429. While others wait, a sender slower than 64 KiB/s loses the unused part of its reservation.
+  decoded from it, is in memory. When the budget is exhausted, new large bodies wait up to
+  `arriving_wait_s`, then get a 429. While others wait, a sender slower than 64 KiB/s loses the
+  unused part of its reservation.
 
-Small bodies need no reservation, so they are accepted however full the budget is.
+Small bodies need no reservation, so they are accepted even when the budget is exhausted.
 """
 
 import asyncio
@@ -49,7 +50,8 @@ SLOW_GRACE_S = 5.0
 SLOW_CHECK_S = 1.0
 RETRY_AFTER_S = 1
 # If the server refused a request while its client is still sending, the client would see a broken
-# connection and retry for minutes. So a body that is too large is read and dropped first, up to this many times the limit.
+# connection and retry for minutes. So a body that is too large is read and dropped first, up to
+# this many times the limit.
 DRAIN_FACTOR = 8
 # Smaller bodies are decoded on the event loop: a thread would cost more.
 INLINE_BYTES = 128 * 1024

@@ -50,8 +50,9 @@ class Cache(Generic[T]):
     ) -> None:
         self._read = read
         self._clock = clock
-        # Two dictionaries instead of a time for each row. A row that is used moves from the old one to
-        # the new one; from time to time the old one is dropped, and the new one becomes the old one.
+        # Two dictionaries instead of a time for each row. A row that is used moves from the old one
+        # to the new one; from time to time the old one is dropped, and the new one becomes the old
+        # one.
         self._new: dict[str, T] = {}
         self._old: dict[str, T] = {}
         self._rotated_s = clock()

@@ -68,7 +68,7 @@ async def retrieve_future(request: Request) -> Response:
 
 
 async def retrieve_futures(request: Request) -> Response:
-    """The samples of a sampling client that finished since its last poll; waits for at least one."""
+    """The samples of a sampling client that finished since its last poll; waits for one."""
     message = await read_json(request, FuturesRetrieveRequest)
     context = context_of(request)
     target = message.target
@@ -152,7 +152,7 @@ async def _result(request: Request, context: Context, settled: FinishedRequest) 
 
 
 async def _in_thread_if_large(settled: FinishedRequest, function: Callable[[], T]) -> T:
-    """Call `function`; in a thread if the result is large, so that the event loop is not blocked."""
+    """Call `function`; in a thread if the result is large, to keep the event loop free."""
     if len(settled.result) <= INLINE_ENCODE_BYTES:
         return function()
     return await asyncio.to_thread(function)

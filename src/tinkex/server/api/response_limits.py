@@ -1,9 +1,9 @@
 """
 Limits for lists, searches, traces and reports: responses that grow with the data of an owner.
 
-Each such route is `bounded`: its response has a maximum number of entries and bytes and is built in a
-thread, and an owner builds one at a time, so that owners do not wait for each other. A
-test walks the route table and fails for a list without a bound.
+Each such route is `bounded`: its response has a maximum number of entries and bytes and is built in
+a thread, and an owner builds one at a time, so that owners do not wait for each other. A test walks
+the route table and fails for a list without a bound.
 """
 
 import asyncio

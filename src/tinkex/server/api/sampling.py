@@ -69,8 +69,8 @@ from tinkex.wire.sdk_versions import SdkVersion
 
 router = APIRouter(prefix="/api/v1", tags=["sampling"])
 
-# The ids of all sequences are returned immediately, before the sequences exist. The limit keeps a typo
-# from creating a billion of them.
+# The ids of all sequences are returned immediately, before the sequences exist. The limit keeps a
+# typo from creating a billion of them.
 MAX_SEQUENCES = 1024
 # A cloned sampling client numbers its samples from its clone id times 10^9, and ids go up to 10^9.
 MAX_SAMPLE_SEQ_ID = 2**63 - 1

@@ -4,8 +4,8 @@ Submitting requests: admit, store, schedule, return the request id.
 A request is durable before its id is returned. A repeated request finds the first one and gets the
 same id.
 
-A step that is refused must not block the steps behind it. So the reason of a refusal is also
-recorded under the step's number, if model and number can be read from the body (`numbered_step`). The
+A step that is refused must not block later steps. So the reason for the refusal is also recorded
+under the step's number, if model and number can be read from the body (`numbered_step`). The
 client may use the number again; if it continues with the next number, the refused step counts as
 failed with the same reason. Unknown models and limits (404, 410, 429) are not failures of a step.
 """
@@ -136,7 +136,7 @@ async def accept_request(
 async def schedule(
     context: Context, new: NewRequest, first: Accepted, *, token_stream: TokenStream | None = None
 ) -> None:
-    """Give a committed request to the scheduler. Nothing may fail between the commit and this call."""
+    """Give a committed request to the scheduler. Nothing may fail between the commit and this."""
     if first.is_new:
         context.scheduler.submit(
             new_row(new, first), payload=new.payload, token_stream=token_stream

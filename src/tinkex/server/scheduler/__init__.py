@@ -1,1 +1,1 @@
-"""The scheduler: decides which accepted request runs next, runs it on an engine, and stores its result."""
+"""The scheduler: chooses the next accepted request, runs it on an engine, stores its result."""

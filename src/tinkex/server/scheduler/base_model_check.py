@@ -133,7 +133,7 @@ class BaseModelCheck:
             self._compare("checkpoint", expected, await asyncio.shield(self._hashing))
 
     def _hash_again_after_restart(self, incarnation: int | None) -> None:
-        """Hash again if the engine has restarted: it has read the files again, and they may differ."""
+        """Hash again after an engine restart: the engine has read the files again."""
         if incarnation is None or incarnation == self._incarnation:
             return
         if self._hashing is not None and self._hashing.done():

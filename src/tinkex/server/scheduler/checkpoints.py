@@ -42,9 +42,9 @@ EXTERNAL = "external_weights"
 MAX_NAME_BYTES = 200
 MIN_TTL_S = 3600
 MAX_TTL_S = 10 * 365 * 24 * 3600
-# A save that fails because the disk is full is retried after DISK_RETRY_S. The wait doubles each time,
-# up to MAX_DISK_RETRY_S, because each attempt may fill the disk for a moment. After DISK_WAIT_S in
-# total, the save fails.
+# A save that fails because the disk is full is retried after DISK_RETRY_S. The wait doubles each
+# time, up to MAX_DISK_RETRY_S, because each attempt may fill the disk for a moment. After
+# DISK_WAIT_S in total, the save fails.
 DISK_RETRY_S = 2.0
 MAX_DISK_RETRY_S = 16.0
 DISK_WAIT_S = 600.0

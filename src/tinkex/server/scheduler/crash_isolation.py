@@ -99,7 +99,7 @@ class CrashIsolation:
             self._admit()
 
     def record_crash(self, request_id: str, attempt: Attempt, *, times: int = 1) -> bool:
-        """Count a crash of the engine for a request it was running; True if that request caused it."""
+        """Count an engine crash for a request that was running; True if the request caused it."""
         crashes = self._crashes[request_id] = self.crashes(request_id) + times
         caused = attempt.alone and crashes >= MAX_CRASHES
         if caused:

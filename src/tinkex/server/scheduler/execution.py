@@ -314,8 +314,9 @@ class ResultWriter:
     """
     Stores the results of steps in order, with one task for each model that has some.
 
-    Storing a result is retried. If it still fails, the step fails, and the model returns to its state
-    before that step. Clients have not seen the results of later steps yet, so those steps run again.
+    Storing a result is retried. If it still fails, the step fails, and the model returns to its
+    state before that step. Clients have not seen the results of later steps yet, so those steps run
+    again.
     """
 
     def __init__(self, execution: Execution, on_rewind: Callable[["ModelState"], None]) -> None:
@@ -362,7 +363,8 @@ class ResultWriter:
             except Exception:
                 if len(group) == 1:
                     raise
-                # The first alone, so that it does not fail because of one behind it.
+                # Retry with the first result alone, so that a problem of a later one does not fail
+                # it.
                 group = group[:1]
                 await store(lambda: self._commit(state, group))
         except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
@@ -513,7 +515,7 @@ class EngineClient:
             self.isolation.forget(row.request_id)
 
     def record_crash(self, request_id: str, attempt: Attempt, *, times: int = 1) -> bool:
-        """Count a crash of the engine for a request it was running; True if that request caused it."""
+        """Count an engine crash for a request that was running; True if the request caused it."""
         if self._execution.futures.closing:
             return False  # the server is stopping, and its engines may have been stopped too
         caused = self.isolation.record_crash(request_id, attempt, times=times)

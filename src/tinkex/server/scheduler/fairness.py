@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 # Models that train on an engine at the same time: as many as fit into one efficient batch.
 TRAINING_SLOTS = 32
-# Maximum slots of one owner while other owners want slots too. So a new owner waits for a few batches
-# only, however many steps are queued.
+# Maximum slots of one owner while other owners want slots too. So a new owner waits for a few
+# batches only, however many steps are queued.
 CONTESTED_SLOTS_PER_OWNER = 4
 #: How many sequences an engine samples at once unless it is configured otherwise.
 MAX_SEQUENCES = 256
@@ -273,14 +273,15 @@ class Admission:
     Decides which sample goes to one engine next.
 
     A sample is admitted immediately if the engine is up and has few samples of the same owner.
-    Otherwise it waits. Waiting samples are admitted in turn: first those of the owner with the fewest
-    samples on the engine. So thousands of samples of one owner do not delay a single one of another.
+    Otherwise it waits. Waiting samples are admitted in turn: first those of the owner with the
+    fewest samples on the engine. So thousands of samples of one owner do not delay a single one of
+    another.
     """
 
     def __init__(self, ready: Callable[[], Awaitable[object]], *, max_sequences: int = 0) -> None:
         self._ready = ready
-        #: Maximum samples of one owner on the engine: more than it runs at once, so that it is never
-        #: idle, and few enough that samples of other owners reach it soon.
+        #: Maximum samples of one owner on the engine: more than it runs at once, so that it is
+        #: never idle, and few enough that samples of other owners reach it soon.
         self._max_per_owner = 2 * (max_sequences or MAX_SEQUENCES)
         self._up = False
         self._admitted: Counter[str] = Counter()

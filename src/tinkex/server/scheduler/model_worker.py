@@ -78,7 +78,8 @@ class ModelState:
     #: Results in the order of their steps, and the task that stores them.
     unstored: deque[UnstoredResult] = field(default_factory=deque)
     storing: asyncio.Task[None] | None = None
-    #: Whether a result could not be stored. Then running steps are requeued, and the model is rebuilt.
+    #: Whether a result could not be stored. Then running steps are requeued, and the model is
+    #: rebuilt.
     rewinding: bool = False
     #: Seconds that engines computed for it.
     compute_s: float = 0.0

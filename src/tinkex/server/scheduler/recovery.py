@@ -1,8 +1,8 @@
 """
 Rebuilds models after an engine restart, and takes the snapshots that keep rebuilds short.
 
-An engine that crashed comes back with an empty memory. Before the next step of a model, its state is
-rebuilt: from its last snapshot, and from the log of the steps since then.
+A restarted engine has no models in memory. Before the next step of a model, its state is rebuilt:
+the last snapshot is restored, and the steps since then are replayed from the log.
 """
 
 import asyncio
@@ -48,8 +48,8 @@ log = logging.getLogger("tinkex.server.scheduler")
 STEP_TOKENS = 100
 # Maximum number of passes that the engine has at the same time during a rebuild.
 MAX_REPLAY_PASSES = 8
-# Maximum tokens of these passes together (a single pass may have more), because steps of other owners
-# wait until they are done.
+# Maximum tokens of these passes together (a single pass may have more), because steps of other
+# owners wait until they are done.
 MAX_REPLAY_TOKENS = 32_768
 #: A snapshot may be late by this fraction of the interval, to be taken after an optimizer step.
 MAX_DELAY_FRACTION = 10
@@ -64,9 +64,9 @@ class RebuildQueue:
     """
     Decides which models of one engine are rebuilt now.
 
-    If only one owner uses the engine, all its models are rebuilt at the same time. If several owners
-    do, one model of each owner is a candidate, and the one with the least work left is rebuilt first.
-    So a short rebuild does not wait for long ones, which are hardly delayed by it.
+    If only one owner uses the engine, all its models are rebuilt at the same time. If several
+    owners do, one model of each owner is a candidate, and the one with the least work left is
+    rebuilt first. So a short rebuild does not wait for long ones, which are hardly delayed by it.
     """
 
     def __init__(self, slots: TrainingSlots) -> None:
@@ -150,7 +150,7 @@ class Recovery:
         self._loaded: defaultdict[str, set[str]] = defaultdict(set)
         #: Sessions whose custom losses are registered in the engine.
         self._with_losses: set[str] = set()
-        #: Held while the order to forget losses is decided and sent.
+        #: Held while it is decided whether to remove losses, and the order is sent.
         self._losses_lock = asyncio.Lock()
 
     async def ensure_loaded(self, state: "ModelState") -> int:
@@ -244,7 +244,7 @@ class Recovery:
         after = -1 if snapshot is None else snapshot.seq_id
         rows = await self._store.requests.log(model_id, after=after)
         if rows:
-            log.info("rebuilding %s from %d steps", model_id, len(rows))
+            log.info("rebuilding %s: replaying %d steps of its log", model_id, len(rows))
         left = sum(map(_cost, rows))
         free, sent_tokens = asyncio.Semaphore(MAX_REPLAY_PASSES), 0
         passes: list[asyncio.Future[Outcome]] = []

@@ -357,7 +357,7 @@ class _RecentEvents:
         return self.events[bisect_right(self.events, cursor, key=_position) :]
 
     def acknowledge(self, cursor: int) -> None:
-        """Drop the events up to the cursor, which the client has received; the database keeps them."""
+        """Drop the events that the client has received; the database keeps them."""
         if known := bisect_right(self.events, cursor, key=_position):
             self.floor = self.events[known - 1].position
             del self.events[:known]
@@ -406,7 +406,7 @@ class CompletionLog:
         within_s: float,
         on_disconnect: OnDisconnect | None = None,
     ) -> Sequence[Completion]:
-        """The client's next events after the cursor; waits for one, and returns [] at the timeout."""
+        """The client's next events after the cursor; waits for one, and is empty at the timeout."""
         recent = self._recent_events((sampling_session_id, clone_id))
         recent.polls += 1
         try:
@@ -457,7 +457,7 @@ class CompletionLog:
         return recent
 
     def _drop_unread(self) -> None:
-        """Drop events of clients that did not poll recently, and of the least recent if over the limit."""
+        """Drop the events of clients that did not poll recently, or of the least recent if full."""
         fresh_s = time.monotonic() - UNREAD_TTL_S
         too_many = len(self._recent) + 1 - MAX_CLIENTS
         unread: list[_Client] = []

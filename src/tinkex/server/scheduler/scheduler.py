@@ -37,7 +37,7 @@ log = logging.getLogger("tinkex.server.scheduler")
 STORE_TIMEOUT_S = 5.0
 #: How often the number of waiting rows is compared with the claimed requests.
 PICKUP_INTERVAL_S = 5.0
-#: Rows that are read at once: the database reader and the event loop are soon free for others.
+#: Rows that one read returns. Small, so that it does not block other reads and the event loop.
 PICKUP_BATCH = 200
 
 
@@ -129,7 +129,7 @@ class Scheduler:
         self._engines: dict[str, EngineScheduler] = {}
         for served in executor.served:
             self.engine(served.name)
-        #: The previous web process crashed by itself.
+        #: Whether the previous web process crashed (see `web_process_crashed`).
         self._web_crashed = web_crashed
         self._models = ModelStates(store)
         #: Models whose steps are being read.
@@ -315,7 +315,7 @@ class Scheduler:
         )
 
     async def refuse_step(self, model_id: str, seq_id: int, kind: Kind, reason: str) -> None:
-        """A step was refused: if its client goes on, it counts as failed with this reason."""
+        """Record a refused step. It fails with this reason if its client sends later steps."""
         state = await self._open(model_id, first_seq=seq_id)
         self._workers(state).refuse_step(state, seq_id, kind, reason)
 
@@ -406,7 +406,7 @@ class Pickup:
             await asyncio.sleep(PICKUP_INTERVAL_S)
 
     async def look(self) -> None:
-        """Submit waiting requests: one batch of each owner in turn, the smallest owners first."""
+        """Submit waiting requests: one batch of each owner in turn, those with the fewest first."""
         requests = self._execution.store.requests
         positions = dict.fromkeys(await requests.waiting_owners())
         while positions and not self._execution.closing:

@@ -409,7 +409,7 @@ class Quota:
 
 def owner_quota(server: Quota, keys: Iterable[Mapping[str, int]]) -> Quota:
     """
-    The quota of an owner with these limits of API keys.
+    The quota of an owner whose API keys have these limits.
 
     Checkpoints belong to owners, not to keys, so the highest limit among their keys counts.
     """
@@ -464,7 +464,7 @@ class Quotas:
             _refuse_over_quota(name, used=used - new[name], new=new[name], quota=quota)
 
     async def refuse_save(self, owner: str, *, checkpoints: int) -> None:
-        """Before files are written: raise OverQuota if they cannot fit, whatever their size."""
+        """Called before files are written: raise OverQuota if not even an empty save would fit."""
         new = {"max_checkpoint_bytes": 0}
         if checkpoints:
             new["max_checkpoints"] = checkpoints
@@ -500,7 +500,7 @@ class Quotas:
     def _used(
         self, connection: sa.Connection, owner: str, quota: Quota, names: Collection[str]
     ) -> Iterator[tuple[str, int]]:
-        """The usage of those of these quotas that are limited."""
+        """The name and usage of each of these quotas that has a limit."""
         now_s = time.time()
         # Built only when needed: a save does not count runs.
         statements: dict[str, Callable[[], sa.Select[int]]] = {

@@ -140,7 +140,8 @@ class Database:
         """
         Run `operation` in a transaction; returns its result once the transaction is on disk.
 
-        While the disk refuses writes, this raises StorageError, or waits if the write is `required`.
+        While the disk refuses writes, this raises StorageError, or waits if the write is
+        `required`.
 
         While free space is below the disk reserve, new rows are refused. Exceptions are `required`
         writes and writes with `reserve`, which free space or belong to accepted work. The refusal
@@ -220,7 +221,7 @@ class Database:
         return await self._with_timeout(_run(self._key_readers, lambda: self._read(operation)))
 
     async def read_report(self, operation: Callable[[sa.Connection], T]) -> T:
-        """Like `read`, in a separate thread pool, for reads whose size grows with an owner's data."""
+        """Like `read`, in a separate thread pool, for reads that grow with an owner's data."""
         return await self._with_timeout(_run(self._reporters, lambda: self._read(operation)))
 
     async def _with_timeout(self, reading: asyncio.Future[T]) -> T:

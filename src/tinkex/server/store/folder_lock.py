@@ -220,8 +220,8 @@ def _lock_byte(descriptor: int) -> bool:
     """
     Lock one byte of a database file, far after its end. Returns False if the byte is locked.
 
-    A lock on the whole file would conflict with SQLite's own locks on some systems. On Linux this is
-    an open file description lock: unlike a POSIX lock, it is not released when SQLite in this
+    A lock on the whole file would conflict with SQLite's own locks on some systems. On Linux this
+    is an open file description lock: unlike a POSIX lock, it is not released when SQLite in this
     process closes its own descriptor of the file.
     """
     try:
@@ -236,7 +236,7 @@ def _lock_byte(descriptor: int) -> bool:
 
 
 def _take(lock: TextIO) -> str | None:
-    """Lock a lock file and write the process id to it. Returns the process that holds it, if any."""
+    """Lock a lock file and write the process id to it. Returns the current holder, if any."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,9 +1,9 @@
 """
 Group commit: one thread commits many small writes in one transaction.
 
-While one transaction is flushed to disk, new writes wait in a queue. The next transaction commits all
-of them with one flush. A write is not delayed to wait for others: if the thread is idle, it commits
-the write immediately. Each caller waits until its own write is committed.
+While one transaction is flushed to disk, new writes wait in a queue. The next transaction commits
+all of them with one flush. A write is not delayed to wait for others: if the thread is idle, it
+commits the write immediately. Each caller waits until its own write is committed.
 """
 
 import asyncio
@@ -38,15 +38,16 @@ BatchWrite = Callable[[sa.Connection, Sequence[Item]], Sequence[T]]
 
 log = logging.getLogger("tinkex.server.store")
 
-# A deferred write joins the next transaction. If there is none for this long, the deferred writes get
-# a transaction of their own.
+# A deferred write joins the next transaction. If there is none for this long, the deferred writes
+# get a transaction of their own.
 DEFER_MAX_S = 5.0
 # Maximum number of deferred writes without a key that wait while the database is unavailable.
 MAX_DEFERRED = 10_000
 # Maximum number of queued writes in one transaction. A larger transaction takes longer, and all of
 # its callers wait for it.
 MAX_GROUP = 500
-# After the connection is lost, the writer tries to reconnect for this long. Writes wait meanwhile.
+# After the connection is lost, the writer tries to reconnect for this long. Writes wait
+# during that time.
 RECONNECT_S = 30.0
 # Interval between two attempts to reconnect.
 RECONNECT_RETRY_S = 0.2
@@ -54,8 +55,8 @@ RECONNECT_RETRY_S = 0.2
 RESPONSE_TIMEOUT_S = 10.0
 # Interval between two attempts to commit required writes that the disk refused.
 REQUIRED_RETRY_S = 0.5
-# Interval between two queries of a transaction's status, while PostgreSQL reports it as in progress.
-# PostgreSQL may need a moment to end the transaction of a lost connection.
+# Interval between two queries of a transaction's status, while PostgreSQL reports it as in
+# progress. PostgreSQL may need a moment to end the transaction of a lost connection.
 STATUS_RETRY_S = 0.1
 
 
@@ -117,7 +118,8 @@ class Writer:
         #: Required writes that the disk refused.
         self._retrying: list[_Write] = []
         self._closing = False
-        #: When the writer began to wait for a response of the database; None while it does not wait.
+        #: When the writer began to wait for a response of the database; None while it does not
+        #: wait.
         self._waiting_since_s: float | None = None
         #: When to give up reconnecting; None while the database is connected.
         self._reconnect_until_s: float | None = None
@@ -318,7 +320,7 @@ class Writer:
                 return
 
     def _retry_or_refuse(self, group: list[_Write], error: Exception) -> None:
-        """After a storage problem: queue the required writes of the group again, refuse the others."""
+        """After a storage problem: retry the required writes of the group, refuse the others."""
         refused = []
         for write in group:
             if write.required and not self._closing:
@@ -338,8 +340,9 @@ class Writer:
         """
         Sleep before the next attempt to reconnect; False if the writer must give up.
 
-        It gives up after RECONNECT_S. But if it is unknown whether the commit succeeded, it goes on
-        until the database reports that: before, the group must be neither refused nor run again.
+        It gives up after RECONNECT_S. But if `commit_unknown`, it continues until the database
+        reports whether the commit succeeded. Until then, the group must be neither refused nor run
+        again.
         """
         now_s = time.monotonic()
         if self._reconnect_until_s is None:

@@ -111,7 +111,7 @@ class Models:
         """
         Insert a model and its step 0 in one transaction; a repeat returns the first.
 
-        Over the owner's quota, step 0 is accepted as failed, so that its future has the error.
+        If the owner is over quota, step 0 is stored as failed, so that its future has the error.
         Raises RunTaken if the run is a copied checkpoint, which has no step 0.
         """
 

@@ -34,8 +34,8 @@ from tinkex.server.store.storage_health import FILES, Damaged
 
 # Larger payloads and results are stored as files, so that rows stay small.
 INLINE_BYTES = 64 * 1024
-#: Maximum number of fetched marks per owner that wait to be written. Writing that many takes a tenth
-#: of a second.
+#: Maximum number of fetched marks per owner that wait to be written. Writing that many takes a
+#: tenth of a second.
 MAX_FETCHED_PENDING = 10_000
 
 

@@ -194,7 +194,7 @@ class Retention:
         await self._remove(await self._database.write(operation))
 
     async def drop_older_snapshots(self, *, before_s: float) -> None:
-        """Delete the fallback of snapshots that have been the newest since then, and its log."""
+        """Delete the fallback of snapshots saved before `before_s`, and the log up to them."""
         statement = (
             sa.select(snapshots.c.model_id, snapshots.c.seq_id)
             .join(older_snapshots, older_snapshots.c.model_id == snapshots.c.model_id)
