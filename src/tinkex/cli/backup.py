@@ -35,8 +35,7 @@ def command(
     if manifest.missing:
         click.echo(
             f"warning: {len(manifest.missing)} files are missing in the data folder, so the backup "
-            "does not have them. "
-            "`tinkex doctor` lists them.",
+            "does not have them. `tinkex doctor` lists them.",
             err=True,
         )
 

@@ -221,7 +221,7 @@ def _about_folder(state: FolderState, reserve_mb: float) -> Iterator[Finding]:
             level=Level.PROBLEM,
             about="disk",
             text=f"{free}, and a server refuses new work with less than {reserve_mb:g} MiB",
-            advice="Free some space, or set reserve_mb.",
+            advice="Free some space, or lower the setting reserve_mb.",
         )
     else:
         yield Finding(level=Level.FINE, about="disk", text=free)
@@ -230,7 +230,8 @@ def _about_folder(state: FolderState, reserve_mb: float) -> Iterator[Finding]:
             level=Level.PROBLEM,
             about="keys",
             text=f"other users of this machine can read {', '.join(state.open_secrets)}",
-            advice="They sign links and tokens of this server. --repair makes them private.",
+            advice="The server signs links and tokens with them, so nobody else may read them. --repair "
+            "makes them readable only by their owner.",
             repair=Repair.KEYS,
         )
 
@@ -249,7 +250,8 @@ def _about_database(facts: Inspection, *, is_full: bool) -> Iterator[Finding]:
             level=Level.PROBLEM,
             about=about,
             text=f"it cannot be opened: {facts.refused}",
-            advice="Check --data and --db. If it is lost, restore a backup: `tinkex restore`.",
+            advice="Check --data and --db. If the database is lost, restore a backup with `tinkex "
+            "restore`.",
         )
     elif facts.damage:
         only_indexes = all(_INDEX.search(line) for line in facts.damage)

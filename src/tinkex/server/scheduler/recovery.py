@@ -360,11 +360,11 @@ class Snapshots:
         try:
             return await self._begin(state)
         except (EngineLost, EngineRefused, BaseModelChanged, WorkFailed, Damaged) as error:
-            log.info("no snapshot of %s: %s", state.model.model_id, error)
+            log.info("the snapshot of %s failed: %s", state.model.model_id, error)
         except StorageError as trouble:
-            log.warning("no snapshot of %s: %s", state.model.model_id, trouble)
+            log.warning("the snapshot of %s failed: %s", state.model.model_id, trouble)
         except Exception:
-            log.exception("no snapshot of %s", state.model.model_id)
+            log.exception("the snapshot of %s failed", state.model.model_id)
         return None
 
     async def _begin(self, state: "ModelState") -> asyncio.Future[bool] | None:
@@ -411,11 +411,11 @@ class Snapshots:
                 spoiled=gradient_error,
             )
         except (EngineLost, EngineRefused) as lost:
-            log.info("no snapshot of %s: %s", model_id, lost)
+            log.info("the snapshot of %s failed: %s", model_id, lost)
         except (WorkFailed, StorageError) as failed:
-            log.warning("no snapshot of %s: %s", model_id, failed)
+            log.warning("the snapshot of %s failed: %s", model_id, failed)
         except Exception:
-            log.exception("no snapshot of %s", model_id)
+            log.exception("the snapshot of %s failed", model_id)
         return False
 
 

@@ -62,9 +62,9 @@ class RequestOutcome:
     error: str | None = None
     category: str | None = None
     cause: Cause = Cause.WORK
-    #: The result is already committed, in one transaction with other rows.
+    #: Whether the result is already committed, in one transaction with other rows.
     committed: bool = False
-    #: The next request of this kind would fail the same way.
+    #: Whether the next request of this kind would fail in the same way.
     permanent: bool = False
 
 

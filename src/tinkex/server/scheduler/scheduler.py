@@ -178,7 +178,9 @@ class Scheduler:
             if not counts_as_crash(leftover, boot_id=boot_id, web_crashed=self._web_crashed):
                 continue
             lost = [name for name in leftover.in_flight if name in base_models]
-            log.warning("%d requests were lost with the engine of %s", len(lost), base_model)
+            log.warning(
+                "%d requests were running when the engine of %s was lost", len(lost), base_model
+            )
             found.update({request_id: counts.get(request_id, 0) + 1 for request_id in lost})
             # As in `CrashIsolation`: a request that was alone caused the crash.
             if len(leftover.in_flight) == len(lost) == 1 and found[lost[0]] >= MAX_CRASHES:
