@@ -67,7 +67,7 @@ ALLOWED = {
     ("store/request_writes.py", "count_tokens"): HOUR,
     ("store/requests.py", "Requests.mark_all_fetched"): SHOWN,
     ("store/sessions.py", "Sessions.contents"): EXPIRES,
-    ("store/sessions.py", "Sessions.create_session.act"): SHOWN,
+    ("store/sessions.py", "Sessions.create_session.operation"): SHOWN,
     ("store/sessions.py", "_readable"): EXPIRES,
 }
 

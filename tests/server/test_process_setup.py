@@ -84,7 +84,7 @@ def test_a_web_process_was_stable_if_it_was_ready_for_a_while(
 
 
 @pytest.mark.parametrize(
-    ("answered", "lived_s", "stable"),
+    ("finished_work", "lived_s", "stable"),
     [
         # A step may crash an engine soon after its start, but earlier steps were done.
         (True, 0.0, STABLE),
@@ -94,9 +94,9 @@ def test_a_web_process_was_stable_if_it_was_ready_for_a_while(
     ],
 )
 def test_an_engine_was_stable_if_it_finished_work_or_ran_for_long(
-    answered: bool, lived_s: float, stable: bool
+    finished_work: bool, lived_s: float, stable: bool
 ) -> None:
-    assert engine_was_stable(answered=answered, lived_s=lived_s) is stable
+    assert engine_was_stable(finished_work=finished_work, lived_s=lived_s) is stable
 
 
 PROGRAM = """

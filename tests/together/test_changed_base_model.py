@@ -63,4 +63,4 @@ def test_a_run_on_changed_base_weights_is_rejected(tiny_model: Path, tmp_path: P
         # With --accept-changed-base the run that was created on the changed weights continues too.
         sampling = service.create_sampling_client(model_path=path_of_changed)
         sampling.sample(PROMPT, 1, PARAMS).result()
-    assert any("continue with these" in line for line in server.log)
+    assert any("continue with the new files" in line for line in server.log)

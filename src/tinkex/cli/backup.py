@@ -1,4 +1,4 @@
-"""`tinkex backup` and `tinkex restore`: copy a server's data folder, and restore it."""
+"""`tinkex backup` and `tinkex restore`: back up and restore a server's data folder."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,8 +18,8 @@ def command(
 ) -> None:
     """Copy all data of a server to a new folder TARGET. The server may be running.
 
-    The copy contains the secrets of the server and the data of all users; only you can read it.
-    `tinkex restore` makes a data folder from it, and `tinkex doctor --data TARGET` checks it.
+    The copy contains the server's secrets and the data of all users, so it is readable only by you.
+    `tinkex doctor --data TARGET` checks it. `tinkex restore TARGET` creates a data folder from it.
     """
     settings = load_settings("backup", data=data, db=db, storage=storage)
     from tinkex.server.maintenance.backup import BackupFailed, create
@@ -31,11 +31,11 @@ def command(
     if as_json():
         show_json({"folder": str(target), "files": manifest.files, "bytes": manifest.bytes})
     else:
-        click.echo(f"{manifest.files} files, {size(manifest.bytes)}, in {target}", err=True)
+        click.echo(f"Copied {manifest.files} files ({size(manifest.bytes)}) to {target}.", err=True)
     if manifest.missing:
         click.echo(
-            f"warning: {len(manifest.missing)} files are missing from the data folder. "
-            "`tinkex doctor` lists them.",
+            f"warning: {len(manifest.missing)} files are missing in the data folder, so the backup "
+            "does not have them. `tinkex doctor` lists them.",
             err=True,
         )
 
@@ -44,12 +44,13 @@ def command(
 @click.argument("backup", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--data", metavar="DIR", help="Folder to create.  [default: ~/.local/share/tinkex]")
 def restore_command(backup: Path, data: str | None) -> None:
-    """Make a data folder from BACKUP, a folder written by `tinkex backup`. BACKUP is not changed.
+    """Create a data folder from BACKUP, a folder written by `tinkex backup`. BACKUP is not changed.
 
-    Models continue from the time of the backup. Requests accepted later are lost: their clients
-    must restart those runs from a checkpoint or from the beginning.
+    Models continue from their state at the time of the backup. Requests that were accepted later
+    are lost. A client that sent such requests must restart its run, from a checkpoint or from the
+    beginning.
     """
-    # The backup has its own settings; the settings of this machine do not apply.
+    # Only --data applies here: the database and the files are restored into that folder.
     settings = load_settings("restore", data=data)
     from tinkex.server.maintenance.backup import BackupFailed, restore
 

@@ -35,7 +35,7 @@ SUBCOMMANDS = {
         module="tinkex.cli.demo", help="Fine-tune a small model on this machine, as a demo."
     ),
     "doctor": Subcommand(
-        module="tinkex.cli.doctor", help="Check a server's data folder, and repair it."
+        module="tinkex.cli.doctor", help="Find and repair problems in a server's data folder."
     ),
     "key": Subcommand(
         module="tinkex.cli.key", help="Create, list and revoke the API keys of a server."
@@ -45,7 +45,7 @@ SUBCOMMANDS = {
     "restore": Subcommand(
         module="tinkex.cli.backup",
         name="restore_command",
-        help="Make a data folder from a backup.",
+        help="Create a data folder from a backup.",
     ),
     "run": Subcommand(module="tinkex.cli.run", help="List and show training runs."),
     "sample": Subcommand(module="tinkex.cli.sample", help="Sample from a model."),
@@ -101,7 +101,7 @@ class LazyGroup(click.Group):
     help="Output format.",
 )
 def command(format: str) -> None:
-    """The Tinker training API, as software you own."""
+    """Client and self-hosted server for the Tinker training API."""
 
 
 __all__ = ["SUBCOMMANDS", "CommandFailed", "LazyGroup", "command"]

@@ -1,4 +1,4 @@
-"""`tinkex doctor`: check a server's data folder, and repair it."""
+"""`tinkex doctor`: find and repair problems in a server's data folder."""
 
 import sys
 from dataclasses import asdict
@@ -16,17 +16,20 @@ if TYPE_CHECKING:
 
 @click.command("doctor")
 @data_folder_options
-@click.option("--repair", is_flag=True, help="Repair what can be repaired without losing data.")
+@click.option("--repair", is_flag=True, help="Make the repairs that cannot lose data.")
 def command(
     data: str | None, db: str | None, storage: str | None, format: str | None, repair: bool
 ) -> None:
     """Check every row and every file of a server's data folder, and list the findings.
 
-    Without --repair nothing is changed, and the server may be running. --repair needs a stopped
-    server. It deletes unreferenced files, moves damaged snapshots away if their models can be
-    rebuilt without them, rebuilds indexes, and migrates an old database.
+    Without --repair, nothing is changed, and the server may be running.
 
-    The exit status is 1 if there is a problem, and 0 if there is none or all were repaired.
+    With --repair, the server must be stopped. The command deletes files that no row refers to,
+    rebuilds damaged indexes, upgrades an old database, and makes secrets readable only by their
+    owner. It moves a damaged snapshot to the folder set-aside if its model can be rebuilt without
+    it.
+
+    The exit status is 0 if there is no problem or all problems were repaired, and 1 otherwise.
     """
     settings = load_settings("doctor", data=data, db=db, storage=storage)
     from tinkex.server.maintenance import doctor

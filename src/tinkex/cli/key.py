@@ -40,7 +40,7 @@ def command() -> None:
     show_default=True,
     help="The owner whose data the key gives access to.",
 )
-@click.option("--project", metavar="ID", help="Project of sessions that name none.")
+@click.option("--project", metavar="ID", help="Project of sessions that do not name one.")
 @click.option("--name", default="", help="Purpose of the key; shown in lists.")
 @click.option("--expires", metavar="TIME", help="30d, 12h, or a date: 2027-01-31.")
 @click.option("--max-requests", type=click.IntRange(0), help="Unfinished requests; 0: no limit.")
@@ -68,7 +68,7 @@ def create(owner: str, project: str | None, name: str, expires: str | None, **op
     limits = {key: value for key, value in options.items() if key.startswith("max_")}
     expires_s = None if expires is None else _parse_expiry(expires)
 
-    async def act(keys: "Keys") -> "tuple[ApiKey, str]":
+    async def operation(keys: "Keys") -> "tuple[ApiKey, str]":
         return await keys.create(
             owner=owner,
             project_id=project,
@@ -77,7 +77,7 @@ def create(owner: str, project: str | None, name: str, expires: str | None, **op
             expires_s=expires_s,
         )
 
-    key, secret = _with_keys(act, data=options["data"], db=options["db"], create=True)
+    key, secret = _with_keys(operation, data=options["data"], db=options["db"], create=True)
     click.echo(secret)
     click.echo(
         f"Key {key.key_id} of owner {key.owner}. It is not shown again: set TINKER_API_KEY to it.",
@@ -125,22 +125,26 @@ def list_(data: str | None, db: str | None) -> None:
 def revoke(key_id: int, data: str | None, db: str | None) -> None:
     """Revoke a key; a running server notices within seconds. The data of its owner is kept."""
 
-    async def act(keys: "Keys") -> "ApiKey | None":
+    async def operation(keys: "Keys") -> "ApiKey | None":
         key = await keys.by_id(key_id)
         if key is not None:
             await keys.revoke(key_id)
         return key
 
-    key = _with_keys(act, data=data, db=db)
+    key = _with_keys(operation, data=data, db=db)
     if key is None:
         raise CommandFailed(f"there is no key {key_id}.", hint="`tinkex key list` shows all keys.")
     click.echo(f"Key {key_id} ({key.hint}…, owner {key.owner}) is revoked.", err=True)
 
 
 def _with_keys(
-    act: "Callable[[Keys], Awaitable[T]]", *, data: str | None, db: str | None, create: bool = False
+    operation: "Callable[[Keys], Awaitable[T]]",
+    *,
+    data: str | None,
+    db: str | None,
+    create: bool = False,
 ) -> T:
-    """Run `act` on the keys of the server's store; without `create` the store must exist."""
+    """Run `operation` on the keys of the server's store; without `create` the store must exist."""
     settings = load_settings("key", data=data, db=db, module="tinkex.server.store.folder_lock")
     from tinkex.server.store import DatabaseRefused
     from tinkex.server.store.folder_lock import open_shared_store
@@ -157,7 +161,7 @@ def _with_keys(
         raise CommandFailed(str(error)) from error
 
     async def opened() -> T:
-        return await act(store.keys)
+        return await operation(store.keys)
 
     try:
         return asyncio.run(opened())

@@ -49,12 +49,14 @@ REQUIRED_PACKAGES = (
     type=float,
     help="Memory limit of an engine.  [default: free GPU memory, or half of free CPU memory]",
 )
-@click.option("--adapter-gb", type=float, help="Part of it for adapters.  [default: the rest]")
+@click.option(
+    "--adapter-gb", type=float, help="Part of the memory for adapters.  [default: the rest]"
+)
 @click.option("--kv-tokens", type=int, help="KV cache size in tokens.  [default: what fits]")
 @click.option(
     "--batch-tokens",
     type=int,
-    help="Maximum tokens in a pass.  [default: 1,024 on a CPU, 8,192 on a GPU]",
+    help="Maximum tokens in a forward or backward pass.  [default: 1,024 on a CPU, 8,192 on a GPU]",
 )
 @click.option(
     "--max-sequences", type=int, help="Maximum sequences sampled together.  [default: 256]"

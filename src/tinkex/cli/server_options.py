@@ -17,8 +17,10 @@ data_option = click.option(
     metavar="DIR",
     help="Data folder of the server.  [default: ~/.local/share/tinkex]",
 )
-db_option = click.option("--db", metavar="URL", help="Database URL, if `serve` has one.")
-storage_option = click.option("--storage", metavar="URL", help="Storage URL, if `serve` has one.")
+db_option = click.option("--db", metavar="URL", help="Database URL, if the server uses --db.")
+storage_option = click.option(
+    "--storage", metavar="URL", help="Storage URL, if the server uses --storage."
+)
 
 
 def data_folder_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,8 +41,8 @@ def load_settings(
     """
     Settings as `tinkex serve` reads them: from options, the environment and the TOML file.
 
-    Imports `module` first, to report a missing package before anything else happens. The default
-    needs the most packages.
+    Imports `module` first, so that a missing package is reported before anything else happens. The
+    default is the module that needs the most packages.
     """
     try:
         importlib.import_module(module)

@@ -111,7 +111,7 @@ def fetch_pages(
             found += items
             goal = total if limit == 0 else min(limit, total)
             show(len(found), goal)
-            # An empty page ends the list too: items may be deleted meanwhile.
+            # An empty page also ends the list: items may have been deleted since the first page.
             if len(found) >= goal or not items:
                 return found, max(total, len(found))
 

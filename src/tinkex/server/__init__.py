@@ -1,1 +1,1 @@
-"""The heavy half: accepts work, keeps it, has it done in order, and hands out the results."""
+"""The server: accepts and stores requests, runs them on engines in order, returns the results."""

@@ -41,7 +41,7 @@ READ_BUFFER_BYTES = 16 * 2**20
 # How long a closed engine may take to exit before it is killed.
 EXIT_TIMEOUT_S = 5.0
 # An engine with pending work that sends nothing for this long is reported as unresponsive. It is
-# not killed: from outside, a long pass looks the same.
+# not killed, because it may be running a long forward or backward pass.
 UNRESPONSIVE_S = 60.0
 
 
@@ -66,8 +66,8 @@ class LocalExecutor:
         self._unloading: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        # A single model is loaded now, so that "ready" means work starts without a wait. Several
-        # would compete for memory before any of them is used.
+        # A single model is loaded now, so that a server that is ready can start work immediately.
+        # Several models are loaded on first use: they would compete for memory.
         if len(self._engines) == 1:
             await next(iter(self._engines.values())).ready()
         if self.unloads_after_s > 0:
@@ -133,7 +133,8 @@ class _Engine:
         #: How the last child ended, as text for log and errors.
         self._exit_text = ""
         self._tickets = itertools.count(1)
-        #: Orders without an answer, by ticket.
+        #: The futures of unfinished orders. The key is the order's ticket: the id that connects an
+        #: order and its reports in the engine protocol.
         self._pending: dict[int, asyncio.Future[Outcome]] = {}
         self._token_callbacks: dict[int, Callable[[frames_pb2.Tokens], None]] = {}
         self._writer: asyncio.StreamWriter | None = None
@@ -150,7 +151,7 @@ class _Engine:
         self._refused: EngineRefused | None = None
         self._closing = False
         #: Whether the current or last child has finished any work.
-        self._answered = False
+        self._finished_work = False
         #: The last statistics of the child; None while it is down.
         self.stats: frames_pb2.Stats | None = None
 
@@ -166,13 +167,13 @@ class _Engine:
         if not self._logged_unresponsive:
             self._logged_unresponsive = True
             log.warning(
-                "the engine of %s (process %s) has pending work and has not answered for %.0f s",
+                "the engine of %s (process %s) has pending work and has not responded for %.0f s",
                 self._model.name,
                 self.process_id,
                 silent_s,
             )
         return (
-            f"the engine of {self._model.name} has not answered for {silent_s:.0f} s: it runs a "
+            f"the engine of {self._model.name} has not responded for {silent_s:.0f} s: it runs a "
             "long computation, or is stuck"
         )
 
@@ -199,37 +200,37 @@ class _Engine:
         if self._writer is None:
             raise EngineLost(f"the engine of {self._model.name} was lost")
         ticket = next(self._tickets)
-        answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         if not self._pending:
             self._last_report_s = asyncio.get_running_loop().time()
-        self._pending[ticket] = answer
+        self._pending[ticket] = future
         if work.on_tokens is not None:
             self._token_callbacks[ticket] = work.on_tokens
-        answer.add_done_callback(functools.partial(self._finish, work, ticket))
+        future.add_done_callback(functools.partial(self._finish, work, ticket))
         self._writer.write(engine_protocol.frame(_order(ticket, work)))
         try:
             await self._writer.drain()
         except ConnectionError as error:
-            answer.cancel()
+            future.cancel()
             raise EngineLost(f"the engine of {self._model.name} was lost") from error
         except asyncio.CancelledError:
-            answer.cancel()
+            future.cancel()
             raise
-        return answer
+        return future
 
-    def _finish(self, work: Work, ticket: int, answer: asyncio.Future[Outcome]) -> None:
-        """An order was answered or cancelled: forget it."""
+    def _finish(self, work: Work, ticket: int, future: asyncio.Future[Outcome]) -> None:
+        """Forget an order that has finished or was cancelled."""
         self._pending.pop(ticket, None)
         self._token_callbacks.pop(ticket, None)
-        self._last_used_s = answer.get_loop().time()
-        if answer.cancelled():
+        self._last_used_s = future.get_loop().time()
+        if future.cancelled():
             self._cancel_sample(work, ticket)
         else:
             # Mark the exception as retrieved, in case the caller no longer awaits it.
-            answer.exception()
+            future.exception()
 
     def _cancel_sample(self, work: Work, ticket: int) -> None:
-        """Cancel a sample in the engine. Other work is never stopped half-way."""
+        """Cancel a sample in the engine. Other work always runs to its end."""
         if work.task is Task.SAMPLE and self._writer is not None and not self._closing:
             cancel = frames_pb2.Cancel(sample_ticket=ticket)
             self._writer.write(engine_protocol.frame(engine_protocol.Order(cancel=cancel)))
@@ -267,7 +268,7 @@ class _Engine:
         wait_s: float | None = None
         while True:
             began_s = loop.time()
-            self._answered = False
+            self._finished_work = False
             try:
                 await self._run_once()
             except EngineRefused as refused:
@@ -277,7 +278,7 @@ class _Engine:
                     self._up.set()
                     return
             lived_s = loop.time() - began_s
-            stable = engine_was_stable(answered=self._answered, lived_s=lived_s)
+            stable = engine_was_stable(finished_work=self._finished_work, lived_s=lived_s)
             wait_s = ENGINE_BACKOFF.next_wait_s(wait_s, stable=stable)
             log.error(
                 "the engine of %s died%s; restarting it in %.1f s",
@@ -337,7 +338,7 @@ class _Engine:
         self._last_report_s = asyncio.get_running_loop().time()
         if self._logged_unresponsive:
             self._logged_unresponsive = False
-            log.warning("the engine of %s has answered", self._model.name)
+            log.warning("the engine of %s responds again", self._model.name)
         match report.WhichOneof("body"):
             case "ready":
                 self._incarnation += 1
@@ -357,32 +358,32 @@ class _Engine:
             case "refused":
                 raise EngineRefused(report.refused.message)
             case "done":
-                self._answered = True
+                self._finished_work = True
                 outcome = Outcome(result=report.done.result, compute_s=report.done.compute_s)
-                if (answer := self._open_answer(report.ticket)) is not None:
-                    answer.set_result(outcome)
+                if (future := self._unfinished(report.ticket)) is not None:
+                    future.set_result(outcome)
             case "grown":
                 if (on_tokens := self._token_callbacks.get(report.ticket)) is not None:
                     for tokens in report.grown.sequences:
                         on_tokens(tokens)
             case "failed":
-                if (answer := self._open_answer(report.ticket)) is not None:
-                    answer.set_exception(_failure(report.failed))
+                if (future := self._unfinished(report.ticket)) is not None:
+                    future.set_exception(_failure(report.failed))
 
     def _record(self, state: EngineState) -> None:
         if self._in_flight_file is not None:
             self._in_flight_file.set_engine_state(state)
 
-    def _open_answer(self, ticket: int) -> asyncio.Future[Outcome] | None:
-        """The future of an order, if it was neither answered nor cancelled yet."""
-        answer = self._pending.get(ticket)
-        return None if answer is None or answer.done() else answer
+    def _unfinished(self, ticket: int) -> asyncio.Future[Outcome] | None:
+        """The future of an order, if the order is neither finished nor cancelled."""
+        future = self._pending.get(ticket)
+        return None if future is None or future.done() else future
 
     def _fail_pending(self) -> None:
         text = f"the engine of {self._model.name} was lost{self._exit_text}"
-        for answer in self._pending.values():
-            if not answer.done():
-                answer.set_exception(EngineLost(text))
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(EngineLost(text))
 
 
 def _failure(failed: frames_pb2.Failed) -> Exception:

@@ -66,13 +66,13 @@ ENGINE_STABLE_S = 60.0
 
 
 def web_was_stable(*, ready: bool, lived_s: float) -> bool:
-    """A web process that crashes right after it is ready may do so every time."""
+    """Whether a web process ran for a while. One that crashes after its start may do so again."""
     return ready and lived_s > WEB_STABLE_S
 
 
-def engine_was_stable(*, answered: bool, lived_s: float) -> bool:
-    """An engine that finished any work can start; its restart does not need to wait."""
-    return answered or lived_s > ENGINE_STABLE_S
+def engine_was_stable(*, finished_work: bool, lived_s: float) -> bool:
+    """Whether an engine has shown that it can start and work; then its restart need not wait."""
+    return finished_work or lived_s > ENGINE_STABLE_S
 
 
 # --- Garbage collection and the C heap, for the web process. ---

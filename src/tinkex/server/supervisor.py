@@ -102,11 +102,13 @@ class Supervisor:
             if self._stopping:
                 break
             if not ready:
-                raise StartFailed("the web process ended before it was ready; its log is above")
+                raise StartFailed(
+                    "the web process exited before it was ready; the log lines above say why"
+                )
             lived_s = time.monotonic() - began_s
             stable = process_setup.web_was_stable(ready=was_ready, lived_s=lived_s)
             wait_s = process_setup.WEB_BACKOFF.next_wait_s(wait_s, stable=stable)
-            log.error("the web process died; restarting it in %.1f s", wait_s)
+            log.error("the web process crashed; restarting it in %.1f s", wait_s)
             self._pause(wait_s)
         log.info("stopped; requests that were accepted and not finished run after the next start")
         return 1 if self._lost_lock else 0

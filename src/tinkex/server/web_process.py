@@ -138,7 +138,7 @@ async def _start_engines(
     await asyncio.wait({starting, serving}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         starting.cancel()
-        reporter.report("failed\nthe web process could not start; its log is above")
+        reporter.report("failed\nthe web process could not start; the log lines above say why")
         return False
     try:
         await starting
@@ -180,7 +180,10 @@ def _open_in_flight_files(folder: Path, served: Sequence[ServedModel]) -> dict[s
         try:
             in_flight_files[model.name] = InFlightFile.for_base_model(folder, model.name)
         except OSError as error:
-            log.warning("crashes of this process will not be counted: %s", error)
+            log.warning(
+                "cannot open the in-flight file, so crashes of this process are not counted: %s",
+                error,
+            )
     return in_flight_files
 
 

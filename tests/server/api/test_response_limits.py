@@ -264,7 +264,7 @@ async def test_an_owner_with_much_data_gets_bounded_answers_built_off_the_event_
         assert len(answer.body) <= bound.bytes, path
         if answer.status == 400:
             refused.add(path.removeprefix("/api/v1/"))
-            assert "the maximum of one answer" in answer.json["detail"]
+            assert "the maximum of one response" in answer.json["detail"]
             continue
         assert answer.status == 200, (path, answer.body[:500])
         whole.add(path.removeprefix("/api/v1/"))

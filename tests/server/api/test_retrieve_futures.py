@@ -145,7 +145,7 @@ async def test_unused_logs_leave_memory_and_are_read_again(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert api.app is not None
-    kept = api.app.state.context.futures.completion_log._tails
+    kept = api.app.state.context.futures.completion_log._recent
     samplers = [await a_sampler(api) for _ in range(5)]
     request_id = await sample(api, samplers[0], 0)
     (event,), cursor = await poll(api, samplers[0], 0)

@@ -94,13 +94,18 @@ async def test_old_runs_are_refused_until_the_change_is_accepted(
         assert await api.value(await api.optim_step(new, 4)) == 2
         # Old files can still be fetched.
         assert (await api.post("weights_info", {"tinker_path": kept})).status == 200
-    assert "steps and samples of 2 runs that were made on other files are refused" in caplog.text
+    assert (
+        "steps and samples of 2 runs that were trained on the earlier files are refused"
+        in caplog.text
+    )
 
     async with hosted(executor(model), data, accept_changed_base=True) as api:
         assert await sampled(api, shown) == before  # the echo executor does not use weights
         await api.forward_backward(run, 9, tokens=1)
         assert await api.value(await api.optim_step(run, 10)) == 23
-    assert "2 runs that were made on other files continue with these" in caplog.text
+    assert (
+        "2 runs that were trained on the earlier files continue with the new files" in caplog.text
+    )
 
     async with hosted(executor(model), data) as api:  # accepted once is accepted
         await api.forward_backward(run, 11, tokens=1)

@@ -215,7 +215,7 @@ async def test_a_database_older_than_0_1_is_left_as_it_is(tmp_path: Path) -> Non
         connection.execute("UPDATE alembic_version SET version_num = '0007'")
     connection.close()
     (finding,) = problems(tmp_path)
-    assert "is of version 0007" in finding.text
+    assert "has schema version 0007" in finding.text
     assert "tinkex 0.1" in finding.advice
     assert finding.repair is None
     assert await repaired(tmp_path) == []

@@ -194,7 +194,7 @@ async def test_a_database_that_a_server_holds_is_not_upgraded(
         assert str(os.getpid()) in done.stderr
         assert version(data) == "0008"
     if words[0] == "key":
-        assert "is of version 0008, and this tinkex needs" in done.stderr
+        assert "has schema version 0008, and this tinkex needs" in done.stderr
         # Once it is free, the command upgrades it.
         done = await tinkex(*words, "--data", str(data))
         assert done.returncode == 0, done.stderr

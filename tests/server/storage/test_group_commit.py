@@ -122,7 +122,7 @@ async def test_a_disk_that_hangs_before_the_commit_is_detected(
         async with asyncio.timeout(10):
             while store.health.problem is None:  # noqa: ASYNC110  there is no event to wait for
                 await asyncio.sleep(0.05)
-        with pytest.raises(StorageError, match="has not answered"):
+        with pytest.raises(StorageError, match="has not responded"):
             await store.requests.accept(NEW)
     finally:
         answers.set()

@@ -49,7 +49,7 @@ def test_a_database_from_before_0_1_is_refused_with_advice(
         connection.commit()
     with pytest.raises(DatabaseRefused) as refused:
         Database(url, exclusive=exclusive)
-    assert f"is of version {version}" in str(refused.value)
+    assert f"has schema version {version}" in str(refused.value)
     assert "Start a server of tinkex 0.1 on it once" in str(refused.value)
     assert version_in(tmp_path) == version
 

@@ -46,7 +46,7 @@ GIGABYTE = 10**9
 MILLION = 10**6
 
 MAX_PERIOD = timedelta(days=14)
-# Limits of one answer. A stored checkpoint is one event per hour.
+# Limits of one response. A stored checkpoint is one event per hour.
 MAX_EVENTS = 25_000
 MAX_CHECKPOINTS = 100_000
 MAX_PROJECTS = 10_000
@@ -97,7 +97,7 @@ async def usage_events(
     if len(stored) > MAX_CHECKPOINTS:
         raise UserFailure(
             f"more than {MAX_CHECKPOINTS} checkpoints existed in this time, the maximum of one "
-            f"answer. {SHORTER_PERIOD}"
+            f"response. {SHORTER_PERIOD}"
         )
     prices = Prices.parse(context.settings.prices)
     storage_rate = context.settings.price_gb_month or None
@@ -112,7 +112,7 @@ async def usage_events(
             if len(events) == MAX_EVENTS:
                 raise UserFailure(
                     f"there are more than {MAX_EVENTS} events in this time, the maximum of one "
-                    f"answer. {SHORTER_PERIOD}"
+                    f"response. {SHORTER_PERIOD}"
                 )
             events.append(event)
         events.sort(key=lambda event: event.bucket_start)
@@ -147,7 +147,7 @@ async def current_storage(request: Request, project_id: str | None = None) -> Re
     if len(kept) > MAX_PROJECTS:
         raise UserFailure(
             f"there are checkpoints in more than {MAX_PROJECTS} projects, the maximum of one "
-            "answer. Request one `project_id`."
+            "response. Request one `project_id`."
         )
     rate = context.settings.price_gb_month or None
     return await report(
@@ -253,7 +253,7 @@ def _storage_events(
 
 
 class _StorageByHour:
-    """Byte-hours of checkpoints per hour. Adding one costs the same, however long it was stored."""
+    """Byte-hours of checkpoints per hour. Adding a checkpoint takes constant time."""
 
     def __init__(self) -> None:
         #: Byte-hours of the partial hours, in which a checkpoint was added or deleted.

@@ -49,8 +49,8 @@ LOCAL_PATHS = frozenset({"/metrics"})
 
 # How long a looked-up key is cached: a revoked key is refused after at most this time.
 KEY_CACHE_TTL_S = 2.0
-# While the database is down, a cached key stays valid for this much longer: some clients do not
-# repeat a poll that was refused once. Nothing new is accepted meanwhile.
+# While the database is unavailable, a cached key stays valid for this much longer, because some
+# clients do not repeat a poll that was refused. No new requests are accepted during that time.
 KEY_CACHE_OUTAGE_TTL_S = 300.0
 # How often the last use of a key is written to the database.
 LAST_USED_INTERVAL_S = 30.0
@@ -58,9 +58,9 @@ LAST_USED_INTERVAL_S = 30.0
 MAX_CACHED_KEYS = 10_000
 MAX_CACHED_UNKNOWN_KEYS = 1_000
 # The body of a refused request is read up to this size; otherwise its sender would see a broken
-# connection instead of the answer.
+# connection instead of the response.
 MAX_DRAINED_BYTES = 64 * 2**20
-# Tokens are parsed before the caller is known; longer ones are not looked at.
+# Tokens are parsed before the caller is known, so longer ones are refused without parsing.
 MAX_JWT_BYTES = 4096
 
 LINK_KEY_FILE = "signing.key"
@@ -89,7 +89,7 @@ LOCAL = Caller(owner=LOCAL_OWNER)
 
 
 class Authentication:
-    """Middleware in front of all routes: finds the caller, or answers with an error."""
+    """Middleware in front of all routes: finds the caller, or responds with an error."""
 
     def __init__(self, app: ASGIApp, *, host: str) -> None:
         self._app = app
@@ -130,9 +130,10 @@ def refuse_cross_site(headers: Mapping[str, str]) -> None:
     """
     Refuse web pages of other sites on a server without keys.
 
-    There, being on this machine is the permission; a page in its browser must not have it. Such a
-    page is recognized by `Origin`, and by `Host` if its site resolves its own name to this
-    machine. A page without a site, such as a file or a sandboxed frame, sends `null`.
+    Such a server accepts every request from this machine. A web page that runs in a browser on this
+    machine must not get that access. `Origin` shows the site of the page; `Host` shows it if the
+    site's own name resolves to this machine (DNS rebinding). A page without a site, such as a local
+    file or a sandboxed frame, sends the origin `null`.
     """
     for name, url in (("Host", f"//{headers.get('host', '')}"), ("Origin", headers.get("origin"))):
         try:
@@ -142,7 +143,7 @@ def refuse_cross_site(headers: Mapping[str, str]) -> None:
         if site and not is_loopback(site):
             raise Refusal(
                 403,
-                "a server without keys answers this machine only, and the header "
+                "a server without keys accepts requests from this machine only, and the header "
                 f"{name} is {site[:200]!r}. Use http://127.0.0.1 or localhost, or create a key "
                 "with `tinkex key create`.",
             )
@@ -184,8 +185,8 @@ async def reader_owners(request: HTTPConnection, token: str | None = None) -> tu
     token = token or request.headers.get(WEIGHTS_TOKEN)
     if not token:
         return (own,)
-    lender = await authenticator_of(request).lender(token)
-    return (own,) if lender.owner == own else (own, lender.owner)
+    shared = await authenticator_of(request).shared_key_caller(token)
+    return (own,) if shared.owner == own else (own, shared.owner)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,11 +229,12 @@ class Authenticator:
         self._last_used: dict[int, float] = {}
         self._needs_keys = False
         self._checked_s = float("-inf")
-        #: Whether the database has answered once if there are keys. Before, no request is allowed.
+        #: Whether the database was read successfully once. Before that, all requests are refused,
+        #: because keys may exist.
         self._checked = False
 
     async def needs_keys(self) -> bool:
-        """Whether a key was ever created; keys created while the server runs count soon."""
+        """Whether a key was ever created. A key created while the server runs is noticed soon."""
         now_s = self._clock()
         due = now_s - self._checked_s >= KEY_CACHE_TTL_S or not self._checked
         if due and not self._needs_keys:
@@ -257,8 +259,8 @@ class Authenticator:
             )
         return await self._cached_caller(credential, "the API key")
 
-    async def lender(self, token: str) -> Caller:
-        """The owner of a key that was shared for reading; raises a 403 for an invalid one."""
+    async def shared_key_caller(self, token: str) -> Caller:
+        """The caller of a key that another owner shared for reading; a 403 if it is not valid."""
         if not await self.needs_keys():
             return LOCAL
         try:

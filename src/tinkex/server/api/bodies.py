@@ -1,17 +1,18 @@
 """
 Reading request bodies within memory budgets.
 
-Limits on a single request say nothing about many at once: eight kilobytes may decompress to
-`max_decoded_bytes`, and a hundred connections may each send `max_body_bytes`. So there are two
-budgets:
+Limits on a single request do not limit the memory of many concurrent requests: eight kilobytes may
+decompress to `max_decoded_bytes`, and a hundred connections may each send `max_body_bytes`. So
+there are two budgets:
 
 - Per owner: bytes that are arriving, and large bodies that are decoded at the same time.
 - Global (`MemoryBudget`): bytes of all large bodies. A large body reserves its bytes before it is
-  read and keeps them until its request is answered, because until then it is in memory in one form
-  or another. When the budget is exhausted, new large bodies wait up to `arriving_wait_s`, then get
-  a 429. While others wait, a sender slower than 64 KiB/s loses the unused part of its reservation.
+  read and keeps them until the response is sent, because until then the body, or the request
+  decoded from it, is in memory. When the budget is exhausted, new large bodies wait up to
+  `arriving_wait_s`, then get a 429. While others wait, a sender slower than 64 KiB/s loses the
+  unused part of its reservation.
 
-Small bodies need no reservation, so they are accepted however full the budget is.
+Small bodies need no reservation, so they are accepted even when the budget is exhausted.
 """
 
 import asyncio
@@ -48,12 +49,14 @@ SLOW_GRACE_S = 5.0
 # How often waiting requests check for slow senders.
 SLOW_CHECK_S = 1.0
 RETRY_AFTER_S = 1
-# A client that is still sending would take a refusal for a broken connection and retry for minutes.
-# So a body that is too large is read and dropped first, up to this many times the limit.
+# If the server refused a request while its client is still sending, the client would see a broken
+# connection and retry for minutes. So a body that is too large is read and dropped first, up to
+# this many times the limit.
 DRAIN_FACTOR = 8
 # Smaller bodies are decoded on the event loop: a thread would cost more.
 INLINE_BYTES = 128 * 1024
-# Both ends of a body that is too large are kept: they may tell which step it was.
+# The first and last bytes of a body that is too large are kept: they may contain the model and the
+# number of the step.
 KEPT_END_BYTES = 4096
 
 #: Key in the request scope: the (budget, reservation) of its body.
@@ -305,7 +308,7 @@ async def _receive(
 
 
 async def _reserve(request: Request, size: int) -> Reservation | None:
-    """Reserve memory for a body until its request is answered."""
+    """Reserve memory for a body until the response to its request is sent."""
     memory = budgets_of(request).memory
     reservation = await memory.reserve(size)
     if reservation is not None:

@@ -5,9 +5,9 @@ Sizes (`limited_protocol`): uvicorn's httptools parser buffers headers, trailers
 requests without limit. A client could fill the memory with them, without a key. The h11 parser,
 used where httptools is not installed, has limits of its own.
 
-Timeouts (`with_timeouts`): uvicorn closes a connection that is idle after an answer. It waits
-forever for a first request, for the rest of a request, and for a client that does not read its
-answer.
+Timeouts (`with_timeouts`): uvicorn closes a connection that is idle after a response. But it
+waits forever for a first request, for the rest of a request, and for a client that does not read
+its response.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 #: Bytes of the request line and headers together; also of anything else that is not a body.
 MAX_HEAD_BYTES = 64 * 1024
-#: Requests that a connection may send before the first is answered. Clients of this API send one. A
+#: Requests that a connection may send before the first response. Clients of this API send one. A
 #: client that pipelines must expect the connection to close (RFC 9112, 9.3.2).
 MAX_PIPELINED = 32
-#: A body or an answer makes progress when this many bytes of it move; a last piece may be smaller.
+#: A body or a response makes progress when this many bytes of it move; a last piece may be smaller.
 MIN_PROGRESS_BYTES = 4096
 # TCP keep-alive detects a peer that vanished (power, network) after about this long.
 DEAD_PEER_S = 60
@@ -131,13 +131,13 @@ def limited_protocol() -> str | type[asyncio.Protocol]:
                 super().on_message_complete()
 
         def send_400_response(self, msg: str) -> None:
-            # Bytes after a refused head are not a request and get no answer.
+            # Bytes after a refused head are not a request and get no response.
             if not self._refused:
                 super().send_400_response(msg)
 
         def _refuse(self, reason: tuple[str, str]) -> None:
             self._refused = True
-            # While an earlier request is running, this would be read as its answer.
+            # While an earlier request is running, this would be read as its response.
             earlier: Any = self.cycle  # None before the first request, whatever its type says
             if earlier is None or earlier.response_complete:
                 status, text = reason
@@ -156,10 +156,10 @@ class Phase(enum.Enum):
     """What a connection waits for."""
 
     HEAD = enum.auto()  # a request, or the rest of its headers
-    IDLE = enum.auto()  # the next request after an answer; uvicorn limits this
+    IDLE = enum.auto()  # the next request after a response; uvicorn limits this
     BODY = enum.auto()  # the rest of a body
     WORK = enum.auto()  # the server
-    ANSWER = enum.auto()  # the client, to read the answer
+    ANSWER = enum.auto()  # the client, to read the response
 
 
 class StallTimer:
@@ -245,7 +245,7 @@ def with_timeouts(
             """The phase of this connection, and the bytes moved in it."""
             answered = self.cycle is None or self.cycle.response_complete
             unread = self.transport.get_write_buffer_size()
-            # While writing is paused, and after the answer, nothing is added to the write buffer.
+            # While writing is paused, and after the response, nothing is added to the write buffer.
             if unread and (answered or self.flow.write_paused):
                 return Phase.ANSWER, -unread
             if not answered:

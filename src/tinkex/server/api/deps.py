@@ -1,5 +1,5 @@
 """
-What every route needs: the parts of the server, look-ups that check the owner, and JSON answers.
+What every route needs: the parts of the server, look-ups that check the owner, and JSON responses.
 
 `Cache` and `OwnerSlots` are small helpers of this package.
 """
@@ -37,7 +37,11 @@ MAX_CACHED_ROWS = 5_000
 
 
 class Cache(Generic[T]):
-    """Rows by id that never change, or whose changes are announced. Missing rows are not cached."""
+    """
+    Caches rows by id. A row must never change, or `forget` must be called after a change.
+
+    Missing rows are not cached.
+    """
 
     def __init__(
         self,
@@ -46,7 +50,9 @@ class Cache(Generic[T]):
     ) -> None:
         self._read = read
         self._clock = clock
-        # Two generations: a used row moves to the new one, and the old one is dropped as a whole.
+        # Two dictionaries instead of a time for each row. A row that is used moves from the old one
+        # to the new one; from time to time the old one is dropped, and the new one becomes the old
+        # one.
         self._new: dict[str, T] = {}
         self._old: dict[str, T] = {}
         self._rotated_s = clock()

@@ -1,4 +1,4 @@
-"""Checkpoint downloads: signed links that work without a key, and the files behind them."""
+"""Checkpoint downloads: signed links that work without a key, and the files that they return."""
 
 import asyncio
 import os
@@ -115,7 +115,7 @@ async def download(
 
 
 class _Archive(StreamingResponse):
-    """Closes its files when the response ends, however it ends."""
+    """Closes its files when the response ends, also after an error or a disconnect."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
 """
-The table from exceptions to HTTP answers.
+The HTTP response for each exception.
 
 * 400  well-formed, but refused: the detail says what is allowed
 * 404  not found, or not this owner's
@@ -34,12 +34,12 @@ log = logging.getLogger("tinkex.server.api")
 
 # A detail may quote what was sent.
 MAX_DETAIL_LENGTH = 4_000
-# Storage problems last: somebody has to free disk space first.
+# A storage problem usually lasts for a while: somebody has to free disk space first.
 STORAGE_RETRY_S = 5
 
 
 class Refusal(Exception):
-    """A request that is answered with an error status and a reason."""
+    """A request that is refused with an error status and a reason."""
 
     def __init__(
         self, status: int, detail: Any, *, headers: Mapping[str, str] | None = None
@@ -58,7 +58,7 @@ def not_found(what: str, name: str, advice: str) -> Refusal:
 def error_response(
     body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """An error answer without secrets: it quotes what was sent, and that may contain a key."""
+    """An error response with secrets removed: it quotes the request, which may contain a key."""
     return JSONResponse(redact_value(body), status, headers)
 
 
@@ -141,7 +141,7 @@ def router_error(request: Request, error: Exception) -> Response:
 
 
 def client_disconnected(_request: Request, _error: Exception) -> Response:
-    """The client closed the connection during its request; this answer is not sent."""
+    """The client closed the connection during its request; this response is not sent."""
     return Response(status_code=400)
 
 

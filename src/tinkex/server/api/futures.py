@@ -68,11 +68,12 @@ async def retrieve_future(request: Request) -> Response:
 
 
 async def retrieve_futures(request: Request) -> Response:
-    """The samples of a sampling client that finished since its last poll; held until one has."""
+    """The samples of a sampling client that finished since its last poll; waits for one."""
     message = await read_json(request, FuturesRetrieveRequest)
     context = context_of(request)
     target = message.target
-    # Any other status than 200 ends the client's polling for good, so only a wrong target gets one.
+    # Official clients stop polling after any status other than 200. So only a request
+    # that can never succeed gets an error status.
     await context.sampler(request, target.sampling_session_id)
     context.store.requests.mark_all_fetched(message.retrieved_request_ids, owner=owner_of(request))
     for name, number in (
@@ -150,11 +151,11 @@ async def _result(request: Request, context: Context, settled: FinishedRequest) 
     return Response(body, media_type=JSON_TYPE)
 
 
-async def _in_thread_if_large(settled: FinishedRequest, act: Callable[[], T]) -> T:
-    """Run `act` on a result; in a thread if the result is large."""
+async def _in_thread_if_large(settled: FinishedRequest, function: Callable[[], T]) -> T:
+    """Call `function`; in a thread if the result is large, to keep the event loop free."""
     if len(settled.result) <= INLINE_ENCODE_BYTES:
-        return act()
-    return await asyncio.to_thread(act)
+        return function()
+    return await asyncio.to_thread(function)
 
 
 async def _reads_protobuf(settled: FinishedRequest, dialect: SdkVersion) -> bool:

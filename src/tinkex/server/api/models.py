@@ -79,7 +79,7 @@ async def create_model(request: Request) -> Response:
 async def create_with_first_step(
     context: Context, model: Model, number: int, new: NewRequest
 ) -> Response:
-    """Store a model with its first step, or find the first one; answer with the request id."""
+    """Store a model with its first step, or find the first one; returns the request id."""
     first = await context.store.models.create_model(model=model, model_seq_id=number, request=new)
     if first.refused is not None:
         context.scheduler.creation_refused(new_row(new, first), first.refused)

@@ -154,18 +154,18 @@ def _body(name: str, *, protobuf: bool = False) -> Schema:
     return content
 
 
-def _route(tag: str, summary: str, asks: str, answers: Schema, **more: Any) -> Schema:
+def _route(tag: str, summary: str, request: str, response: Schema, **more: Any) -> Schema:
     return {
         "post": {
             "tags": [tag],
             "summary": summary,
-            "operationId": asks[0].lower() + asks[1:],
+            "operationId": request[0].lower() + request[1:],
             "requestBody": {
                 "required": True,
-                "content": _body(asks, protobuf=asks == "ForwardBackwardRequest"),
+                "content": _body(request, protobuf=request == "ForwardBackwardRequest"),
             },
             "responses": {
-                "200": {"description": "Successful Response", "content": answers},
+                "200": {"description": "Successful Response", "content": response},
                 **{
                     status: {"description": text, "content": _body("ErrorDetail")}
                     for status, text in REFUSALS.items()
@@ -205,7 +205,7 @@ _EVENTS = {
         "schema": {
             "type": "string",
             "description": "Events `accepted` (`request_id`, `sample_sequence_ids`), `token` "
-            "(`sequence`, `tokens`, `logprobs`) as they are sampled, and `done` (the answer as JSON) or "
+            "(`sequence`, `tokens`, `logprobs`) as they are sampled, and `done` (the response as JSON) or "
             "`error` (`error`, `category`).",
         }
     }
@@ -406,10 +406,10 @@ def _operation(method: str, path: str, operation: SchemaLike) -> str:
     if body := operation.get("requestBody"):
         parts.append(f"<p>Body: {_content(body.get('content', {}))}</p>")
     rows = (
-        (status, _content(answer.get("content", {})), escape(answer.get("description", "")))
-        for status, answer in sorted(operation.get("responses", {}).items())
+        (status, _content(response.get("content", {})), escape(response.get("description", "")))
+        for status, response in sorted(operation.get("responses", {}).items())
     )
-    parts.append(_table(("Answer", "", ""), rows))
+    parts.append(_table(("Response", "", ""), rows))
     return "".join((*parts, "</details>"))
 
 

@@ -79,7 +79,8 @@ def _store_telemetry(request: Request, body: bytes) -> None:
 async def metrics(request: Request) -> Response:
     """Metrics in the Prometheus text format."""
     registry = CollectorRegistry()
-    # With a key: of its owner only. Without one, which needs loopback: of all owners.
+    # With a key, the metrics of its owner only. Without a key, which is possible on loopback only,
+    # the metrics of all owners.
     caller: Caller | None = getattr(request.state, "caller", None)
     owner = None if caller is None else caller.owner
     registry.register(_ServerMetrics(request.app.state.context, owner))

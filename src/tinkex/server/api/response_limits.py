@@ -1,9 +1,9 @@
 """
-Limits for lists, searches, traces and reports: answers that grow with the data of an owner.
+Limits for lists, searches, traces and reports: responses that grow with the data of an owner.
 
-Each such route is `bounded`: its answer has a maximum of entries and bytes and is built in a thread,
-off the event loop, and each owner has one at a time, so that owners do not wait for each other. A
-test walks the route table and fails for a list without a bound.
+Each such route is `bounded`: its response has a maximum number of entries and bytes and is built in
+a thread, and an owner builds one at a time, so that owners do not wait for each other. A test walks
+the route table and fails for a list without a bound.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ from tinkex.wire.base import LenientModel
 from tinkex.wire.codec import JSON_TYPE, encode_json
 from tinkex.wire.errors import UserFailure
 
-#: Bytes of one answer. Several copies of it are in memory before it is sent.
+#: Bytes of one response. Several copies of it are in memory before it is sent.
 MAX_REPORT_BYTES = 32 * 2**20
 #: Lists, searches and reports of one owner that are built at the same time.
 MAX_REPORTS_PER_OWNER = 1
-#: Entries of one answer of a route without pages.
+#: Entries of one response of a route without pages.
 MAX_REPORT_ENTRIES = 20_000
 
 Params = ParamSpec("Params")
@@ -36,7 +36,7 @@ Route = Callable[Params, Awaitable[Response]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """The maximum size of a route's answer."""
+    """The maximum size of a route's response."""
 
     entries: int
     bytes: int = MAX_REPORT_BYTES
@@ -100,7 +100,7 @@ async def report(
     advice: str,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Build the answer of a bounded route in a thread. `advice` says how to request less."""
+    """Build the response of a bounded route in a thread. `advice` says how to request less."""
     body = await context_of(request).store.build_report(lambda: encoded(build(), advice))
     return Response(body, media_type=JSON_TYPE, headers=dict(headers or {}))
 
@@ -119,7 +119,7 @@ def encoded(message: LenientModel | Mapping[str, Any], advice: str) -> bytes:
         size += len(part)
         if size > MAX_REPORT_BYTES:
             raise UserFailure(
-                f"the answer has more than the allowed {MAX_REPORT_BYTES} bytes. {advice}"
+                f"the response has more than the allowed {MAX_REPORT_BYTES} bytes. {advice}"
             )
     return b"".join(parts)
 

@@ -1,11 +1,11 @@
 """
 The routes of sampling: sampling sessions, samples, and samples as a stream.
 
-`asample` answers with a request id. `stream_sample` answers with server-sent events:
+`asample` returns a request id. `stream_sample` returns server-sent events:
 
     accepted   {"request_id", "sample_sequence_ids"}: the sample is stored from here on
     token      {"sequence", "tokens", "logprobs"}: new tokens
-    done       the complete answer as JSON, with "sample_sequence_ids"
+    done       the complete response as JSON, with "sample_sequence_ids"
     error      {"error", "category"}: instead of `done`
 
 A broken stream loses nothing: the result can be fetched by its request id, and a repeated request
@@ -69,19 +69,21 @@ from tinkex.wire.sdk_versions import SdkVersion
 
 router = APIRouter(prefix="/api/v1", tags=["sampling"])
 
-# Sequence ids are answered before the sequences exist; a typo must not create a billion of them.
+# The ids of all sequences are returned immediately, before the sequences exist. The limit keeps a
+# typo from creating a billion of them.
 MAX_SEQUENCES = 1024
-# Numbers of cloned sampling clients go up to 10^9 times 10^9.
+# A cloned sampling client numbers its samples from its clone id times 10^9, and ids go up to 10^9.
 MAX_SAMPLE_SEQ_ID = 2**63 - 1
 
 EVENT_STREAM = "text/event-stream"
 # Proxies must neither cache nor buffer the events.
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-# Sent while there are no tokens, so that proxies and clients do not take the connection for dead.
+# Sent while there are no tokens, so that proxies and clients do not close the connection as idle.
 KEEP_ALIVE_S = 10.0
 KEEP_ALIVE = b": keep-alive\n\n"
 STOPPING = b": the server is stopping; the result can be fetched by its request id\n\n"
-# The event of a long sample has megabytes. Sent in slices, a slow reader holds one slice in memory.
+# The last event of a long sample may have megabytes. It is sent in slices, so that a slow reader
+# keeps only one slice in memory.
 SLICE_BYTES = 64 * 1024
 
 
@@ -413,7 +415,7 @@ class _SampleEvents:
             await asyncio.wait({waiting} | changed, return_when=asyncio.FIRST_COMPLETED)
 
     async def _ending(self, settled: FinishedRequest) -> list[bytes]:
-        """Events for the remaining tokens and the complete answer."""
+        """Events for the remaining tokens and the complete response."""
         if settled.error is not None:
             return [error_event(settled.error, settled.category)]
         try:
@@ -434,7 +436,7 @@ class _SampleEvents:
 
 
 def complete_json(response: SampleResponse, dialect: SdkVersion) -> dict[str, Any]:
-    """The JSON answer of a poll, with the top-k logprobs added."""
+    """The JSON response of a poll, with the top-k logprobs added."""
     answer = dialect.sample_json(response)
     for encoded, sequence in zip(answer["sequences"], response.sequences, strict=True):
         if sequence.topk_logprobs is not None:

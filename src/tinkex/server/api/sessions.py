@@ -209,7 +209,7 @@ async def get_session(request: Request, session_id: str, access_scope: Scope = "
     if max(len(runs), len(samplers)) > MAX_REPORT_ENTRIES:
         raise UserFailure(
             f"session {session_id} has more than {MAX_REPORT_ENTRIES} training runs or samplers, "
-            "the maximum of one answer. List runs with GET training_runs, page by page."
+            "the maximum of one response. List runs with GET training_runs, page by page."
         )
     return await report(
         request,

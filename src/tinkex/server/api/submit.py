@@ -1,11 +1,11 @@
 """
-Submitting requests: admit, store, schedule, answer with the request id.
+Submitting requests: admit, store, schedule, return the request id.
 
-A request is durable before its id is answered. A repeated request finds the first one and gets the
+A request is durable before its id is returned. A repeated request finds the first one and gets the
 same id.
 
-A step that is refused must not block the steps behind it. So the reason of a refusal is also
-recorded under the step's number, if model and number can be read from the body (`numbered_step`). The
+A step that is refused must not block later steps. So the reason for the refusal is also recorded
+under the step's number, if model and number can be read from the body (`numbered_step`). The
 client may use the number again; if it continues with the next number, the refused step counts as
 failed with the same reason. Unknown models and limits (404, 410, 429) are not failures of a step.
 """
@@ -90,7 +90,7 @@ async def admit(
 
 
 async def submit_request(context: Context, new: NewRequest) -> Response:
-    """Accept a request and answer with its id."""
+    """Accept a request and return its id."""
     first = await accept_request(context, new)
     return json_response(
         UntypedAPIFuture(
@@ -116,7 +116,7 @@ async def accept_request(
     """
     first = None
     if context.store.health.problem is not None:
-        # A repeat of an accepted request is answered even while nothing can be stored.
+        # A repeat of an accepted request succeeds even while nothing can be stored.
         first = await context.store.requests.find_repeat(new)
         if first is None:
             context.store.health.refuse_new_work()
@@ -136,7 +136,7 @@ async def accept_request(
 async def schedule(
     context: Context, new: NewRequest, first: Accepted, *, token_stream: TokenStream | None = None
 ) -> None:
-    """Hand a committed request to the scheduler; nothing between commit and this may fail."""
+    """Give a committed request to the scheduler. Nothing may fail between the commit and this."""
     if first.is_new:
         context.scheduler.submit(
             new_row(new, first), payload=new.payload, token_stream=token_stream
@@ -231,7 +231,8 @@ async def accept_step(
     tokens: int = 0,
 ) -> Response:
     """Accept a numbered step of a model."""
-    # A stray number far ahead would make all later steps late once its gap has timed out.
+    # The limit catches wrong numbers. After a number that is far too high, the gap before it times
+    # out, and all steps with correct numbers arrive late and fail.
     if seq_id is None or not 1 <= seq_id <= MAX_SEQ_ID:
         found = "is missing" if seq_id is None else f"is {seq_id}"
         raise WireError.at(

@@ -20,22 +20,24 @@ router = APIRouter(prefix="/api/v1", tags=["training"])
 
 @numbered_step(Kind.FORWARD)
 async def forward(request: Request) -> Response:
-    return await _pass(request, forward_only=True)
+    return await _accept_pass(request, Kind.FORWARD)
 
 
 @numbered_step(Kind.FORWARD_BACKWARD)
 async def forward_backward(request: Request) -> Response:
-    return await _pass(request, forward_only=False)
+    return await _accept_pass(request, Kind.FORWARD_BACKWARD)
 
 
-async def _pass(request: Request, *, forward_only: bool) -> Response:
+async def _accept_pass(request: Request, kind: Kind) -> Response:
+    """Accept a pass. A `forward_backward` request with `forward_only` is a forward pass."""
     is_protobuf = PROTOBUF_TYPE in request.headers.get("content-type", "")
-    message, only_forward, payload = await read_data(
+    message, forward_only, payload = await read_data(
         request, lambda body: _decode(body, is_protobuf)
     )
     context = context_of(request)
     model = await context.model(request, message.model_id)
-    kind = Kind.FORWARD if forward_only or only_forward else Kind.FORWARD_BACKWARD
+    if forward_only:
+        kind = Kind.FORWARD
     tokens = sum(tokens_known(datum.model_input) for datum in message.forward_backward_input.data)
     return await accept_step(request, context, model, kind, message.seq_id, payload, tokens=tokens)
 

@@ -95,7 +95,7 @@ async def list_run_checkpoints(
     advice = "List them with GET checkpoints, page by page."
     if total > MAX_REPORT_ENTRIES:
         raise UserFailure(
-            f"{run} has {total} checkpoints; the maximum of one answer is {MAX_REPORT_ENTRIES}. {advice}"
+            f"{run} has {total} checkpoints; the maximum of one response is {MAX_REPORT_ENTRIES}. {advice}"
         )
     return await report(
         request,

@@ -1,1 +1,1 @@
-"""Work on a data folder beside serving: cleanup, backup, diagnosis."""
+"""Maintenance of a data folder: cleanup, backup and restore, diagnosis and repair."""

@@ -39,7 +39,8 @@ MANIFEST = "backup.json"
 FORMAT = 1
 # Other files of the data folder.
 OTHER_FILES = (SIGNING_KEY, TOKENS_KEY, CONFIG_FILE)
-# Enough, because a server deletes in small steps, minutes apart.
+# Maximum attempts to copy the database and all its files. A few are enough, because a server
+# deletes files only every few minutes.
 MAX_ROUNDS = 5
 
 
@@ -121,7 +122,7 @@ def _failed(error: OSError, target: Path) -> BackupFailed:
 
 
 def _fill(part: Path, database: Path, root: Path, folder: Path) -> Manifest:
-    # Before the database is copied, so that the copy has the API keys that the marker is about.
+    # Look for the marker before the database is copied: if it exists, the copy has its API keys.
     others = [name for name in (*OTHER_FILES, MARKER) if (folder / name).exists()]
     keys: set[str] = set()
     missing: list[str] = []
@@ -210,14 +211,14 @@ def restore(source: Path, folder: Path) -> Manifest:
     if folder.exists() and any(folder.iterdir()):
         raise BackupFailed(
             f"the data folder {folder} is not empty.",
-            hint="Restore into a new folder, or move this one away first.",
+            hint="Restore into a new folder, or move this folder first.",
         )
     _refuse_links(source)
     _check_complete(source, found)
     with _atomic_folder(folder) as part:
         # `symlinks`: a link that appeared since the check is not followed.
         shutil.copytree(source, part, symlinks=True, dirs_exist_ok=True)
-        # Whatever mode the backup has.
+        # Independent of the file modes in the backup.
         part.chmod(0o700)
         (part / MANIFEST).unlink()
     return found

@@ -1,8 +1,8 @@
 """
-Cleanup: deletes data after its retention time, in periodic passes of small steps.
+Cleanup: deletes data after its retention time. A periodic task runs it in small steps.
 
 Every step is one transaction, then the deletion of files that only its rows referred to. If the
-process is killed in between, a later pass deletes those files as orphans.
+process is killed in between, a later run deletes those files as orphans.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from tinkex.server.store.retention import CheckpointName
 
 log = logging.getLogger("tinkex.server.maintenance.cleanup")
 
-# The pause between two steps of a pass, for the benefit of requests.
+# The pause between two steps of a run, so that requests are not delayed.
 PAUSE_S = 0.01
 # How often files are checked for orphans.
 ORPHAN_CHECK_S = 1800.0
@@ -109,12 +109,12 @@ class Cleanup:
             try:
                 await self.run_once()
             except StorageError as error:
-                log.info("no cleanup at the moment: %s", error)
+                log.info("the cleanup was skipped because of a storage problem: %s", error)
             except Exception:
-                log.exception("the cleanup failed; it is retried")
+                log.exception("the cleanup failed; it runs again after the usual interval")
 
     async def run_once(self) -> None:
-        """One pass over everything."""
+        """Run all steps of the cleanup once."""
         until = cutoffs(self._settings, now_s=self._clock())
         retention = self._store.retention
         await self._snapshot_inactive_models(until)

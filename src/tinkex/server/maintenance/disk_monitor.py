@@ -55,7 +55,9 @@ class DiskMonitor:
             try:
                 await self.check()
             except Exception:
-                log.exception("checking the disk failed; it is checked again")
+                log.exception(
+                    "checking the disk failed; the next check follows after the usual interval"
+                )
 
     async def check(self) -> None:
         """Check the disk once; during a temporary problem, test whether writing works again."""

@@ -48,7 +48,7 @@ PARTS = (
 )
 _ALL = os.R_OK | os.W_OK | os.X_OK
 
-# The most items that one finding names.
+# Maximum number of items that one finding names.
 MAX_NAMED = 5
 # While a server runs, younger files may belong to a request in progress.
 MIN_ORPHAN_AGE_S = 3600.0
@@ -145,7 +145,7 @@ def _owner(path: Path) -> str:
 
 
 def diagnose(state: FolderState, facts: Inspection, *, reserve_mb: float) -> Iterator[Finding]:
-    """All findings, the most basic first. Pure."""
+    """All findings. Those that other findings depend on come first. A pure function."""
     yield from _about_folder(state, reserve_mb)
     yield from _about_database(facts, is_full=state.free_bytes < MEBIBYTE)
     if state.wal_lost:
@@ -154,9 +154,9 @@ def diagnose(state: FolderState, facts: Inspection, *, reserve_mb: float) -> Ite
             about="database",
             text=f"{DATABASE}-shm exists without {DATABASE}-wal: a server was killed, and the file "
             "with its newest commits is missing",
-            advice="If you can, put it back before a server or any other program opens the "
-            "database. Without it the database is consistent but older: clients are told that "
-            "their newest requests are unknown.",
+            advice="If you have the file, put it back before a server or any other program opens "
+            "the database. Without it, the database is consistent, but the newest commits are lost: "
+            "clients are told that their newest requests are unknown.",
         )
     is_known = not facts.damage and facts.version in (None, facts.newest_version)
     if state.keys_created and is_known and not facts.has_keys:
@@ -164,9 +164,10 @@ def diagnose(state: FolderState, facts: Inspection, *, reserve_mb: float) -> Ite
             level=Level.PROBLEM,
             about="keys",
             text=f"API keys were created for this server (see {MARKER}), but the database has none",
-            advice="The database was lost, or it is another one; a server does not start with it. "
-            "Check --db, or restore a backup: `tinkex restore`. `tinkex key create` creates a new "
-            f"key; without {MARKER} the server starts without keys.",
+            advice="The database was lost, or --db names another database. The server refuses to "
+            "start with it, because without keys it would accept everyone on this machine. Check "
+            "--db, or restore a backup with `tinkex restore`. To continue with this database, create "
+            f"a new key with `tinkex key create`; to run without keys, delete {MARKER}.",
         )
     if (
         facts.version != facts.newest_version
@@ -220,7 +221,7 @@ def _about_folder(state: FolderState, reserve_mb: float) -> Iterator[Finding]:
             level=Level.PROBLEM,
             about="disk",
             text=f"{free}, and a server refuses new work with less than {reserve_mb:g} MiB",
-            advice="Free some space, or set reserve_mb.",
+            advice="Free some space, or lower the setting reserve_mb.",
         )
     else:
         yield Finding(level=Level.FINE, about="disk", text=free)
@@ -229,7 +230,8 @@ def _about_folder(state: FolderState, reserve_mb: float) -> Iterator[Finding]:
             level=Level.PROBLEM,
             about="keys",
             text=f"other users of this machine can read {', '.join(state.open_secrets)}",
-            advice="They sign links and tokens of this server. --repair makes them private.",
+            advice="The server signs links and tokens with them, so nobody else may read them. --repair "
+            "makes them readable only by their owner.",
             repair=Repair.KEYS,
         )
 
@@ -248,7 +250,8 @@ def _about_database(facts: Inspection, *, is_full: bool) -> Iterator[Finding]:
             level=Level.PROBLEM,
             about=about,
             text=f"it cannot be opened: {facts.refused}",
-            advice="Check --data and --db. If it is lost, restore a backup: `tinkex restore`.",
+            advice="Check --data and --db. If the database is lost, restore a backup with `tinkex "
+            "restore`.",
         )
     elif facts.damage:
         only_indexes = all(_INDEX.search(line) for line in facts.damage)
@@ -258,7 +261,7 @@ def _about_database(facts: Inspection, *, is_full: bool) -> Iterator[Finding]:
             text=f"it is damaged: {_some(facts.damage, '; ')}",
             advice="Only indexes are damaged; --repair rebuilds them."
             if only_indexes
-            else "Keep a copy of the folder and restore a backup: `tinkex restore`.",
+            else "Keep a copy of the folder, and restore a backup with `tinkex restore`.",
             repair=Repair.INDEXES if only_indexes else None,
         )
     elif facts.is_wrong_database:
@@ -267,8 +270,9 @@ def _about_database(facts: Inspection, *, is_full: bool) -> Iterator[Finding]:
             level=Level.PROBLEM,
             about=about,
             text=f"there are checkpoints or snapshots in the storage, and {empty}",
-            advice="It is not the database of these files. Check --data and --db; if it was lost, "
-            "restore a backup: `tinkex restore`. Nothing was deleted. A server does not start.",
+            advice="The stored files belong to another database. Check --data and --db. If the "
+            "database was lost, restore a backup with `tinkex restore`. Nothing was deleted. A "
+            "server refuses to start on this folder.",
         )
     elif facts.version == facts.newest_version:
         yield Finding(level=Level.FINE, about=about, text=f"intact, version {facts.version}")
@@ -287,7 +291,7 @@ def _about_database(facts: Inspection, *, is_full: bool) -> Iterator[Finding]:
         yield Finding(
             level=Level.PROBLEM,
             about=about,
-            text=f"it is of version {facts.version}, and the newest is {facts.newest_version}",
+            text=f"it has schema version {facts.version}, and the newest is {facts.newest_version}",
             advice="--repair, or the next start of the server, upgrades it.",
             repair=Repair.MIGRATE,
         )
@@ -301,8 +305,8 @@ _NAMES = {
     OLDER_SNAPSHOT: "the older snapshot of model {}",
 }
 _ADVICE = {
-    PAYLOAD: "Its request fails, or its model cannot be rebuilt. Restore it from a backup.",
-    RESULT: "Its client is told that the result is lost. Restore it from a backup.",
+    PAYLOAD: "Its request fails, or its model cannot be rebuilt. Restore the file from a backup.",
+    RESULT: "Its client is told that the result is lost. Restore the file from a backup.",
     CHECKPOINT: "It cannot be loaded, sampled or downloaded. Restore its folder from a backup, or "
     "delete the checkpoint.",
     OLDER_SNAPSHOT: "The newest snapshot is used; the next one replaces this one.",
@@ -313,7 +317,10 @@ _ADVICE = {
 
 def _advice(item: DamagedItem, *, repairable: bool) -> str:
     if repairable:
-        return "The snapshot before it and the log replace it: --repair, or the server, does this."
+        return (
+            "The model can be rebuilt from the snapshot before it and the log. --repair, or the "
+            "server, moves the damaged snapshot to set-aside."
+        )
     if item.problem.startswith(UNREADABLE):
         return (
             "It may be intact: make it readable for the user that runs the server, then run this "
@@ -352,7 +359,8 @@ def _about_files(facts: Inspection) -> Iterator[Finding]:
             text=f"{len(facts.unknown_sessions)} sessions have checkpoints or snapshots here and "
             f"are not in the database: {_some(facts.unknown_sessions, ', ')}",
             advice="They belong to another database, or are newer than this one. They are never "
-            "deleted automatically. Restore a backup into its own folder, or move them away.",
+            "deleted automatically. Restore a backup into a new folder, or move these files to another "
+            "folder.",
         )
     if facts.set_aside:
         yield Finding(
@@ -432,7 +440,7 @@ def repair(settings: Settings) -> list[str]:
             done.append(f"deleted {len(facts.orphans)} orphaned files and folders")
         for name in folder_state(settings).open_secrets:
             (settings.folder / name).chmod(0o600)
-            done.append(f"made {name} readable for its owner alone")
+            done.append(f"made {name} readable only by its owner")
     return done
 
 
@@ -442,12 +450,12 @@ def _repair_snapshots(settings: Settings, facts: Inspection) -> list[str]:
         return []
     store = _open(settings)
 
-    async def act() -> None:
+    async def fall_back() -> None:
         for model_id in models:
             await store.snapshots.newest_intact(model_id)
 
     try:
-        asyncio.run(act())
+        asyncio.run(fall_back())
     finally:
         store.close()
     return [f"moved the damaged snapshot of {model_id} to set-aside" for model_id in models]

@@ -1,1 +1,1 @@
-"""Which accepted request runs next, on which engine, and what becomes of it."""
+"""The scheduler: chooses the next accepted request, runs it on an engine, stores its result."""

@@ -25,7 +25,7 @@ log = logging.getLogger("tinkex.server.scheduler.base_model_check")
 
 #: In the data folder: hashes of files, so that a restart does not read them again.
 CACHE_FILE = "base-hashes.json"
-#: Hashing that takes longer is logged.
+#: The duration of hashing is logged if it is longer than this.
 SLOW_HASH_S = 1.0
 
 
@@ -89,11 +89,11 @@ class BaseModelCheck:
         self._stop = stop
         #: The engine incarnation that the last hash is for.
         self._incarnation: int | None = None
-        #: Its result is the hash, or None where there is none.
+        #: The task that hashes the files. Its result is None if the files could not be hashed.
         self._hashing: asyncio.Task[str | None] | None = None
-        #: All stored runs of this base model have the current hash.
+        #: Whether all stored runs of this base model have the current hash.
         self._all_match = False
-        #: The number of runs with another hash in the last log message.
+        #: How many runs with another hash the last warning reported, to log each number once.
         self._refused = 0
 
     def start(self) -> None:
@@ -120,11 +120,11 @@ class BaseModelCheck:
         if expected is not None:
             self._compare("run", expected, await asyncio.shield(self._hashing))
         elif self._hashing.done() and (found := await self._hashing) is not None:
-            # A new run. While the hash is being computed, `_hash` fills it in at the end.
+            # A new run. If the hash is still being computed, `_hash` stores it when it is known.
             self._store.base_hashes.fill_run(model_id, found)
 
     async def check_version(self, version_id: str, incarnation: int | None = None) -> None:
-        """The same for a checkpoint, by the run that saved it."""
+        """Like `check_run`, for a checkpoint: compares the hash of the run that saved it."""
         self._hash_again_after_restart(incarnation)
         if self._hashing is None or self._all_match:
             return
@@ -133,7 +133,7 @@ class BaseModelCheck:
             self._compare("checkpoint", expected, await asyncio.shield(self._hashing))
 
     def _hash_again_after_restart(self, incarnation: int | None) -> None:
-        """A new engine has read the files again, and they may have changed."""
+        """Hash again after an engine restart: the engine has read the files again."""
         if incarnation is None or incarnation == self._incarnation:
             return
         if self._hashing is not None and self._hashing.done():
@@ -167,26 +167,32 @@ class BaseModelCheck:
                 await self._update_runs(found)
         except (OSError, StorageError, Stopped) as error:
             if not self._stop.is_set():
-                log.warning("cannot check whether %s has changed: %s", self._name, error)
+                log.warning(
+                    "cannot check whether the files of base model %s have changed: %s",
+                    self._name,
+                    error,
+                )
             return None
         return found
 
     async def _update_runs(self, found: str) -> None:
-        """Store the hash with runs that have none, and handle those that have another."""
+        """Store the hash for runs that have none, and log how many runs have another hash."""
         others = await self._store.base_hashes.fill(self._name, found)
         if others and self._accept:
             await self._store.base_hashes.replace(self._name, found)
             log.warning(
-                "%s has changed: %d runs that were made on other files continue with these, "
-                "because of --accept-changed-base; their results will differ",
+                "the files of base model %s have changed: %d runs that were trained on the earlier "
+                "files continue with the new files, because of --accept-changed-base; their results "
+                "will differ",
                 self._name,
                 others,
             )
         elif others and others != self._refused:
             log.warning(
-                "%s has changed: steps and samples of %d runs that were made on other files are "
-                "refused. New runs are served. Serve the earlier files under this name again, or "
-                "start with --accept-changed-base to continue with these",
+                "the files of base model %s have changed: steps and samples of %d runs that were "
+                "trained on the earlier files are refused. New runs are served. To continue those "
+                "runs, serve the earlier files under this name again, or start the server with "
+                "--accept-changed-base to use the new files",
                 self._name,
                 others,
             )

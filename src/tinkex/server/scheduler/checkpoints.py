@@ -42,8 +42,9 @@ EXTERNAL = "external_weights"
 MAX_NAME_BYTES = 200
 MIN_TTL_S = 3600
 MAX_TTL_S = 10 * 365 * 24 * 3600
-# A save that the disk cannot take is retried after this, then after twice as long each time up to a
-# maximum, and fails in the end. Each attempt may fill the disk for a moment.
+# A save that fails because the disk is full is retried after DISK_RETRY_S. The wait doubles each
+# time, up to MAX_DISK_RETRY_S, because each attempt may fill the disk for a moment. After
+# DISK_WAIT_S in total, the save fails.
 DISK_RETRY_S = 2.0
 MAX_DISK_RETRY_S = 16.0
 DISK_WAIT_S = 600.0
@@ -186,7 +187,7 @@ class CheckpointSteps:
         return await checkpoints.is_taken(model_id=model.model_id, kind=kind, name=name)
 
     async def _refuse_over_quota(self, model: Model, *, checkpoints: int) -> None:
-        """The same for the quotas of the owner."""
+        """Check the quotas of the owner before the work to fail early; the commit checks again."""
         quotas, owner = self._store.quotas, model.owner
         await self._store.quotas.within(
             owner, lambda: quotas.refuse_save(owner, checkpoints=checkpoints)
@@ -201,7 +202,7 @@ class CheckpointSteps:
         naming: Naming | None = None,
         sampler: tuple[Sampler, int] | None = None,
     ) -> None:
-        """Publish the version, or delete its files."""
+        """Commit the version; delete its files if that is refused."""
         checkpoints = self._store.checkpoints
         written = await checkpoints.store_files(version)
         try:
@@ -284,7 +285,7 @@ class CheckpointSteps:
         return version.with_size(json.loads(outcome.result)["size_bytes"])
 
     async def _run_with_disk_retry(self, run: RunWork, work: Work) -> Outcome:
-        """Retry while the disk is full; logged once."""
+        """Run a save; retry while the disk is full. Only the first failure is logged."""
         began_s = time.monotonic()
         wait_s = DISK_RETRY_S
         waiting = False
@@ -303,7 +304,8 @@ class CheckpointSteps:
                     raise
                 if not waiting:
                     waiting = True
-                    # Only the first time: there may be enough space for everything else.
+                    # Only the first failure makes the server refuse new data: there may be enough
+                    # space for everything except this save.
                     self._store.health.record(error, FILES)
                     log.error(
                         "a save of %s waits up to %.0f s: %s. %s",

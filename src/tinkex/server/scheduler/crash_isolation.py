@@ -1,10 +1,10 @@
 """
 Isolates requests that crash an engine.
 
-An engine that crashes takes down every request it was running. Most crashes have nothing to do with
-the requests, so after one crash they simply run again. A request that was in two crashes runs
-isolated: alone, or in small groups while there are many. If the engine crashes while the request is
-alone with it, the request fails, and the counts of the others are cleared.
+When an engine crashes, every request that it was running is lost. Most crashes are not caused by a
+request, so after one crash the requests run again. A request that was running in two crashes is
+isolated: it runs alone or, if there are many such requests, in small groups. If the engine crashes
+while a request runs alone, that request fails, and the crash counts of the others are reset.
 
 Crash counts are stored when an engine crashes, so they survive the web process. If the web process
 itself dies without storing anything, the in-flight file tells the next one which requests the engine
@@ -27,9 +27,9 @@ from pathlib import Path
 
 from tinkex.wire import engine_protocol
 
-#: A request that was in this many crashes, the last time alone, fails.
+#: A request that was running in this many crashes, the last time alone, fails.
 MAX_CRASHES = 3
-#: A request that was in this many crashes runs isolated.
+#: A request that was running in this many crashes is isolated.
 ISOLATE_AFTER = MAX_CRASHES - 1
 #: Up to this many isolated requests run one by one; more run in this many groups at first.
 MAX_SINGLY = 16
@@ -50,7 +50,7 @@ class Attempt:
     """One step batch of a model, or one sample, on an engine."""
 
     crashes: int
-    #: Nothing else was on the engine at any time during this attempt.
+    #: Whether nothing else was on the engine at any time during this attempt.
     alone: bool = True
     names: Sequence[str] = OTHER_WORK
     lines: Sequence[int] = ()
@@ -76,7 +76,7 @@ class CrashIsolation:
 
     @contextlib.asynccontextmanager
     async def attempt(self, *request_ids: str) -> AsyncIterator[Attempt]:
-        """Run on the engine; waits while isolated requests must not have company."""
+        """Wait until these requests may run on the engine; they may run inside the `with` block."""
         crashes = max(map(self.crashes, request_ids), default=0)
         attempt = Attempt(crashes, names=request_ids or OTHER_WORK)
         self._waiting.append(attempt)
@@ -99,11 +99,11 @@ class CrashIsolation:
             self._admit()
 
     def record_crash(self, request_id: str, attempt: Attempt, *, times: int = 1) -> bool:
-        """A request was lost with its engine; True if it is the one that crashes it."""
+        """Count an engine crash for a request that was running; True if the request caused it."""
         crashes = self._crashes[request_id] = self.crashes(request_id) + times
         caused = attempt.alone and crashes >= MAX_CRASHES
         if caused:
-            # It crashed the engine in the earlier attempts too: the others are cleared.
+            # It caused the earlier crashes too, so the counts of the other requests are reset.
             self._crashes.clear()
         return caused
 
@@ -174,7 +174,7 @@ class EngineState(enum.StrEnum):
 
     NONE = "none"  # not up yet, or its end was observed and counted
     UP = "up"
-    LEFT = "left"  # it outlived its web process, and exited because that was gone
+    LEFT = "left"  # it exited because its web process was gone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,10 +190,10 @@ class LeftoverState:
 
 def web_process_crashed(status: int, *, oom_kills: int) -> bool:
     """
-    Whether a web process that was not told to stop crashed by itself.
+    Whether a web process crashed, and was not ended by a signal from outside.
 
-    `status` is its exit status, negative for a signal; `oom_kills` is how many processes the system
-    killed for memory while it ran. Without one of those, SIGKILL came from a person or a tool.
+    `status` is its exit status, negative for a signal. `oom_kills` is the number of processes that
+    the kernel killed for lack of memory while it ran. If it is 0, a person or a tool sent SIGKILL.
     """
     if status >= 0 or -status not in _EXTERNAL_SIGNALS:
         return True
@@ -207,11 +207,11 @@ def counts_as_crash(leftover: LeftoverState, *, boot_id: str, web_crashed: bool)
     Restarting a server, or killing its web process, must not fail any request.
     """
     if leftover.boot_id != boot_id:
-        return False  # the machine itself went down
+        return False  # the machine was restarted
     if leftover.engine is EngineState.UP:
-        return True  # the engine died too, and no process was left to count it
-    # The engine was fine to the end. Its requests count only if the web process crashed, because
-    # one of their results may have caused that.
+        return True  # the engine crashed, and no web process was there to count it
+    # The engine did not crash. Its requests count only if the web process crashed, because one of
+    # their results may have caused that.
     return leftover.engine is EngineState.LEFT and web_crashed
 
 

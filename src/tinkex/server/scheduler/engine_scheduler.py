@@ -83,7 +83,7 @@ class EngineScheduler:
         if self.client.isolation.is_held(request_id):
             return QueueState(
                 state="paused_capacity",
-                reason=f"the engine of {base_model} died more than once; the requests it was "
+                reason=f"the engine of {base_model} crashed more than once; the requests it was "
                 "running run again a few at a time, to find the one that crashes it",
             )
         if (state := self._slots.queue_state(request_id)) is not None:

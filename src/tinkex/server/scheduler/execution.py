@@ -165,10 +165,10 @@ class ComputeUsage:
         #: Seconds of compute.
         self.by_owner: defaultdict[str, float] = _RecentOwners(float)
 
-    def record(self, task: Task, owner: str, answer: asyncio.Future[Outcome]) -> None:
-        if answer.cancelled() or answer.exception() is not None:
+    def record(self, task: Task, owner: str, future: asyncio.Future[Outcome]) -> None:
+        if future.cancelled() or future.exception() is not None:
             return
-        compute_s = answer.result().compute_s
+        compute_s = future.result().compute_s
         count, seconds = self.by_task.get(task, (0, 0.0))
         self.by_task[task] = (count + 1, seconds + compute_s)
         self.by_owner[owner] += compute_s
@@ -192,7 +192,7 @@ class Execution:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def claim(self, row: RequestRow) -> bool:
-        """Take a request; False when this process has it already, or has finished it."""
+        """Mark a request as run by this process; False if it already is, or is finished."""
         if row.request_id in self.claimed or self.futures.is_cached(row.request_id):
             return False
         self.claimed.add(row.request_id)
@@ -306,7 +306,7 @@ class UnstoredResult:
 
     @property
     def is_late(self) -> bool:
-        """It was never in the queue of its model."""
+        """Whether the step arrived after its gap was closed, so that it was never in the queue."""
         return self.outcome.cause is Cause.LATE
 
 
@@ -314,9 +314,9 @@ class ResultWriter:
     """
     Stores the results of steps in order, with one task for each model that has some.
 
-    A result that cannot be stored is tried again. If that does not help, its step fails and the model
-    is rewound to the step before it. The results of later steps were not published, so those steps
-    run again.
+    Storing a result is retried. If it still fails, the step fails, and the model returns to its
+    state before that step. Clients have not seen the results of later steps yet, so those steps run
+    again.
     """
 
     def __init__(self, execution: Execution, on_rewind: Callable[["ModelState"], None]) -> None:
@@ -331,7 +331,7 @@ class ResultWriter:
         *,
         gradient_error: str | None,
     ) -> None:
-        """A step has finished; `gradient_error` is that of the queue before it."""
+        """Queue the result of a step; `gradient_error` is the queue's value before the step."""
         model = state.model
         if step.request_id:
             self._execution.payloads.forget(step.request_id)
@@ -363,7 +363,8 @@ class ResultWriter:
             except Exception:
                 if len(group) == 1:
                     raise
-                # The first alone, so that it does not fail because of one behind it.
+                # Retry with the first result alone, so that a problem of a later one does not fail
+                # it.
                 group = group[:1]
                 await store(lambda: self._commit(state, group))
         except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
@@ -405,7 +406,7 @@ class ResultWriter:
     def _rewind(self, state: "ModelState", failed: UnstoredResult, outcome: RequestOutcome) -> None:
         """Fail the step, and requeue the steps that ran after it."""
         if failed.outcome.error is not None:
-            # A failed step changed nothing, so the steps after it are still right.
+            # A failed step changed nothing, so the results of the steps after it are still valid.
             again = replace(outcome, cause=failed.outcome.cause)
             state.unstored[0] = replace(failed, outcome=again)
             return
@@ -415,7 +416,7 @@ class ResultWriter:
         queue = state.queue
         queue.gradient_error = failed.gradient_error
         queue.apply_result(failed.step, outcome.error)
-        # Not to the first requeued step: the number before it may be one that never arrived.
+        # Not to the first requeued step: there may be a gap before it.
         queue.rewind(failed.step.seq_id + 1)
         for one in behind:
             if one.step.request_id:
@@ -429,9 +430,9 @@ class ResultWriter:
 
 def _storable_together(unstored: Sequence[UnstoredResult]) -> list[UnstoredResult]:
     """
-    The passes in front, or the one step in front if it is not a pass.
+    The results to store in one transaction: all passes at the front, or else the first step.
 
-    Every other step is stored after all before it: the store must not have it without them.
+    A step that is not a pass is stored in its own transaction, after all steps before it.
     """
     group: list[UnstoredResult] = []
     for one in unstored:
@@ -480,11 +481,11 @@ class EngineClient:
 
         The engine has the work when this returns, before anything that is sent later.
         """
-        answer = await self._executor.send(self.base_model, work, incarnation=incarnation)
+        future = await self._executor.send(self.base_model, work, incarnation=incarnation)
         if owner is not None:
             record = functools.partial(self._execution.usage.record, work.task, owner)
-            answer.add_done_callback(record)
-        return answer
+            future.add_done_callback(record)
+        return future
 
     async def run_request(self, row: RequestRow, prepare: Callable[[], Awaitable[Work]]) -> Outcome:
         """
@@ -514,7 +515,7 @@ class EngineClient:
             self.isolation.forget(row.request_id)
 
     def record_crash(self, request_id: str, attempt: Attempt, *, times: int = 1) -> bool:
-        """A request was lost with the engine; True if it is the one that crashes it."""
+        """Count an engine crash for a request that was running; True if the request caused it."""
         if self._execution.futures.closing:
             return False  # the server is stopping, and its engines may have been stopped too
         caused = self.isolation.record_crash(request_id, attempt, times=times)

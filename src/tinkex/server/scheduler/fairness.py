@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 # Models that train on an engine at the same time: as many as fit into one efficient batch.
 TRAINING_SLOTS = 32
-# The most slots one owner gets while other owners want some too. A newcomer then waits for a few
-# batches only, however much is queued.
+# Maximum slots of one owner while other owners want slots too. So a new owner waits for a few
+# batches only, however many steps are queued.
 CONTESTED_SLOTS_PER_OWNER = 4
 #: How many sequences an engine samples at once unless it is configured otherwise.
 MAX_SEQUENCES = 256
@@ -118,17 +118,18 @@ class SlotRequest:
 @dataclass(slots=True)
 class FairShares:
     """
-    The training slots of one engine, shared evenly by owners. Pure: no clock, no waiting.
+    The training slots of one engine, shared evenly by owners. Pure logic: no clock, no waiting.
 
     The next slot goes to the owner with the fewest slots; among equals to the one with the least
-    compute time; then to the earliest request. An owner collects no credit while it wants nothing.
+    compute time; then to the earliest request. An owner that was idle starts with the
+    least compute time of the active owners, so it does not gain priority by being idle.
     """
 
     slots: int = TRAINING_SLOTS
     contested_slots: int = CONTESTED_SLOTS_PER_OWNER
     _waiting: list[SlotRequest] = field(default_factory=list)
     _running: dict[SlotRequest, None] = field(default_factory=dict)
-    #: Seconds of compute by owner, for the owners that want slots now.
+    #: Seconds of compute by owner, since the last time that no owner wanted a slot.
     _used_s: dict[str, float] = field(default_factory=dict)
 
     def add(self, request: SlotRequest) -> None:
@@ -271,15 +272,16 @@ class Admission:
     """
     Decides which sample goes to one engine next.
 
-    A sample goes straight through while the engine is up and has few of its owner's. An engine that
-    has just started gets the waiting samples of the owners in turn, those with the fewest on the
-    engine first, so the thousands of one owner do not delay the single sample of another.
+    A sample is admitted immediately if the engine is up and has few samples of the same owner.
+    Otherwise it waits. Waiting samples are admitted in turn: first those of the owner with the
+    fewest samples on the engine. So thousands of samples of one owner do not delay a single one of
+    another.
     """
 
     def __init__(self, ready: Callable[[], Awaitable[object]], *, max_sequences: int = 0) -> None:
         self._ready = ready
-        #: Samples of one owner on the engine: more than it runs at once, so that it never waits,
-        #: and few enough that it soon reads another owner's.
+        #: Maximum samples of one owner on the engine: more than it runs at once, so that it is
+        #: never idle, and few enough that samples of other owners reach it soon.
         self._max_per_owner = 2 * (max_sequences or MAX_SEQUENCES)
         self._up = False
         self._admitted: Counter[str] = Counter()
@@ -310,7 +312,8 @@ class Admission:
     def engine_lost(self) -> None:
         """The engine crashed: everything waits for the next one."""
         self._up = False
-        # Start it here: the lost requests may have failed, and then none of them would.
+        # Restart it for the waiting samples. The lost requests may have failed, and then they would
+        # not restart it.
         self._start_for_waiting()
 
     def close(self) -> None:
@@ -323,7 +326,7 @@ class Admission:
 
     async def _start(self) -> None:
         try:
-            # An error here also meets the admitted requests, and they report it.
+            # The admitted requests get the same error, and they report it.
             with contextlib.suppress(Exception):
                 await self._ready()
         finally:

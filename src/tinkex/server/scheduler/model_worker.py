@@ -58,10 +58,10 @@ from tinkex.wire.training import CreateModelResponse
 
 log = logging.getLogger("tinkex.server.scheduler")
 
-# The next step may start before the results of these are stored: if the process dies in between,
-# the step runs again.
+# After a step of these kinds, the next step may start before the result is stored. If the process
+# crashes in between, the step runs again.
 PIPELINED = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP})
-#: A gap is not closed while the database cannot be read; it is tried again after this.
+#: A gap is not closed while the database cannot be read. Closing it is retried after this time.
 GAP_RETRY_S = 1.0
 
 
@@ -78,21 +78,22 @@ class ModelState:
     #: Results in the order of their steps, and the task that stores them.
     unstored: deque[UnstoredResult] = field(default_factory=deque)
     storing: asyncio.Task[None] | None = None
-    #: A result could not be stored: running steps are requeued, and the model is rebuilt.
+    #: Whether a result could not be stored. Then running steps are requeued, and the model is
+    #: rebuilt.
     rewinding: bool = False
     #: Seconds that engines computed for it.
     compute_s: float = 0.0
-    #: Writes a snapshot while the model goes on.
+    #: Writes a snapshot while later steps run.
     snapshot_task: asyncio.Task[None] | None = None
     steps_since_snapshot: int = 0
     #: Bytes of payloads.
     bytes_since_snapshot: int = 0
-    #: The last step was an optimizer step, so there are no gradients.
+    #: Whether the last step was an optimizer step. Then the model has no gradients.
     after_optim_step: bool = False
 
     @property
     def is_idle(self) -> bool:
-        """Nothing of it runs, waits, or exists only in memory."""
+        """Whether it has no running or waiting steps, and no results that are not stored."""
         has_steps = self.queue.waiting or self.queue.running or self.queue.refused
         return self.worker is None and self.storing is None and not has_steps
 
@@ -100,16 +101,16 @@ class ModelState:
         self, engine: EngineClient, work: Work, incarnation: int
     ) -> asyncio.Future[Outcome]:
         """Send work for this model to the incarnation that has it."""
-        answer = await engine.send(work, owner=self.model.owner, incarnation=incarnation)
-        answer.add_done_callback(self._count_compute)
-        return answer
+        future = await engine.send(work, owner=self.model.owner, incarnation=incarnation)
+        future.add_done_callback(self._count_compute)
+        return future
 
     async def run(self, engine: EngineClient, work: Work, incarnation: int) -> Outcome:
         return await (await self.send(engine, work, incarnation))
 
-    def _count_compute(self, answer: asyncio.Future[Outcome]) -> None:
-        if not answer.cancelled() and answer.exception() is None:
-            self.compute_s += answer.result().compute_s
+    def _count_compute(self, future: asyncio.Future[Outcome]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            self.compute_s += future.result().compute_s
 
     async def results_stored(self) -> None:
         """Wait until every result of this model is stored."""
@@ -134,7 +135,7 @@ def step_of(row: RequestRow) -> Step:
 
 
 class StepRunner:
-    """Runs single steps on one engine and passes their results to the writer."""
+    """Runs single steps on one engine and gives their results to the writer."""
 
     def __init__(
         self,
@@ -226,10 +227,10 @@ class StepRunner:
                 raise ValueError(f"{step.kind} is not a step of a model")
 
     async def finish(self, state: ModelState, step: Step, outcome: RequestOutcome) -> None:
-        """Pass the result to the writer; wait until it is stored if the next step has to."""
+        """Give the result to the writer. Unless the kind is PIPELINED, wait until it is stored."""
         self._engine.isolation.forget(step.request_id)
         if state.rewinding:
-            # It was computed from a state that the log does not have.
+            # The step used the effect of a step whose result could not be stored.
             state.queue.requeue([step])
             return
         self._add_result(state, step, outcome)
@@ -238,7 +239,7 @@ class StepRunner:
             await state.results_stored()
 
     def finish_refused(self, state: ModelState, step: Step, reason: str) -> None:
-        """A step that was refused on arrival fails; it has no row, and no poll waits for it."""
+        """Fail a step that was refused on arrival. It has no row, and no poll waits for it."""
         if state.rewinding:
             state.queue.requeue_refused(step, reason)
         else:
@@ -251,8 +252,8 @@ class StepRunner:
         self._results.add(state, step, outcome, gradient_error=gradient_error)
 
 
-async def _outcome_of(answer: asyncio.Future[Outcome]) -> RequestOutcome:
-    return RequestOutcome(result=(await answer).result)
+async def _outcome_of(future: asyncio.Future[Outcome]) -> RequestOutcome:
+    return RequestOutcome(result=(await future).result)
 
 
 async def _raise(error: BaseException) -> RequestOutcome:
@@ -303,14 +304,14 @@ class ModelWorkers:
                 self.add_step(state, step_of(row))
 
     def refuse_step(self, state: ModelState, seq_id: int, kind: Kind, reason: str) -> None:
-        """A step was malformed: the steps behind it do not wait for its number."""
+        """Record a malformed step, so that later steps do not wait for its number."""
         state.queue.refuse(seq_id, kind, reason)
         self._start_worker(state)
 
     def run_between_steps(
         self, state: ModelState, work: Coroutine[Any, Any, None]
     ) -> asyncio.Task[None]:
-        """Run this in place of the worker, so that new steps wait for it."""
+        """Run `work` while no worker of the model runs; new steps wait until it is done."""
 
         async def run() -> None:
             try:
@@ -329,10 +330,10 @@ class ModelWorkers:
             state.worker = self._execution.spawn(self._work(state))
 
     async def _work(self, state: ModelState) -> None:
-        """Run batch after batch until the next step has not arrived."""
+        """Run batches of steps until the next step has not arrived yet."""
         try:
             while not self._execution.closing:
-                # Nothing is running now, so everything that had to be requeued is.
+                # No step is running now, so all steps that had to be requeued have been.
                 state.rewinding = False
                 batch = state.queue.next_batch(
                     now_s=self._clock(), max_passes=self._max_passes(state)
@@ -347,7 +348,7 @@ class ModelWorkers:
             self._start_gap_timer(state)
 
     def _max_passes(self, state: ModelState) -> int | None:
-        """After a crash one step at a time, to find the one that causes it."""
+        """1 if the next step was running in a crash, to find the step that causes crashes."""
         first = state.queue.waiting.get(state.queue.next_seq)
         return 1 if first is not None and self._engine.isolation.crashes(first.request_id) else None
 
@@ -362,7 +363,8 @@ class ModelWorkers:
                 await self._fail(state, batch, crash_outcome(reason))
                 return
             if batch.steps[0].kind not in PIPELINED:
-                # It is committed by itself, and the store must not have it without those before it.
+                # Its result is committed in its own transaction, which must follow those of all
+                # steps before it.
                 await state.results_stored()
             if state.loaded_in is None and (check := self._engine.base_check) is not None:
                 await check.wait_if_needed(model_id)
@@ -380,7 +382,7 @@ class ModelWorkers:
             outcome = RequestOutcome(error=str(refused), category="server", permanent=True)
             await self._fail(state, batch, outcome)
         except WorkFailed as failed:
-            # The rebuild failed, not a step. The next step tries it again.
+            # The rebuild of the model failed, not a step. The next step tries to rebuild it again.
             state.loaded_in = None
             text = f"this model could not be rebuilt from its log: {failed.message}"
             outcome = RequestOutcome(error=text, category="server", permanent=True)
@@ -407,7 +409,7 @@ class ModelWorkers:
             return
         running: list[asyncio.Task[None]] = []
         try:
-            # The engine has one before the next is sent.
+            # Each step reaches the engine before the next one is sent.
             for step, payload in zip(batch.steps, payloads, strict=True):
                 running.append(await self._steps.begin(state, step, payload, incarnation))
             outcomes = await asyncio.gather(*running, return_exceptions=True)
@@ -422,10 +424,10 @@ class ModelWorkers:
     async def _handle_loss(
         self, state: ModelState, batch: StepBatch, attempt: Attempt, lost: EngineLost
     ) -> None:
-        """Requeue the unfinished steps, unless they crash the engine."""
+        """Requeue the unfinished steps; fail a step that was found to crash the engine."""
         mixed_batch = isinstance(lost, BatchFailed)
         if mixed_batch or isinstance(lost, ModelNotLoaded):
-            # The engine is up, but its copy of this model is not what the log describes.
+            # The engine is up, but it does not have the state of this model that the log describes.
             state.loaded_in = None
         unfinished = [step for step in batch.steps if step.seq_id in state.queue.running]
         caused = False
@@ -488,7 +490,11 @@ class ModelWorkers:
         try:
             await self.add_waiting_steps(state)
         except StorageError as error:
-            log.info("a gap of %s is closed later: %s", state.model.model_id, error)
+            log.info(
+                "the missing step of %s cannot be looked up now; retrying later: %s",
+                state.model.model_id,
+                error,
+            )
             return
         if state.queue.gap() == gap:
             await self._process(state, state.queue.close_gap(now_s=self._clock()))

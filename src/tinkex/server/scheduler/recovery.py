@@ -1,8 +1,8 @@
 """
 Rebuilds models after an engine restart, and takes the snapshots that keep rebuilds short.
 
-An engine that crashed comes back with an empty memory. Before the next step of a model, its state is
-rebuilt: from its last snapshot, and from the log of the steps since then.
+A restarted engine has no models in memory. Before the next step of a model, its state is rebuilt:
+the last snapshot is restored, and the steps since then are replayed from the log.
 """
 
 import asyncio
@@ -46,9 +46,10 @@ log = logging.getLogger("tinkex.server.scheduler")
 
 #: The fixed cost of a step, in tokens.
 STEP_TOKENS = 100
-# Passes of a log that the engine has at the same time during a rebuild.
+# Maximum number of passes that the engine has at the same time during a rebuild.
 MAX_REPLAY_PASSES = 8
-# Their tokens together, unless one pass has more: the steps of other owners wait for them.
+# Maximum tokens of these passes together (a single pass may have more), because steps of other
+# owners wait until they are done.
 MAX_REPLAY_TOKENS = 32_768
 #: A snapshot may be late by this fraction of the interval, to be taken after an optimizer step.
 MAX_DELAY_FRACTION = 10
@@ -63,9 +64,9 @@ class RebuildQueue:
     """
     Decides which models of one engine are rebuilt now.
 
-    The models of an owner that is alone are rebuilt together. While several owners want the engine,
-    one model of each owner is rebuilt at a time, and the one with the least work left goes first: a
-    few small steps do not wait behind many large ones, which lose little by waiting.
+    If only one owner uses the engine, all its models are rebuilt at the same time. If several
+    owners do, one model of each owner is a candidate, and the one with the least work left is
+    rebuilt first. So a short rebuild does not wait for long ones, which are hardly delayed by it.
     """
 
     def __init__(self, slots: TrainingSlots) -> None:
@@ -77,7 +78,7 @@ class RebuildQueue:
 
     @contextlib.contextmanager
     def rebuilding(self, state: "ModelState") -> Iterator[None]:
-        """A model is being rebuilt; before each step it waits for `may_continue`."""
+        """Register the rebuild of a model. Before each step it must wait for `may_continue`."""
         owner, model_id = state.model.owner, state.model.model_id
         # Zero until its log has been read.
         self._left.setdefault(owner, {})[model_id] = 0
@@ -90,7 +91,7 @@ class RebuildQueue:
             self._recheck()
 
     def set_left(self, state: "ModelState", tokens: int) -> None:
-        """The work that is left for this model."""
+        """Update the work that is left for this model."""
         self._left[state.model.owner][state.model.model_id] = tokens
         self._recheck()
 
@@ -149,7 +150,7 @@ class Recovery:
         self._loaded: defaultdict[str, set[str]] = defaultdict(set)
         #: Sessions whose custom losses are registered in the engine.
         self._with_losses: set[str] = set()
-        #: Held while the order to forget losses is decided and sent.
+        #: Held while it is decided whether to remove losses, and the order is sent.
         self._losses_lock = asyncio.Lock()
 
     async def ensure_loaded(self, state: "ModelState") -> int:
@@ -177,9 +178,9 @@ class Recovery:
 
     async def unload(self, state: "ModelState") -> None:
         """
-        Remove a model from the engine's memory. Runs in place of the model's worker.
+        Remove a model from the engine's memory. Call it only while the model's worker does not run.
 
-        The last model of a session takes the custom losses with it. Raises WorkFailed.
+        After the last model of a session, the custom losses are removed too. Raises WorkFailed.
         """
         await state.results_stored()
         model = state.model
@@ -187,7 +188,7 @@ class Recovery:
         try:
             with contextlib.suppress(EngineLost, EngineRefused):
                 if incarnation is None and self.may_be_loaded(state):
-                    # A rebuild ended half-way; the engine that is up now may have a part of it.
+                    # An earlier rebuild failed; the engine may still have the incomplete model.
                     incarnation = await self._engine.ready()
                 if incarnation is not None:
                     # Like all work, it must not run beside an isolated request.
@@ -201,13 +202,17 @@ class Recovery:
             await self._forget_losses(model.session_id, incarnation)
 
     async def loss_was_checked(self, session_id: str) -> None:
-        """Forget a loss again that was only checked: the engine has no model of the session."""
+        """Remove a loss that the engine only checked and does not need: no model can use it yet."""
         self._with_losses.add(session_id)
         with contextlib.suppress(EngineLost, EngineRefused):
             await self._forget_losses(session_id, await self._engine.ready())
 
     async def _forget_losses(self, session_id: str, incarnation: int) -> None:
-        """Unless a model of the session needs them. A model that is loaded later registers them."""
+        """
+        Remove the custom losses of a session from the engine, unless a loaded model needs them.
+
+        A model that is loaded later registers them again.
+        """
         async with self._engine.isolation.attempt():
             with contextlib.suppress(EngineLost, EngineRefused, WorkFailed):
                 # Locked, so that no model of the session is loaded between the check and the send.
@@ -216,8 +221,8 @@ class Recovery:
                         return
                     self._with_losses.discard(session_id)
                     work = forget_losses_work(session_id)
-                    answer = await self._engine.send(work, incarnation=incarnation)
-                await answer
+                    future = await self._engine.send(work, incarnation=incarnation)
+                await future
 
     async def _register_losses(self, state: "ModelState", incarnation: int) -> None:
         for loss in await self._store.models.custom_losses(state.model.session_id):
@@ -239,7 +244,7 @@ class Recovery:
         after = -1 if snapshot is None else snapshot.seq_id
         rows = await self._store.requests.log(model_id, after=after)
         if rows:
-            log.info("rebuilding %s from %d steps", model_id, len(rows))
+            log.info("rebuilding %s: replaying %d steps of its log", model_id, len(rows))
         left = sum(map(_cost, rows))
         free, sent_tokens = asyncio.Semaphore(MAX_REPLAY_PASSES), 0
         passes: list[asyncio.Future[Outcome]] = []
@@ -254,7 +259,7 @@ class Recovery:
                     continue
                 await self._rebuilds.may_continue(state)
                 if kind in PASSES and action is Replay.RUN:
-                    # The engine has several at the same time, sent one after the other.
+                    # Several passes are on the engine at the same time; they are sent in order.
                     if sent_tokens + row.tokens > MAX_REPLAY_TOKENS:
                         await asyncio.gather(*passes)
                         passes.clear()
@@ -306,8 +311,9 @@ class Snapshots:
     """
     Takes snapshots of models on one engine.
 
-    A snapshot is the state of a model between two steps. It is written while the model goes on, and
-    its log is truncated afterwards. The model's worker, or a task in its place, takes it.
+    A snapshot is the state of a model between two steps. It is written while later steps run; then
+    the log before it is truncated. Only the model's worker, or a task that runs instead of the
+    worker, may take a snapshot.
     """
 
     def __init__(
@@ -349,16 +355,16 @@ class Snapshots:
         Take a snapshot of the current state; later steps run while it is written.
 
         The engine copies the model when the order reaches it, before any later step. If the
-        snapshot fails, the model goes on: its log is complete without it.
+        snapshot fails, the model continues, because its log is still complete.
         """
         try:
             return await self._begin(state)
         except (EngineLost, EngineRefused, BaseModelChanged, WorkFailed, Damaged) as error:
-            log.info("no snapshot of %s: %s", state.model.model_id, error)
+            log.info("the snapshot of %s failed: %s", state.model.model_id, error)
         except StorageError as trouble:
-            log.warning("no snapshot of %s: %s", state.model.model_id, trouble)
+            log.warning("the snapshot of %s failed: %s", state.model.model_id, trouble)
         except Exception:
-            log.exception("no snapshot of %s", state.model.model_id)
+            log.exception("the snapshot of %s failed", state.model.model_id)
         return None
 
     async def _begin(self, state: "ModelState") -> asyncio.Future[bool] | None:
@@ -377,9 +383,9 @@ class Snapshots:
             model_id = state.model.model_id
             place, folder = self._execution.store.snapshots.new_key(model_id)
             work = Work(task=Task.SNAPSHOT, model_id=model_id, folder=folder)
-            answer = await state.send(self._engine, work, incarnation)
+            future = await state.send(self._engine, work, incarnation)
             saving = self._save(
-                model_id, answer, place, state.queue.next_seq - 1, state.queue.gradient_error
+                model_id, future, place, state.queue.next_seq - 1, state.queue.gradient_error
             )
             written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             state.snapshot_task = self._execution.spawn(
@@ -390,13 +396,13 @@ class Snapshots:
     async def _save(
         self,
         model_id: str,
-        answer: asyncio.Future[Outcome],
+        future: asyncio.Future[Outcome],
         place: str,
         seq_id: int,
         gradient_error: str | None,
     ) -> bool:
         try:
-            outcome = await answer
+            outcome = await future
             return await self._execution.store.snapshots.save(
                 model_id=model_id,
                 seq_id=seq_id,
@@ -405,11 +411,11 @@ class Snapshots:
                 spoiled=gradient_error,
             )
         except (EngineLost, EngineRefused) as lost:
-            log.info("no snapshot of %s: %s", model_id, lost)
+            log.info("the snapshot of %s failed: %s", model_id, lost)
         except (WorkFailed, StorageError) as failed:
-            log.warning("no snapshot of %s: %s", model_id, failed)
+            log.warning("the snapshot of %s failed: %s", model_id, failed)
         except Exception:
-            log.exception("no snapshot of %s", model_id)
+            log.exception("the snapshot of %s failed", model_id)
         return False
 
 

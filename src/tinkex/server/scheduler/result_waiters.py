@@ -33,15 +33,17 @@ from tinkex.server.store.requests import ResultGone
 
 log = logging.getLogger("tinkex.server.scheduler.result_waiters")
 
-# Finished results are cached for the poll that is about to come; the rest are read from the store.
+# Finished results are cached up to this size, because the client usually polls for them soon. Other
+# results are read from the store.
 CACHE_BYTES = 64 * 2**20
-# Ids with an earlier time are not from any server: none existed before 2025.
+# The earliest time that a valid request id can contain: no server existed before 2025.
 EARLIEST_REQUEST_S = 1735689600.0
-# Tails of completion logs in memory. The database has everything that is dropped here.
+# Limits of the events that `CompletionLog` caches. The database has all events, so those that are
+# dropped from the cache are read from there.
 MAX_CLIENTS = 4_000
 MAX_EVENTS_PER_CLIENT = 20_000
 UNREAD_TTL_S = 120.0
-# The next poll, from its cursor on, gets the next events immediately.
+# If a client has more events than this, its next poll returns the following ones immediately.
 MAX_EVENTS_PER_POLL = 1_000
 # How long a poll is held when the database cannot be read.
 STORAGE_RETRY_S = 1.0
@@ -60,17 +62,17 @@ class RequestOutcome:
     error: str | None = None
     category: str | None = None
     cause: Cause = Cause.WORK
-    #: The result is already committed, in one transaction with other rows.
+    #: Whether the result is already committed, in one transaction with other rows.
     committed: bool = False
-    #: The next request of this kind would fail the same way.
+    #: Whether the next request of this kind would fail in the same way.
     permanent: bool = False
 
 
 def crash_outcome(reason: str) -> RequestOutcome:
-    """The request crashes the engine, so it must not run again beside others."""
+    """The failure of a request that crashes the engine: it must not run again."""
     return RequestOutcome(
         error=f"the engine died {MAX_CRASHES} times while this request was running, the last time "
-        f"with nothing else beside it, so it is not tried again: {reason}. "
+        f"with no other request running, so it is not run again: {reason}. "
         "The server's log has more details.",
         category="server",
     )
@@ -81,7 +83,7 @@ def storage_failure(error: Exception) -> RequestOutcome:
     error_id = secrets.token_hex(4)
     log.error("a result could not be stored (%s)", error_id, exc_info=error)
     return RequestOutcome(
-        error=f"its result could not be stored ({type(error).__name__}), so it counts as not done. "
+        error=f"its result could not be stored ({type(error).__name__}), so the request failed. "
         f"Send the work again. The server's log has the details under the id {error_id}.",
         category="server",
     )
@@ -309,7 +311,7 @@ class Futures:
 
 
 def load_of(request: NewRequest | RequestRow) -> Load:
-    """What a request adds to its owner's load."""
+    """The load that a request adds to its owner."""
     samples = request.sequences if request.kind == Kind.SAMPLE else 0
     return Load(requests=1, tokens=request.tokens, samples=samples)
 
@@ -341,13 +343,13 @@ _Client = tuple[str, int]
 
 
 @dataclass(slots=True)
-class _Tail:
-    """All events of one client after the position `floor`."""
+class _RecentEvents:
+    """The newest events of one client: all after the position `floor`."""
 
     floor: int
     events: list[Completion] = field(default_factory=list)
     waiters: Waiters = field(default_factory=Waiters)
-    #: Polls that use this tail, waiting or reading.
+    #: Number of polls that use these events now.
     polls: int = 0
     read_s: float = 0.0
 
@@ -355,7 +357,7 @@ class _Tail:
         return self.events[bisect_right(self.events, cursor, key=_position) :]
 
     def acknowledge(self, cursor: int) -> None:
-        """The client has these events; the database keeps them."""
+        """Drop the events that the client has received; the database keeps them."""
         if known := bisect_right(self.events, cursor, key=_position):
             self.floor = self.events[known - 1].position
             del self.events[:known]
@@ -369,13 +371,13 @@ class CompletionLog:
     """
     Which samples of a sampling client have finished, in order.
 
-    The log is in the database, written with each result. From the first poll of a client on, its
-    newest part is here too, so the following polls read nothing from disk.
+    The log is in the database, written with each result. After the first poll of a client, its
+    newest events are also cached here, so later polls do not read the database.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._tails: OrderedDict[_Client, _Tail] = OrderedDict()
+        self._recent: OrderedDict[_Client, _RecentEvents] = OrderedDict()
         #: Position of the newest event added here; earlier ones are in the database.
         self._newest = 0
         self._closing = False
@@ -387,13 +389,13 @@ class CompletionLog:
         """The event is stored: wake its polls. Called in the order of the commits."""
         self._newest = max(self._newest, event.position)
         client = (event.sampling_session_id, event.clone_id)
-        tail = self._tails.get(client)
-        if tail is None:
+        recent = self._recent.get(client)
+        if recent is None:
             return
-        tail.events.append(event)
-        tail.waiters.wake()
-        if len(tail.events) > MAX_EVENTS_PER_CLIENT and not tail.polls:
-            del self._tails[client]
+        recent.events.append(event)
+        recent.waiters.wake()
+        if len(recent.events) > MAX_EVENTS_PER_CLIENT and not recent.polls:
+            del self._recent[client]
 
     async def after(
         self,
@@ -404,36 +406,36 @@ class CompletionLog:
         within_s: float,
         on_disconnect: OnDisconnect | None = None,
     ) -> Sequence[Completion]:
-        """The client's next events after a position; waits for one, and is empty at the timeout."""
-        tail = self._tail((sampling_session_id, clone_id))
-        tail.polls += 1
+        """The client's next events after the cursor; waits for one, and is empty at the timeout."""
+        recent = self._recent_events((sampling_session_id, clone_id))
+        recent.polls += 1
         try:
-            older = await self._older(tail, sampling_session_id, clone_id, cursor)
-            tail.acknowledge(cursor)
-            if len(older) == MAX_EVENTS_PER_POLL:  # there may be more before those in memory
+            older = await self._older(recent, sampling_session_id, clone_id, cursor)
+            recent.acknowledge(cursor)
+            if len(older) == MAX_EVENTS_PER_POLL:  # the database may have more of them
                 return older
-            if older or tail.events or within_s <= 0 or self._closing:
-                return [*older, *tail.events[: MAX_EVENTS_PER_POLL - len(older)]]
-            await tail.waiters.wait(within_s, on_disconnect)
+            if older or recent.events or within_s <= 0 or self._closing:
+                return [*older, *recent.events[: MAX_EVENTS_PER_POLL - len(older)]]
+            await recent.waiters.wait(within_s, on_disconnect)
         except StorageError:
             # Later events must not be sent before the ones that cannot be read now. The client
-            # polls again from the same cursor; the sleep keeps it from doing so in a tight loop.
+            # polls again from the same cursor; the sleep prevents a tight loop.
             await asyncio.sleep(min(within_s, STORAGE_RETRY_S))
             return []
         finally:
-            tail.polls -= 1
-            tail.read_s = time.monotonic()
-        return tail.after(cursor)[:MAX_EVENTS_PER_POLL]
+            recent.polls -= 1
+            recent.read_s = time.monotonic()
+        return recent.after(cursor)[:MAX_EVENTS_PER_POLL]
 
     async def _older(
-        self, tail: _Tail, sampling_session_id: str, clone_id: int, cursor: int
+        self, recent: _RecentEvents, sampling_session_id: str, clone_id: int, cursor: int
     ) -> list[Completion]:
         """The first events after the cursor that are only in the database."""
         older: list[Completion] = []
         floor = cursor
         # Another poll of the same client may have moved the floor in the meantime.
-        while floor < tail.floor:
-            floor = tail.floor
+        while floor < recent.floor:
+            floor = recent.floor
             older = await self._store.requests.completions(
                 sampling_session_id, clone_id, after=cursor, up_to=floor, limit=MAX_EVENTS_PER_POLL
             )
@@ -442,27 +444,27 @@ class CompletionLog:
     def release(self) -> None:
         """The server is stopping: end all polls; clients poll again at the next start."""
         self._closing = True
-        for tail in self._tails.values():
-            tail.waiters.wake()
+        for recent in self._recent.values():
+            recent.waiters.wake()
 
-    def _tail(self, client: _Client) -> _Tail:
-        tail = self._tails.get(client)
-        if tail is None:
+    def _recent_events(self, client: _Client) -> _RecentEvents:
+        recent = self._recent.get(client)
+        if recent is None:
             self._drop_unread()
-            tail = _Tail(floor=self._newest, read_s=time.monotonic())
-            self._tails[client] = tail
-        self._tails.move_to_end(client)
-        return tail
+            recent = _RecentEvents(floor=self._newest, read_s=time.monotonic())
+            self._recent[client] = recent
+        self._recent.move_to_end(client)
+        return recent
 
     def _drop_unread(self) -> None:
-        """Drop tails that were not read lately, and the least recently read if there are too many."""
+        """Drop the events of clients that did not poll recently, or of the least recent if full."""
         fresh_s = time.monotonic() - UNREAD_TTL_S
-        too_many = len(self._tails) + 1 - MAX_CLIENTS
+        too_many = len(self._recent) + 1 - MAX_CLIENTS
         unread: list[_Client] = []
-        for client, tail in self._tails.items():
-            if tail.read_s > fresh_s and len(unread) >= too_many:
+        for client, recent in self._recent.items():
+            if recent.read_s > fresh_s and len(unread) >= too_many:
                 break
-            if not tail.polls:
+            if not recent.polls:
                 unread.append(client)
         for client in unread:
-            del self._tails[client]
+            del self._recent[client]

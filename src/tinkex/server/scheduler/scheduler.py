@@ -37,7 +37,7 @@ log = logging.getLogger("tinkex.server.scheduler")
 STORE_TIMEOUT_S = 5.0
 #: How often the number of waiting rows is compared with the claimed requests.
 PICKUP_INTERVAL_S = 5.0
-#: Rows that are read at once: the database reader and the event loop are soon free for others.
+#: Rows that one read returns. Small, so that it does not block other reads and the event loop.
 PICKUP_BATCH = 200
 
 
@@ -129,7 +129,7 @@ class Scheduler:
         self._engines: dict[str, EngineScheduler] = {}
         for served in executor.served:
             self.engine(served.name)
-        #: The previous web process crashed by itself.
+        #: Whether the previous web process crashed (see `web_process_crashed`).
         self._web_crashed = web_crashed
         self._models = ModelStates(store)
         #: Models whose steps are being read.
@@ -148,16 +148,17 @@ class Scheduler:
         return engine
 
     async def start(self) -> None:
-        """Pick up what an earlier process accepted and did not finish."""
+        """Start, and schedule the requests that an earlier process accepted and did not finish."""
         await self._execution.futures.start()
         await self._execution.failures.start()
-        # Before any work is picked up. Later requests bring the limits of their keys.
+        # Set the limits before any work is scheduled. Later, each request updates the limits of its
+        # owner.
         now_s = time.time()
         for key in await self._store.keys.all():
             if key.state(now_s) == "active" and "max_training" in key.limits:
                 self.training_limits.set(key.owner, key.limits["max_training"])
         await self._restore_crash_counts()
-        # In the background: new requests do not wait for the stored ones.
+        # In the background, so that new requests do not wait for the stored ones.
         self._execution.spawn(Pickup(self._execution, self.submit).run())
 
     async def _restore_crash_counts(self) -> None:
@@ -177,11 +178,15 @@ class Scheduler:
             if not counts_as_crash(leftover, boot_id=boot_id, web_crashed=self._web_crashed):
                 continue
             lost = [name for name in leftover.in_flight if name in base_models]
-            log.warning("%d requests were lost with the engine of %s", len(lost), base_model)
+            log.warning(
+                "%d requests were running when the engine of %s was lost", len(lost), base_model
+            )
             found.update({request_id: counts.get(request_id, 0) + 1 for request_id in lost})
             # As in `CrashIsolation`: a request that was alone caused the crash.
             if len(leftover.in_flight) == len(lost) == 1 and found[lost[0]] >= MAX_CRASHES:
-                caused[lost[0]] = f"the web process died with the engine of {base_model}"
+                caused[lost[0]] = (
+                    f"the web process crashed together with the engine of {base_model}"
+                )
         await self._store.crash_counts.set(found)
         counts.update(found)
         for request_id, reason in caused.items():
@@ -286,7 +291,7 @@ class Scheduler:
         try:
             await self._open(model_id, first_seq=first_seq)
         except StorageError as error:
-            log.info("the steps of %s are picked up later: %s", model_id, error)
+            log.info("the steps of %s cannot be read now; retrying later: %s", model_id, error)
         finally:
             self._opening.discard(model_id)
 
@@ -312,7 +317,7 @@ class Scheduler:
         )
 
     async def refuse_step(self, model_id: str, seq_id: int, kind: Kind, reason: str) -> None:
-        """A step was refused: if its client goes on, it counts as failed with this reason."""
+        """Record a refused step. It fails with this reason if its client sends later steps."""
         state = await self._open(model_id, first_seq=seq_id)
         self._workers(state).refuse_step(state, seq_id, kind, reason)
 
@@ -397,13 +402,13 @@ class Pickup:
                 if waiting > len(self._execution.claimed):
                     await self.look()
             except StorageError as error:
-                log.info("cannot look for waiting requests now: %s", error)
+                log.info("cannot read the waiting requests now; retrying: %s", error)
             except Exception:
-                log.exception("cannot look for waiting requests; retrying")
+                log.exception("reading the waiting requests failed; retrying")
             await asyncio.sleep(PICKUP_INTERVAL_S)
 
     async def look(self) -> None:
-        """Submit waiting requests: one batch of each owner in turn, the smallest owners first."""
+        """Submit waiting requests: one batch of each owner in turn, those with the fewest first."""
         requests = self._execution.store.requests
         positions = dict.fromkeys(await requests.waiting_owners())
         while positions and not self._execution.closing:

@@ -4,7 +4,7 @@ The status of sessions: active, timed out, failed, or finished.
 A client sends heartbeats while it runs. A session without one for the grace period is marked as
 timed out, and its models leave the engine's memory; nothing is deleted. The next heartbeat or step
 removes the mark, and the models are rebuilt on demand. Only a session that its own client finished
-is over for good.
+cannot continue.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ def session_status(
 
 class SessionFailures:
     """
-    Marks sessions as failed, with the reason, until a request of theirs succeeds.
+    Marks sessions as failed, with the reason, until one of their requests succeeds.
 
     A session has failed when the server could not do its work, or when one of its models was not
     created. An error that the user can fix in the next request, such as an unknown loss, fails only

@@ -1,17 +1,17 @@
 """
-Orders the steps of one model. Pure: no clock, no tensors, no sockets, no SQL.
+Orders the steps of one model. Pure logic: it uses no clock, tensors, sockets or SQL.
 
 Steps arrive in any order and run strictly by sequence number, each once. A number that never arrives
-is a gap: after a timeout the steps behind it fail. A failed `forward_backward` leaves incomplete
-gradients, so the next `optim_step` fails too.
+is a gap: after a timeout, the steps that wait for it fail. A failed `forward_backward` leaves
+incomplete gradients, so the next `optim_step` fails too.
 """
 
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-# Passes of one model that the engine has at the same time: enough that it never waits for the
-# next chunk, few enough that another model's batch starts soon.
+# Maximum passes of one model that the engine has at the same time: enough that it is never idle,
+# and few enough that the batch of another model starts soon.
 MAX_PASSES_PER_BATCH = 4
 # Refused numbers kept per model. A client that sends in order has at most one.
 MAX_REFUSED = 1000
@@ -37,7 +37,9 @@ class Cause(enum.StrEnum):
     """Why a step failed; also the `cause` column of its row."""
 
     WORK = "work"  # it ran and failed, or was refused for its content
-    INCOMPLETE_GRADIENTS = "spoiled"  # an optim_step after a failed forward_backward
+    # An optim_step after a failed forward_backward. The value is stored in the database, where
+    # rows of tinkex 0.1 have it too; so it keeps its original spelling.
+    INCOMPLETE_GRADIENTS = "spoiled"
     GAP = "gap"  # an earlier number never arrived
     LATE = "late"  # it arrived after its gap was closed
 
@@ -115,7 +117,7 @@ class StepQueue:
     #: Steps that have started and not finished.
     running: dict[int, Step] = field(default_factory=dict)
     #: Numbers whose requests were refused on arrival, with the reason. The client may send the
-    #: same number again, until a later number shows that it went on.
+    #: same number again, until a later number arrives.
     refused: dict[int, tuple[Kind, str]] = field(default_factory=dict)
     #: Why the gradients are incomplete: a pass since the last optimizer step failed.
     gradient_error: str | None = None
@@ -170,7 +172,7 @@ class StepQueue:
         self.apply_result(step, failure)
 
     def apply_result(self, step: Step, failure: str | None) -> None:
-        """Update what a finished step means for the steps behind it."""
+        """Record what a finished step means for later steps: incomplete gradients, no model."""
         if failure is not None and (step.kind is Kind.CREATE_MODEL or step.creates_model):
             self.creation_error = f"this model was not created: {failure}"
         elif step.kind is Kind.FORWARD_BACKWARD and failure is not None:
@@ -207,7 +209,7 @@ class StepQueue:
         return Gap(missing=self.next_seq, since_s=self._gap_since_s)
 
     def close_gap(self, *, now_s: float) -> StepBatch:
-        """Give up on the missing number: every step up to the next gap fails."""
+        """Stop waiting for the missing number: every step up to the next gap fails."""
         missing = self.next_seq
         first = min(self.waiting)
         self.next_seq = first
@@ -230,7 +232,7 @@ class StepQueue:
         )
 
     def _next_refused(self, now_s: float) -> StepBatch:
-        """The client went on after a refused number: that number fails."""
+        """Fail a refused number, because a later number has arrived."""
         kind, reason = self.refused.pop(self.next_seq)
         step = Step(seq_id=self.next_seq, request_id="", kind=kind)
         self.running[step.seq_id] = step

@@ -66,7 +66,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# Enough to show that a disk has free space again.
+# Size of the file that `probe` writes: large enough to show that a disk has free space again.
 PROBE = bytes(2**20)
 
 
@@ -97,9 +97,9 @@ class Store:
         """Transactions committed since opening."""
         return self._database.writer.commits
 
-    async def build_report(self, act: Callable[[], T]) -> T:
-        """Build a large response off the event loop."""
-        return await self._database.build_report(act)
+    async def build_report(self, function: Callable[[], T]) -> T:
+        """Run `function`, which builds a large response, in a thread."""
+        return await self._database.build_report(function)
 
     def check_database_file(self) -> None:
         """Check that the database file is still the one that was opened; updates `health`."""

@@ -24,7 +24,7 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from tinkex.server.store.storage_health import Damaged, ObjectStoreUnavailable
 from tinkex.wire.errors import UserFailure
 
-#: The start of a problem that is due to permissions or the disk: the file itself may be intact.
+#: The prefix of a problem that is caused by permissions or the disk: the file itself may be intact.
 UNREADABLE = "cannot be read"
 
 # Errors of reading a single file that do not mean that the whole disk fails.

@@ -201,7 +201,7 @@ class Checkpoints:
     ) -> None:
         """Add the version, its name or sampler, and the request's result in one transaction."""
 
-        def act(connection: sa.Connection) -> None:
+        def operation(connection: sa.Connection) -> None:
             values = {column.name: getattr(version, column.name) for column in VERSION_COLUMNS}
             connection.execute(checkpoint_versions.insert(), {**values, "fingerprint": fingerprint})
             named = naming is not None and _assign_name(connection, version, naming)
@@ -213,7 +213,7 @@ class Checkpoints:
             note_saved(connection, version, "checkpoint.saved")
             request_writes.set_done(connection, request_id, result, version_id=version.version_id)
 
-        await self._database.write(act, required=True)
+        await self._database.write(operation, required=True)
 
     async def discard(self, version: Version) -> None:
         """Delete the files of a version that was not saved; the cleanup deletes what remains."""
@@ -264,7 +264,7 @@ class Checkpoints:
             )
         )
 
-        def act(connection: sa.Connection) -> tuple[Version | None, bool]:
+        def operation(connection: sa.Connection) -> tuple[Version | None, bool]:
             row = connection.execute(statement).first()
             if row is None:
                 return None, False
@@ -272,7 +272,7 @@ class Checkpoints:
             public = bool(values.pop("public"))
             return Version(**values), public
 
-        return await self._database.read(act)
+        return await self._database.read(operation)
 
     async def version(self, version_id: str) -> Version | None:
         """A version whose files are not discarded."""
@@ -409,7 +409,7 @@ class Quota:
 
 def owner_quota(server: Quota, keys: Iterable[Mapping[str, int]]) -> Quota:
     """
-    The quota of an owner with these limits of API keys.
+    The quota of an owner whose API keys have these limits.
 
     Checkpoints belong to owners, not to keys, so the highest limit among their keys counts.
     """
@@ -464,30 +464,30 @@ class Quotas:
             _refuse_over_quota(name, used=used - new[name], new=new[name], quota=quota)
 
     async def refuse_save(self, owner: str, *, checkpoints: int) -> None:
-        """Before files are written: raise OverQuota if they cannot fit, whatever their size."""
+        """Called before files are written: raise OverQuota if not even an empty save would fit."""
         new = {"max_checkpoint_bytes": 0}
         if checkpoints:
             new["max_checkpoints"] = checkpoints
 
-        def act(connection: sa.Connection) -> None:
+        def operation(connection: sa.Connection) -> None:
             quota = self._allowed(connection, owner)
             for name, used in self._used(connection, owner, quota, new):
                 _refuse_over_quota(name, used=used, new=new[name], quota=quota)
 
-        await self._database.read(act)
+        await self._database.read(operation)
 
-    async def within(self, owner: str, act: Callable[[], Awaitable[T]]) -> T:
+    async def within(self, owner: str, function: Callable[[], Awaitable[T]]) -> T:
         """
-        The result of `act`. If it is over quota, delete the owner's unused files and retry once.
+        The result of `function`. On OverQuota, delete the owner's unused files and retry once.
 
         The cleanup would delete them a little later; the user cannot delete them earlier.
         """
         try:
-            return await act()
+            return await function()
         except OverQuota:
             abandoned_before_s = time.time() - self.abandoned_s
             await self._retention.drop_versions(abandoned_before_s=abandoned_before_s, owner=owner)
-        return await act()
+        return await function()
 
     def _allowed(self, connection: sa.Connection, owner: str) -> Quota:
         keys = sa.select(api_keys.c.limits).where(
@@ -500,7 +500,7 @@ class Quotas:
     def _used(
         self, connection: sa.Connection, owner: str, quota: Quota, names: Collection[str]
     ) -> Iterator[tuple[str, int]]:
-        """The usage of those of these quotas that are limited."""
+        """The name and usage of each of these quotas that has a limit."""
         now_s = time.time()
         # Built only when needed: a save does not count runs.
         statements: dict[str, Callable[[], sa.Select[int]]] = {

@@ -65,7 +65,7 @@ READ_RETRY_S = 0.5
 _accepted: ContextVar[bool] = ContextVar("accepted", default=False)
 
 _ADVICE = "Check that it runs and accepts this machine, or choose another with --db."
-# Unlike a running server, a start is not retried.
+# A server that starts exits on these problems; a running server would retry. So the advice differs.
 _ADVICE_BY_KIND = {
     FULL: "Free some space on its disk, and start again.",
     READ_ONLY: "Make it and its folder writable for the server's user, and start again.",
@@ -96,8 +96,8 @@ class Database:
     def __init__(self, url: str, *, exclusive: bool = False) -> None:
         self._writing, self._reading = _engines(url, exclusive=exclusive)
         self._exclusive = exclusive
-        #: Whether the current write may be refused new rows.
-        self._gated = False
+        #: Whether the current operation may not insert rows while new data is refused.
+        self._refuses_inserts = False
         event.listen(self._writing, "before_cursor_execute", self._refuse_new_rows)
         self.health = StorageHealth()
         with _as_refusal(self._writing):
@@ -125,96 +125,110 @@ class Database:
         )
         self.writer = Writer(
             self._writing,
-            last=request_writes.write_token_counts,
-            undone=request_writes.discard_token_counts,
+            before_commit=request_writes.write_token_counts,
+            after_rollback=request_writes.discard_token_counts,
             health=self.health,
         )
 
     async def write(
-        self, act: Callable[[sa.Connection], T], *, required: bool = False, reserve: bool = False
+        self,
+        operation: Callable[[sa.Connection], T],
+        *,
+        required: bool = False,
+        reserve: bool = False,
     ) -> T:
         """
-        Run `act` in a transaction; returns its result once that is on disk.
+        Run `operation` in a transaction; returns its result once the transaction is on disk.
 
-        While the disk refuses writes this raises StorageError, or waits if the write is `required`.
-        While the disk reserve is in use, new rows are refused, except for writes that are required
-        or that may use the `reserve` (they free space or belong to accepted work). The refusal
-        happens at the first INSERT, so that an act that only finds an existing row succeeds.
+        While the disk refuses writes, this raises StorageError, or waits if the write is
+        `required`.
+
+        While free space is below the disk reserve, new rows are refused. Exceptions are `required`
+        writes and writes with `reserve`, which free space or belong to accepted work. The refusal
+        happens at the first INSERT, so an operation that only finds an existing row succeeds.
         """
-        return await self.submit(act, required=required, reserve=reserve)
+        return await self.submit(operation, required=required, reserve=reserve)
 
     def submit(
-        self, act: Callable[[sa.Connection], T], *, required: bool = False, reserve: bool = False
+        self,
+        operation: Callable[[sa.Connection], T],
+        *,
+        required: bool = False,
+        reserve: bool = False,
     ) -> asyncio.Future[T]:
-        """Like `write`, but queued at the time of this call."""
+        """Like `write`, but the operation is queued by this call, not by the await."""
         return self.writer.submit(
-            act if required or reserve else self._gate(act), required=required
+            operation if required or reserve else self._without_new_rows(operation),
+            required=required,
         )
 
     def submit_batched(
         self, many: BatchWrite[Item, T], item: Item, *, required: bool = False
     ) -> asyncio.Future[T]:
-        """Like `submit`, for a write that shares its statements with others of its kind."""
+        """Like `submit`, but writes of the same kind share their statements (`Writer`)."""
         if not required:
-            # Checked here: one statement adds the rows of many, so it cannot be refused for one.
+            # Checked before queueing: one INSERT has the rows of many callers, so refusing it would
+            # refuse all of them.
             self.health.refuse_new_data()
         return self.writer.submit_batched(many, item, required=required)
 
     def write_deferred(
         self,
-        act: Callable[[sa.Connection], object],
+        operation: Callable[[sa.Connection], object],
         *,
         key: Hashable = None,
         on_dropped: Callable[[], None] | None = None,
     ) -> None:
-        """Run `act` with a later transaction; see `Writer.defer`."""
-        self.writer.defer(self._gate(act), key=key, on_dropped=on_dropped)
+        """Queue `operation` for a later transaction, without waiting for it; see `Writer.defer`."""
+        self.writer.defer(self._without_new_rows(operation), key=key, on_dropped=on_dropped)
 
-    def _gate(self, act: Callable[[sa.Connection], T]) -> Callable[[sa.Connection], T]:
-        """The act, with its INSERTs refused while new data is refused."""
+    def _without_new_rows(
+        self, operation: Callable[[sa.Connection], T]
+    ) -> Callable[[sa.Connection], T]:
+        """Wrap `operation` so that its INSERTs fail while new data is refused."""
 
-        def gated(connection: sa.Connection) -> T:
-            self._gated = True
+        def wrapped(connection: sa.Connection) -> T:
+            self._refuses_inserts = True
             try:
-                return act(connection)
+                return operation(connection)
             finally:
-                self._gated = False
+                self._refuses_inserts = False
 
-        return gated
+        return wrapped
 
     def _refuse_new_rows(
         self, _connection: object, _cursor: object, statement: str, *_rest: object
     ) -> None:
-        if self._gated and statement.startswith("INSERT"):
+        if self._refuses_inserts and statement.startswith("INSERT"):
             self.health.refuse_new_data()
 
-    async def read(self, act: Callable[[sa.Connection], T]) -> T:
+    async def read(self, operation: Callable[[sa.Connection], T]) -> T:
         """
-        Run `act` on committed data, concurrently with the writer.
+        Run `operation` on committed data, concurrently with the writer.
 
         While the database is unavailable this raises StorageError, or waits in `accepted_work`.
         """
         while True:
             try:
-                return await self._with_timeout(_run(self._readers, lambda: self._read(act)))
+                return await self._with_timeout(_run(self._readers, lambda: self._read(operation)))
             except StorageError as error:
                 if not _accepted.get() or not error.problem.is_temporary:
                     raise
             await asyncio.sleep(READ_RETRY_S)
 
-    async def read_key(self, act: Callable[[sa.Connection], T]) -> T:
-        """Like `read`, in a thread of its own: every request waits for this lookup."""
-        return await self._with_timeout(_run(self._key_readers, lambda: self._read(act)))
+    async def read_key(self, operation: Callable[[sa.Connection], T]) -> T:
+        """Like `read`, in a separate thread pool: every request waits for the lookup of its key."""
+        return await self._with_timeout(_run(self._key_readers, lambda: self._read(operation)))
 
-    async def read_report(self, act: Callable[[sa.Connection], T]) -> T:
-        """Like `read`, for reads that grow with an owner's data; they do not delay short ones."""
-        return await self._with_timeout(_run(self._reporters, lambda: self._read(act)))
+    async def read_report(self, operation: Callable[[sa.Connection], T]) -> T:
+        """Like `read`, in a separate thread pool, for reads that grow with an owner's data."""
+        return await self._with_timeout(_run(self._reporters, lambda: self._read(operation)))
 
     async def _with_timeout(self, reading: asyncio.Future[T]) -> T:
         """
         The result of a read, or StorageError if the database does not respond.
 
-        The timeout is shorter while it does not respond to the writer either.
+        The timeout is shorter if the database does not respond to the writer either.
         """
         began_s = time.monotonic()
         try:
@@ -224,7 +238,7 @@ class Database:
                     raise StorageError(group_commit.not_responding(self._writing, waited_s))
             return reading.result()
         finally:
-            # The thread continues until the database answers; its result is dropped.
+            # The thread continues until the database responds; its result is dropped.
             reading.cancel()
 
     def check_file(self) -> None:
@@ -238,32 +252,32 @@ class Database:
         else:
             self.health.clear(DATABASE_FILE)
 
-    def read_sync(self, act: Callable[[sa.Connection], T]) -> T:
+    def read_sync(self, operation: Callable[[sa.Connection], T]) -> T:
         """Like `read`, once, in the caller's thread."""
-        return self._read(act)
+        return self._read(operation)
 
-    async def build_report(self, act: Callable[[], T]) -> T:
-        """Build a large response in the thread pool of `read_report`."""
-        return await _run(self._reporters, act)
+    async def build_report(self, function: Callable[[], T]) -> T:
+        """Run `function`, which builds a large response, in the thread pool of `read_report`."""
+        return await _run(self._reporters, function)
 
-    async def with_file(self, act: Callable[[], T], *, required: bool = False) -> T:
+    async def with_file(self, function: Callable[[], T], *, required: bool = False) -> T:
         """
-        Read or write one payload or result off the event loop.
+        Run `function`, which reads or writes one payload or result, in a thread.
 
         While storage has a problem this raises StorageError, or waits if the work is `required`.
         """
-        return await self._on_files(self._file_threads, act, required=required)
+        return await self._on_files(self._file_threads, function, required=required)
 
-    async def with_folder(self, act: Callable[[], T], *, required: bool = False) -> T:
+    async def with_folder(self, function: Callable[[], T], *, required: bool = False) -> T:
         """Like `with_file`, for work on whole folders, which may take minutes."""
-        return await self._on_files(self._folder_threads, act, required=required)
+        return await self._on_files(self._folder_threads, function, required=required)
 
     async def _on_files(
-        self, threads: ThreadPoolExecutor, act: Callable[[], T], *, required: bool
+        self, threads: ThreadPoolExecutor, function: Callable[[], T], *, required: bool
     ) -> T:
         while True:
             try:
-                return await _run(threads, act)
+                return await _run(threads, function)
             except OSError as error:
                 if self.health.record(error, FILES) is None:
                     raise
@@ -286,11 +300,11 @@ class Database:
             sql_dialects.checkpoint_wal(self._writing)
         self._writing.dispose()
 
-    def _read(self, act: Callable[[sa.Connection], T]) -> T:
+    def _read(self, operation: Callable[[sa.Connection], T]) -> T:
         self.health.check_readable()
         try:
             with self._reading.connect() as connection:
-                return act(connection)
+                return operation(connection)
         except sa.exc.DBAPIError as error:
             if not error.connection_invalidated:
                 if (problem := self.health.record(error)) is not None:
@@ -299,15 +313,15 @@ class Database:
         # The database was restarted since this connection was made: try once on a new one.
         try:
             with self._reading.connect() as connection:
-                return act(connection)
+                return operation(connection)
         except sa.exc.DBAPIError as error:
             if (problem := self.health.record(error)) is not None:
                 raise StorageError(problem) from error
             raise
 
 
-def _run(threads: ThreadPoolExecutor, act: Callable[[], T]) -> asyncio.Future[T]:
-    return asyncio.get_running_loop().run_in_executor(threads, act)
+def _run(threads: ThreadPoolExecutor, function: Callable[[], T]) -> asyncio.Future[T]:
+    return asyncio.get_running_loop().run_in_executor(threads, function)
 
 
 @contextlib.contextmanager
@@ -371,7 +385,7 @@ def _opened_read_only(url: str) -> Iterator[sa.Engine | None]:
 
 
 def _check_integrity(engine: sa.Engine) -> None:
-    """Refuse a SQLite file whose pages are inconsistent: its answers may be wrong."""
+    """Refuse a SQLite file whose pages are inconsistent: queries may return wrong results."""
     if engine.dialect.name != "sqlite":
         return
     if engine.url.database:

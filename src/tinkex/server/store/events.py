@@ -25,7 +25,7 @@ TOPICS = {
     "session": "sessions",
     "key": "organizations",
 }
-# The most in one response, which covers one day.
+# Maximum number of entries in one response, which covers one day.
 MAX_ENTRIES = 10_000
 
 _INSERT_AUDIT = audit.insert()

@@ -44,7 +44,7 @@ class HeldLock:
         self._descriptor = descriptor
 
     def problem(self) -> str | None:
-        """Why the lock is lost, if it is. A deleted lock file is created again."""
+        """Why the lock is lost; None if it is held. A deleted lock file is created again."""
         try:
             if self._descriptor is not None and not _is_same(self._of, self._descriptor):
                 return f"{self._of} was moved, deleted or replaced"
@@ -70,7 +70,7 @@ class HeldLock:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[HeldLock]:
-    """Lock a data folder; the operating system releases it however the process ends."""
+    """Lock a data folder. The operating system releases the lock when the process ends."""
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(mode=PRIVATE_MODE, parents=True, exist_ok=True)
@@ -97,9 +97,9 @@ def lock_folder(folder: Path) -> Iterator[HeldLock]:
 @contextlib.contextmanager
 def lock_database(settings: Settings) -> Iterator[HeldLock | None]:
     """
-    Lock a SQLite database file: with `--db` two data folders may use the same one.
+    Lock a SQLite database file, because with `--db` two data folders may name the same file.
 
-    PostgreSQL is locked by the connection that writes (`sql_dialects`).
+    For PostgreSQL this does nothing: the writing connection locks the database (`sql_dialects`).
     """
     file = database_file(settings.db_url)
     if file is None:
@@ -112,11 +112,11 @@ def lock_database(settings: Settings) -> Iterator[HeldLock | None]:
             lock = stack.enter_context(_opened(lock_file))
         except OSError as error:
             raise SettingsError(
-                f"the database {file} cannot be held: {error.strerror}.",
+                f"the lock file of the database {file} cannot be opened: {error.strerror}.",
                 hint="Choose another one with --db, or leave it out for one in the data folder.",
             ) from error
         free = True
-        # Opening the database reports errors of the file itself.
+        # Errors of the file itself are reported later, when the database is opened.
         with contextlib.suppress(OSError):
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
             stack.callback(os.close, descriptor)
@@ -183,10 +183,11 @@ def database_file(db_url: str) -> Path | None:
 
 
 def _opened(file: Path) -> TextIO:
-    """A lock file that only its user can read, whatever the umask is."""
+    """Open or create a lock file that only its user can read, independent of the umask."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     lock = os.fdopen(descriptor, "a+")
-    with contextlib.suppress(PermissionError):  # another user's file that this one may write
+    # The file may belong to another user, who lets this user write it.
+    with contextlib.suppress(PermissionError):
         os.fchmod(descriptor, 0o600)
     return lock
 
@@ -200,22 +201,28 @@ def _is_same(path: Path, descriptor: int) -> bool:
 
 
 def _flock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Take a lock; whether it was free. A folder that cannot be locked (NFS) counts as free."""
+    """
+    Lock an open file or folder. Returns False if another process holds the lock.
+
+    Some file systems, such as NFS, cannot lock folders. Then this returns True, and only the lock
+    file protects the folder.
+    """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        log.debug("a folder cannot be locked here, only its lock file: %s", error)
+        log.debug("this file system cannot lock folders; only the lock file is used: %s", error)
     return True
 
 
 def _lock_byte(descriptor: int) -> bool:
     """
-    Lock one byte of a database file, far behind its end; whether it was free.
+    Lock one byte of a database file, far after its end. Returns False if the byte is locked.
 
-    A lock of the whole file would conflict with SQLite's own locks on some systems. On Linux the
-    lock belongs to the descriptor, so that SQLite in this process cannot release it by closing.
+    A lock on the whole file would conflict with SQLite's own locks on some systems. On Linux this
+    is an open file description lock: unlike a POSIX lock, it is not released when SQLite in this
+    process closes its own descriptor of the file.
     """
     try:
         if sys.platform == "linux":
@@ -229,7 +236,7 @@ def _lock_byte(descriptor: int) -> bool:
 
 
 def _take(lock: TextIO) -> str | None:
-    """Lock a lock file and write this process id; the process that holds it already, if any."""
+    """Lock a lock file and write the process id to it. Returns the current holder, if any."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,8 +1,9 @@
 """
 Group commit: one thread commits many small writes in one transaction.
 
-While one transaction is flushed to disk, the next writes gather, so one flush serves all of them. A
-write that comes alone does not wait. Each caller waits for the commit of its own write.
+While one transaction is flushed to disk, new writes wait in a queue. The next transaction commits
+all of them with one flush. A write is not delayed to wait for others: if the thread is idle, it
+commits the write immediately. Each caller waits until its own write is committed.
 """
 
 import asyncio
@@ -29,36 +30,44 @@ from tinkex.server.store.storage_health import (
 
 T = TypeVar("T")
 Item = TypeVar("Item")
-Act = Callable[[sa.Connection], Any]
-#: Writes many items of one kind with few statements; returns one result for each, in order.
+#: A function that runs SQL statements on the connection of an open transaction.
+Operation = Callable[[sa.Connection], Any]
+#: A function that writes many items of one kind with few statements. It returns one result for each
+#: item, in the order of the items.
 BatchWrite = Callable[[sa.Connection, Sequence[Item]], Sequence[T]]
 
 log = logging.getLogger("tinkex.server.store")
 
-# A deferred write joins the next transaction, or gets one of its own after this long.
+# A deferred write joins the next transaction. If there is none for this long, the deferred writes
+# get a transaction of their own.
 DEFER_MAX_S = 5.0
-# Deferred writes without a key that wait at most while the database is unavailable.
+# Maximum number of deferred writes without a key that wait while the database is unavailable.
 MAX_DEFERRED = 10_000
-# Limits the size of a transaction, and so the wait of its first write under load.
+# Maximum number of queued writes in one transaction. A larger transaction takes longer, and all of
+# its callers wait for it.
 MAX_GROUP = 500
-# A database that is restarted is waited for this long; writes wait as well.
+# After the connection is lost, the writer tries to reconnect for this long. Writes wait
+# during that time.
 RECONNECT_S = 30.0
+# Interval between two attempts to reconnect.
 RECONNECT_RETRY_S = 0.2
 # After this long without a response from the database, new writes are refused instead of queued.
 RESPONSE_TIMEOUT_S = 10.0
-# How often required writes are retried while the disk refuses them.
+# Interval between two attempts to commit required writes that the disk refused.
 REQUIRED_RETRY_S = 0.5
-# While PostgreSQL has not yet ended the transaction of a lost connection.
+# Interval between two queries of a transaction's status, while PostgreSQL reports it as in
+# progress. PostgreSQL may need a moment to end the transaction of a lost connection.
 STATUS_RETRY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    many: BatchWrite[Any, Any]
+    write_batch: BatchWrite[Any, Any]
     item: Any
     #: None for a deferred write: no caller waits for it.
-    promise: asyncio.Future[Any] | None
-    #: Retried, in order, until the disk accepts it: a client was promised this.
+    future: asyncio.Future[Any] | None
+    #: Whether the write is retried, in order, until the disk accepts it. For data of requests that
+    #: the server has already accepted.
     required: bool = False
     #: Called when the write is dropped.
     on_dropped: Callable[[], None] | None = None
@@ -66,51 +75,56 @@ class _Write:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    promise: asyncio.Future[Any]
-    answer: Any = None
+    future: asyncio.Future[Any]
+    result: Any = None
     error: Exception | None = None
 
 
 class Writer:
     """
-    The writer thread.
+    The writer thread. It commits the queued writes in groups, one transaction for each group.
 
-    An act that raises undoes only itself: the other writes of its group run again, each in its own
-    transaction. After a lost connection the group runs again on a new one, unless the database
-    reports that the commit succeeded. When the disk is full or fails, nothing of the group was
-    written: required writes stay queued and are retried, the others are refused.
+    If a write raises an error, the transaction is rolled back. The writes of the group then run
+    again, each in its own transaction, so only the one with the error fails.
+
+    If the connection is lost, the group runs again on a new connection, unless the database reports
+    that the commit succeeded.
+
+    If the disk is full or fails, nothing of the group is written. Required writes stay queued and
+    are retried; the others are refused with StorageError.
     """
 
     def __init__(
         self,
         engine: sa.Engine,
         *,
-        last: Act | None = None,
-        undone: Act | None = None,
+        before_commit: Operation | None = None,
+        after_rollback: Operation | None = None,
         health: StorageHealth | None = None,
     ) -> None:
         self._engine = engine
         self._health = health or StorageHealth()
         self._health.report_timeouts(self._response_timeout)
-        #: Called at the end of each transaction, and after each rollback.
-        self._last = last
-        self._undone = undone
+        #: Called at the end of each transaction, before its commit.
+        self._before_commit = before_commit
+        self._after_rollback = after_rollback
         self._changed = threading.Condition()
         self._queue: list[_Write] = []
         self._deferred: deque[_Write] = deque()
         #: Deferred writes with a key; a newer one replaces an older one.
         self._deferred_by_key: dict[Hashable, _Write] = {}
-        #: Whether the log already says that deferred writes are dropped.
+        #: Whether the warning about dropped deferred writes was logged.
         self._dropping = False
         #: Required writes that the disk refused.
         self._retrying: list[_Write] = []
         self._closing = False
-        #: Since when the database owes a response; None while it owes none.
+        #: When the writer began to wait for a response of the database; None while it does not
+        #: wait.
         self._waiting_since_s: float | None = None
-        #: Until when a lost database is waited for; None while it is connected.
+        #: When to give up reconnecting; None while the database is connected.
         self._reconnect_until_s: float | None = None
         self._disconnect_reason = ""
-        #: Whether the log already says that the database does not respond.
+        #: Whether the error that the database does not respond was logged.
         self._timeout_logged = False
         #: Transactions committed, for metrics and the benchmark of group commit.
         self.commits = 0
@@ -118,54 +132,59 @@ class Writer:
         self._thread.start()
 
     def submit(
-        self, act: Callable[[sa.Connection], T], *, required: bool = False
+        self, operation: Callable[[sa.Connection], T], *, required: bool = False
     ) -> asyncio.Future[T]:
         """
-        The result of `act`, after its transaction is on disk.
+        Queue `operation`. The future gets its result once its transaction is on disk.
 
-        Acts run in the order of these calls, not of the awaits. A `required` write waits while the
-        disk refuses it; any other raises StorageError.
+        Operations run in the order in which `submit` was called, not in the order in which the
+        futures are awaited. While the disk refuses writes, a `required` one waits; any other
+        raises StorageError.
         """
-        return self._enqueue(_each, act, required)
+        return self._enqueue(_each, operation, required)
 
     def submit_batched(
-        self, many: BatchWrite[Item, T], item: Item, *, required: bool = False
+        self, write_batch: BatchWrite[Item, T], item: Item, *, required: bool = False
     ) -> asyncio.Future[T]:
         """
-        Like `submit`, for a write that shares its statements with others of its kind.
+        Like `submit`, but writes of the same kind in one transaction share their SQL statements.
 
-        Within a transaction, batches of different kinds may be reordered, but never across an act.
-        So writes that depend on each other must be of one kind.
+        Two writes are of the same kind if they have the same `write_batch`. Within a transaction,
+        batches of different kinds may run in another order than they were queued. So writes that
+        depend on each other must be of the same kind. Batches are not reordered relative to
+        operations of `submit`.
         """
-        return self._enqueue(many, item, required)
+        return self._enqueue(write_batch, item, required)
 
-    def _enqueue(self, many: BatchWrite[Any, T], item: Any, required: bool) -> asyncio.Future[T]:
+    def _enqueue(
+        self, write_batch: BatchWrite[Any, T], item: Any, required: bool
+    ) -> asyncio.Future[T]:
         # Cancelling the caller does not cancel the write.
-        promise: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         if not required and (problem := self._response_timeout()) is not None:
-            promise.set_exception(StorageError(problem))
-            return promise
+            future.set_exception(StorageError(problem))
+            return future
         with self._changed:
             if self._closing:
-                raise RuntimeError("the store is closed: nothing can be written any more")
-            self._queue.append(_Write(many, item, promise, required))
+                raise RuntimeError("the store is closed, so nothing can be written")
+            self._queue.append(_Write(write_batch, item, future, required))
             self._changed.notify()
-        return promise
+        return future
 
     def defer(
         self,
-        act: Act,
+        operation: Operation,
         *,
         key: Hashable = None,
         on_dropped: Callable[[], None] | None = None,
     ) -> None:
         """
-        Write with the next transaction; lost if the process ends before.
+        Run `operation` in the next transaction. It is lost if the process ends before that.
 
-        It replaces a waiting write with the same `key`. Of writes without a key, the oldest is
-        dropped when too many wait.
+        It replaces a waiting write with the same `key`. If too many writes without a key wait, the
+        oldest one is dropped.
         """
-        write = _Write(_each, act, None, on_dropped=on_dropped)
+        write = _Write(_each, operation, None, on_dropped=on_dropped)
         with self._changed:
             if self._closing:
                 return
@@ -187,13 +206,14 @@ class Writer:
         if not self._dropping:
             self._dropping = True
             log.warning(
-                "the database accepts no writes, and more than %d deferred writes wait (which "
-                "results were fetched, telemetry): the oldest are dropped until it does",
+                "the database accepts no writes, and more than %d deferred writes wait; the oldest "
+                "ones are dropped until the database accepts writes again. Deferred writes are "
+                "telemetry, and marks that results were fetched",
                 MAX_DEFERRED,
             )
 
     def close(self) -> None:
-        """Commit what waits, then stop. Safe to repeat."""
+        """Commit the waiting writes, then stop the thread. May be called again."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -226,12 +246,12 @@ class Writer:
             return group
 
     def _commit(self, connection: sa.Connection, group: list[_Write]) -> None:
-        answers: list[Any] = []
-        #: The transaction of `answers`, once its commit may have succeeded.
+        results: list[Any] = []
+        # The id of the transaction that computed `results`, once its commit may have succeeded.
         transaction: int | None = None
         while True:
             try:
-                # Before the health check: on a disk that hangs, that check hangs too.
+                # The timeout starts before the health check, which also hangs if the disk hangs.
                 self._start_timeout()
                 self._health.before_commit()
                 self._health.check_readable()
@@ -239,17 +259,17 @@ class Writer:
                 with connection.begin():
                     if transaction is None or not was_committed(connection, transaction):
                         transaction = None
-                        answers = self._answers(connection, group)
-                        if self._last is not None:
-                            self._last(connection)
+                        results = self._run_group(connection, group)
+                        if self._before_commit is not None:
+                            self._before_commit(connection)
                         transaction = transaction_id(connection)
                     self._start_timeout()
-            except Exception as error:  # noqa: BLE001  whatever an act raises goes to its caller
+            except Exception as error:  # noqa: BLE001  errors of a write go to its caller
                 if connection.invalidated:
-                    if self._wait_for_database(error, unsure=transaction is not None):
+                    if self._wait_for_database(error, commit_unknown=transaction is not None):
                         continue
-                elif self._undone is not None:
-                    self._undone(connection)
+                elif self._after_rollback is not None:
+                    self._after_rollback(connection)
                 self._not_written(connection, group, error)
                 return
             break
@@ -259,20 +279,20 @@ class Writer:
         self._health.clear()
         _resolve(
             [
-                _Outcome(write.promise, answer)
-                for write, answer in zip(group, answers, strict=True)
-                if write.promise is not None
+                _Outcome(write.future, result)
+                for write, result in zip(group, results, strict=True)
+                if write.future is not None
             ]
         )
 
-    def _answers(self, connection: sa.Connection, group: list[_Write]) -> list[Any]:
-        answers: list[Any] = [None] * len(group)
-        for many, indexes in _calls(group):
+    def _run_group(self, connection: sa.Connection, group: list[_Write]) -> list[Any]:
+        results: list[Any] = [None] * len(group)
+        for write_batch, indexes in _calls(group):
             self._start_timeout()
-            found = many(connection, [group[index].item for index in indexes])
-            for index, answer in zip(indexes, found, strict=True):
-                answers[index] = answer
-        return answers
+            found = write_batch(connection, [group[index].item for index in indexes])
+            for index, result in zip(indexes, found, strict=True):
+                results[index] = result
+        return results
 
     def _not_written(
         self, connection: sa.Connection, group: list[_Write], error: Exception
@@ -282,45 +302,47 @@ class Writer:
             self._retry_or_refuse(group, error)
         elif len(group) > 1:
             self._commit_each(connection, group, error)
-        elif (promise := group[0].promise) is not None:
-            _resolve([_Outcome(promise, error=error)])
+        elif (future := group[0].future) is not None:
+            _resolve([_Outcome(future, error=error)])
         else:
             log.warning("a deferred write failed: %s", error)
 
     def _commit_each(
         self, connection: sa.Connection, group: list[_Write], error: Exception
     ) -> None:
-        """Commit each write in its own transaction, because one of them always fails."""
+        """Commit each write in its own transaction, so that only the one with the error fails."""
         for number, write in enumerate(group):
             self._commit(connection, [write])
             if self._retrying:
-                # Keeps the order: results of one model must not overtake each other.
+                # The disk refused this write. The rest must wait too: the results of one model have
+                # to be committed in order.
                 self._retry_or_refuse(group[number + 1 :], error)
                 return
 
     def _retry_or_refuse(self, group: list[_Write], error: Exception) -> None:
-        """Nothing of this group is on disk, because of a storage problem and not of its writes."""
+        """After a storage problem: retry the required writes of the group, refuse the others."""
         refused = []
         for write in group:
             if write.required and not self._closing:
                 self._retrying.append(write)
-            elif write.promise is not None:
-                refused.append(_Outcome(write.promise, error=self._health.as_storage_error(error)))
+            elif write.future is not None:
+                refused.append(_Outcome(write.future, error=self._health.as_storage_error(error)))
             elif write.on_dropped is not None:
                 write.on_dropped()
         _resolve(refused)
 
     def _start_timeout(self) -> None:
-        """From now on the database owes a response."""
+        """Record that the writer waits for a response of the database from now on."""
         if self._reconnect_until_s is None:
             self._waiting_since_s = time.monotonic()
 
-    def _wait_for_database(self, error: Exception, *, unsure: bool) -> bool:
+    def _wait_for_database(self, error: Exception, *, commit_unknown: bool) -> bool:
         """
-        Sleep before the next attempt to connect; False after RECONNECT_S.
+        Sleep before the next attempt to reconnect; False if the writer must give up.
 
-        If it is `unsure` whether the commit succeeded, the group is neither refused nor run again
-        until the database says so.
+        It gives up after RECONNECT_S. But if `commit_unknown`, it continues until the database
+        reports whether the commit succeeded. Until then, the group must be neither refused nor run
+        again.
         """
         now_s = time.monotonic()
         if self._reconnect_until_s is None:
@@ -328,14 +350,14 @@ class Writer:
             self._reconnect_until_s = now_s + RECONNECT_S
         problem = storage_problem(error)
         give_up = problem is None or now_s > self._reconnect_until_s
-        if self._closing or (give_up and not unsure):
+        if self._closing or (give_up and not commit_unknown):
             return False
         self._disconnect_reason = str(error) if problem is None else problem.reason
         time.sleep(RECONNECT_RETRY_S)
         return True
 
     def _response_timeout(self) -> StorageProblem | None:
-        """The problem, if the database has not responded for too long; for all threads."""
+        """The problem, if the database has not responded for too long. Any thread may call this."""
         since_s = self._waiting_since_s
         if since_s is None or (waited_s := time.monotonic() - since_s) < RESPONSE_TIMEOUT_S:
             return None
@@ -351,11 +373,11 @@ class Writer:
 def not_responding(engine: sa.Engine, waited_s: float) -> StorageProblem:
     """The problem of a database that has not responded for this long."""
     kind = FAILING if engine.dialect.name == "sqlite" else UNREACHABLE
-    return StorageProblem(kind=kind, reason=f"the database has not answered for {waited_s:.0f} s")
+    return StorageProblem(kind=kind, reason=f"the database has not responded for {waited_s:.0f} s")
 
 
 def transaction_id(connection: sa.Connection) -> int | None:
-    """The transaction's id, to find out after a lost connection whether it was committed."""
+    """The transaction's id. After a lost connection, `was_committed` takes it; None for SQLite."""
     if connection.dialect.name == "sqlite":
         return None
     found: int = connection.exec_driver_sql("SELECT txid_current()").scalar_one()
@@ -370,36 +392,36 @@ def was_committed(connection: sa.Connection, transaction: int) -> bool:
     return bool(state == "committed")
 
 
-def _each(connection: sa.Connection, acts: Sequence[Act]) -> list[Any]:
-    return [act(connection) for act in acts]
+def _each(connection: sa.Connection, operations: Sequence[Operation]) -> list[Any]:
+    return [operation(connection) for operation in operations]
 
 
 def _calls(group: Sequence[_Write]) -> Iterator[tuple[BatchWrite[Any, Any], list[int]]]:
-    """The calls for a group, each with the indexes of its writes. Acts are never reordered."""
+    """The batch functions to call for a group, each with the indexes of its writes, in order."""
     calls: dict[BatchWrite[Any, Any], list[int]] = {}
     for index, write in enumerate(group):
-        if calls and (write.many is _each) is not (_each in calls):
+        if calls and (write.write_batch is _each) is not (_each in calls):
             yield from calls.items()
             calls = {}
-        calls.setdefault(write.many, []).append(index)
+        calls.setdefault(write.write_batch, []).append(index)
     yield from calls.items()
 
 
 def _resolve(outcomes: Sequence[_Outcome]) -> None:
-    """Resolve the futures, waking each event loop only once."""
-    loops = {outcome.promise.get_loop() for outcome in outcomes}
+    """Set the results of the futures; each event loop is woken only once."""
+    loops = {outcome.future.get_loop() for outcome in outcomes}
     for loop in loops:
-        ours = [outcome for outcome in outcomes if outcome.promise.get_loop() is loop]
-        # A loop that was closed meanwhile has no callers left.
+        ours = [outcome for outcome in outcomes if outcome.future.get_loop() is loop]
+        # A loop that has been closed has no callers that wait.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(_resolve_in_loop, ours)
 
 
 def _resolve_in_loop(outcomes: Sequence[_Outcome]) -> None:
     for outcome in outcomes:
-        if outcome.promise.done():  # its caller was cancelled
+        if outcome.future.done():  # its caller was cancelled
             continue
         if outcome.error is not None:
-            outcome.promise.set_exception(outcome.error)
+            outcome.future.set_exception(outcome.error)
         else:
-            outcome.promise.set_result(outcome.answer)
+            outcome.future.set_result(outcome.result)

@@ -37,7 +37,7 @@ CHECKPOINT = "checkpoint"
 SNAPSHOT = "snapshot"
 OLDER_SNAPSHOT = "older snapshot"
 
-# The most problems of a database that are reported.
+# Maximum number of integrity errors that are reported.
 MAX_PROBLEMS = 20
 # Steps that recovery replays and that need their payload.
 _KINDS_WITH_PAYLOAD = ("create_model", "forward_backward", "optim_step", "load_weights")
@@ -89,7 +89,7 @@ class Inspection:
     unknown_sessions: tuple[str, ...] = ()
     #: Whether an API key was ever created.
     has_keys: bool = False
-    #: There are stored files, and none belongs to the database.
+    #: Whether there are stored files, and none of them belongs to the database.
     is_wrong_database: bool = False
 
 

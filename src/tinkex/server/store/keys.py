@@ -1,8 +1,9 @@
 """
 API keys: shown once, stored as hashes.
 
-A server without keys answers everybody on its machine. If a database is lost together with its keys,
-the next one looks like that of such a server; a marker file distinguishes the two.
+A server without keys accepts everyone on its machine. If the database is lost, so are its keys, and
+a new database has none. A marker file in the data folder shows that keys were created, so that the
+server does not start without them.
 """
 
 import asyncio
@@ -113,7 +114,7 @@ class Keys:
             "expires_s": expires_s,
         }
 
-        def act(connection: sa.Connection) -> ApiKey:
+        def operation(connection: sa.Connection) -> ApiKey:
             connection.execute(api_keys.insert(), values)
             mine = sa.select(*_KEY).where(api_keys.c.hash == values["hash"])
             key = ApiKey(**connection.execute(mine).one()._mapping)
@@ -122,7 +123,7 @@ class Keys:
             )
             return key
 
-        key = await self._database.write(act)
+        key = await self._database.write(operation)
         await asyncio.to_thread(write_marker, self._folder)
         return key, secret
 
@@ -154,14 +155,14 @@ class Keys:
             .returning(*_KEY)
         )
 
-        def act(connection: sa.Connection) -> None:
+        def operation(connection: sa.Connection) -> None:
             if (row := connection.execute(statement).first()) is not None:
                 key = ApiKey(**row._mapping)
                 events.note_audit(
                     connection, owner=key.owner, event="key.revoked", details=_audit_details(key)
                 )
 
-        await self._database.write(act, reserve=True)
+        await self._database.write(operation, reserve=True)
 
     def mark_used(self, key_id: int) -> None:
         """Record, with a deferred write, that a key was used."""
@@ -173,11 +174,11 @@ class Keys:
     async def _one(self, which: sa.ColumnElement[bool]) -> ApiKey | None:
         statement = sa.select(*_KEY).where(which)
 
-        def act(connection: sa.Connection) -> ApiKey | None:
+        def operation(connection: sa.Connection) -> ApiKey | None:
             row = connection.execute(statement).first()
             return None if row is None else ApiKey(**row._mapping)
 
-        return await self._database.read_key(act)
+        return await self._database.read_key(operation)
 
 
 MARKER = "keys.made"
@@ -199,7 +200,7 @@ def write_marker(folder: Path) -> None:
             written.flush()
             os.fsync(descriptor)
     except OSError as error:
-        # Retried at the next start.
+        # The next start of the server tries again.
         log.warning("%s cannot be written: %s", file, error.strerror)
 
 
@@ -210,8 +211,8 @@ def refuse_lost_keys(database: Database, folder: Path) -> None:
     elif (marker := folder / MARKER).exists():
         raise DatabaseRefused(
             f"API keys were created for this server (see {marker}), but its database has none: the "
-            "database was lost or truncated, or it is another one. Without keys the server would "
-            "answer everybody on this machine. Check --db, or restore a backup with `tinkex "
+            "database was lost or truncated, or --db names another one. Without keys the server "
+            "would accept everyone on this machine. Check --db, or restore a backup with `tinkex "
             "restore`. To continue with this database, create a new key with `tinkex key create`; "
             f"to continue without keys, delete {marker}."
         )

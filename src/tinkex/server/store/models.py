@@ -111,11 +111,11 @@ class Models:
         """
         Insert a model and its step 0 in one transaction; a repeat returns the first.
 
-        Over the owner's quota, step 0 is accepted as failed, so that its future has the error.
+        If the owner is over quota, step 0 is stored as failed, so that its future has the error.
         Raises RunTaken if the run is a copied checkpoint, which has no step 0.
         """
 
-        def act(connection: sa.Connection) -> Accepted:
+        def operation(connection: sa.Connection) -> Accepted:
             known = connection.execute(
                 sa.select(models.c.last_request_s).where(
                     models.c.session_id == model.session_id,
@@ -151,16 +151,16 @@ class Models:
                     return replace(accepted, refused=str(over))
             return accepted
 
-        return await self._database.write(act)
+        return await self._database.write(operation)
 
     async def model(self, model_id: str) -> Model | None:
         statement = sa.select(*MODEL_COLUMNS).where(models.c.model_id == model_id)
 
-        def act(connection: sa.Connection) -> Model | None:
+        def operation(connection: sa.Connection) -> Model | None:
             row = connection.execute(statement).first()
             return None if row is None else Model(**row._mapping)
 
-        return await self._database.read(act)
+        return await self._database.read(operation)
 
     async def create_sampler(self, sampler: Sampler, sampling_session_seq_id: int) -> Sampler:
         """A new sampler, or the one that an earlier try of the same call created."""
@@ -173,11 +173,11 @@ class Models:
             samplers.c.sampling_session_id == sampling_session_id
         )
 
-        def act(connection: sa.Connection) -> Sampler | None:
+        def operation(connection: sa.Connection) -> Sampler | None:
             row = connection.execute(statement).first()
             return None if row is None else Sampler(**row._mapping)
 
-        return await self._database.read(act)
+        return await self._database.read(operation)
 
     async def add_sampler_client(self, sampling_session_id: str) -> int:
         """The number of a new client of a sampler, from 1; the original client is 0."""
@@ -194,7 +194,7 @@ class Models:
     async def create_custom_loss(self, *, custom_loss_seq_id: int, request: NewRequest) -> Accepted:
         """Insert a loss and its request in one transaction; a repeat returns the first."""
 
-        def act(connection: sa.Connection) -> Accepted:
+        def operation(connection: sa.Connection) -> Accepted:
             first = connection.execute(
                 sa.select(custom_losses.c.request_id).where(
                     custom_losses.c.session_id == request.session_id,
@@ -220,7 +220,7 @@ class Models:
             )
             return accepted
 
-        return await self._database.write(act)
+        return await self._database.write(operation)
 
     async def has_custom_loss(self, session_id: str, custom_loss_seq_id: int) -> bool:
         """Whether a session has a custom loss with this number."""
@@ -299,14 +299,14 @@ class BaseHashes:
     async def fill(self, base_model: str, found: str) -> int:
         """Set the hash of runs without one; returns how many runs have another."""
 
-        def act(connection: sa.Connection) -> int:
+        def operation(connection: sa.Connection) -> int:
             _fill(connection, models.c.base_model == base_model, found)
             others = sa.select(sa.func.count()).where(
                 models.c.base_model == base_model, models.c.base_hash != found
             )
             return connection.scalar(others) or 0
 
-        return await self._database.write(act, required=True)
+        return await self._database.write(operation, required=True)
 
     async def replace(self, base_model: str, found: str) -> int:
         """Set the hash of all runs; returns how many had another."""

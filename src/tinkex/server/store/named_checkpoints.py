@@ -27,7 +27,7 @@ from tinkex.server.store.schema import (
 from tinkex.server.store.sql_dialects import in_list
 from tinkex.wire.errors import UserFailure
 
-_FEWER = "Ask for fewer at once (`limit`, `offset`); smaller pages list all checkpoints."
+_FEWER = "Request smaller pages with `limit` and `offset`."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +103,7 @@ class CheckpointLists:
         page = page.limit(limit).offset(offset)
         count = sa.select(sa.func.count()).select_from(chosen.subquery())
 
-        def act(connection: sa.Connection) -> tuple[list[NamedCheckpoint], int]:
+        def operation(connection: sa.Connection) -> tuple[list[NamedCheckpoint], int]:
             found: list[NamedCheckpoint] = []
             budget = MetadataBudget(_FEWER)
             for row in connection.execute(page):
@@ -111,16 +111,16 @@ class CheckpointLists:
                 budget.add(found[-1].user_metadata)
             return found, connection.scalar(count) or 0
 
-        return await self._database.read_report(act)
+        return await self._database.read_report(operation)
 
     async def checkpoint(self, *, model_id: str, kind: str, name: str) -> NamedCheckpoint | None:
         statement = _SAVED.where(_name_is(model_id, kind, name), not_expired(time.time()))
 
-        def act(connection: sa.Connection) -> NamedCheckpoint | None:
+        def operation(connection: sa.Connection) -> NamedCheckpoint | None:
             row = connection.execute(statement).first()
             return None if row is None else _saved(row)
 
-        return await self._database.read(act)
+        return await self._database.read(operation)
 
     async def runs(
         self,
@@ -150,7 +150,7 @@ class CheckpointLists:
         page = page.limit(limit).offset(offset)
         count = sa.select(sa.func.count()).select_from(chosen.subquery())
 
-        def act(connection: sa.Connection) -> tuple[list[RunSummary], int]:
+        def operation(connection: sa.Connection) -> tuple[list[RunSummary], int]:
             found: list[RunSummary] = []
             budget = MetadataBudget(_FEWER)
             for ids in batches(list(connection.scalars(page))):
@@ -161,18 +161,18 @@ class CheckpointLists:
                     found.append(run)
             return found, connection.scalar(count) or 0
 
-        return await self._database.read_report(act)
+        return await self._database.read_report(operation)
 
     async def run(self, model_id: str, *, reader: str) -> RunSummary | None:
         """A run as `reader` may see it; None if it is not theirs and has nothing published."""
 
-        def act(connection: sa.Connection) -> RunSummary | None:
+        def operation(connection: sa.Connection) -> RunSummary | None:
             found = next(iter(_runs(connection, [model_id], reader)), None)
             if found is None or (found.model.owner != reader and not found.newest):
                 return None
             return found
 
-        return await self._database.read(act)
+        return await self._database.read(operation)
 
     async def delete(self, *, model_id: str, kind: str, name: str) -> bool:
         """Delete a name; whether it existed. The cleanup deletes unused files later."""
@@ -233,7 +233,7 @@ class CheckpointLists:
         # The copy needs the same base model content as its source.
         base_hash = sa.select(models.c.base_hash).where(models.c.model_id == source.model_id)
 
-        def act(connection: sa.Connection) -> Version:
+        def operation(connection: sa.Connection) -> Version:
             if (first := _earlier_copy(connection, version, fingerprint)) is not None:
                 return first
             connection.execute(
@@ -265,7 +265,7 @@ class CheckpointLists:
             note_saved(connection, version, "checkpoint.copied")
             return version
 
-        return await self._database.write(act)
+        return await self._database.write(operation)
 
     async def _change(
         self,
@@ -284,14 +284,14 @@ class CheckpointLists:
             _name_is(*key), not_expired(time.time())
         )
 
-        def act(connection: sa.Connection) -> bool:
+        def operation(connection: sa.Connection) -> bool:
             if not connection.execute(statement).rowcount:
                 return connection.execute(existing).first() is not None
             owner = connection.execute(owned_by).scalar_one()
             events.note_audit(connection, owner=owner, event=event, details={**identity, **details})
             return True
 
-        return await self._database.write(act, reserve=reserve)
+        return await self._database.write(operation, reserve=reserve)
 
 
 def _earlier_copy(connection: sa.Connection, version: Version, fingerprint: str) -> Version | None:

@@ -34,7 +34,8 @@ from tinkex.server.store.storage_health import FILES, Damaged
 
 # Larger payloads and results are stored as files, so that rows stay small.
 INLINE_BYTES = 64 * 1024
-#: Fetched marks per owner that wait to be written; that many take the writer a tenth of a second.
+#: Maximum number of fetched marks per owner that wait to be written. Writing that many takes a
+#: tenth of a second.
 MAX_FETCHED_PENDING = 10_000
 
 
@@ -124,19 +125,19 @@ class Requests:
     async def store_refused(self, new: NewRequest, error: str, *, cause: str) -> None:
         """Store a refused step as failed (category `user`), so that its seq_id is used up."""
 
-        def act(connection: sa.Connection) -> None:
+        def operation(connection: sa.Connection) -> None:
             first = insert(connection, new)
             if first.is_new:
                 final = failure(first.request_id, error, category="user", cause=cause)
                 finish(connection, final)
 
-        await self._database.write(act, required=True)
+        await self._database.write(operation, required=True)
 
     async def store_result(self, result: bytes) -> str | None:
         """
         Write a large result to a file; returns its key for `success`, or None for a small one.
 
-        Waits while the disk refuses it, because the result was promised.
+        While the disk refuses writes, this waits, because the request was already accepted.
         """
         if len(result) <= INLINE_BYTES:
             return None
@@ -282,7 +283,7 @@ class Requests:
             # The first condition uses the index.
             statement = statement.where(requests.c.created_s >= after[0], position > after)
 
-        def act(
+        def operation(
             connection: sa.Connection,
         ) -> tuple[list[RequestRow], tuple[float, str] | None]:
             found = connection.execute(statement).all()
@@ -290,7 +291,7 @@ class Requests:
             last = (found[-1].created_s, found[-1].request_id) if len(found) == limit else None
             return rows, last
 
-        return await self._database.read(act)
+        return await self._database.read(operation)
 
     async def waiting_steps(self, model_id: str) -> list[RequestRow]:
         """The unfinished steps of one model, in order."""
@@ -363,11 +364,11 @@ class Requests:
                 if not self._fetched_pending[owner]:
                     del self._fetched_pending[owner]
 
-        def act(connection: sa.Connection) -> None:
+        def operation(connection: sa.Connection) -> None:
             not_pending()
             connection.execute(_ALL_FETCHED, values)
 
-        self._database.write_deferred(act, on_dropped=not_pending)
+        self._database.write_deferred(operation, on_dropped=not_pending)
 
 
 def _rows(connection: sa.Connection, statement: sa.Select[*tuple[object, ...]]) -> list[RequestRow]:

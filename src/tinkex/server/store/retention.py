@@ -99,7 +99,7 @@ class Retention:
             .limit(BATCH_ROWS)
         )
 
-        def act(connection: sa.Connection) -> tuple[list[str], list[str]]:
+        def operation(connection: sa.Connection) -> tuple[list[str], list[str]]:
             rows = connection.execute(statement).all()
             stripped = [row.request_id for row in rows if row.needed]
             deleted = [row.request_id for row in rows if not row.needed]
@@ -119,14 +119,14 @@ class Retention:
             keys += [row.payload_place for row in rows if not row.needed]
             return stripped + deleted, [key for key in keys if key is not None]
 
-        request_ids, keys = await self._database.write(act)
+        request_ids, keys = await self._database.write(operation)
         await self._remove(keys)
         return request_ids
 
     async def drop_events(
         self, *, completions_before_s: float, telemetry_before_s: float, audit_before_s: float
     ) -> None:
-        def act(connection: sa.Connection) -> None:
+        def operation(connection: sa.Connection) -> None:
             for table, before_s in (
                 (completions, completions_before_s),
                 (telemetry, telemetry_before_s),
@@ -134,7 +134,7 @@ class Retention:
             ):
                 connection.execute(table.delete().where(table.c.at_s < before_s))
 
-        await self._database.write(act)
+        await self._database.write(operation)
 
     # -- snapshots ---------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class Retention:
             .limit(BATCH_ROWS)
         )
 
-        def act(connection: sa.Connection) -> list[str]:
+        def operation(connection: sa.Connection) -> list[str]:
             rows = connection.execute(statement).all()
             gone = [row.model_id for row in rows]
             keys = [row.place for row in rows]
@@ -191,10 +191,10 @@ class Retention:
             connection.execute(snapshots.delete().where(in_list(snapshots.c.model_id, gone)))
             return keys
 
-        await self._remove(await self._database.write(act))
+        await self._remove(await self._database.write(operation))
 
     async def drop_older_snapshots(self, *, before_s: float) -> None:
-        """Delete the fallback of snapshots that have been the newest since then, and its log."""
+        """Delete the fallback of snapshots saved before `before_s`, and the log up to them."""
         statement = (
             sa.select(snapshots.c.model_id, snapshots.c.seq_id)
             .join(older_snapshots, older_snapshots.c.model_id == snapshots.c.model_id)
@@ -202,14 +202,14 @@ class Retention:
             .limit(BATCH_ROWS)
         )
 
-        def act(connection: sa.Connection) -> list[str]:
+        def operation(connection: sa.Connection) -> list[str]:
             keys = []
             for row in connection.execute(statement).all():
                 keys += drop_older(connection, row.model_id)
                 keys += truncate_log(connection, row.model_id, up_to=row.seq_id)
             return keys
 
-        await self._remove(await self._database.write(act))
+        await self._remove(await self._database.write(operation))
 
     # -- checkpoints -------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class Retention:
         )
 
     async def drop_names(self, names: Iterable[CheckpointName]) -> None:
-        def act(connection: sa.Connection) -> None:
+        def operation(connection: sa.Connection) -> None:
             for name in names:
                 statement = checkpoint_names.delete().where(
                     checkpoint_names.c.model_id == name.model_id,
@@ -254,7 +254,7 @@ class Retention:
                 )
                 _drop_named(connection, statement, reason="keep_last")
 
-        await self._database.write(act, reserve=True)
+        await self._database.write(operation, reserve=True)
 
     async def drop_versions(self, *, abandoned_before_s: float, owner: str | None = None) -> None:
         """Discard versions, of one owner or all, that no name, open sampler or recovery needs."""
@@ -292,7 +292,7 @@ class Retention:
         if owner is not None:
             statement = statement.where(checkpoint_versions.c.owner == owner)
 
-        def act(connection: sa.Connection) -> list[str]:
+        def operation(connection: sa.Connection) -> list[str]:
             rows = connection.execute(statement).all()
             gone = [row.version_id for row in rows]
             connection.execute(
@@ -302,7 +302,7 @@ class Retention:
             )
             return [row.place for row in rows]
 
-        await self._remove(await self._database.write(act))
+        await self._remove(await self._database.write(operation))
 
     # -- files -------------------------------------------------------------------------------
 
@@ -350,7 +350,7 @@ class Retention:
     async def free_pages(self) -> int:
         """Return some free pages of the SQLite file to the file system; returns how many."""
 
-        def act(connection: sa.Connection) -> int:
+        def operation(connection: sa.Connection) -> int:
             if connection.dialect.name == "sqlite":
                 free: int = connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()
                 pages = min(PAGES_PER_CALL, max(0, free - PAGES_RESERVED))
@@ -360,7 +360,7 @@ class Retention:
                 return pages
             return 0
 
-        return await self._database.write(act)
+        return await self._database.write(operation)
 
     async def _remove(self, keys: Sequence[str]) -> None:
         if keys:
@@ -486,7 +486,7 @@ def refuse_wrong_database(database: Database, files: Files) -> None:
         return
     raise DatabaseRefused(
         f"the database has none of the {len(session_ids)} sessions whose checkpoints or snapshots "
-        "are in the storage: it is another database, or a new one in key of a lost one. Check "
+        "are in the storage: it is another database, or a new one in place of a lost one. Check "
         "--data, --db and --storage; if the database was lost, restore a backup with `tinkex "
         "restore`; or choose a new folder with --data to start over. Nothing was deleted."
     )

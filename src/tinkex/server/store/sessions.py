@@ -154,7 +154,7 @@ class Sessions:
     ) -> Session:
         """A new session, or the one that an earlier try of the same call created."""
 
-        def act(connection: sa.Connection) -> Session:
+        def operation(connection: sa.Connection) -> Session:
             if idempotency_key is not None:
                 first = connection.execute(
                     sa.select(*_SESSION).where(
@@ -190,16 +190,16 @@ class Sessions:
                 finished_s=None,
             )
 
-        return await self._database.write(act)
+        return await self._database.write(operation)
 
     async def session(self, session_id: str) -> Session | None:
         statement = sa.select(*_SESSION).where(sessions.c.session_id == session_id)
 
-        def act(connection: sa.Connection) -> Session | None:
+        def operation(connection: sa.Connection) -> Session | None:
             row = connection.execute(statement).first()
             return None if row is None else Session(**row._mapping)
 
-        return await self._database.read(act)
+        return await self._database.read(operation)
 
     def mark_seen(self, session_id: str) -> None:
         """Record, with a deferred write, that the client of a session is alive."""
@@ -275,14 +275,14 @@ class Sessions:
         )
         details = {"session_id": session_id, "reason": reason}
 
-        def act(connection: sa.Connection) -> None:
+        def operation(connection: sa.Connection) -> None:
             if (row := connection.execute(statement).first()) is not None:
                 events.note_audit(
                     connection, owner=row.owner, event="session.finished", details=details
                 )
 
         # May use the disk reserve: data of a finished session can be deleted.
-        await self._database.write(act, reserve=True)
+        await self._database.write(operation, reserve=True)
 
     async def list_ids(
         self, *, owner: str, limit: int, offset: int, published: bool = False
@@ -311,11 +311,11 @@ class Sessions:
             sessions.c.session_id == session_id, _readable(reader, published)
         )
 
-        def act(connection: sa.Connection) -> SessionDetails | None:
+        def operation(connection: sa.Connection) -> SessionDetails | None:
             row = connection.execute(statement).first()
             return None if row is None else SessionDetails(**row._mapping).visible_to(reader)
 
-        return await self._database.read(act)
+        return await self._database.read(operation)
 
     async def contents(
         self, session_id: str, *, reader: str, limit: int
@@ -366,7 +366,7 @@ class Sessions:
             # Up to a microsecond too much; `_next_ids` compares exactly.
             statement = statement.where(sessions.c.created_s <= (after[0] + 1) / 1_000_000)
 
-        def act(connection: sa.Connection) -> SearchPage:
+        def operation(connection: sa.Connection) -> SearchPage:
             found: list[SessionDetails] = []
             characters = 0
             ids = _next_ids(connection, statement, after)
@@ -382,7 +382,7 @@ class Sessions:
             more = len(ids) > MAX_SEARCHED
             return SearchPage(sessions=found, next=session.position if more else None)
 
-        return await self._database.read_report(act)
+        return await self._database.read_report(operation)
 
     async def checkpoint_totals(
         self, session_ids: Collection[str], *, reader: str, now_s: float
@@ -413,7 +413,7 @@ class Sessions:
             .group_by(models.c.session_id)
         )
 
-        def act(connection: sa.Connection) -> dict[str, CheckpointTotals]:
+        def operation(connection: sa.Connection) -> dict[str, CheckpointTotals]:
             numbers = {row[0]: int(row[1]) for row in connection.execute(named)}
             sizes = {row[0]: int(row[1]) for row in connection.execute(stored)}
             return {
@@ -421,7 +421,7 @@ class Sessions:
                 for one in session_ids
             }
 
-        return await self._database.read_report(act)
+        return await self._database.read_report(operation)
 
     async def set_project(self, session_id: str, project_id: str, *, owner: str) -> None:
         """Move a session, with everything in it, to a project."""
@@ -432,13 +432,13 @@ class Sessions:
         )
         details = {"session_id": session_id, "project_id": project_id}
 
-        def act(connection: sa.Connection) -> None:
+        def operation(connection: sa.Connection) -> None:
             connection.execute(statement)
             events.note_audit(
                 connection, owner=owner, event="project.session_moved", details=details
             )
 
-        await self._database.write(act)
+        await self._database.write(operation)
 
     async def spans(self, session_id: str) -> list[Span]:
         """The requests of a session that are still stored, oldest first."""

@@ -61,17 +61,18 @@ class Snapshots:
     async def newest(self, model_id: str) -> Snapshot | None:
         statement = sa.select(*_COLUMNS).where(snapshots.c.model_id == model_id)
 
-        def act(connection: sa.Connection) -> Snapshot | None:
+        def operation(connection: sa.Connection) -> Snapshot | None:
             row = connection.execute(statement).first()
             return None if row is None else Snapshot(**row._mapping)
 
-        return await self._database.read(act)
+        return await self._database.read(operation)
 
     async def newest_intact(self, model_id: str) -> Snapshot | None:
         """
         The newest snapshot that is not damaged; None means that the whole log is replayed.
 
-        Damaged ones are set aside. Raises Damaged if the model cannot be rebuilt without them.
+        Damaged snapshots are moved to SET_ASIDE. Raises Damaged if the model cannot be rebuilt
+        without them.
         """
         while (newest := await self.newest(model_id)) is not None:
             problem = await self._problem(newest)
@@ -89,7 +90,11 @@ class Snapshots:
         return None
 
     async def set_aside(self, bad: Snapshot) -> bool:
-        """Fall back to the snapshot before, or to an empty model; False if neither is possible."""
+        """
+        Move a damaged snapshot away and use the one before it, or an empty model and the whole log.
+
+        Returns False, and changes nothing, if neither is possible.
+        """
         if not await self._database.write(
             lambda connection: fall_back(connection, bad), required=True
         ):
@@ -97,7 +102,10 @@ class Snapshots:
         aside = f"{SET_ASIDE}/{bad.place}"
         await self._database.with_folder(lambda: self._files.move(bad.place, aside), required=True)
         log.error(
-            "it was moved to %s; %s is rebuilt from the snapshot before it", aside, bad.model_id
+            "the damaged snapshot was moved to %s; %s is rebuilt from the snapshot before it, or from "
+            "its whole log",
+            aside,
+            bad.model_id,
         )
         return True
 

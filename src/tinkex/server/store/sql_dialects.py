@@ -74,8 +74,9 @@ def prepare_writer(engine: sa.Engine, *, exclusive: bool) -> None:
     """
     Makes commits durable; with `exclusive`, each writing connection holds the database's lock.
 
-    The lock belongs to the writing connection, so a server loses both together: two servers never
-    write to one database, whatever the network does.
+    The lock belongs to the writing connection, so a server that loses the connection also loses
+    the lock, and cannot write any more. So two servers never write to one database, even if the
+    network fails.
     """
 
     @event.listens_for(engine, "connect")
@@ -161,7 +162,7 @@ def checkpoint_wal(engine: sa.Engine) -> None:
             cursor.execute("PRAGMA busy_timeout = 1000")
             cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     except (sa.exc.DBAPIError, sqlite3.Error) as error:
-        log.warning("the WAL of the database stays beside it: %s", error)
+        log.warning("the WAL could not be merged into the database file, so it remains: %s", error)
 
 
 def is_wal_lost(file: Path) -> bool:

@@ -77,7 +77,7 @@ _NUMBER = re.compile(r"(?:Errno|os error) (\d{1,3})\b")
 _WORDS = {
     FULL: "the disk of this server is full",
     READ_ONLY: "this server cannot write to its data folder or its database",
-    FAILING: "the disk of this server fails",
+    FAILING: "the disk of this server reports errors",
     UNREACHABLE: "the {part} of this server cannot be reached",
     GONE: "the database of this server was deleted, moved or replaced while it runs",
     CORRUPT: "the database of this server is damaged",
@@ -110,7 +110,7 @@ class StorageProblem:
 
     @property
     def blocks_reads(self) -> bool:
-        """Whether the database must not even be read, because its answers may be wrong."""
+        """Whether the database must not even be read, because queries may return wrong results."""
         return self.kind in (GONE, CORRUPT)
 
     @property
@@ -133,7 +133,7 @@ class StorageError(Exception):
 
 
 class NewDataRefused(StorageError):
-    """A new row or file was refused because of a known problem; nothing failed by itself."""
+    """A new row or file was refused because of a known problem. No write was attempted."""
 
 
 class DatabaseRefused(Exception):
@@ -273,7 +273,7 @@ class StorageHealth:
         if problem is None:
             return None
         if problem.kind == GONE and part != DATABASE_FILE:
-            return problem  # `DATABASE_FILE` has it already: this is an error that followed from it
+            return problem  # a consequence of the problem that `DATABASE_FILE` already has
         with self._lock:
             before = self._problems.get(part)
             if before is None or before.is_temporary:
@@ -284,7 +284,7 @@ class StorageHealth:
 
     def clear(self, part: str = DATABASE) -> None:
         """A write to this part succeeded: its temporary problem, if any, is over."""
-        # Checked without the lock, because every write calls this; a stale answer does no harm.
+        # Checked without the lock, because every write calls this; a stale value does no harm.
         if part not in self._problems:
             return
         with self._lock:

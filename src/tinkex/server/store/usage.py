@@ -121,7 +121,11 @@ class Usage:
     async def current(
         self, *, owner: str, project_id: str | None, now_s: float, limit: int
     ) -> list[ProjectStorage]:
-        """By project, the owner's checkpoints as listed now; each name counts."""
+        """
+        Number and size of the owner's listed checkpoints, by project.
+
+        If two names refer to the same files, both are counted.
+        """
         versions = checkpoint_versions.c
         statement = (
             sa.select(
@@ -164,7 +168,7 @@ class Usage:
                 session_id: dict(metadata)
                 for session_id, metadata in within_metadata_budget(
                     ((row.session_id, row.user_metadata) for row in connection.execute(statement)),
-                    "Ask about a shorter time.",
+                    "Request a shorter time.",
                 )
             }
         )

@@ -28,7 +28,7 @@ class Outdated:
         return self.version is None
 
     def __str__(self) -> str:
-        found = "has no tables" if self.is_empty else f"is of version {self.version}"
+        found = "has no tables" if self.is_empty else f"has schema version {self.version}"
         return f"the database {found}, and this tinkex needs version {self.newest}"
 
 
@@ -65,11 +65,11 @@ def unsupported(version: str) -> tuple[str, str]:
     """Why a schema version that is not in `known_versions` cannot be opened, and what to do."""
     if version < OLDEST:
         return (
-            f"is of version {version}, and the oldest that this tinkex upgrades is {OLDEST}",
+            f"has schema version {version}, and the oldest that this tinkex upgrades is {OLDEST}",
             "Start a server of tinkex 0.1 on it once, then use this version.",
         )
     return (
-        f"is of version {version}, which this tinkex does not know",
+        f"has schema version {version}, which this tinkex does not know",
         "It was made by a newer tinkex: use that one, or restore an older backup: `tinkex restore`.",
     )
 

@@ -1,4 +1,4 @@
-"""Alembic's entry: runs the migrations on the connection that the store hands over."""
+"""The entry point of Alembic: runs the migrations on the connection of the store."""
 
 from alembic import context
 

@@ -1,4 +1,4 @@
-"""What a run's base model held when the run was made."""
+"""Adds the hash of the base model to each run."""
 
 import sqlalchemy as sa
 from alembic import op
