@@ -180,7 +180,7 @@ async def _no_key(*_):
     [
         ("tinkex.client.submission.encode_forward_backward_request", _fails, "cannot be encoded"),
         ("tinkex.client.auth.credentials.StaticCredential.token", _no_key, "printed no key"),
-        ("tinkex.client.http.api_calls.Calls.signed", _no_key, "printed no key"),
+        ("tinkex.client.http.typed_requests.Calls.signed", _no_key, "printed no key"),
     ],
 )
 def test_a_failure_before_sending_uses_no_seq_id(

@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "tinkex"
 ALLOWED_IMPORTS = {
     "": "client wire types compat",
     "compat": "client wire types",
-    "compat.import_aliases": "",
+    "compat.submodule_aliases": "",
     "extras": "",
     "as_tinker": "client",
     "lib": "client compat",

@@ -28,7 +28,7 @@ from tinkex.server.api import (
 )
 from tinkex.server.scheduler import checkpoints
 from tinkex.server.settings import Settings
-from tinkex.server.store import events, named_checkpoints
+from tinkex.server.store import checkpoint_catalog, events
 from tinkex.server.store import sessions as stored_sessions
 from tinkex.wire import errors, limits, tensors
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
@@ -539,7 +539,7 @@ LIMITS = [
     # Of answers.
     Limit(
         "characters of metadata in one answer",
-        named_checkpoints.MAX_METADATA_CHARACTERS,
+        checkpoint_catalog.MAX_METADATA_CHARACTERS,
         "400",
         "",
         None,

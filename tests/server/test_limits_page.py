@@ -20,7 +20,7 @@ from server.hosting import PROTOBUF, Api, hosted
 from server.limits import LIMITS, SMALL, Ids, Limit
 from server.tenants import new_key, with_key
 from tinkex.server.api import bodies, connection_limits, operations, sessions
-from tinkex.server.store import events, named_checkpoints
+from tinkex.server.store import checkpoint_catalog, events
 from tinkex.wire import errors, limits
 from waiting import until_async
 
@@ -353,7 +353,7 @@ async def test_the_arriving_bytes_of_an_owner_are_limited(tmp_path: Path) -> Non
 async def test_the_metadata_of_an_answer_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(named_checkpoints, "MAX_METADATA_CHARACTERS", 50_000)
+    monkeypatch.setattr(checkpoint_catalog, "MAX_METADATA_CHARACTERS", 50_000)
     said = {"a": "x" * 12_000, "b": "y" * 12_000}
     async with hosted(EchoExecutor(), tmp_path) as api:
         session = {"tags": [], "user_metadata": said, "sdk_version": "0.36.0"}

@@ -10,8 +10,8 @@ from tinkex.client.auth.credentials import StaticCredential
 from tinkex.client.connection import Connection
 from tinkex.client.errors import APIStatusError
 from tinkex.client.futures import Promise, awaits
-from tinkex.client.http.api_calls import decode
 from tinkex.client.http.transport import Kind, Request, origin, redirect_url
+from tinkex.client.http.typed_requests import decode
 from tinkex.client.rest_base import Sessionless, sdk_headers, with_query
 from tinkex.wire.billing import (
     AuditLogResponse,

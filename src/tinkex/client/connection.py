@@ -20,11 +20,11 @@ from tinkex.client import background_loop
 from tinkex.client.auth.credentials import Credential
 from tinkex.client.auth.token_exchange import ExchangedToken, sign_in
 from tinkex.client.errors import APIStatusError, TinkerError
-from tinkex.client.http.api_calls import Calls, client_headers
 from tinkex.client.http.backpressure import ServiceLimits, ServiceLimitsTable
 from tinkex.client.http.cancellation import CancelQueue
 from tinkex.client.http.polling import ResultPoller
 from tinkex.client.http.transport import HttpTransport, Transport, max_open_polls
+from tinkex.client.http.typed_requests import Calls, client_headers
 from tinkex.client.observe import telemetry
 from tinkex.client.observe.telemetry import Telemetry
 from tinkex.client.settings import PROTOCOL_VERSION, Settings

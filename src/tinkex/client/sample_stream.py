@@ -22,9 +22,9 @@ from tinkex.client.errors import (
     RequestFailedError,
 )
 from tinkex.client.futures import Promise, refuse_to_block
-from tinkex.client.http.api_calls import Calls
 from tinkex.client.http.sse import Consumed, EventStream, ServerSentEvent
 from tinkex.client.http.transport import Kind, Request, Response, StreamedResponse
+from tinkex.client.http.typed_requests import Calls
 from tinkex.wire.codec import decode_json
 from tinkex.wire.errors import RequestErrorCategory
 from tinkex.wire.futures import UntypedAPIFuture

@@ -24,9 +24,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
 from tinkex.client.futures import Promise, refuse_to_block
-from tinkex.client.http.api_calls import DEADLINE_S, Calls, decode
 from tinkex.client.http.sse import Consumed, EventStream, ServerSentEvent
 from tinkex.client.http.transport import Kind, Request, Response, StreamedResponse
+from tinkex.client.http.typed_requests import DEADLINE_S, Calls, decode
 from tinkex.client.session import Session
 
 if TYPE_CHECKING:

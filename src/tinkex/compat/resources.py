@@ -17,8 +17,8 @@ from urllib.parse import quote
 
 from tinkex import types
 from tinkex.client.errors import APIStatusError
-from tinkex.client.http.api_calls import DEADLINE_S, decode
 from tinkex.client.http.transport import Kind
+from tinkex.client.http.typed_requests import DEADLINE_S, decode
 from tinkex.client.session import Session
 from tinkex.compat.raw_responses import AsyncAPIResponse, Raw
 from tinkex.compat.request_options import Timeout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tinkex.compat.import_aliases import aliases as _aliases
 from tinkex.compat.protobuf import (
     DmelChunk,
     EncodedTextChunk,
@@ -21,6 +20,7 @@ from tinkex.compat.protobuf import (
     deserialize_sample_response,
     forward_backward_request_to_proto,
 )
+from tinkex.compat.submodule_aliases import aliases as _aliases
 
 __all__ = [
     "DmelChunk",

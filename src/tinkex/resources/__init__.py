@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tinkex.compat.import_aliases import aliases as _aliases
 from tinkex.compat.resources import (
     AsyncFuturesResource,
     AsyncFuturesResourceWithRawResponse,
@@ -14,6 +13,7 @@ from tinkex.compat.resources import (
     AsyncTrainingResource,
     AsyncWeightsResource,
 )
+from tinkex.compat.submodule_aliases import aliases as _aliases
 
 __all__ = [
     "AsyncFuturesResource",

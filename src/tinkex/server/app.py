@@ -9,17 +9,17 @@ from starlette.requests import Request
 
 from tinkex.server.api import (
     account,
-    checkpoints,
     downloads,
     errors,
     futures,
     models,
     openapi,
     operations,
+    runs_and_checkpoints,
     sampling,
     sessions,
     training,
-    training_runs,
+    weights,
 )
 from tinkex.server.api.auth import Authentication, Authenticator, Signer, Tokens
 from tinkex.server.api.bodies import BodyBudgets, ReleaseBodyMemory
@@ -51,7 +51,7 @@ ROUTERS = (
     account.key_router,
     account.router,
     account.unauthenticated_router,
-    checkpoints.router,
+    weights.router,
     downloads.router,
     futures.router,
     models.custom_loss_router,
@@ -61,7 +61,7 @@ ROUTERS = (
     sampling.router,
     sessions.router,
     training.router,
-    training_runs.router,
+    runs_and_checkpoints.router,
 )
 
 

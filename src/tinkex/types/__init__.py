@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tinkex.compat.import_aliases import aliases as _aliases
+from tinkex.compat.submodule_aliases import aliases as _aliases
 from tinkex.wire.billing import (
     AuditLogEntry,
     AuditLogResponse,

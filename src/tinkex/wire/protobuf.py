@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError, EncodeError
 
-from tinkex.wire import fast_datum_encoding
+from tinkex.wire import protobuf_datums
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.inputs import (
     Datum,
@@ -89,7 +89,7 @@ def encode_forward_backward_request(
             after.loss_fn_config_v2[name].number = value
     parts: list[Any] = [_bytes(before)]
     for position, datum in enumerate(work.data):
-        parts += fast_datum_encoding.encode_datum(datum) or _encode_other_datum(datum, position)
+        parts += protobuf_datums.encode_datum(datum) or _encode_other_datum(datum, position)
     parts.append(_bytes(after))
     return b"".join(parts)
 
@@ -97,7 +97,7 @@ def encode_forward_backward_request(
 def _encode_other_datum(datum: Datum, position: int) -> Sequence[Any]:
     message = pb.Datum()
     _write_datum(message, datum, position)
-    return fast_datum_encoding.as_request_entry(_bytes(message))
+    return protobuf_datums.as_request_entry(_bytes(message))
 
 
 def decode_forward_backward_request(body: bytes) -> tuple[ForwardBackwardRequest, bool]:

@@ -224,7 +224,7 @@ async def test_a_concurrent_copy_leaves_no_files(
         async def not_yet(*_: object) -> None:
             return None
 
-        monkeypatch.setattr(store.checkpoint_lists, "earlier_copy", not_yet)
+        monkeypatch.setattr(store.checkpoint_catalog, "earlier_copy", not_yet)
         again = await api.post("copy_weights", {**copy, "model_seq_id": 7})
         assert again.json == first.json
         assert folders(tmp_path) == before

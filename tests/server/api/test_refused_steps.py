@@ -10,7 +10,7 @@ import pytest
 from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted, pass_body
 from tinkex.server.executor import EngineRefused, Task
-from tinkex.wire.step_id_recovery import StepId, step_id_in_json, step_id_in_protobuf
+from tinkex.wire.malformed_steps import StepId, step_id_in_json, step_id_in_protobuf
 
 pytestmark = pytest.mark.anyio
 

@@ -32,7 +32,7 @@ from tinkex.server.api.response_limits import (
     encoded,
 )
 from tinkex.server.app import HOT_ROUTES, ROUTERS
-from tinkex.server.store import Store, named_checkpoints, schema
+from tinkex.server.store import Store, checkpoint_catalog, schema
 from tinkex.server.store import sessions as stored_sessions
 from tinkex.server.store.usage import StoredCheckpoint
 from tinkex.wire.billing import StorageBillingEvent
@@ -401,8 +401,8 @@ def test_an_answer_encoded_in_parts_is_identical(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_size_of_metadata_counts_keys_and_values() -> None:
-    assert named_checkpoints.metadata_characters({"ab": "cde", "f": 12}) == 8
-    assert named_checkpoints.metadata_characters(None) == 0
+    assert checkpoint_catalog.metadata_characters({"ab": "cde", "f": 12}) == 8
+    assert checkpoint_catalog.metadata_characters(None) == 0
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -18,7 +18,7 @@ from server.tenants import with_key
 from tinkex.server.api import auth
 from tinkex.server.store import NewRequest, StorageError, Store, group_commit, open_store
 from tinkex.server.store.models import Sampler
-from tinkex.server.store.request_writes import failure, success
+from tinkex.server.store.request_rows import failure, success
 
 pytestmark = pytest.mark.anyio
 

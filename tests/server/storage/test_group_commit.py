@@ -21,7 +21,7 @@ from tinkex.server.store import (
     open_store,
     storage_health,
 )
-from tinkex.server.store.request_writes import failure, success
+from tinkex.server.store.request_rows import failure, success
 from tinkex.server.store.storage_health import FILES, StorageHealth
 
 pytestmark = pytest.mark.anyio

@@ -24,7 +24,7 @@ from tinkex.server.store import (
     sql_dialects,
 )
 from tinkex.server.store.migrations import migrate
-from tinkex.server.store.request_writes import success
+from tinkex.server.store.request_rows import success
 from tinkex.server.store.schema import metadata
 
 pytestmark = pytest.mark.anyio

@@ -31,19 +31,19 @@ from server.store.machine.keys import Keys
 from server.store.machine.retention import Retention
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import (
+    checkpoint_catalog,
     checkpoints,
     events,
     keys,
     models,
-    named_checkpoints,
-    request_writes,
+    request_rows,
     requests,
     retention,
     sessions,
     snapshots,
 )
 from tinkex.server.store.keys import MARKER
-from tinkex.server.store.request_writes import success
+from tinkex.server.store.request_rows import success
 from tinkex.server.store.schema import metadata
 
 EXAMPLES = os.environ.get("TINKEX_PROPERTY_EXAMPLES")
@@ -51,8 +51,8 @@ STEPS = 50
 
 #: The modules of the store that use the clock.
 TIMED = (
-    *(named_checkpoints, checkpoints, events, keys, models),
-    *(request_writes, requests, retention, sessions, snapshots),
+    *(checkpoint_catalog, checkpoints, events, keys, models),
+    *(request_rows, requests, retention, sessions, snapshots),
 )
 
 

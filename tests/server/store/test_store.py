@@ -20,7 +20,7 @@ from tinkex.server.store import Model, NewRequest, Status, Store, open_store
 from tinkex.server.store.database import Database
 from tinkex.server.store.group_commit import Writer
 from tinkex.server.store.migrations import migrate
-from tinkex.server.store.request_writes import failure, success
+from tinkex.server.store.request_rows import failure, success
 from tinkex.server.store.schema import metadata, requests
 
 pytestmark = pytest.mark.anyio

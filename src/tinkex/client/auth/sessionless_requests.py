@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from tinkex.client.connection import Connection
-from tinkex.client.http.api_calls import Calls
+from tinkex.client.http.typed_requests import Calls
 from tinkex.client.session import Session
 from tinkex.client.settings import Settings
 from tinkex.wire.sessions import GetServerCapabilitiesResponse

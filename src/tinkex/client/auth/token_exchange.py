@@ -15,7 +15,7 @@ from typing import Any
 from tinkex.client.auth.credentials import ApiKey, Credential, StaticCredential
 from tinkex.client.background_loop import SingleFlight
 from tinkex.client.errors import APIResponseValidationError, AuthenticationError, TinkerError
-from tinkex.client.http.api_calls import Calls
+from tinkex.client.http.typed_requests import Calls
 from tinkex.client.settings import Settings
 from tinkex.wire.client_config import AuthTokenResponse, ClientConfigResponse
 

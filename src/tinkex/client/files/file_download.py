@@ -29,9 +29,9 @@ from tinkex.client.errors import (
     TinkerError,
     status_error,
 )
-from tinkex.client.http.api_calls import KEY_HEADER
 from tinkex.client.http.retry import RetryPolicy
 from tinkex.client.http.transport import Request, Response, origin, redirect_url
+from tinkex.client.http.typed_requests import KEY_HEADER
 from tinkex.client.settings import Settings
 
 if TYPE_CHECKING:

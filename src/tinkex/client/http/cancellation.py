@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 
 from tinkex.client.errors import TinkerError
-from tinkex.client.http.api_calls import Calls
 from tinkex.client.http.transport import Kind, Request
+from tinkex.client.http.typed_requests import Calls
 from tinkex.wire.client_config import ClientDynamicConfigResponse
 from tinkex.wire.codec import decode_json
 from tinkex.wire.futures import CancelFutureRequest, UntypedAPIFuture

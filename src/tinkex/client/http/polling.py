@@ -33,9 +33,9 @@ from tinkex.client.errors import (
     RequestFailedError,
     own_copy,
 )
-from tinkex.client.http.api_calls import LONG_WAIT_S, Calls, decode, requested_delay_s
 from tinkex.client.http.retry import MAX_GARBLED, is_retryable
 from tinkex.client.http.transport import Kind, Response
+from tinkex.client.http.typed_requests import LONG_WAIT_S, Calls, decode, requested_delay_s
 from tinkex.client.observe import queue_states
 from tinkex.wire.base import Payload
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE

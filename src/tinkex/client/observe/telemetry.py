@@ -28,9 +28,9 @@ from time import monotonic
 from typing import Any, get_args
 
 from tinkex.client.errors import TinkerError
-from tinkex.client.http.api_calls import Calls
 from tinkex.client.http.retry import is_retryable, is_user_error
 from tinkex.client.http.transport import Kind
+from tinkex.client.http.typed_requests import Calls
 from tinkex.client.settings import PROTOCOL_VERSION
 from tinkex.wire.telemetry import (
     GenericEvent,

@@ -8,7 +8,7 @@ from tinkex.client.rest import RestClient
 from tinkex.client.sampling import SamplingClient
 from tinkex.client.service import ServiceClient
 from tinkex.client.training import TrainingClient
-from tinkex.compat.import_aliases import aliases as _aliases
+from tinkex.compat.submodule_aliases import aliases as _aliases
 
 __all__ = [
     "APIFuture",

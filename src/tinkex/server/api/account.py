@@ -18,7 +18,7 @@ from tinkex.server.api.response_limits import bounded, report
 from tinkex.server.api.sessions import metadata_as_text
 from tinkex.server.settings import HOURS_PER_MONTH, Prices
 from tinkex.server.store.events import MAX_ENTRIES, AuditEntry
-from tinkex.server.store.request_writes import CACHED, HOUR_S, SAMPLED, TRAINING
+from tinkex.server.store.request_rows import CACHED, HOUR_S, SAMPLED, TRAINING
 from tinkex.server.store.usage import StoredCheckpoint, UsageRow
 from tinkex.wire.billing import (
     AuditLogEntry,

@@ -17,8 +17,8 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from tinkex.server.api.checkpoints import WeightsInfoRequest
 from tinkex.server.api.sessions import SetSessionProjectRequest
+from tinkex.server.api.weights import WeightsInfoRequest
 from tinkex.wire import checkpoints as wire_checkpoints
 from tinkex.wire import client_config as wire_client_config
 from tinkex.wire import custom_loss as wire_custom_loss

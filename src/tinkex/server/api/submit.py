@@ -35,8 +35,8 @@ from tinkex.wire.codec import PROTOBUF_TYPE, decode_json, encode_json
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.inputs import EncodedTextChunk, ModelInput
+from tinkex.wire.malformed_steps import StepId, step_id_in_json, step_id_in_protobuf
 from tinkex.wire.redaction import redact
-from tinkex.wire.step_id_recovery import StepId, step_id_in_json, step_id_in_protobuf
 from tinkex.wire.training import OptimStepRequest
 
 # Official clients wait this long, or a second of their own, and retry.

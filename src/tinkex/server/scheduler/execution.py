@@ -33,7 +33,7 @@ from tinkex.server.store import (
     RequestRow,
     Store,
     accepted_work,
-    request_writes,
+    request_rows,
 )
 from tinkex.server.store.requests import INLINE_BYTES
 from tinkex.wire.codec import encode_json
@@ -254,15 +254,15 @@ class Execution:
 
     async def prepare_write(
         self, request_id: str, outcome: RequestOutcome
-    ) -> request_writes.FinalState:
+    ) -> request_rows.FinalState:
         """The row update of an outcome; a large result is written to a file here."""
         if outcome.error is not None:
             category = outcome.category or "server"
-            return request_writes.failure(
+            return request_rows.failure(
                 request_id, outcome.error, category=category, cause=outcome.cause
             )
         place = await self.store.requests.store_result(outcome.result)
-        return request_writes.success(request_id, outcome.result, place)
+        return request_rows.success(request_id, outcome.result, place)
 
     async def store_with_retries(self, attempt: Callable[[], Awaitable[None]]) -> None:
         """Raises the error of the last attempt."""

@@ -28,7 +28,7 @@ from tinkex.server.store import (
     StorageError,
     Store,
 )
-from tinkex.server.store.request_writes import issued_s
+from tinkex.server.store.request_rows import issued_s
 from tinkex.server.store.requests import ResultGone
 
 log = logging.getLogger("tinkex.server.scheduler.result_waiters")

@@ -14,13 +14,13 @@ from typing import TypeVar
 import sqlalchemy as sa
 
 from tinkex.server.store.blobs import Files
+from tinkex.server.store.checkpoint_catalog import CheckpointCatalog, NamedCheckpoint
 from tinkex.server.store.checkpoints import Checkpoints, OverQuota, Quota, Quotas, Version
 from tinkex.server.store.database import Database, accepted_work
 from tinkex.server.store.events import Audit, Telemetry
 from tinkex.server.store.keys import ApiKey, Keys, refuse_lost_keys
 from tinkex.server.store.models import BaseHashes, CustomLoss, Model, Models, RunTaken, Sampler
-from tinkex.server.store.named_checkpoints import CheckpointLists, NamedCheckpoint
-from tinkex.server.store.request_writes import Accepted, Completion, NewRequest
+from tinkex.server.store.request_rows import Accepted, Completion, NewRequest
 from tinkex.server.store.requests import CrashCounts, RequestRow, Requests
 from tinkex.server.store.retention import Retention, refuse_wrong_database
 from tinkex.server.store.schema import Status
@@ -89,7 +89,7 @@ class Store:
         self.audit = Audit(database)
         self.telemetry = Telemetry(database)
         self.checkpoints = Checkpoints(database, files, folder, self.quotas)
-        self.checkpoint_lists = CheckpointLists(database, self.quotas)
+        self.checkpoint_catalog = CheckpointCatalog(database, self.quotas)
         self.snapshots = Snapshots(database, files, folder)
 
     @property

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from tinkex.server.store import events, request_writes
+from tinkex.server.store import events, request_rows
 from tinkex.server.store.blobs import Files, fingerprint, folder_problem
 from tinkex.server.store.database import Database
 from tinkex.server.store.models import Sampler, insert_sampler, was_created
@@ -211,7 +211,7 @@ class Checkpoints:
             if sampler is not None and insert_sampler(connection, *sampler) != sampler[0]:
                 raise SamplerTaken
             note_saved(connection, version, "checkpoint.saved")
-            request_writes.set_done(connection, request_id, result, version_id=version.version_id)
+            request_rows.set_done(connection, request_id, result, version_id=version.version_id)
 
         await self._database.write(operation, required=True)
 

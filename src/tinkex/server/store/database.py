@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy import event
 
-from tinkex.server.store import group_commit, migrations, request_writes, sql_dialects
+from tinkex.server.store import group_commit, migrations, request_rows, sql_dialects
 from tinkex.server.store.group_commit import BatchWrite, Writer
 from tinkex.server.store.schema import api_keys
 from tinkex.server.store.storage_health import (
@@ -125,8 +125,8 @@ class Database:
         )
         self.writer = Writer(
             self._writing,
-            before_commit=request_writes.write_token_counts,
-            after_rollback=request_writes.discard_token_counts,
+            before_commit=request_rows.write_token_counts,
+            after_rollback=request_rows.discard_token_counts,
             health=self.health,
         )
 

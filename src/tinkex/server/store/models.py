@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store import request_writes
+from tinkex.server.store import request_rows
 from tinkex.server.store.database import Database
 from tinkex.server.store.keys import random_id
-from tinkex.server.store.request_writes import Accepted, NewRequest
+from tinkex.server.store.request_rows import Accepted, NewRequest
 from tinkex.server.store.schema import (
     Status,
     checkpoint_versions,
@@ -137,17 +137,17 @@ class Models:
                         "created_s": model.created_s,
                     },
                 )
-            accepted = request_writes.insert(connection, request)
+            accepted = request_rows.insert(connection, request)
             if known is not None and accepted.is_new and known.last_request_s is None:
                 raise RunTaken(model.model_id)  # it never had a step 0, not even a deleted one
             if accepted.is_new:
                 try:
                     self._quotas.check(connection, model.owner, runs=1)
                 except UserFailure as over:
-                    final = request_writes.failure(
+                    final = request_rows.failure(
                         accepted.request_id, str(over), category="user", cause="work"
                     )
-                    request_writes.finish(connection, final)
+                    request_rows.finish(connection, final)
                     return replace(accepted, refused=str(over))
             return accepted
 
@@ -205,7 +205,7 @@ class Models:
                 return Accepted(
                     request_id=first.request_id, kind=request.kind, sequences=0, is_new=False
                 )
-            accepted = request_writes.insert(connection, request)
+            accepted = request_rows.insert(connection, request)
             connection.execute(
                 custom_losses.insert(),
                 {

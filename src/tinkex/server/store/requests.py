@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from tinkex.server.store.blobs import Files
 from tinkex.server.store.database import Database
-from tinkex.server.store.request_writes import (
+from tinkex.server.store.request_rows import (
     Accepted,
     Completion,
     FinalState,

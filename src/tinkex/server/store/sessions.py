@@ -8,15 +8,15 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store import events
-from tinkex.server.store.checkpoints import not_expired
-from tinkex.server.store.database import Database
-from tinkex.server.store.keys import random_id
-from tinkex.server.store.models import was_created
-from tinkex.server.store.named_checkpoints import (
+from tinkex.server.store.checkpoint_catalog import (
     batches,
     has_published_checkpoint,
     metadata_characters,
 )
+from tinkex.server.store.checkpoints import not_expired
+from tinkex.server.store.database import Database
+from tinkex.server.store.keys import random_id
+from tinkex.server.store.models import was_created
 from tinkex.server.store.schema import (
     Status,
     checkpoint_names,

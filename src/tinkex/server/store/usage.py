@@ -1,14 +1,14 @@
 """
-Usage reports: tokens by hour, as `request_writes` counted them, and stored checkpoints over time.
+Usage reports: tokens by hour, as `request_rows` counted them, and stored checkpoints over time.
 """
 
 from dataclasses import dataclass
 
 import sqlalchemy as sa
 
+from tinkex.server.store.checkpoint_catalog import within_metadata_budget
 from tinkex.server.store.checkpoints import not_expired
 from tinkex.server.store.database import Database
-from tinkex.server.store.named_checkpoints import within_metadata_budget
 from tinkex.server.store.schema import (
     checkpoint_names,
     checkpoint_versions,

@@ -160,7 +160,7 @@ class Checkpoints(Requests):
         self.clock.now_s += after_s
         now_s = self.later()
         named = self.pick(list(self.world.names.values()), number)
-        of = self.store.checkpoint_lists
+        of = self.store.checkpoint_catalog
         key = {"model_id": named.model_id, "kind": named.kind, "name": named.name}
         alive = named.alive(now_s)
         if change == "delete":
@@ -190,7 +190,7 @@ class Checkpoints(Requests):
 
     def list_checkpoints(self, owner: str) -> None:
         found, count = self.run(
-            self.store.checkpoint_lists.checkpoints(owner=owner, kinds=KINDS, published=True)
+            self.store.checkpoint_catalog.checkpoints(owner=owner, kinds=KINDS, published=True)
         )
         there = [
             one

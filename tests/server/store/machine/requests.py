@@ -13,7 +13,7 @@ from server.store import reference_model as expected
 from server.store.machine.base import BASE, OWNERS, PICK, Base
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Accepted, Completion, NewRequest, Status
-from tinkex.server.store.request_writes import SAMPLES_PER_CLONE, failure, success
+from tinkex.server.store.request_rows import SAMPLES_PER_CLONE, failure, success
 from tinkex.server.store.requests import INLINE_BYTES, ResultGone
 from tinkex.wire.protobuf import encode_sample_response
 from tinkex.wire.sampling import SampledSequence, SampleResponse

@@ -71,7 +71,7 @@ _SAVED = (
 )
 
 
-class CheckpointLists:
+class CheckpointCatalog:
     """Lists, and changes of names by their owner. Expired names are treated as deleted."""
 
     def __init__(self, database: Database, quotas: Quotas) -> None:

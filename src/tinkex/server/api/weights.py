@@ -209,7 +209,7 @@ async def copy_weights(request: Request) -> Response:
         user_metadata=run.user_metadata if is_own else None,
         created_s=now_s,
     )
-    checkpoints, lists = context.store.checkpoints, context.store.checkpoint_lists
+    checkpoints, catalog = context.store.checkpoints, context.store.checkpoint_catalog
     copy = checkpoints.new_version(
         owner=model.owner,
         model_id=model.model_id,
@@ -217,10 +217,10 @@ async def copy_weights(request: Request) -> Response:
         name=source.name or UNNAMED_COPY,
     ).with_size(source.size_bytes)
     written = await checkpoints.fingerprint(source)
-    version = await lists.earlier_copy(copy, written)
+    version = await catalog.earlier_copy(copy, written)
     if version is None:
         add = functools.partial(
-            lists.add_copy,
+            catalog.add_copy,
             copy,
             fingerprint=written,
             model=model,
@@ -248,7 +248,7 @@ async def _metadata_source(
     """The checkpoint whose metadata the copy gets: the caller's own, or a published one."""
     if source.name is None:
         return None
-    saved = await context.store.checkpoint_lists.checkpoint(
+    saved = await context.store.checkpoint_catalog.checkpoint(
         model_id=source.model_id, kind=source.kind, name=source.name
     )
     return saved if saved is not None and (is_own or saved.public) else None

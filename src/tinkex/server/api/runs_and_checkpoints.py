@@ -22,7 +22,7 @@ from tinkex.server.scheduler.checkpoints import (
     no_checkpoint,
     tinker_path,
 )
-from tinkex.server.store.named_checkpoints import NamedCheckpoint, RunSummary
+from tinkex.server.store.checkpoint_catalog import NamedCheckpoint, RunSummary
 from tinkex.wire.checkpoints import (
     KINDS,
     Checkpoint,
@@ -55,8 +55,8 @@ async def list_training_runs(
     project_id: str | None = None,
 ) -> Response:
     """Newest first."""
-    lists = context_of(request).store.checkpoint_lists
-    runs, total = await lists.runs(
+    catalog = context_of(request).store.checkpoint_catalog
+    runs, total = await catalog.runs(
         owner=owner_of(request),
         project_id=project_id,
         published=access_scope == "accessible",
@@ -85,7 +85,7 @@ async def list_run_checkpoints(
 ) -> Response:
     """All checkpoints of a run, newest first."""
     await _readable(request, run, access_scope)
-    found, total = await context_of(request).store.checkpoint_lists.checkpoints(
+    found, total = await context_of(request).store.checkpoint_catalog.checkpoints(
         owner=owner_of(request),
         kinds=_kinds(request),
         model_id=run,
@@ -110,7 +110,7 @@ async def list_checkpoints(
     request: Request, limit: Limit = 100, offset: Offset = 0, access_scope: Scope = "owned"
 ) -> Response:
     """All checkpoints of an owner, newest first."""
-    found, total = await context_of(request).store.checkpoint_lists.checkpoints(
+    found, total = await context_of(request).store.checkpoint_catalog.checkpoints(
         owner=owner_of(request),
         kinds=_kinds(request),
         published=access_scope == "accessible",
@@ -131,20 +131,22 @@ async def list_checkpoints(
 async def delete_checkpoint(request: Request, run: str, kind: str, name: str) -> Response:
     """The path no longer works for anyone; open samplers of the checkpoint continue."""
     key = await _key(request, run, kind, name)
-    return _changed(await context_of(request).store.checkpoint_lists.delete(**key), key)
+    return _changed(await context_of(request).store.checkpoint_catalog.delete(**key), key)
 
 
 @router.post(f"{CHECKPOINT}/publish", status_code=204)
 async def publish(request: Request, run: str, kind: str, name: str) -> Response:
     """All owners of this server may read it. Publishing again has no effect."""
     key = await _key(request, run, kind, name)
-    return _changed(await context_of(request).store.checkpoint_lists.set_public(True, **key), key)
+    return _changed(await context_of(request).store.checkpoint_catalog.set_public(True, **key), key)
 
 
 @router.delete(f"{CHECKPOINT}/publish", status_code=204)
 async def unpublish(request: Request, run: str, kind: str, name: str) -> Response:
     key = await _key(request, run, kind, name)
-    return _changed(await context_of(request).store.checkpoint_lists.set_public(False, **key), key)
+    return _changed(
+        await context_of(request).store.checkpoint_catalog.set_public(False, **key), key
+    )
 
 
 @router.put(
@@ -157,7 +159,7 @@ async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
     check_ttl(ttl_s)
     expires_s = None if ttl_s is None else time.time() + ttl_s
     return _changed(
-        await context_of(request).store.checkpoint_lists.set_expiry(expires_s, **key), key
+        await context_of(request).store.checkpoint_catalog.set_expiry(expires_s, **key), key
     )
 
 
@@ -166,7 +168,7 @@ async def _readable(request: Request, run: str, access_scope: Scope) -> RunSumma
     context = context_of(request)
     if access_scope == "owned":
         await context.model(request, run)
-    found = await context.store.checkpoint_lists.run(run, reader=owner_of(request))
+    found = await context.store.checkpoint_catalog.run(run, reader=owner_of(request))
     if found is None:
         raise not_found("model", run, "Create one with create_model.")
     return found

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from tinkex.wire import protobuf
-from tinkex.wire.fast_datum_encoding import encode_datum
 from tinkex.wire.inputs import Datum, ModelInput, PromptProvenanceSpan
 from tinkex.wire.prompt_chunks import EncodedTextChunk, ImageChunk
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
+from tinkex.wire.protobuf_datums import encode_datum
 from tinkex.wire.tensors import TensorData
 from tinkex.wire.training import ForwardBackwardInput, ForwardBackwardRequest
 
