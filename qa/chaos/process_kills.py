@@ -255,7 +255,7 @@ class Report:
         return [
             f"kills: {sum(self.killed.values())} ({kinds})",
             f"rounds: {self.rounds}, operations: {self.operations}",
-            f"different final weights: {len(self.weights)}",
+            f"distinct final weights: {len(self.weights)}",
             f"largest difference of a loss: {self.largest_difference:.2e}",
             f"violations: {len(self.violations)}",
             f"wall time: {self.wall_s:.0f} s",
