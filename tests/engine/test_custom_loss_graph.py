@@ -300,12 +300,14 @@ def graph_of(*nodes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def attempt(wire: dict[str, Any], ranks: dict[str, int] = RANKS) -> None:
+def attempt(
+    wire: dict[str, Any], ranks: dict[str, int] = RANKS, *, deadline_s: float = 2.0
+) -> None:
     graph = Graph.rebuild("hostile", declared(ranks), CustomLossGraph.model_validate(wire))
     logprobs, inputs = data_for(ranks)
     if "k" in inputs:
         inputs["k"] = torch.tensor([0, 2, 1, 6, 5, 3, 4])
-    graph.value_and_gradient(logprobs, inputs, deadline_s=2.0)
+    graph.value_and_gradient(logprobs, inputs, deadline_s=deadline_s)
 
 
 REFUSED_TARGETS = [
@@ -628,8 +630,10 @@ HOSTILE += [
 @pytest.mark.parametrize("place", range(len(HOSTILE)))
 def test_a_hostile_graph_is_refused_with_a_reason(place):
     wire, word = HOSTILE[place]
+    # On a loaded machine two seconds may end before the size of a value is refused.
+    deadline_s = 2.0 if "time" in word else 20.0
     with pytest.raises(UserFailure) as refusal:
-        attempt(wire)
+        attempt(wire, deadline_s=deadline_s)
     message = str(refusal.value)
     assert word in message
     assert message.startswith("custom loss 'hostile': ")

@@ -5,9 +5,11 @@ import errno
 import os
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,6 +130,23 @@ async def test_a_disk_that_hangs_before_the_commit_is_detected(
         answers.set()
     assert (await waiting).is_new
     assert store.health.problem is None
+
+
+async def test_a_caller_may_write_again_as_soon_as_a_slow_write_is_stored(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_commit, "RESPONSE_TIMEOUT_S", 0.2)
+    resolve = group_commit._resolve
+
+    def resolve_slowly(outcomes: Sequence[Any]) -> None:
+        resolve(outcomes)
+        time.sleep(0.3)  # the caller runs before the writer's thread does
+
+    monkeypatch.setattr(group_commit, "_resolve", resolve_slowly)
+    # Called after the commit: to the writer, the database took this long to respond.
+    monkeypatch.setattr(store.health, "clear", lambda: time.sleep(0.3))
+    for _ in range(2):
+        assert (await store.requests.accept(NEW)).is_new
 
 
 class _Slow(dict[str, object]):

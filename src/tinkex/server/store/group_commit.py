@@ -276,6 +276,8 @@ class Writer:
         self.commits += 1
         self._dropping = False
         self._reconnect_until_s = None
+        # Before the callers get their results: they may write again at once.
+        self._waiting_since_s = None
         self._health.clear()
         _resolve(
             [
