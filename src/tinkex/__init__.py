@@ -59,8 +59,9 @@ _MODULES = ("auth", "resources", "types")
 #: Names of the official client that it does not export.
 _NOT_LISTED = {"APIResponse", "AsyncAPIResponse", "resources"}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+_PUBLIC = sorted({"__title__", *_HOME_OF, *_MODULES})
 
-__all__ = [*sorted({"__title__", *_HOME_OF, *_MODULES} - _NOT_LISTED)]
+__all__ = [name for name in _PUBLIC if name not in _NOT_LISTED]
 
 
 def __getattr__(name: str) -> Any:
