@@ -46,7 +46,7 @@ ALLOWED_IMPORTS = {
     "server.api.connection_limits": "uvicorn",
     "server.executor": "wire",
     "server.engine_process": "wire server.executor server.process_setup server.scheduler.crash_isolation",
-    "server.api": "wire server.store server.scheduler server.executor server.settings fastapi starlette pydantic prometheus_client",
+    "server.api": "wire server.store server.scheduler server.executor server.settings fastapi starlette pydantic prometheus_client jwt",
     "server": "durable_files wire models server uvicorn prometheus_client fastapi starlette pydantic",
     "conformance": "wire numpy",
     "conformance.conftest": "conformance pytest",
