@@ -1,8 +1,8 @@
 """Which errors are retried, and when: tables of decisions."""
 
+import asyncio
 import itertools
 import pickle
-import asyncio
 import random
 from datetime import UTC, datetime
 
