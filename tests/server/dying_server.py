@@ -20,11 +20,11 @@ import uvicorn
 
 from server.echo import BASE, EchoExecutor
 from tinkex.server.app import create_app
-from tinkex.server.executor import Outcome, Task, Work
 from tinkex.server.scheduler.crash_isolation import EngineState, InFlightFile
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
 from tinkex.server.web_process import uvicorn_config
+from tinkex.wire.proto.frames_pb2 import Done, Order
 
 #: A pass with this many tokens is poisonous.
 POISON = 13
@@ -38,10 +38,10 @@ class Dying(EchoExecutor):
         self._how = how
         self._in_flight = in_flight
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         # Like real work: others start in the meantime.
         await asyncio.sleep(0.02)
-        if work.task is Task.PASS and work.payload.count(bytes([5])) >= POISON:
+        if work.HasField("run_pass") and work.run_pass.payload.inline.count(bytes([5])) >= POISON:
             if self._how == "web":
                 self._in_flight.set_engine_state(EngineState.LEFT)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -8,9 +8,10 @@ import pytest
 
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
-from tinkex.server.executor import BatchFailed, EngineLost, Outcome, Task, Work, WorkFailed
+from tinkex.server.executor import BatchFailed, EngineLost, WorkFailed
 from tinkex.server.scheduler.crash_isolation import MAX_SINGLY, CrashIsolation, group_size
 from tinkex.wire.codec import decode_json
+from tinkex.wire.proto.frames_pb2 import Done, Order
 from tinkex.wire.sampling import SampleRequest
 from waiting import until_async
 
@@ -29,7 +30,7 @@ class CrashingExecutor(EchoExecutor):
         self.max_running = 0
         self._running: set[int] = set()
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         mine = self._incarnation
         self._running.add(id(work))
         try:
@@ -45,10 +46,14 @@ class CrashingExecutor(EchoExecutor):
         finally:
             self._running.discard(id(work))
 
-    def _is_poison(self, work: Work) -> bool:
-        if work.task is Task.SAMPLE:
-            return decode_json(SampleRequest, work.payload).prompt.to_ints()[0] == POISON
-        return work.task is Task.PASS and work.payload.count(bytes([5])) >= POISON
+    def _is_poison(self, work: Order) -> bool:
+        if work.HasField("sample"):
+            return (
+                decode_json(SampleRequest, work.sample.payload.inline).prompt.to_ints()[0] == POISON
+            )
+        return (
+            work.HasField("run_pass") and work.run_pass.payload.inline.count(bytes([5])) >= POISON
+        )
 
 
 async def sampled(api: Api, session: str, number: int, prompt: int) -> dict[str, Any]:
@@ -159,21 +164,21 @@ class SharedBatches(EchoExecutor):
         self.together: set[int] = set()
         self.batches: list[int] = []
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
-        if work.task is not Task.PASS:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
+        if not work.HasField("run_pass"):
             return await super().run(base_model, work, incarnation=incarnation)
         self.together.add(id(work))
         await asyncio.sleep(0.02)
         beside = len(self.together)
         self.batches.append(beside)
         # Half of the gradient is there already when it fails.
-        self.models[work.model_id].gradient += 1000
+        self.models[work.run_pass.model_id].gradient += 1000
         await asyncio.sleep(0.02)
         self.together.discard(id(work))
         if beside > 1:
             raise BatchFailed("a batch of several requests failed")
-        self.models[work.model_id].gradient -= 1000
-        if work.payload.count(bytes([5])) >= POISON:
+        self.models[work.run_pass.model_id].gradient -= 1000
+        if work.run_pass.payload.inline.count(bytes([5])) >= POISON:
             raise WorkFailed("server", "the engine failed unexpectedly")
         return await super().run(base_model, work, incarnation=incarnation)
 

@@ -19,7 +19,6 @@ from server.dying_server import POISON
 from server.hosting import Api, connected, hosted
 from server.scheduler.test_crash_isolation import POISON as CRASH_POISON
 from server.scheduler.test_crash_isolation import CrashingExecutor
-from tinkex.server.executor import Outcome, Work
 from tinkex.server.scheduler.crash_isolation import (
     EngineState,
     InFlightFile,
@@ -29,6 +28,7 @@ from tinkex.server.scheduler.crash_isolation import (
     web_process_crashed,
 )
 from tinkex.wire.engine_settings import EngineSettings
+from tinkex.wire.proto.frames_pb2 import Done, Order
 
 pytestmark = pytest.mark.anyio
 
@@ -223,7 +223,7 @@ class Once(CrashingExecutor):
         super().die()
         self.open.clear()
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         await self.open.wait()
         return await super().run(base_model, work, incarnation=incarnation)
 

@@ -10,7 +10,6 @@ import pytest
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.scheduler.test_pickup import sample
-from tinkex.server.executor import Task
 from tinkex.server.scheduler import scheduler
 from tinkex.server.scheduler.step_queue import Cause
 from tinkex.server.store import Status
@@ -115,7 +114,7 @@ async def test_a_rewound_model_does_not_run_steps_behind_a_missing_one(
 
         monkeypatch.setattr(context.store.requests, "store_result", fails)
         first = await api.forward_backward(model, 1, tokens=LARGE)
-        await until_async(lambda: Task.PASS in echo.tasks())
+        await until_async(lambda: "run_pass" in echo.tasks())
         state = context.scheduler._models.get(model)
         if not closed:
             echo.open.clear()
@@ -204,7 +203,7 @@ async def test_a_save_is_not_stored_without_the_steps_before_it(
         # It never ends, so waiting longer at shutdown makes no difference.
         monkeypatch.setattr(scheduler, "STORE_TIMEOUT_S", 0.1)
         first = await api.forward_backward(model, 1)
-        await until_async(lambda: Task.PASS in echo.tasks())
+        await until_async(lambda: "run_pass" in echo.tasks())
         saved = await api.step("save_weights", model_id=model, seq_id=2, path="x")
         # A save that does not wait is done before one that came later.
         later = await api.step("save_weights", model_id=other, seq_id=1, path="x")

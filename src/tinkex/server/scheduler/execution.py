@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinkex.server.executor import EngineLost, Executor, Outcome, Task, Work
+from tinkex.server.executor import EngineLost, Executor, OnTokens
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
 from tinkex.server.scheduler.crash_isolation import Attempt, CrashIsolation, InFlightFile
 from tinkex.server.scheduler.fairness import Admission
@@ -38,6 +38,7 @@ from tinkex.server.store import (
 from tinkex.server.store.requests import INLINE_BYTES
 from tinkex.wire.codec import encode_json
 from tinkex.wire.proto import frames_pb2
+from tinkex.wire.proto.frames_pb2 import Done, Order
 
 if TYPE_CHECKING:
     from tinkex.server.scheduler.model_worker import ModelState
@@ -53,68 +54,61 @@ MAX_OWNERS = 1_000
 PAYLOAD_CACHE_BYTES = 128 * 2**20
 
 
-def create_work(model: Model) -> Work:
-    return Work(
-        task=Task.CREATE,
-        model_id=model.model_id,
-        lora_config=encode_json(dict(model.lora_config)),
-        optimizer_config=encode_json(dict(model.optimizer_config)),
+def create_order(model: Model) -> Order:
+    return Order(
+        create=frames_pb2.Create(
+            model_id=model.model_id,
+            lora_config=encode_json(dict(model.lora_config)),
+            optimizer_config=encode_json(dict(model.optimizer_config)),
+        )
     )
 
 
-def training_work(model: Model, kind: Kind, payload: bytes | Path) -> Work:
+def training_order(model: Model, kind: Kind, payload: bytes | Path) -> Order:
     """A forward pass, a forward and backward pass, or an optimizer step."""
-    return Work(
-        task=Task.OPTIM_STEP if kind is Kind.OPTIM_STEP else Task.PASS,
-        model_id=model.model_id,
-        backward=kind is Kind.FORWARD_BACKWARD,
-        session_id=model.session_id,
-        **_payload_fields(payload),
+    carried = _payload(payload)
+    if kind is Kind.OPTIM_STEP:
+        step = frames_pb2.OptimStep(model_id=model.model_id, payload=carried)
+        return Order(optim_step=step)
+    return Order(
+        run_pass=frames_pb2.Pass(
+            model_id=model.model_id,
+            payload=carried,
+            backward=kind is Kind.FORWARD_BACKWARD,
+            session_id=model.session_id,
+        )
     )
 
 
-def sample_work(
-    owner: str,
-    folder: str | None,
-    payload: bytes | Path,
-    on_tokens: Callable[[frames_pb2.Tokens], None] | None = None,
-) -> Work:
-    return Work(
-        task=Task.SAMPLE,
-        folder=folder,
-        owner=owner,
-        on_tokens=on_tokens,
-        **_payload_fields(payload),
+def sample_order(owner: str, folder: str | None, payload: bytes | Path, *, streams: bool) -> Order:
+    """`folder` is that of the adapter; None for the base model."""
+    return Order(
+        sample=frames_pb2.Sample(
+            payload=_payload(payload), adapter_folder=folder or "", owner=owner, streams=streams
+        )
     )
 
 
-def register_loss_work(loss: CustomLoss) -> Work:
-    return Work(
-        task=Task.REGISTER_LOSS,
-        loss_id=loss.loss_id,
-        session_id=loss.session_id,
-        payload=loss.definition,
+def register_loss_order(loss: CustomLoss) -> Order:
+    return Order(
+        register_loss=frames_pb2.RegisterLoss(
+            loss_id=loss.loss_id, session_id=loss.session_id, payload=_payload(loss.definition)
+        )
     )
 
 
-def forget_losses_work(session_id: str) -> Work:
-    return Work(task=Task.FORGET_LOSSES, session_id=session_id)
-
-
-def drop_work(model_id: str) -> Work:
-    return Work(task=Task.DROP, model_id=model_id)
-
-
-def clear_gradients_work(model_id: str) -> Work:
-    return Work(task=Task.CLEAR_GRADIENTS, model_id=model_id)
+def clear_gradients_order(model_id: str) -> Order:
+    return Order(clear_gradients=frames_pb2.ClearGradients(model_id=model_id))
 
 
 def payload_size(payload: bytes | Path) -> int:
     return payload.stat().st_size if isinstance(payload, Path) else len(payload)
 
 
-def _payload_fields(payload: bytes | Path) -> dict[str, Any]:
-    return {"payload_file": payload} if isinstance(payload, Path) else {"payload": payload}
+def _payload(payload: bytes | Path) -> frames_pb2.Payload:
+    if isinstance(payload, Path):
+        return frames_pb2.Payload(file=str(payload))
+    return frames_pb2.Payload(inline=payload)
 
 
 class PayloadCache:
@@ -160,12 +154,12 @@ class ComputeUsage:
     """What engines computed, for the metrics page."""
 
     def __init__(self) -> None:
-        #: Number of operations and seconds of compute.
-        self.by_task: dict[Task, tuple[int, float]] = {}
+        #: Number of operations and seconds of compute, by the name of the order.
+        self.by_task: dict[str, tuple[int, float]] = {}
         #: Seconds of compute.
         self.by_owner: defaultdict[str, float] = _RecentOwners(float)
 
-    def record(self, task: Task, owner: str, future: asyncio.Future[Outcome]) -> None:
+    def record(self, task: str, owner: str, future: asyncio.Future[Done]) -> None:
         if future.cancelled() or future.exception() is not None:
             return
         compute_s = future.result().compute_s
@@ -474,24 +468,33 @@ class EngineClient:
         return await self._executor.ready(self.base_model)
 
     async def send(
-        self, work: Work, *, owner: str | None = None, incarnation: int | None = None
-    ) -> asyncio.Future[Outcome]:
+        self,
+        order: Order,
+        *,
+        owner: str | None = None,
+        incarnation: int | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> asyncio.Future[Done]:
         """
-        Send work, counted as usage of the owner if there is one. Returns a future of the outcome.
+        Send an order, counted as usage of the owner if there is one.
 
-        The engine has the work when this returns, before anything that is sent later.
+        The engine has the order when this returns, before anything that is sent later.
         """
-        future = await self._executor.send(self.base_model, work, incarnation=incarnation)
+        future = await self._executor.send(
+            self.base_model, order, incarnation=incarnation, on_tokens=on_tokens
+        )
         if owner is not None:
-            record = functools.partial(self._execution.usage.record, work.task, owner)
-            future.add_done_callback(record)
+            task = order.WhichOneof("work") or ""
+            future.add_done_callback(functools.partial(self._execution.usage.record, task, owner))
         return future
 
-    async def run_request(self, row: RequestRow, prepare: Callable[[], Awaitable[Work]]) -> Outcome:
+    async def run_request(
+        self, row: RequestRow, prepare: Callable[[], Awaitable[tuple[Order, OnTokens | None]]]
+    ) -> Done:
         """
         Run a request that is not a step, again after each crash until it is found to cause them.
 
-        The work is prepared after admission, so waiting requests take no memory.
+        The order is made after admission, so waiting requests take no memory.
         """
         try:
             if (reason := self.isolation.failure_reason(row.request_id)) is not None:
@@ -499,10 +502,11 @@ class EngineClient:
             while True:
                 await self._admission.enter(row.owner)
                 try:
-                    work = await prepare()
+                    order, on_tokens = await prepare()
                     async with self.isolation.attempt(row.request_id) as attempt:
                         try:
-                            return await (await self.send(work, owner=row.owner))
+                            sent = await self.send(order, owner=row.owner, on_tokens=on_tokens)
+                            return await sent
                         except EngineLost:
                             if self._execution.closing:
                                 raise

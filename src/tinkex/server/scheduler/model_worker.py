@@ -22,8 +22,6 @@ from tinkex.server.executor import (
     EngineLost,
     EngineRefused,
     ModelNotLoaded,
-    Outcome,
-    Work,
     WorkFailed,
 )
 from tinkex.server.scheduler.base_model_check import BaseModelChanged
@@ -34,10 +32,10 @@ from tinkex.server.scheduler.execution import (
     Execution,
     ResultWriter,
     UnstoredResult,
-    clear_gradients_work,
-    create_work,
+    clear_gradients_order,
+    create_order,
     payload_size,
-    training_work,
+    training_order,
 )
 from tinkex.server.scheduler.fairness import TrainingSlots
 from tinkex.server.scheduler.recovery import RebuildQueue, Recovery, Snapshots
@@ -54,6 +52,7 @@ from tinkex.server.scheduler.step_queue import (
 from tinkex.server.store import Damaged, Model, RequestRow, StorageError
 from tinkex.wire.codec import encode_json
 from tinkex.wire.errors import UserFailure
+from tinkex.wire.proto.frames_pb2 import Done, Order
 from tinkex.wire.training import CreateModelResponse
 
 log = logging.getLogger("tinkex.server.scheduler")
@@ -98,17 +97,17 @@ class ModelState:
         return self.worker is None and self.storing is None and not has_steps
 
     async def send(
-        self, engine: EngineClient, work: Work, incarnation: int
-    ) -> asyncio.Future[Outcome]:
-        """Send work for this model to the incarnation that has it."""
-        future = await engine.send(work, owner=self.model.owner, incarnation=incarnation)
+        self, engine: EngineClient, order: Order, incarnation: int
+    ) -> asyncio.Future[Done]:
+        """Send an order for this model to the incarnation that has it."""
+        future = await engine.send(order, owner=self.model.owner, incarnation=incarnation)
         future.add_done_callback(self._count_compute)
         return future
 
-    async def run(self, engine: EngineClient, work: Work, incarnation: int) -> Outcome:
-        return await (await self.send(engine, work, incarnation))
+    async def run(self, engine: EngineClient, order: Order, incarnation: int) -> Done:
+        return await (await self.send(engine, order, incarnation))
 
-    def _count_compute(self, future: asyncio.Future[Outcome]) -> None:
+    def _count_compute(self, future: asyncio.Future[Done]) -> None:
         if not future.cancelled() and future.exception() is None:
             self.compute_s += future.result().compute_s
 
@@ -168,8 +167,8 @@ class StepRunner:
         elif step.kind in PIPELINED:
             try:
                 state.bytes_since_snapshot += payload_size(payload)
-                work = training_work(state.model, step.kind, payload)
-                outcome = _outcome_of(await state.send(self._engine, work, incarnation))
+                order = training_order(state.model, step.kind, payload)
+                outcome = _outcome_of(await state.send(self._engine, order, incarnation))
             except Exception as error:  # noqa: BLE001  handled like an error of the engine
                 outcome = _raise(error)
         else:
@@ -199,12 +198,12 @@ class StepRunner:
         model = state.model
         requests, payloads = self._execution.store.requests, self._execution.payloads
 
-        async def run(work: Work) -> Outcome:
-            return await state.run(self._engine, work, incarnation)
+        async def run(order: Order) -> Done:
+            return await state.run(self._engine, order, incarnation)
 
         match step.kind:
             case Kind.CREATE_MODEL:
-                await run(create_work(model))
+                await run(create_order(model))
                 response = CreateModelResponse(model_id=model.model_id)
                 return RequestOutcome(result=encode_json(response))
             case Kind.SAVE_WEIGHTS | Kind.SAVE_FOR_SAMPLER | Kind.SAVE_EXTERNAL:
@@ -213,7 +212,7 @@ class StepRunner:
                 return RequestOutcome(result=result, committed=True)
             case Kind.LOAD_WEIGHTS:
                 if step.creates_model:
-                    await run(create_work(model))
+                    await run(create_order(model))
                 payload = await payloads.read(step.request_id)
                 # For another owner's checkpoint, the version was resolved on acceptance.
                 row = await requests.get(step.request_id)
@@ -252,7 +251,7 @@ class StepRunner:
         self._results.add(state, step, outcome, gradient_error=gradient_error)
 
 
-async def _outcome_of(future: asyncio.Future[Outcome]) -> RequestOutcome:
+async def _outcome_of(future: asyncio.Future[Done]) -> RequestOutcome:
     return RequestOutcome(result=(await future).result)
 
 
@@ -459,8 +458,8 @@ class ModelWorkers:
             # refusals. If the steps were requeued instead, they would run as if nothing were missing.
             with contextlib.suppress(EngineLost):
                 incarnation = await self._recovery.ensure_loaded(state)
-                work = clear_gradients_work(state.model.model_id)
-                await state.run(self._engine, work, incarnation)
+                order = clear_gradients_order(state.model.model_id)
+                await state.run(self._engine, order, incarnation)
         for step in batch.steps:
             if batch.has_no_row:
                 self._steps.finish_refused(state, step, batch.refusal or "")

@@ -5,20 +5,20 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tinkex.server.executor import EngineLost, EngineRefused, Work, WorkFailed
+from tinkex.server.executor import EngineLost, EngineRefused, OnTokens, WorkFailed
 from tinkex.server.scheduler.base_model_check import BaseModelChanged
 from tinkex.server.scheduler.execution import (
     EngineClient,
     Execution,
-    register_loss_work,
-    sample_work,
+    register_loss_order,
+    sample_order,
 )
 from tinkex.server.scheduler.result_waiters import RequestOutcome, crash_outcome, internal_error
 from tinkex.server.store import RequestRow
 from tinkex.wire.codec import encode_json
 from tinkex.wire.custom_loss import CreateCustomLossResponse
 from tinkex.wire.partial_sample import PartialSample
-from tinkex.wire.proto import frames_pb2
+from tinkex.wire.proto.frames_pb2 import Order, Tokens
 
 if TYPE_CHECKING:
     from tinkex.server.scheduler.engine_scheduler import EngineScheduler
@@ -33,7 +33,7 @@ class TokenStream:
         #: Done at the next token, and then replaced.
         self.changed = self._new_future()
 
-    def add(self, tokens: frames_pb2.Tokens) -> None:
+    def add(self, tokens: Tokens) -> None:
         """A restarted engine sends everything again; only new tokens count."""
         if self.growing.add(tokens.sequence, tokens.tokens, tokens.logprobs, start=tokens.start):
             changed, self.changed = self.changed, self._new_future()
@@ -109,10 +109,10 @@ class SampleWorker:
         await self._execution.finish(row, outcome)
 
     async def _sample(self, row: RequestRow) -> RequestOutcome:
-        outcome = await self._engine.run_request(row, functools.partial(self._prepare, row))
-        return RequestOutcome(result=outcome.result)
+        done = await self._engine.run_request(row, functools.partial(self._prepare, row))
+        return RequestOutcome(result=done.result)
 
-    async def _prepare(self, row: RequestRow) -> Work:
+    async def _prepare(self, row: RequestRow) -> tuple[Order, OnTokens | None]:
         folder = None
         if row.version_id is not None:
             if (check := self._engine.base_check) is not None:
@@ -120,7 +120,8 @@ class SampleWorker:
             folder = await self._execution.store.checkpoints.open_cached(row.version_id)
         payload = await self._execution.payloads.get(row.request_id)
         stream = self._token_streams.get(row.request_id)
-        return sample_work(row.owner, folder, payload, None if stream is None else stream.add)
+        order = sample_order(row.owner, folder, payload, streams=stream is not None)
+        return order, None if stream is None else stream.add
 
 
 class CustomLossWorker:
@@ -154,8 +155,8 @@ class CustomLossWorker:
     async def _register(self, row: RequestRow) -> RequestOutcome:
         loss = await self._execution.store.models.custom_loss(row.request_id)
 
-        async def prepare() -> Work:
-            return register_loss_work(loss)
+        async def prepare() -> tuple[Order, None]:
+            return register_loss_order(loss), None
 
         # An engine that loads a model of this session later registers its losses then.
         base_models = {
