@@ -64,8 +64,8 @@ async def test_a_restarted_engine_gets_the_losses_before_the_steps(
     echo.ran.clear()
     await api.result(await api.optim_step(model, 2))
     assert echo.tasks() == ["register_loss", "create", *["optim_step"] * 2]
-    assert echo.ran[0].loss_id == made["loss_id"]
-    assert echo.ran[0].session_id == session
+    assert echo.ran[0].register_loss.loss_id == made["loss_id"]
+    assert echo.ran[0].register_loss.session_id == session
 
 
 async def test_malformed_losses_are_refused_with_the_field(api: Api) -> None:

@@ -72,7 +72,7 @@ async def test_samples_need_no_order(api: Api) -> None:
 async def test_a_sample_without_a_seed_gets_one_that_stays(api: Api, echo: EchoExecutor) -> None:
     sampler = await base_sampler(api)
     await sample(api, sampling_session_id=sampler, seq_id=0)
-    assert b'"seed":' in echo.ran[-1].payload
+    assert b'"seed":' in echo.ran[-1].sample.payload.inline
 
 
 async def test_an_unknown_setting_is_a_failed_sample(api: Api) -> None:

@@ -253,7 +253,7 @@ async def test_a_stream_gets_tokens_although_pickup_found_its_sample_first(
         answer = await api.post("stream_sample", sample(session, 1))
         assert answer.status == 200, answer
         (sampled,) = (work for work in echo.ran if work.HasField("sample"))
-        assert sampled.on_tokens is not None
+        assert sampled.sample.streams
 
 
 def pick_up_before_submit(context: Any) -> None:
