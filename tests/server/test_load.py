@@ -16,8 +16,7 @@ from server.hosting import Api, hosted
 from server.tenants import new_key, with_key
 from tinkex.server import process_setup, web_process
 from tinkex.server.api.connection_limits import MIN_PROGRESS_BYTES, Phase, StallTimer
-from tinkex.server.scheduler.result_waiters import FinishedRequest
-from tinkex.server.scheduler.step_queue import Kind
+from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.wire.proto.frames_pb2 import Done, Order
 from waiting import until_async
 
@@ -249,12 +248,12 @@ async def test_an_unread_answer_is_aborted_and_a_slowly_read_one_is_not(
         assert api.app is not None
         assert api.server is not None
         state = api.server.server_state
-        large = FinishedRequest(
+        large = QueuedRequest(
             request_id="large",
             owner="local",
             kind=Kind.SAVE_WEIGHTS,
-            session_id=None,
-            result=b"x" * LARGE,
+            base_model=BASE,
+            outcome=Outcome(result=b"x" * LARGE),
         )
         api.app.state.context.futures.finish(large)
         asking = request("retrieve_future", json.dumps({"request_id": "large"}).encode())

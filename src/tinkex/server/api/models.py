@@ -11,9 +11,9 @@ from tinkex.server.api.auth import owner_of
 from tinkex.server.api.bodies import read_json
 from tinkex.server.api.deps import Context, context_of, json_response, openapi_body
 from tinkex.server.api.errors import Refusal
-from tinkex.server.api.submit import admit, check_same_model, new_row, schedule, submit_request
-from tinkex.server.scheduler.step_queue import Kind
-from tinkex.server.store import Model, NewRequest
+from tinkex.server.api.submit import admit, check_same_model, schedule, submit_request
+from tinkex.server.queued_request import Kind, QueuedRequest
+from tinkex.server.store import Model
 from tinkex.wire.codec import encode_json
 from tinkex.wire.custom_loss import CreateCustomLossRequest
 from tinkex.wire.errors import WireError
@@ -63,7 +63,7 @@ async def create_model(request: Request) -> Response:
         user_metadata=message.user_metadata,
         created_s=time.time(),
     )
-    new = NewRequest(
+    new = QueuedRequest(
         owner=model.owner,
         kind=Kind.CREATE_MODEL,
         base_model=base.name,
@@ -77,15 +77,15 @@ async def create_model(request: Request) -> Response:
 
 
 async def create_with_first_step(
-    context: Context, model: Model, number: int, new: NewRequest
+    context: Context, model: Model, number: int, new: QueuedRequest
 ) -> Response:
     """Store a model with its first step, or find the first one; returns the request id."""
     first = await context.store.models.create_model(model=model, model_seq_id=number, request=new)
-    if first.refused is not None:
-        context.scheduler.creation_refused(new_row(new, first), first.refused)
+    if first is new and new.outcome is not None:
+        context.scheduler.creation_refused(new, new.outcome)
     else:
         await schedule(context, new, first)
-    if not first.is_new:
+    if first is not new:
         await check_same_model(context, new, first)
     return json_response(UntypedAPIFuture(request_id=first.request_id, model_id=model.model_id))
 
@@ -117,7 +117,7 @@ async def unload_model(request: Request) -> Response:
     message = await read_json(request, UnloadModelRequest)
     context = context_of(request)
     model = await context.model(request, message.model_id)
-    new = NewRequest(
+    new = QueuedRequest(
         owner=owner_of(request),
         kind=Kind.UNLOAD_MODEL,
         base_model=model.base_model,
@@ -150,7 +150,7 @@ async def create_custom_loss(request: Request) -> Response:
         )
     # Any engine can check a graph.
     base_model = context.executor.served[0].name
-    new = NewRequest(
+    new = QueuedRequest(
         owner=session.owner,
         kind=Kind.CREATE_CUSTOM_LOSS,
         base_model=base_model,

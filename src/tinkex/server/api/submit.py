@@ -21,11 +21,11 @@ from tinkex.server.api.auth import caller_of
 from tinkex.server.api.bodies import RECEIVED_BODY, read_body
 from tinkex.server.api.deps import Context, context_of, json_response
 from tinkex.server.api.errors import Refusal
+from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.server.scheduler.fairness import Limits, over_limit, server_full
 from tinkex.server.scheduler.result_waiters import load_of
 from tinkex.server.scheduler.sample_worker import TokenStream
-from tinkex.server.scheduler.step_queue import Kind
-from tinkex.server.store import Accepted, Model, NewRequest, RequestRow, Status
+from tinkex.server.store import Model
 from tinkex.wire.checkpoints import (
     SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
@@ -56,7 +56,7 @@ NumberedStep = (
 
 
 async def admit(
-    request: Request, context: Context, new: NewRequest, *, loss_number: int | None = None
+    request: Request, context: Context, new: QueuedRequest, *, loss_number: int | None = None
 ) -> None:
     """
     Raise a 429 for a request that is over a limit of its owner or of the server.
@@ -89,7 +89,7 @@ async def admit(
     raise Refusal(429, refusal, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
-async def submit_request(context: Context, new: NewRequest) -> Response:
+async def submit_request(context: Context, new: QueuedRequest) -> Response:
     """Accept a request and return its id."""
     first = await accept_request(context, new)
     return json_response(
@@ -101,14 +101,14 @@ async def submit_request(context: Context, new: NewRequest) -> Response:
     )
 
 
-def sequence_ids(first: Accepted) -> list[str]:
+def sequence_ids(first: QueuedRequest) -> list[str]:
     """The ids of a sample's sequences, which are known before the sequences exist."""
     return [f"{first.request_id}-{index}" for index in range(first.sequences)]
 
 
 async def accept_request(
-    context: Context, new: NewRequest, *, token_stream: TokenStream | None = None
-) -> Accepted:
+    context: Context, new: QueuedRequest, *, token_stream: TokenStream | None = None
+) -> QueuedRequest:
     """
     Store and schedule a request, or find the first one that it repeats.
 
@@ -134,41 +134,21 @@ async def accept_request(
 
 
 async def schedule(
-    context: Context, new: NewRequest, first: Accepted, *, token_stream: TokenStream | None = None
+    context: Context,
+    new: QueuedRequest,
+    first: QueuedRequest,
+    *,
+    token_stream: TokenStream | None = None,
 ) -> None:
     """Give a committed request to the scheduler. Nothing may fail between the commit and this."""
-    if first.is_new:
-        context.scheduler.submit(
-            new_row(new, first), payload=new.payload, token_stream=token_stream
-        )
+    if first is new:
+        context.scheduler.submit(new, token_stream=token_stream)
     else:
         # The first request may be waiting without being known to the scheduler.
         await context.scheduler.resubmit(first.request_id)
 
 
-def new_row(new: NewRequest, first: Accepted) -> RequestRow:
-    """The row that was just written, without reading it back."""
-    return RequestRow(
-        request_id=first.request_id,
-        owner=new.owner,
-        session_id=new.session_id,
-        model_id=new.model_id,
-        sampling_session_id=new.sampling_session_id,
-        seq_id=new.seq_id,
-        kind=new.kind,
-        status=Status.WAITING,
-        base_model=new.base_model,
-        sequences=new.sequences,
-        version_id=new.version_id,
-        result_bytes=None,
-        error=None,
-        category=None,
-        cause=None,
-        tokens=new.tokens,
-    )
-
-
-async def check_same_model(context: Context, new: NewRequest, first: Accepted) -> None:
+async def check_same_model(context: Context, new: QueuedRequest, first: QueuedRequest) -> None:
     """
     Refuse a repeated model creation with other settings: the client would not notice the difference.
 
@@ -241,7 +221,7 @@ async def accept_step(
             "missing" if seq_id is None else "value_error",
         )
     await context.open_session(request, model.session_id)
-    new = NewRequest(
+    new = QueuedRequest(
         owner=model.owner,
         kind=kind,
         base_model=model.base_model,
@@ -289,11 +269,17 @@ async def _record_refusal(request: Request, kind: Kind, reason: str) -> None:
         return  # not this owner's model, or its session is finished: no step waits behind it
     if address.forward_only and kind is Kind.FORWARD_BACKWARD:
         kind = Kind.FORWARD
+    error = f"it was refused when it arrived: {redact(reason[:2000])}"
     await context.scheduler.refuse_step(
-        model.model_id,
-        address.seq_id,
-        kind,
-        f"it was refused when it arrived: {redact(reason[:2000])}",
+        QueuedRequest(
+            owner=model.owner,
+            kind=kind,
+            base_model=model.base_model,
+            session_id=model.session_id,
+            model_id=model.model_id,
+            seq_id=address.seq_id,
+            outcome=Outcome(error=error, category="user"),
+        )
     )
 
 

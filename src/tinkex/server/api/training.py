@@ -7,7 +7,7 @@ from starlette.responses import Response
 from tinkex.server.api.bodies import read_data
 from tinkex.server.api.deps import context_of, openapi_body
 from tinkex.server.api.submit import accept_step, numbered_step, submit_step, tokens_known
-from tinkex.server.scheduler.step_queue import Kind
+from tinkex.server.queued_request import Kind
 from tinkex.wire.codec import PROTOBUF_TYPE, decode_forward_json
 from tinkex.wire.protobuf import (
     decode_forward_backward_request,

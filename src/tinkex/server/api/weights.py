@@ -21,12 +21,11 @@ from tinkex.server.api.deps import (
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.models import create_with_first_step
 from tinkex.server.api.submit import accept_step, admit, numbered_step, submit_step
+from tinkex.server.queued_request import Kind, QueuedRequest
 from tinkex.server.scheduler.checkpoints import check_ttl, refuse_external
-from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import (
     Model,
     NamedCheckpoint,
-    NewRequest,
     OverQuota,
     RunTaken,
     Session,
@@ -155,7 +154,7 @@ async def _create_model_from(
         user_metadata=message.user_metadata,
         created_s=time.time(),
     )
-    new = NewRequest(
+    new = QueuedRequest(
         owner=model.owner,
         kind=Kind.LOAD_WEIGHTS,
         base_model=model.base_model,

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.server.executor import WorkFailed
+from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
-from tinkex.server.scheduler.step_queue import Kind, Step
 from tinkex.server.store import Model, OverQuota, Sampler, Store, Version
 from tinkex.server.store.blobs import check_recipients, encrypt_files
 from tinkex.server.store.checkpoints import NameTaken, Naming, SamplerTaken
@@ -61,7 +61,7 @@ class CheckpointSteps:
         self._store = store
         self._base_check = base_check
 
-    async def save(self, model: Model, step: Step, payload: bytes, run: RunOrder) -> bytes:
+    async def save(self, model: Model, step: QueuedRequest, payload: bytes, run: RunOrder) -> bytes:
         """Save and commit. The returned result is stored already."""
         if step.kind is Kind.SAVE_WEIGHTS:
             return await self._save_training(model, step, payload, run)
@@ -82,8 +82,8 @@ class CheckpointSteps:
 
     async def load(
         self, model: Model, payload: bytes, run: RunOrder, *, version_id: str | None
-    ) -> tuple[bytes, str]:
-        """Load a checkpoint. Returns the result and the version, which is `version_id` if given."""
+    ) -> Outcome:
+        """Load a checkpoint: this version, or the present one of its path."""
         request = decode_json(LoadWeightsRequest, payload)
         version = await self._version(model, request.path, version_id)
         refuse_external(version)
@@ -100,7 +100,7 @@ class CheckpointSteps:
         result = LoadWeightsResponse(
             path=request.path, model_id=model.model_id, type="load_weights"
         )
-        return encode_json(result), version.version_id
+        return Outcome(result=encode_json(result), version_id=version.version_id)
 
     async def _version(self, model: Model, path: str, version_id: str | None) -> Version:
         checkpoints = self._store.checkpoints
@@ -119,7 +119,7 @@ class CheckpointSteps:
         return version
 
     async def _save_training(
-        self, model: Model, step: Step, payload: bytes, run: RunOrder
+        self, model: Model, step: QueuedRequest, payload: bytes, run: RunOrder
     ) -> bytes:
         request = decode_json(SaveWeightsRequest, payload)
         # Old clients may save without a name; the step's number is unique in the run.
@@ -131,7 +131,7 @@ class CheckpointSteps:
         return result
 
     async def _save_external(
-        self, model: Model, step: Step, payload: bytes, run: RunOrder
+        self, model: Model, step: QueuedRequest, payload: bytes, run: RunOrder
     ) -> bytes:
         """Save files for other programs, encrypted if keys were given."""
         request = decode_json(SaveWeightsExternalRequest, payload)
@@ -166,7 +166,7 @@ class CheckpointSteps:
     async def _save_named(
         self,
         model: Model,
-        step: Step,
+        step: QueuedRequest,
         kind: str,
         name: str,
         naming: Naming,
@@ -196,7 +196,7 @@ class CheckpointSteps:
     async def _commit(
         self,
         version: Version,
-        step: Step,
+        step: QueuedRequest,
         result: bytes,
         *,
         naming: Naming | None = None,
@@ -211,8 +211,8 @@ class CheckpointSteps:
                 lambda: checkpoints.save(
                     version,
                     fingerprint=written,
-                    request_id=step.request_id,
-                    result=result,
+                    request=step,
+                    outcome=Outcome(result=result, version_id=version.version_id),
                     naming=naming,
                     sampler=sampler,
                 ),
@@ -222,7 +222,7 @@ class CheckpointSteps:
             raise
 
     async def _commit_named(
-        self, model: Model, step: Step, version: Version, naming: Naming, result: bytes
+        self, model: Model, step: QueuedRequest, version: Version, naming: Naming, result: bytes
     ) -> None:
         try:
             await self._commit(version, step, result, naming=naming)
@@ -230,7 +230,11 @@ class CheckpointSteps:
             raise UserFailure(_name_taken(model, version.kind, version.name or "")) from None
 
     async def _save_unnamed(
-        self, model: Model, step: Step, request: SaveWeightsForSamplerRequest, run: RunOrder
+        self,
+        model: Model,
+        step: QueuedRequest,
+        request: SaveWeightsForSamplerRequest,
+        run: RunOrder,
     ) -> bytes:
         number = request.sampling_session_seq_id
         if number is None or number < 0:

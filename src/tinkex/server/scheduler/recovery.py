@@ -14,6 +14,7 @@ from collections.abc import Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
+from tinkex.server.queued_request import PASSES, Kind, QueuedRequest
 from tinkex.server.scheduler.base_model_check import BaseModelChanged
 from tinkex.server.scheduler.checkpoints import CheckpointSteps
 from tinkex.server.scheduler.execution import (
@@ -26,16 +27,8 @@ from tinkex.server.scheduler.execution import (
     training_order,
 )
 from tinkex.server.scheduler.fairness import TrainingSlots
-from tinkex.server.scheduler.step_queue import (
-    PASSES,
-    Cause,
-    Kind,
-    Replay,
-    Step,
-    StepBatch,
-    replay_of,
-)
-from tinkex.server.store import Damaged, RequestRow, Status, StorageError
+from tinkex.server.scheduler.step_queue import Replay, StepBatch, replay_of
+from tinkex.server.store import Damaged, StorageError
 from tinkex.wire.proto import frames_pb2
 from tinkex.wire.proto.frames_pb2 import Done, Order
 
@@ -55,7 +48,7 @@ MAX_REPLAY_TOKENS = 32_768
 MAX_DELAY_FRACTION = 10
 
 
-def _cost(step: Step | RequestRow) -> int:
+def _cost(step: QueuedRequest) -> int:
     """The approximate work of a step, in tokens."""
     return step.tokens + STEP_TOKENS
 
@@ -256,13 +249,11 @@ class Recovery:
             for row in rows:
                 self._rebuilds.set_left(state, left)
                 left -= _cost(row)
-                kind = Kind(row.kind)
-                failed = None if row.status is Status.DONE else Cause(row.cause or Cause.WORK)
-                action = replay_of(kind, failed)
+                action = replay_of(row)
                 if action is Replay.SKIP:
                     continue
                 await self._rebuilds.may_continue(state)
-                if kind in PASSES and action is Replay.RUN:
+                if row.kind in PASSES and action is Replay.RUN:
                     # Several passes are on the engine at the same time; they are sent in order.
                     if sent_tokens + row.tokens > MAX_REPLAY_TOKENS:
                         await asyncio.gather(*passes)
@@ -270,9 +261,9 @@ class Recovery:
                         sent_tokens = 0
                     sent_tokens += row.tokens
                     await free.acquire()
-                    payload = await self._payloads.get(row.request_id)
+                    payload = await self._payloads.get(row)
                     state.bytes_since_snapshot += payload_size(payload)
-                    order = training_order(state.model, kind, payload)
+                    order = training_order(state.model, row.kind, payload)
                     passes.append(await state.send(self._engine, order, incarnation))
                     passes[-1].add_done_callback(lambda _: free.release())
                     continue
@@ -287,9 +278,8 @@ class Recovery:
                 one.cancel()
 
     async def _replay_one(
-        self, state: "ModelState", row: RequestRow, action: Replay, incarnation: int
+        self, state: "ModelState", row: QueuedRequest, action: Replay, incarnation: int
     ) -> None:
-        kind = Kind(row.kind)
         model = state.model
 
         async def run(order: Order) -> Done:
@@ -298,17 +288,17 @@ class Recovery:
         match action:
             case Replay.CLEAR_GRADIENTS:
                 await run(clear_gradients_order(model.model_id))
-            case Replay.RUN if kind is Kind.CREATE_MODEL:
+            case Replay.RUN if row.kind is Kind.CREATE_MODEL:
                 await run(create_order(model))
-            case Replay.RUN if kind is Kind.LOAD_WEIGHTS:
-                if row.seq_id == 0:
+            case Replay.RUN if row.kind is Kind.LOAD_WEIGHTS:
+                if row.creates_model:
                     await run(create_order(model))
-                request = await self._payloads.read(row.request_id)
+                request = await self._payloads.read(row)
                 await self._checkpoints.load(model, request, run, version_id=row.version_id)
             case Replay.RUN:
-                payload = await self._payloads.get(row.request_id)
+                payload = await self._payloads.get(row)
                 state.bytes_since_snapshot += payload_size(payload)
-                await run(training_order(model, kind, payload))
+                await run(training_order(model, row.kind, payload))
 
 
 class Snapshots:
