@@ -17,7 +17,7 @@ from server.store.test_store import a_model, step
 from server.stored_requests import is_new, unfinished
 from server.tenants import with_key
 from tinkex.server.api import auth
-from tinkex.server.queued_request import Outcome, QueuedRequest
+from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.server.store import StorageError, Store, group_commit, open_store
 from tinkex.server.store.models import Sampler
 
