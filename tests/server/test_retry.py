@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tinkex.server import engine_process, supervisor
-from tinkex.server.executor import EngineOptions, ServedModel
 from tinkex.server.retry import (
     Backoff,
     Crashed,
@@ -21,6 +20,7 @@ from tinkex.server.retry import (
     retry_blocking,
 )
 from tinkex.server.settings import Settings
+from tinkex.wire.engine_settings import EngineSettings
 
 WEB, ENGINE = supervisor.RESTART_BACKOFF, engine_process.RESTART_BACKOFF
 STABLE, UNSTABLE = True, False
@@ -114,8 +114,7 @@ def test_an_engine_was_stable_if_it_finished_work_or_ran_for_long(
     monkeypatch.setattr(engine_process, "STABLE_S", -lived_s)
 
     async def test() -> None:
-        model = ServedModel(name="a", folder=Path("a"))
-        engine = engine_process._Engine(model, EngineOptions(), None)
+        engine = engine_process._Engine(EngineSettings(name="a", folder=Path("a")), None)
 
         async def run_once() -> None:
             engine._finished_work = finished_work
