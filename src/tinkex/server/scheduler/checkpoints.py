@@ -14,6 +14,7 @@ from typing import Any
 
 from tinkex.server.executor import WorkFailed
 from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
+from tinkex.server.retry import Backoff, retry
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
 from tinkex.server.store import Model, OverQuota, Sampler, Store, Version
 from tinkex.server.store.blobs import check_recipients, encrypt_files
@@ -44,12 +45,9 @@ EXTERNAL = "external_weights"
 MAX_NAME_BYTES = 200
 MIN_TTL_S = 3600
 MAX_TTL_S = 10 * 365 * 24 * 3600
-# A save that fails because the disk is full is retried after DISK_RETRY_S. The wait doubles each
-# time, up to MAX_DISK_RETRY_S, because each attempt may fill the disk for a moment. After
-# DISK_WAIT_S in total, the save fails.
-DISK_RETRY_S = 2.0
-MAX_DISK_RETRY_S = 16.0
-DISK_WAIT_S = 600.0
+# For a save that fails because the disk is full. The wait doubles, because each attempt may fill the
+# disk for a moment. Then the save fails.
+DISK_BACKOFF = Backoff(first_s=2.0, max_s=16.0, within_s=600.0)
 
 RunOrder = Callable[[Order], Awaitable[Done]]
 
@@ -286,38 +284,38 @@ class CheckpointSteps:
 
     async def _run_with_disk_retry(self, run: RunOrder, save: Save) -> Done:
         """Run a save; retry while the disk is full. Only the first failure is logged."""
-        began_s = time.monotonic()
-        wait_s = DISK_RETRY_S
-        waiting = False
-        while True:
-            try:
-                done = await run(Order(save=save))
-            except WorkFailed as failed:
-                error = os_error_in(failed.message)
-                if (problem := storage_problem(error)) is None:
-                    raise
-                waited_s = time.monotonic() - began_s
-                if waited_s > DISK_WAIT_S:
-                    log.error(
-                        "a save of %s failed after %.0f s of retries", save.model_id, waited_s
-                    )
-                    raise
-                if not waiting:
-                    waiting = True
-                    # Only the first failure makes the server refuse new data: there may be enough
-                    # space for everything except this save.
-                    self._store.health.record(error, FILES)
-                    log.error(
-                        "a save of %s waits up to %.0f s: %s. %s",
-                        *(save.model_id, DISK_WAIT_S, failed.message, problem.advice),
-                    )
-            else:
-                if waiting:
-                    waited_s = time.monotonic() - began_s
-                    log.warning("the save of %s was written after %.0f s", save.model_id, waited_s)
-                return done
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, MAX_DISK_RETRY_S)
+        waiting_since_s: float | None = None
+
+        def should_retry(failed: Exception) -> bool:
+            nonlocal waiting_since_s
+            if not isinstance(failed, WorkFailed):
+                return False
+            error = os_error_in(failed.message)
+            if (problem := storage_problem(error)) is not None and waiting_since_s is None:
+                waiting_since_s = time.monotonic()
+                # Only the first failure makes the server refuse new data: there may be enough
+                # space for everything except this save.
+                self._store.health.record(error, FILES)
+                log.error(
+                    "a save of %s waits up to %.0f s: %s. %s",
+                    *(save.model_id, DISK_BACKOFF.within_s, failed.message, problem.advice),
+                )
+            return problem is not None
+
+        def log_end(how: str) -> None:
+            if waiting_since_s is not None:
+                waited_s = time.monotonic() - waiting_since_s
+                log.warning("the save of %s %s after %.0f s", save.model_id, how, waited_s)
+
+        try:
+            done = await retry(
+                lambda: run(Order(save=save)), DISK_BACKOFF, should_retry=should_retry
+            )
+        except WorkFailed:
+            log_end("failed")
+            raise
+        log_end("was written")
+        return done
 
 
 def check_name(name: str) -> None:
