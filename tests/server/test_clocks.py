@@ -62,6 +62,7 @@ ALLOWED = {
     ("store/checkpoints.py", "_assign_name"): EXPIRES,
     ("store/events.py", "Telemetry.record"): HOUR,
     ("store/inspection.py", "_inspect_files"): KEPT,
+    ("store/request_rows.py", "finish_many"): SHOWN,
     ("store/request_rows.py", "insert"): SHOWN,
     ("store/requests.py", "Requests.accept"): SHOWN,
     ("store/request_rows.py", "_values"): SHOWN,
