@@ -44,8 +44,7 @@ MAX_INT64 = 2**63 - 1
 T = TypeVar("T")
 
 
-async def retrieve_future(request: Request) -> Response:
-    message = await read_json(request, FutureRetrieveRequest)
+async def retrieve_future(request: Request, message: FutureRetrieveRequest) -> Response:
     context = context_of(request)
     settled = await context.futures.wait(
         message.request_id,
@@ -67,9 +66,8 @@ async def retrieve_future(request: Request) -> Response:
     return response
 
 
-async def retrieve_futures(request: Request) -> Response:
+async def retrieve_futures(request: Request, message: FuturesRetrieveRequest) -> Response:
     """The samples of a sampling client that finished since its last poll; waits for one."""
-    message = await read_json(request, FuturesRetrieveRequest)
     context = context_of(request)
     target = message.target
     # Official clients stop polling after any status other than 200. So only a request
@@ -177,9 +175,8 @@ def _as_json(settled: FinishedRequest, dialect: SdkVersion) -> bytes:
     )
 
 
-@router.post("/cancel_future", openapi_extra=dict(openapi_body(CancelFutureRequest)))
-async def cancel_future(request: Request) -> Response:
+@router.post("/cancel_future")
+async def cancel_future(request: Request, message: CancelFutureRequest) -> Response:
     """Cancels a sample of the caller. Other requests, and finished ones, are not affected."""
-    message = await read_json(request, CancelFutureRequest)
     context_of(request).scheduler.cancel(message.request_id, owner=owner_of(request))
     return json_response({})

@@ -34,10 +34,9 @@ MAX_LOSS_BYTES = 4 * 2**20
 MAX_LOSSES_PER_SESSION = 1_000
 
 
-@router.post("/create_model", openapi_extra=dict(openapi_body(CreateModelRequest)))
-async def create_model(request: Request) -> Response:
+@router.post("/create_model")
+async def create_model(request: Request, message: CreateModelRequest) -> Response:
     """Refuses unknown base models with a list of the served ones."""
-    message = await read_json(request, CreateModelRequest)
     context = context_of(request)
     session = await context.open_session(request, message.session_id)
     base = context.base_model(message.base_model)
@@ -90,9 +89,8 @@ async def create_with_first_step(
     return json_response(UntypedAPIFuture(request_id=first.request_id, model_id=model.model_id))
 
 
-@router.post("/get_info", openapi_extra=dict(openapi_body(GetInfoRequest)))
-async def get_info(request: Request) -> Response:
-    message = await read_json(request, GetInfoRequest)
+@router.post("/get_info")
+async def get_info(request: Request, message: GetInfoRequest) -> Response:
     context = context_of(request)
     model = await context.model(request, message.model_id)
     base = context.base_model(model.base_model)
@@ -112,9 +110,8 @@ async def get_info(request: Request) -> Response:
     )
 
 
-@router.post("/unload_model", openapi_extra=dict(openapi_body(UnloadModelRequest)))
-async def unload_model(request: Request) -> Response:
-    message = await read_json(request, UnloadModelRequest)
+@router.post("/unload_model")
+async def unload_model(request: Request, message: UnloadModelRequest) -> Response:
     context = context_of(request)
     model = await context.model(request, message.model_id)
     new = NewRequest(
@@ -130,11 +127,9 @@ async def unload_model(request: Request) -> Response:
 
 
 @custom_loss_router.post(
-    "/create_custom_loss", openapi_extra=dict(openapi_body(CreateCustomLossRequest))
-)
-async def create_custom_loss(request: Request) -> Response:
+    "/create_custom_loss")
+async def create_custom_loss(request: Request, message: CreateCustomLossRequest) -> Response:
     """The future returns the loss id, or fails with the name of an unsupported node."""
-    message = await read_json(request, CreateCustomLossRequest)
     context = context_of(request)
     session = await context.open_session(request, message.session_id)
     if not 0 <= message.custom_loss_seq_id < MAX_LOSSES_PER_SESSION:

@@ -150,8 +150,7 @@ async def unpublish(request: Request, run: str, kind: str, name: str) -> Respons
 
 
 @router.put(
-    f"{CHECKPOINT}/ttl", status_code=204, openapi_extra=dict(openapi_body(SetCheckpointTtlRequest))
-)
+    f"{CHECKPOINT}/ttl", status_code=204)
 async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
     """Seconds from now; null never expires."""
     ttl_s = _ttl(await read_body(request))

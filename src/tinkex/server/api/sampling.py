@@ -98,11 +98,9 @@ class _Source:
 
 
 @router.post(
-    "/create_sampling_session", openapi_extra=dict(openapi_body(CreateSamplingSessionRequest))
-)
-async def create_sampling_session(request: Request) -> Response:
+    "/create_sampling_session")
+async def create_sampling_session(request: Request, message: CreateSamplingSessionRequest) -> Response:
     """Refuses unknown base models and paths with a list of the known ones."""
-    message = await read_json(request, CreateSamplingSessionRequest)
     context = context_of(request)
     session = await context.open_session(request, message.session_id)
     number = message.sampling_session_seq_id
@@ -132,10 +130,9 @@ async def create_sampling_session(request: Request) -> Response:
     )
 
 
-@router.post("/join_sampling_session", openapi_extra=dict(openapi_body(JoinSamplingSessionRequest)))
-async def join_sampling_session(request: Request) -> Response:
+@router.post("/join_sampling_session")
+async def join_sampling_session(request: Request, message: JoinSamplingSessionRequest) -> Response:
     """A unique number for a clone of a sampling client."""
-    message = await read_json(request, JoinSamplingSessionRequest)
     context = context_of(request)
     sampler = await context.sampler(request, message.sampling_session_id)
     await context.open_session(request, sampler.session_id)

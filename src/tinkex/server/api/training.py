@@ -55,7 +55,7 @@ def _decode(body: bytes, is_protobuf: bool) -> tuple[ForwardBackwardRequest, boo
     )
 
 
-@router.post("/optim_step", openapi_extra=dict(openapi_body(OptimStepRequest)))
+@router.post("/optim_step")
 @numbered_step(Kind.OPTIM_STEP)
 async def optim_step(request: Request) -> Response:
     return await submit_step(request, OptimStepRequest, Kind.OPTIM_STEP)

@@ -58,31 +58,29 @@ class WeightsInfoRequest(StrictModel):
     tinker_path: str
 
 
-@router.post("/save_weights", openapi_extra=dict(openapi_body(SaveWeightsRequest)))
+@router.post("/save_weights")
 @numbered_step(Kind.SAVE_WEIGHTS)
 async def save_weights(request: Request) -> Response:
     return await submit_step(request, SaveWeightsRequest, Kind.SAVE_WEIGHTS)
 
 
 @router.post(
-    "/save_weights_for_sampler", openapi_extra=dict(openapi_body(SaveWeightsForSamplerRequest))
-)
+    "/save_weights_for_sampler")
 @numbered_step(Kind.SAVE_FOR_SAMPLER)
 async def save_weights_for_sampler(request: Request) -> Response:
     return await submit_step(request, SaveWeightsForSamplerRequest, Kind.SAVE_FOR_SAMPLER)
 
 
-@router.post("/save_weights_external", openapi_extra=dict(openapi_body(SaveWeightsExternalRequest)))
+@router.post("/save_weights_external")
 @numbered_step(Kind.SAVE_EXTERNAL)
 async def save_weights_external(request: Request) -> Response:
     return await submit_step(request, SaveWeightsExternalRequest, Kind.SAVE_EXTERNAL)
 
 
-@router.post("/load_weights", openapi_extra=dict(openapi_body(LoadWeightsRequest)))
+@router.post("/load_weights")
 @numbered_step(Kind.LOAD_WEIGHTS)
-async def load_weights(request: Request) -> Response:
+async def load_weights(request: Request, message: LoadWeightsRequest) -> Response:
     """Into an existing model (`model_id`, `seq_id`) or a new one (`session_id`, `model_seq_id`)."""
-    message = await read_json(request, LoadWeightsRequest)
     context = context_of(request)
     if message.model_id is None and message.session_id is not None:
         return await _create_model_from(request, context, message)
@@ -168,9 +166,8 @@ async def _create_model_from(
     return await create_with_first_step(context, model, message.model_seq_id, new)
 
 
-@router.post("/weights_info", openapi_extra=dict(openapi_body(WeightsInfoRequest)))
-async def weights_info(request: Request) -> Response:
-    message = await read_json(request, WeightsInfoRequest)
+@router.post("/weights_info")
+async def weights_info(request: Request, message: WeightsInfoRequest) -> Response:
     _, source = await readable_checkpoint(request, context_of(request), message.tinker_path)
     lora = source.lora_config
     return json_response(
@@ -186,10 +183,9 @@ async def weights_info(request: Request) -> Response:
     )
 
 
-@router.post("/copy_weights", openapi_extra=dict(openapi_body(CopyWeightsRequest)))
-async def copy_weights(request: Request) -> Response:
+@router.post("/copy_weights")
+async def copy_weights(request: Request, message: CopyWeightsRequest) -> Response:
     """Into a project, or (SDK before 0.34) into a session. A repeat finds the first copy."""
-    message = await read_json(request, CopyWeightsRequest)
     context = context_of(request)
     check_ttl(message.ttl_seconds)
     source, run = await readable_checkpoint(
