@@ -2,16 +2,16 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.bodies import read_json
+from tinkex.server.api.bodies import MessageRoute
 from tinkex.server.api.connection_limits import ON_DISCONNECT
-from tinkex.server.api.deps import Context, context_of, dialect_of, json_response, openapi_body
+from tinkex.server.api.deps import Context, context_of, dialect_of, json_response
 from tinkex.server.scheduler.fairness import QueueState
 from tinkex.server.scheduler.result_waiters import FinishedRequest
 from tinkex.server.scheduler.step_queue import PASSES, Kind
@@ -33,8 +33,9 @@ from tinkex.wire.futures import (
 )
 from tinkex.wire.protobuf import decode_forward_backward_output, decode_sample_response
 from tinkex.wire.sdk_versions import SdkVersion, wants_protobuf
+from tinkex.wire.training import ForwardBackwardOutput
 
-router = APIRouter(prefix="/api/v1", tags=["futures"])
+router = APIRouter(prefix="/api/v1", tags=["futures"], route_class=MessageRoute)
 
 PROTOBUF_RESULTS = PASSES | {Kind.SAMPLE}
 # Smaller results are converted to JSON on the event loop: a thread would cost more.
@@ -43,7 +44,21 @@ MAX_INT64 = 2**63 - 1
 
 T = TypeVar("T")
 
+_RESULT: dict[str, Any] = {
+    "model": ForwardBackwardOutput | RequestFailedResponse | CompleteMetadata | dict[str, Any],
+    "content": {PROTOBUF_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+}
 
+
+@router.post(
+    "/retrieve_future",
+    operation_id="futureRetrieveRequest",
+    summary="Wait for a result, up to about 30 s",
+    responses={
+        200: _RESULT,
+        408: {"description": "Not ready: poll again", "model": TryAgainResponse},
+    },
+)
 async def retrieve_future(request: Request, message: FutureRetrieveRequest) -> Response:
     context = context_of(request)
     settled = await context.futures.wait(
@@ -66,6 +81,12 @@ async def retrieve_future(request: Request, message: FutureRetrieveRequest) -> R
     return response
 
 
+@router.post(
+    "/retrieve_futures",
+    operation_id="futuresRetrieveRequest",
+    summary="Wait for results of a sampling session",
+    responses={200: {"model": FuturesRetrieveResponse}},
+)
 async def retrieve_futures(request: Request, message: FuturesRetrieveRequest) -> Response:
     """The samples of a sampling client that finished since its last poll; waits for one."""
     context = context_of(request)

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import caller_of, owner_of
-from tinkex.server.api.bodies import read_json
-from tinkex.server.api.deps import context_of, json_response, openapi_body
+from tinkex.server.api.bodies import MessageRoute
+from tinkex.server.api.deps import context_of, json_response
 from tinkex.server.api.errors import Refusal, not_found
 from tinkex.server.api.response_limits import MAX_REPORT_ENTRIES, bounded, report
 from tinkex.server.scheduler.session_status import session_status
@@ -45,7 +45,7 @@ from tinkex.wire.sessions import (
     UserSearchOwner,
 )
 
-router = APIRouter(prefix="/api/v1", tags=["sessions"])
+router = APIRouter(prefix="/api/v1", tags=["sessions"], route_class=MessageRoute)
 
 # The sizes of the database columns.
 MAX_VERSION_LENGTH = 64
@@ -131,9 +131,10 @@ async def session_heartbeat(request: Request, message: SessionHeartbeatRequest) 
     return json_response({"type": "session_heartbeat"})
 
 
-@router.post(
-    "/sessions/{session_id}/finish")
-async def finish_session(request: Request, message: FinishSessionRequest, session_id: str) -> Response:
+@router.post("/sessions/{session_id}/finish")
+async def finish_session(
+    request: Request, message: FinishSessionRequest, session_id: str
+) -> Response:
     context = context_of(request)
     await context.session(request, session_id)
     detail = None if message.detail is None else redact(message.detail)[:MAX_FINISH_DETAIL_LENGTH]
@@ -216,10 +217,10 @@ async def get_session(request: Request, session_id: str, access_scope: Scope = "
     )
 
 
-@router.put(
-    "/sessions/{session_id}/project",
-    status_code=204)
-async def set_project(request: Request, message: SetSessionProjectRequest, session_id: str) -> Response:
+@router.put("/sessions/{session_id}/project", status_code=204)
+async def set_project(
+    request: Request, message: SetSessionProjectRequest, session_id: str
+) -> Response:
     if not 1 <= len(message.project_id) <= MAX_PROJECT_LENGTH:
         raise WireError.at(
             ("project_id",),
