@@ -7,19 +7,17 @@ socket, dispatches its reports, and restarts it with backoff after a crash.
 
 import asyncio
 import functools
-import hashlib
 import itertools
 import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tinkex.server.executor import (
     BatchFailed,
     EngineLost,
-    EngineOptions,
     EngineRefused,
     ModelNotLoaded,
     Outcome,
@@ -28,9 +26,10 @@ from tinkex.server.executor import (
     Work,
     WorkFailed,
 )
-from tinkex.server.process_setup import ENGINE_BACKOFF, engine_was_stable
+from tinkex.server.retry import Backoff, Crashed, PeriodicTask, retry
 from tinkex.server.scheduler.crash_isolation import EngineState, InFlightFile
 from tinkex.wire import engine_protocol
+from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.proto import frames_pb2
 
 log = logging.getLogger("tinkex.server.engine_process")
@@ -43,27 +42,32 @@ EXIT_TIMEOUT_S = 5.0
 # An engine with pending work that sends nothing for this long is reported as unresponsive. It is
 # not killed, because it may be running a long forward or backward pass.
 UNRESPONSIVE_S = 60.0
+# Loading a large model takes minutes, and the reason for a crash at start-up rarely goes away.
+RESTART_BACKOFF = Backoff(first_s=0.5, max_s=30.0, immediate=True)
+# An engine that lived longer, or finished any work, has shown that it can start and work.
+STABLE_S = 60.0
 
 
 class LocalExecutor:
-    """One engine process per base model, started on first use."""
+    """One engine process per base model, started on first use, unloaded when idle for `idle_s`."""
 
     def __init__(
         self,
         served: Sequence[ServedModel],
-        options: EngineOptions,
+        engines: Iterable[EngineSettings],
         *,
+        idle_s: float = 0.0,
         in_flight_files: Mapping[str, InFlightFile] | None = None,
     ) -> None:
         self.served = tuple(served)
         self._engines = {
-            model.name: _Engine(model, options, (in_flight_files or {}).get(model.name))
-            for model in served
+            settings.name: _Engine(settings, (in_flight_files or {}).get(settings.name))
+            for settings in engines
         }
         #: Idle time after which an engine is unloaded; 0 is never. A single engine stays loaded:
         #: no other needs its memory.
-        self.unloads_after_s = options.idle_s if len(self._engines) > 1 else 0.0
-        self._unloading: asyncio.Task[None] | None = None
+        self.unloads_after_s = idle_s if len(self._engines) > 1 else 0.0
+        self._unloading = PeriodicTask()
 
     async def start(self) -> None:
         # A single model is loaded now, so that a server that is ready can start work immediately.
@@ -71,18 +75,16 @@ class LocalExecutor:
         if len(self._engines) == 1:
             await next(iter(self._engines.values())).ready()
         if self.unloads_after_s > 0:
-            self._unloading = asyncio.create_task(self._unload_idle())
+            self._unloading.start(
+                self._unload_idle, self.unloads_after_s / 4, what="unloading idle engines", log=log
+            )
 
     async def _unload_idle(self) -> None:
-        while True:
-            await asyncio.sleep(self.unloads_after_s / 4)
-            for engine in self._engines.values():
-                engine.unload_if_idle(self.unloads_after_s)
+        for engine in self._engines.values():
+            engine.unload_if_idle(self.unloads_after_s)
 
     async def close(self) -> None:
-        if self._unloading is not None:
-            self._unloading.cancel()
-            await asyncio.gather(self._unloading, return_exceptions=True)
+        await self._unloading.close()
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
 
     async def ready(self, base_model: str) -> int:
@@ -122,11 +124,9 @@ class LocalExecutor:
 class _Engine:
     """One child process and its restarts."""
 
-    def __init__(
-        self, model: ServedModel, options: EngineOptions, in_flight_file: InFlightFile | None
-    ) -> None:
-        self._model = model
-        self._options = options
+    def __init__(self, settings: EngineSettings, in_flight_file: InFlightFile | None) -> None:
+        self._settings = settings
+        self._name = settings.name
         #: Records how this engine ended, for the next web process in case this one crashes too.
         self._in_flight_file = in_flight_file
         self._incarnation = 0
@@ -160,7 +160,7 @@ class _Engine:
         if self._closing:
             return None
         if not self._up.is_set():
-            return f"the engine of {self._model.name} is starting"
+            return f"the engine of {self._name} is starting"
         silent_s = asyncio.get_running_loop().time() - self._last_report_s
         if not self._pending or silent_s < UNRESPONSIVE_S:
             return None
@@ -168,12 +168,12 @@ class _Engine:
             self._logged_unresponsive = True
             log.warning(
                 "the engine of %s (process %s) has pending work and has not responded for %.0f s",
-                self._model.name,
+                self._name,
                 self.process_id,
                 silent_s,
             )
         return (
-            f"the engine of {self._model.name} has not responded for {silent_s:.0f} s: it runs a "
+            f"the engine of {self._name} has not responded for {silent_s:.0f} s: it runs a "
             "long computation, or is stuck"
         )
 
@@ -198,7 +198,7 @@ class _Engine:
 
     async def send(self, work: Work) -> asyncio.Future[Outcome]:
         if self._writer is None:
-            raise EngineLost(f"the engine of {self._model.name} was lost")
+            raise EngineLost(f"the engine of {self._name} was lost")
         ticket = next(self._tickets)
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         if not self._pending:
@@ -212,7 +212,7 @@ class _Engine:
             await self._writer.drain()
         except ConnectionError as error:
             future.cancel()
-            raise EngineLost(f"the engine of {self._model.name} was lost") from error
+            raise EngineLost(f"the engine of {self._name} was lost") from error
         except asyncio.CancelledError:
             future.cancel()
             raise
@@ -242,7 +242,7 @@ class _Engine:
             return
         if asyncio.get_running_loop().time() - self._last_used_s < idle_s:
             return
-        log.info("the engine of %s was idle for %.0f s and is unloaded", self._model.name, idle_s)
+        log.info("the engine of %s was idle for %.0f s and is unloaded", self._name, idle_s)
         self._old_runner, self._runner = self._runner, None
         # From now on, `ready` waits for the next child.
         self._up.clear()
@@ -264,36 +264,39 @@ class _Engine:
         if after is not None:
             # Two children would not fit in memory, and would share one spill folder.
             await asyncio.wait({after})
-        loop = asyncio.get_running_loop()
-        wait_s: float | None = None
-        while True:
-            began_s = loop.time()
-            self._finished_work = False
-            try:
-                await self._run_once()
-            except EngineRefused as refused:
-                # An engine that was up once has valid settings; a later failure may be temporary.
-                if not self._incarnation:
-                    self._refused = refused
-                    self._up.set()
-                    return
-            lived_s = loop.time() - began_s
-            stable = engine_was_stable(finished_work=self._finished_work, lived_s=lived_s)
-            wait_s = ENGINE_BACKOFF.next_wait_s(wait_s, stable=stable)
-            log.error(
-                "the engine of %s died%s; restarting it in %.1f s",
-                self._model.name,
-                self._exit_text,
-                wait_s,
+        try:
+            await retry(
+                self._run_until_crash,
+                RESTART_BACKOFF,
+                should_retry=lambda error: isinstance(error, Crashed),
+                on_retry=lambda error, wait_s: log.error(
+                    "%s; restarting it in %.1f s", error, wait_s
+                ),
             )
-            await asyncio.sleep(wait_s)
+        except EngineRefused as refused:
+            self._refused = refused
+            self._up.set()
+
+    async def _run_until_crash(self) -> None:
+        """Run one child until it exits, then raise Crashed."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        self._finished_work = False
+        try:
+            await self._run_once()
+        except EngineRefused:
+            # An engine that was up once has valid settings; a later failure may be temporary.
+            if not self._incarnation:
+                raise
+        stable = self._finished_work or loop.time() - began_s > STABLE_S
+        raise Crashed(f"the engine of {self._name} died{self._exit_text}", stable=stable)
 
     async def _run_once(self) -> None:
         """Start one child and read its reports until it exits."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         process = None
         passed = [theirs.fileno()]
-        command = _command(theirs.fileno(), self._model, self._options)
+        command = _command(theirs.fileno(), self._settings)
         if self._in_flight_file is not None:
             passed.append(self._in_flight_file.descriptor)
             command += ["--roll-fd", str(self._in_flight_file.descriptor)]
@@ -305,7 +308,7 @@ class _Engine:
                     stdin=asyncio.subprocess.DEVNULL,
                     # Standard output is reserved for the "ready" line.
                     stdout=sys.stderr.fileno(),
-                    env=_environment(self._options),
+                    env=_environment(self._settings.threads),
                 )
             self._process = process
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=READ_BUFFER_BYTES)
@@ -338,7 +341,7 @@ class _Engine:
         self._last_report_s = asyncio.get_running_loop().time()
         if self._logged_unresponsive:
             self._logged_unresponsive = False
-            log.warning("the engine of %s responds again", self._model.name)
+            log.warning("the engine of %s responds again", self._name)
         match report.WhichOneof("body"):
             case "ready":
                 self._incarnation += 1
@@ -348,7 +351,7 @@ class _Engine:
                 facts = report.ready
                 log.info(
                     "the engine of %s is up: %s, %s, context %d",
-                    self._model.name,
+                    self._name,
                     facts.device,
                     facts.dtype,
                     facts.max_context_length,
@@ -380,7 +383,7 @@ class _Engine:
         return None if future is None or future.done() else future
 
     def _fail_pending(self) -> None:
-        text = f"the engine of {self._model.name} was lost{self._exit_text}"
+        text = f"the engine of {self._name} was lost{self._exit_text}"
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(EngineLost(text))
@@ -412,44 +415,17 @@ async def _wait_for_exit(process: asyncio.subprocess.Process) -> str:
     return f" (exit status {status})"
 
 
-def _command(descriptor: int, model: ServedModel, options: EngineOptions) -> list[str]:
+def _command(descriptor: int, settings: EngineSettings) -> list[str]:
     """The command line of the child."""
-    command = [
-        *(sys.executable, "-m", "tinkex.engine.process"),
-        *("--fd", str(descriptor)),
-        *("--name", model.name),
-        *("--folder", str(model.folder)),
-        *("--device", options.device),
-        *("--dtype", options.dtype),
-        *("--idle-adapters", str(options.idle_adapters)),
-        "--prefix-cache" if options.prefix_cache else "--no-prefix-cache",
-    ]
-    for name, limit in (
-        ("--threads", options.threads),
-        ("--memory-bytes", options.memory_bytes),
-        ("--adapter-bytes", options.adapter_bytes),
-        ("--kv-tokens", options.kv_tokens),
-        ("--max-batch-tokens", options.max_batch_tokens),
-        ("--max-sequences", options.max_sequences),
-        ("--host-bytes", options.host_bytes),
-    ):
-        if limit:
-            command += [name, str(limit)]
-    if options.spill_folder is not None:
-        folder = hashlib.sha256(model.name.encode()).hexdigest()[:16]
-        command += ["--spill-folder", str(options.spill_folder / folder)]
-    if options.deterministic:
-        command.append("--deterministic")
-    if options.turn_file is not None:
-        command += ["--turn-file", str(options.turn_file)]
-    return command
+    arguments = ["--fd", str(descriptor), "--settings", settings.to_json()]
+    return [sys.executable, "-m", "tinkex.engine.process", *arguments]
 
 
-def _environment(options: EngineOptions) -> dict[str, str]:
+def _environment(threads: int | None) -> dict[str, str]:
     # Threads that spin while they wait would take CPU time from the web process and the client.
     variables = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
-    if options.threads:
-        variables["OMP_NUM_THREADS"] = str(options.threads)
+    if threads:
+        variables["OMP_NUM_THREADS"] = str(threads)
     return {**os.environ, **variables}
 
 

@@ -28,6 +28,7 @@ from tinkex.server.scheduler.crash_isolation import (
     current_boot_id,
     web_process_crashed,
 )
+from tinkex.wire.engine_settings import EngineSettings
 
 pytestmark = pytest.mark.anyio
 
@@ -108,8 +109,9 @@ def engine_alone(in_flight: InFlightFile, model: Path) -> Iterator[tuple[int, so
     """A real engine process, and our end of its socket."""
     ours, theirs = socket.socketpair()
     passed = (theirs.fileno(), in_flight.descriptor)
-    command = [sys.executable, "-m", "tinkex.engine.process", "--name", "tiny"]
-    command += ["--folder", str(model), "--fd", str(passed[0]), "--roll-fd", str(passed[1])]
+    settings = EngineSettings(name="tiny", folder=model).to_json()
+    command = [sys.executable, "-m", "tinkex.engine.process", "--settings", settings]
+    command += ["--fd", str(passed[0]), "--roll-fd", str(passed[1])]
     with theirs:
         process = subprocess.Popen(command, pass_fds=passed, stderr=subprocess.DEVNULL)
     try:

@@ -14,9 +14,11 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from serving import TINY
 from tinkex.server.engine_process import LocalExecutor
-from tinkex.server.executor import EngineOptions, Outcome, ServedModel, Task, Work
+from tinkex.server.executor import Outcome, ServedModel, Task, Work
 from tinkex.server.maintenance import disk_monitor
+from tinkex.server.retry import Backoff
 from tinkex.server.scheduler import checkpoints
+from tinkex.wire.engine_settings import EngineSettings
 from waiting import until_async
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
@@ -60,7 +62,8 @@ class Counting(LocalExecutor):
     """How often a save of each model was tried."""
 
     def __init__(self, model: Path) -> None:
-        super().__init__([ServedModel(name=TINY, folder=model)], EngineOptions(threads=1))
+        settings = EngineSettings(name=TINY, folder=model, threads=1)
+        super().__init__([ServedModel(name=TINY, folder=model)], [settings])
         self.saves: Counter[str | None] = Counter()
 
     async def send(
@@ -77,7 +80,9 @@ async def test_saves_wait_for_free_space_and_log_it_once(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(checkpoints, "DISK_RETRY_S", 0.1)
+    monkeypatch.setattr(
+        checkpoints, "DISK_BACKOFF", Backoff(first_s=0.1, max_s=16.0, within_s=600.0)
+    )
     monkeypatch.setattr(disk_monitor, "CHECK_EVERY_S", 0.05)
     caplog.set_level(logging.INFO)
     executor = Counting(tiny_model)

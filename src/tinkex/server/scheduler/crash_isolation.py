@@ -19,12 +19,12 @@ import hashlib
 import heapq
 import os
 import signal
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tinkex.server.retry import poll
 from tinkex.wire import engine_protocol
 
 #: A request that was running in this many crashes, the last time alone, fails.
@@ -304,16 +304,15 @@ def _take_over(file: Path) -> LeftoverState | None:
 
 def _wait_for_exit(descriptor: int) -> bool:
     """Whether the old engine released the file within the timeout."""
-    until_s = time.monotonic() + ENGINE_EXIT_S
-    while True:
+
+    def is_released() -> bool:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() > until_s:
-                return False
-            time.sleep(_POLL_S)
-        else:
-            return True
+            return False
+        return True
+
+    return poll(is_released, every_s=_POLL_S, timeout_s=ENGINE_EXIT_S)
 
 
 def _parse(data: bytes, *, still_running: bool) -> LeftoverState | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinkex.server.executor import EngineLost, Executor, Outcome, Task, Work
+from tinkex.server.retry import Backoff, retry
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
 from tinkex.server.scheduler.crash_isolation import Attempt, CrashIsolation, InFlightFile
 from tinkex.server.scheduler.fairness import Admission
@@ -46,7 +47,7 @@ log = logging.getLogger("tinkex.server.scheduler")
 
 #: Waits between the attempts to store a result; then its request fails. Outages of the disk or the
 #: database are not counted: the store waits until they end.
-STORE_RETRY_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+STORE_BACKOFF = Backoff(first_s=0.5, max_s=30.0, retries=7)
 #: Owners on the metrics page: the ones that used an engine last.
 MAX_OWNERS = 1_000
 #: Small payloads up to this size in total are cached; the rest are read from the store.
@@ -266,13 +267,13 @@ class Execution:
 
     async def store_with_retries(self, attempt: Callable[[], Awaitable[None]]) -> None:
         """Raises the error of the last attempt."""
-        for wait_s in STORE_RETRY_S:
-            try:
-                return await attempt()
-            except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
-                log.warning("a result was not stored; retrying in %.1f s: %r", wait_s, error)
-            await asyncio.sleep(wait_s)
-        await attempt()
+        await retry(
+            attempt,
+            STORE_BACKOFF,
+            on_retry=lambda error, wait_s: log.warning(
+                "a result was not stored; retrying in %.1f s: %r", wait_s, error
+            ),
+        )
 
     def wake(
         self,
