@@ -6,7 +6,6 @@ The scheduler: runs accepted requests.
 """
 
 import asyncio
-import contextlib
 import functools
 import logging
 import time
@@ -256,16 +255,6 @@ class Scheduler:
                 self._run(request, self._losses.run(request))
             case _:
                 self._add_step(request)
-
-    async def resubmit(self, request_id: str) -> None:
-        """A client repeated a request: schedule it if it waits and is not here."""
-        if request_id in self._execution.claimed or self._execution.futures.is_cached(request_id):
-            return
-        # If it cannot be read now, `Pickup` finds it later.
-        with contextlib.suppress(StorageError):
-            request = await self._store.requests.get(request_id)
-            if request is not None and request.outcome is None:
-                self.submit(request)
 
     def _run(self, request: QueuedRequest, work: Coroutine[Any, Any, None]) -> None:
         """Run a request that is not a step. If it ends in an error, `Pickup` finds it again."""

@@ -196,14 +196,9 @@ class Models:
         """Insert a loss and its request in one transaction; a repeat returns the first."""
 
         def operation(connection: sa.Connection) -> QueuedRequest:
-            first = connection.execute(
-                sa.select(custom_losses.c.request_id).where(
-                    custom_losses.c.session_id == request.session_id,
-                    custom_losses.c.custom_loss_seq_id == custom_loss_seq_id,
-                )
-            ).first()
+            first = _first_loss(connection, request, custom_loss_seq_id)
             if first is not None:
-                return replace(request, request_id=first.request_id)
+                return first
             request_rows.insert(connection, request)
             connection.execute(
                 custom_losses.insert(),
@@ -221,14 +216,12 @@ class Models:
 
         return await self._database.write(operation)
 
-    async def has_custom_loss(self, session_id: str, custom_loss_seq_id: int) -> bool:
-        """Whether a session has a custom loss with this number."""
-        statement = sa.select(custom_losses.c.loss_id).where(
-            custom_losses.c.session_id == session_id,
-            custom_losses.c.custom_loss_seq_id == custom_loss_seq_id,
-        )
+    async def find_custom_loss(
+        self, *, custom_loss_seq_id: int, request: QueuedRequest
+    ) -> QueuedRequest | None:
+        """The request that created the custom loss with this number; writes nothing."""
         return await self._database.read(
-            lambda connection: connection.execute(statement).first() is not None
+            lambda connection: _first_loss(connection, request, custom_loss_seq_id)
         )
 
     async def custom_loss(self, request_id: str) -> CustomLoss:
@@ -248,6 +241,22 @@ class Models:
         return await self._database.read(
             lambda connection: [CustomLoss(**row._mapping) for row in connection.execute(statement)]
         )
+
+
+def _first_loss(
+    connection: sa.Connection, request: QueuedRequest, custom_loss_seq_id: int
+) -> QueuedRequest | None:
+    request_id = connection.scalar(
+        sa.select(custom_losses.c.request_id).where(
+            custom_losses.c.session_id == request.session_id,
+            custom_losses.c.custom_loss_seq_id == custom_loss_seq_id,
+        )
+    )
+    if request_id is None:
+        return None
+    row = request_rows.find(connection, request_id)
+    # Without a row: its result was deleted after its retention time.
+    return row or replace(request, request_id=request_id, outcome=Outcome())
 
 
 def insert_sampler(

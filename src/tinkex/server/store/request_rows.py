@@ -143,6 +143,11 @@ def request_of(row: sa.Row[*tuple[Any, ...]]) -> QueuedRequest:
     return request
 
 
+def find(connection: sa.Connection, request_id: str) -> QueuedRequest | None:
+    row = connection.execute(sa.select(*ROW).where(requests.c.request_id == request_id)).first()
+    return None if row is None else request_of(row)
+
+
 # -- idempotent insert: a repeated (model or sampler, seq_id) returns the first request -----------
 
 

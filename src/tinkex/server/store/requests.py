@@ -18,6 +18,7 @@ from tinkex.server.store.database import Database
 from tinkex.server.store.request_rows import (
     ROW,
     Completion,
+    find,
     find_earlier,
     finish,
     finish_many,
@@ -159,8 +160,7 @@ class Requests:
         )
 
     async def get(self, request_id: str) -> QueuedRequest | None:
-        statement = sa.select(*ROW).where(requests.c.request_id == request_id)
-        return next(iter(await self._requests(statement)), None)
+        return await self._database.read(lambda connection: find(connection, request_id))
 
     async def _requests(self, statement: sa.Select[*tuple[Any, ...]]) -> list[QueuedRequest]:
         return await self._database.read(
