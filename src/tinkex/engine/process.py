@@ -54,7 +54,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--spill-folder", type=Path)
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--turn-file", type=Path, dest="compute_lock")
-    parser.add_argument("--roll-fd", type=int, dest="in_flight_fd")
     return parser
 
 
@@ -71,7 +70,7 @@ def main() -> None:
     # A service manager sends SIGTERM to all processes at once. The web process needs this process
     # until it has finished its work. Then it closes the socket, which ends this process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    connection = Connection(options.fd, options.in_flight_fd)
+    connection = Connection(options.fd)
     connection.start_reading()
     log.info("loading %s from %s", options.name, options.folder)
     began_s = time.perf_counter()

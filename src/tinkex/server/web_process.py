@@ -3,9 +3,9 @@ The web process: runs uvicorn on the supervisor's socket. Only the supervisor st
 
     python -m tinkex.server.web_process --fd N --report-fd N --lifeline-fd N --model NAME FOLDER < SETTINGS
 
-`--after-crash` means that the previous web process crashed by its own fault. This process writes
-one report to the report pipe: `ready`, or `failed` and the reason. It stops when the lifeline pipe
-closes, because then the supervisor is gone.
+`--last-status` is the exit status of the previous web process of this supervisor. This process
+writes one report to the report pipe: `ready`, or `failed` and the reason. It stops when the lifeline
+pipe closes, because then the supervisor is gone.
 """
 
 import argparse
@@ -32,7 +32,6 @@ from tinkex.server.app import create_app
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import EngineOptions, EngineRefused, ServedModel
 from tinkex.server.process_setup import collect_periodically, tune_gc, use_single_arena
-from tinkex.server.scheduler.crash_isolation import InFlightFile
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
 
@@ -87,7 +86,7 @@ async def serve(
     listening: socket.socket,
     lifeline: int,
     reporter: Reporter,
-    after_crash: bool,
+    last_status: int,
 ) -> bool:
     """Serve until stopped; return False when the server could not start."""
     try:
@@ -101,13 +100,8 @@ async def serve(
         log.error("%s", refused)
         reporter.report(f"failed\n{refused}")
         return False
-    in_flight_files = _open_in_flight_files(settings.folder / "rolls", served)
-    executor = LocalExecutor(
-        served, _engine_options(settings, served), in_flight_files=in_flight_files
-    )
-    app = create_app(
-        settings, executor, store, in_flight_files=in_flight_files, web_crashed=after_crash
-    )
+    executor = LocalExecutor(served, _engine_options(settings, served))
+    app = create_app(settings, executor, store, last_status=last_status)
     server = Server(uvicorn_config(app, settings), app)
     _raise_file_limit()
     tune_gc()
@@ -125,8 +119,6 @@ async def serve(
         return started and server.started
     finally:
         collecting.cancel()
-        for in_flight_file in in_flight_files.values():
-            in_flight_file.close()
         store.close()
 
 
@@ -173,20 +165,6 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
-def _open_in_flight_files(folder: Path, served: Sequence[ServedModel]) -> dict[str, InFlightFile]:
-    """Open the in-flight file of each engine; without a writable disk, serve without them."""
-    in_flight_files = {}
-    for model in served:
-        try:
-            in_flight_files[model.name] = InFlightFile.for_base_model(folder, model.name)
-        except OSError as error:
-            log.warning(
-                "cannot open the in-flight file, so crashes of this process are not counted: %s",
-                error,
-            )
-    return in_flight_files
-
-
 def _engine_options(settings: Settings, served: Sequence[ServedModel]) -> EngineOptions:
     return EngineOptions(
         device=settings.device,
@@ -214,7 +192,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--report-fd", type=int, required=True)
     parser.add_argument("--lifeline-fd", type=int, required=True)
     parser.add_argument("--model", nargs=2, action="append", default=[])
-    parser.add_argument("--after-crash", action="store_true")
+    # Without a status, the supervisor is new: somebody or the system killed the last one.
+    parser.add_argument("--last-status", type=int, default=-signal.SIGKILL)
     return parser
 
 
@@ -247,7 +226,7 @@ def main() -> None:
         listening=listening,
         lifeline=options.lifeline_fd,
         reporter=reporter,
-        after_crash=options.after_crash,
+        last_status=options.last_status,
     )
     if not asyncio.run(serving):
         sys.exit(1)

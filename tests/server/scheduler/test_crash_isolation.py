@@ -206,8 +206,8 @@ def test_few_isolated_requests_run_one_by_one_and_many_in_shrinking_groups() -> 
 async def test_attempts_start_in_order_and_an_isolated_one_is_alone() -> None:
     isolation = CrashIsolation()
     async with isolation.attempt("a") as first:
-        isolation.record_crash("a", first)
-        isolation.record_crash("a", first)
+        assert not isolation.count("a", first, 1)
+        assert not isolation.count("a", first, 1)
     running: list[str] = []
     finish = asyncio.Event()
 
@@ -232,7 +232,7 @@ async def test_attempts_start_in_order_and_an_isolated_one_is_alone() -> None:
 async def test_a_cancelled_attempt_does_not_block_others() -> None:
     isolation = CrashIsolation()
     async with isolation.attempt("a") as attempt:
-        isolation.record_crash("s", attempt, times=2)
+        isolation.count("s", attempt, 2)
 
         async def run() -> None:
             async with isolation.attempt("s"):
