@@ -136,9 +136,8 @@ async def app_client(folder: Path, **settings: Any) -> AsyncIterator[AppClient]:
     """The application with the echo executor and short timeouts."""
     # Unfetched results expire soon; otherwise the database would grow.
     kept = {"unfetched_kept_s": 5.0, "result_kept_s": 1.0, "janitor_s": 5.0}
-    chosen = Settings(
-        data=str(folder), gap_s=0.1, long_poll_s=0.01, stream_grace_s=0.1, **(kept | settings)
-    )
+    short = {"gap_s": 0.1, "long_poll_s": 0.01, "stream_grace_s": 0.1}
+    chosen = Settings(data=str(folder), **(kept | short | settings))
     echo = EchoExecutor()
     echo.ran = _DiscardingList()
     store = open_store(db_url=chosen.db_url, storage_url=chosen.storage_url, folder=chosen.folder)

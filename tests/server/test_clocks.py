@@ -175,7 +175,7 @@ async def test_changing_the_system_clock_does_not_keep_a_revoked_key_alive(
     )
     clock = Clock()
     authenticator = Authenticator(
-        store.keys, Tokens(b"k"), clock=clock.monotonic, moment=clock.moment
+        store.keys, Tokens(b"k" * 32), clock=clock.monotonic, moment=clock.moment
     )
     try:
         assert (await authenticator.caller(None)).owner == "local"
@@ -201,7 +201,7 @@ async def test_expiry_goes_by_the_system_clock(tmp_path: Path) -> None:
     )
     clock = Clock()
     authenticator = Authenticator(
-        store.keys, Tokens(b"k"), clock=clock.monotonic, moment=clock.moment
+        store.keys, Tokens(b"k" * 32), clock=clock.monotonic, moment=clock.moment
     )
     try:
         expires_s = clock.moment() + 1.0

@@ -12,6 +12,7 @@ import click
 
 from tinkex.cli.errors import CommandFailed
 from tinkex.cli.server_options import data_option, db_option, load_settings
+from tinkex.wire.text_format import format_utc
 
 if TYPE_CHECKING:
     from tinkex.server.settings import Settings
@@ -208,4 +209,4 @@ def _parse_expiry(text: str) -> float:
 def _format_time(seconds: float | None) -> str:
     if seconds is None:
         return "-"
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+    return format_utc(seconds, form="%Y-%m-%d %H:%M")

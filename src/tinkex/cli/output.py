@@ -11,6 +11,8 @@ from typing import Any, TextIO
 
 import click
 
+from tinkex.wire.text_format import format_binary_bytes
+
 NONE = "N/A"
 _UNITS = (("minute", 60), ("hour", 3600), ("day", 86_400), ("week", 604_800))
 #: Times further away than this are shown as dates.
@@ -105,12 +107,7 @@ def size(count: int | None) -> str:
     """A size such as `1.5 MB`; units are powers of 1024."""
     if count is None:
         return NONE
-    amount = float(count)
-    for unit in ("B", "KB", "MB", "GB"):
-        if amount < 1024:
-            return f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} TB"
+    return format_binary_bytes(count)
 
 
 def ago(moment: datetime | None, *, now: datetime | None = None) -> str:

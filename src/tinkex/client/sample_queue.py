@@ -27,7 +27,7 @@ from tinkex.client.errors import (
 from tinkex.client.futures import Promise
 from tinkex.client.http.backpressure import ClientQueue, input_bytes
 from tinkex.client.http.polling import ExpectedResult, QueueObserver, SharedPoll
-from tinkex.client.http.retry import RetryConfig, is_retryable, is_user_error
+from tinkex.client.http.retry import RetryConfig, is_retryable, is_user_error, retrying
 from tinkex.client.http.transport import Kind, Request
 from tinkex.client.observe import instrumentation
 from tinkex.client.observe.instrumentation import Operation
@@ -270,29 +270,30 @@ class SampleQueue:
         may_retry = sample.always_retry or not connection.config.sample_no_retries
         if sample.request.seq_id is not None:
             may_retry = False  # the requested seq_id is used up
-        failures = 0
-        while True:
+        failures, sent = 0, False
+
+        def was_sent() -> None:
+            nonlocal sent
+            sent = True
+
+        async def attempt() -> SampleResponse:
+            nonlocal sent
             sent = False
+            return await self._attempt(connection, sample.request, was_sent, sample.partial)
 
-            def was_sent() -> None:
-                nonlocal sent
-                sent = True
+        def delay_after(error: Exception) -> float | None:
+            nonlocal failures
+            failures += 1
+            delay = self._handler.retry_delay_s(error, failures, sent=sent, rng=self._rng)
+            if sample.partial is not None and sample.partial.has_tokens:
+                return None  # a new sample would continue with other tokens than those already read
+            return delay if may_retry else None
 
-            try:
-                answer = await self._attempt(connection, sample.request, was_sent, sample.partial)
-            except Exception as error:
-                failures += 1
-                delay = self._handler.retry_delay_s(error, failures, sent=sent, rng=self._rng)
-                if delay is None or not may_retry:
-                    raise
-                if sample.partial is not None and sample.partial.has_tokens:
-                    raise  # a new sample would continue with other tokens than those already read
-                await asyncio.sleep(delay)
-            else:
-                self._handler.succeeded()
-                if sample.partial is not None:
-                    sample.partial.complete(answer)
-                return sample.finish(sample.request, answer)
+        answer = await retrying(attempt, delay_after)
+        self._handler.succeeded()
+        if sample.partial is not None:
+            sample.partial.complete(answer)
+        return sample.finish(sample.request, answer)
 
     async def _attempt(
         self,

@@ -31,7 +31,7 @@ from tinkex.engine.device import available_bytes, choose_device, choose_dtype, p
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.lora import make_layout
 from tinkex.engine.sampling.sampler import Finished, PartialOutput, Sampler
-from tinkex.engine.settings import EngineFacts, EngineSettings, EngineStats
+from tinkex.engine.settings import EngineFacts, EngineStats
 from tinkex.engine.training.batch import count_fitting
 from tinkex.engine.training.custom_loss_graph import Graph
 from tinkex.engine.training.losses import CustomLoss
@@ -39,6 +39,7 @@ from tinkex.engine.training.optimizer import optimizer_step
 from tinkex.engine.training.passes import Pass, PassSlice, run_micro_batch
 from tinkex.engine.training.request_checks import Limits, check_request
 from tinkex.wire.custom_loss import CustomLossGraph, CustomLossInput
+from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.sampling import SampleRequest
 from tinkex.wire.training import (

@@ -7,19 +7,17 @@ socket, dispatches its reports, and restarts it with backoff after a crash.
 
 import asyncio
 import functools
-import hashlib
 import itertools
 import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tinkex.server.executor import (
     BatchFailed,
     EngineKilled,
     EngineLost,
-    EngineOptions,
     EngineRefused,
     ModelNotLoaded,
     Outcome,
@@ -31,6 +29,7 @@ from tinkex.server.executor import (
 from tinkex.server.process_end import ProcessEnd, oom_kills
 from tinkex.server.process_setup import ENGINE_BACKOFF, engine_was_stable
 from tinkex.wire import engine_protocol
+from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.proto import frames_pb2
 
 log = logging.getLogger("tinkex.server.engine_process")
@@ -46,14 +45,20 @@ UNRESPONSIVE_S = 60.0
 
 
 class LocalExecutor:
-    """One engine process per base model, started on first use."""
+    """One engine process per base model, started on first use, unloaded when idle for `idle_s`."""
 
-    def __init__(self, served: Sequence[ServedModel], options: EngineOptions) -> None:
+    def __init__(
+        self,
+        served: Sequence[ServedModel],
+        engines: Iterable[EngineSettings],
+        *,
+        idle_s: float = 0.0,
+    ) -> None:
         self.served = tuple(served)
-        self._engines = {model.name: _Engine(model, options) for model in served}
+        self._engines = {settings.name: _Engine(settings) for settings in engines}
         #: Idle time after which an engine is unloaded; 0 is never. A single engine stays loaded:
         #: no other needs its memory.
-        self.unloads_after_s = options.idle_s if len(self._engines) > 1 else 0.0
+        self.unloads_after_s = idle_s if len(self._engines) > 1 else 0.0
         self._unloading: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -113,9 +118,9 @@ class LocalExecutor:
 class _Engine:
     """One child process and its restarts."""
 
-    def __init__(self, model: ServedModel, options: EngineOptions) -> None:
-        self._model = model
-        self._options = options
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._name = settings.name
         self._incarnation = 0
         #: How the last child ended; None if it could not be started.
         self._end: ProcessEnd | None = None
@@ -147,7 +152,7 @@ class _Engine:
         if self._closing:
             return None
         if not self._up.is_set():
-            return f"the engine of {self._model.name} is starting"
+            return f"the engine of {self._name} is starting"
         silent_s = asyncio.get_running_loop().time() - self._last_report_s
         if not self._pending or silent_s < UNRESPONSIVE_S:
             return None
@@ -155,12 +160,12 @@ class _Engine:
             self._logged_unresponsive = True
             log.warning(
                 "the engine of %s (process %s) has pending work and has not responded for %.0f s",
-                self._model.name,
+                self._name,
                 self.process_id,
                 silent_s,
             )
         return (
-            f"the engine of {self._model.name} has not responded for {silent_s:.0f} s: it runs a "
+            f"the engine of {self._name} has not responded for {silent_s:.0f} s: it runs a "
             "long computation, or is stuck"
         )
 
@@ -185,7 +190,7 @@ class _Engine:
 
     async def send(self, work: Work) -> asyncio.Future[Outcome]:
         if self._writer is None:
-            raise EngineKilled(f"the engine of {self._model.name} was lost")
+            raise EngineKilled(f"the engine of {self._name} was lost")
         ticket = next(self._tickets)
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         if not self._pending:
@@ -228,7 +233,7 @@ class _Engine:
             return
         if asyncio.get_running_loop().time() - self._last_used_s < idle_s:
             return
-        log.info("the engine of %s was idle for %.0f s and is unloaded", self._model.name, idle_s)
+        log.info("the engine of %s was idle for %.0f s and is unloaded", self._name, idle_s)
         self._old_runner, self._runner = self._runner, None
         # From now on, `ready` waits for the next child.
         self._up.clear()
@@ -268,7 +273,7 @@ class _Engine:
             wait_s = ENGINE_BACKOFF.next_wait_s(wait_s, stable=stable)
             log.error(
                 "the engine of %s died%s; restarting it in %.1f s",
-                self._model.name,
+                self._name,
                 self._end_text,
                 wait_s,
             )
@@ -282,12 +287,12 @@ class _Engine:
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
-                    *_command(theirs.fileno(), self._model, self._options),
+                    *_command(theirs.fileno(), self._settings),
                     pass_fds=(theirs.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,
                     # Standard output is reserved for the "ready" line.
                     stdout=sys.stderr.fileno(),
-                    env=_environment(self._options),
+                    env=_environment(self._settings.threads),
                 )
             self._process = process
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=READ_BUFFER_BYTES)
@@ -322,7 +327,7 @@ class _Engine:
         self._last_report_s = asyncio.get_running_loop().time()
         if self._logged_unresponsive:
             self._logged_unresponsive = False
-            log.warning("the engine of %s responds again", self._model.name)
+            log.warning("the engine of %s responds again", self._name)
         match report.WhichOneof("body"):
             case "ready":
                 self._incarnation += 1
@@ -331,7 +336,7 @@ class _Engine:
                 facts = report.ready
                 log.info(
                     "the engine of %s is up: %s, %s, context %d",
-                    self._model.name,
+                    self._name,
                     facts.device,
                     facts.dtype,
                     facts.max_context_length,
@@ -363,7 +368,7 @@ class _Engine:
         return "" if self._end is None else f" ({self._end})"
 
     def _fail_pending(self) -> None:
-        text = f"the engine of {self._model.name} was lost{self._end_text}"
+        text = f"the engine of {self._name} was lost{self._end_text}"
         by_itself = self._end is not None and self._end.by_itself and not self._closing
         for future in self._pending.values():
             if not future.done():
@@ -392,44 +397,17 @@ async def _wait_for_exit(process: asyncio.subprocess.Process) -> int:
     return 1
 
 
-def _command(descriptor: int, model: ServedModel, options: EngineOptions) -> list[str]:
+def _command(descriptor: int, settings: EngineSettings) -> list[str]:
     """The command line of the child."""
-    command = [
-        *(sys.executable, "-m", "tinkex.engine.process"),
-        *("--fd", str(descriptor)),
-        *("--name", model.name),
-        *("--folder", str(model.folder)),
-        *("--device", options.device),
-        *("--dtype", options.dtype),
-        *("--idle-adapters", str(options.idle_adapters)),
-        "--prefix-cache" if options.prefix_cache else "--no-prefix-cache",
-    ]
-    for name, limit in (
-        ("--threads", options.threads),
-        ("--memory-bytes", options.memory_bytes),
-        ("--adapter-bytes", options.adapter_bytes),
-        ("--kv-tokens", options.kv_tokens),
-        ("--max-batch-tokens", options.max_batch_tokens),
-        ("--max-sequences", options.max_sequences),
-        ("--host-bytes", options.host_bytes),
-    ):
-        if limit:
-            command += [name, str(limit)]
-    if options.spill_folder is not None:
-        folder = hashlib.sha256(model.name.encode()).hexdigest()[:16]
-        command += ["--spill-folder", str(options.spill_folder / folder)]
-    if options.deterministic:
-        command.append("--deterministic")
-    if options.turn_file is not None:
-        command += ["--turn-file", str(options.turn_file)]
-    return command
+    arguments = ["--fd", str(descriptor), "--settings", settings.to_json()]
+    return [sys.executable, "-m", "tinkex.engine.process", *arguments]
 
 
-def _environment(options: EngineOptions) -> dict[str, str]:
+def _environment(threads: int | None) -> dict[str, str]:
     # Threads that spin while they wait would take CPU time from the web process and the client.
     variables = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
-    if options.threads:
-        variables["OMP_NUM_THREADS"] = str(options.threads)
+    if threads:
+        variables["OMP_NUM_THREADS"] = str(threads)
     return {**os.environ, **variables}
 
 

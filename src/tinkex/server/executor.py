@@ -82,31 +82,6 @@ class ServedModel:
     max_context_length: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineOptions:
-    """Options for starting local engines."""
-
-    device: str = "auto"
-    dtype: str = "auto"
-    threads: int = 0
-    deterministic: bool = False
-    #: Limits; for each, 0 lets the engine choose.
-    memory_bytes: int = 0
-    adapter_bytes: int = 0
-    kv_tokens: int = 0
-    max_batch_tokens: int = 0
-    max_sequences: int = 0
-    host_bytes: int = 0
-    prefix_cache: bool = True
-    idle_adapters: int = 16
-    #: Folder for adapters that fit no memory, with a subfolder per engine. None: a temporary one.
-    spill_folder: Path | None = None
-    #: Engines that share this lock file compute one at a time. None when there is only one engine.
-    turn_file: Path | None = None
-    #: With several engines, unload one that was idle for this long; 0 disables unloading.
-    idle_s: float = 0.0
-
-
 class WorkFailed(Exception):
     """The work failed; the engine is healthy."""
 

@@ -11,6 +11,7 @@ pipe closes, because then the supervisor is gone.
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import resource
@@ -20,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -30,10 +32,11 @@ from tinkex.server.api.connection_limits import limited_protocol, with_timeouts
 from tinkex.server.api.deps import Context
 from tinkex.server.app import create_app
 from tinkex.server.engine_process import LocalExecutor
-from tinkex.server.executor import EngineOptions, EngineRefused, ServedModel
+from tinkex.server.executor import EngineRefused, ServedModel
 from tinkex.server.process_setup import collect_periodically, tune_gc, use_single_arena
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
+from tinkex.wire.engine_settings import DtypeName, EngineSettings
 
 log = logging.getLogger("tinkex.server.web_process")
 
@@ -100,7 +103,12 @@ async def serve(
         log.error("%s", refused)
         reporter.report(f"failed\n{refused}")
         return False
-    executor = LocalExecutor(served, _engine_options(settings, served))
+    shares_device = len(served) > 1
+    executor = LocalExecutor(
+        served,
+        [engine_settings(settings, model, shares_device=shares_device) for model in served],
+        idle_s=settings.engine_idle_s,
+    )
     app = create_app(settings, executor, store, last_status=last_status)
     server = Server(uvicorn_config(app, settings), app)
     _raise_file_limit()
@@ -165,24 +173,29 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
-def _engine_options(settings: Settings, served: Sequence[ServedModel]) -> EngineOptions:
-    return EngineOptions(
+def engine_settings(
+    settings: Settings, model: ServedModel, *, shares_device: bool
+) -> EngineSettings:
+    """The settings of one engine. A limit of 0 lets the engine choose."""
+    folder = settings.folder
+    return EngineSettings(
+        name=model.name,
+        folder=model.folder,
         device=settings.device,
-        dtype=settings.dtype,
-        threads=settings.threads,
+        dtype=cast(DtypeName, settings.dtype),
+        threads=settings.threads or None,
         deterministic=settings.deterministic,
-        memory_bytes=int(settings.memory_gb * GIGABYTE),
-        adapter_bytes=int(settings.adapter_gb * GIGABYTE),
-        kv_tokens=settings.kv_tokens,
-        max_batch_tokens=settings.batch_tokens,
-        max_sequences=settings.max_sequences,
-        host_bytes=int(settings.host_gb * GIGABYTE),
+        memory_bytes=int(settings.memory_gb * GIGABYTE) or None,
+        adapter_bytes=int(settings.adapter_gb * GIGABYTE) or None,
+        kv_tokens=settings.kv_tokens or None,
+        max_batch_tokens=settings.batch_tokens or None,
+        max_sequences=settings.max_sequences or EngineSettings.max_sequences,
+        host_bytes=int(settings.host_gb * GIGABYTE) or None,
         prefix_cache=settings.prefix_cache,
         idle_adapters=settings.idle_adapters,
-        spill_folder=settings.folder / "spill",
-        idle_s=settings.engine_idle_s,
+        spill_folder=folder / "spill" / hashlib.sha256(model.name.encode()).hexdigest()[:16],
         # Engines that compute at the same time on one device only slow each other down.
-        turn_file=settings.folder / "turn.lock" if len(served) > 1 else None,
+        compute_lock=folder / "turn.lock" if shares_device else None,
     )
 
 

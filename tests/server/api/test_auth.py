@@ -2,10 +2,14 @@
 
 import asyncio
 import base64
+import contextlib
+import hmac
 import json
 import os
+import string
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,7 +159,7 @@ def test_a_truncated_key_file_is_replaced(tmp_path: Path) -> None:
     for cut in (b"", b"x" * 31):
         (tmp_path / "tokens.key").write_bytes(cut)
         with pytest.raises(BadToken):
-            Tokens.of_folder(tmp_path).read(Tokens(cut).make(claims), now_s=0)
+            Tokens.of_folder(tmp_path).read(made_by_hand(claims, cut), now_s=0)
         assert len((tmp_path / "tokens.key").read_bytes()) == 32
         assert is_private(tmp_path / "tokens.key")
 
@@ -232,10 +236,72 @@ async def test_a_token_cannot_revoke_its_key(
                 assert done.status == 200
 
 
+SECRET = bytes(range(32))
+
+
+def in_base64(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+
+def made_by_hand(
+    claims: dict[str, Any], secret: bytes = SECRET, digest: str = "sha256", **head: str
+) -> str:
+    """A signed token, made without the code under test."""
+    parts = {"alg": "HS256", "typ": "JWT", **head}, {"iss": auth.ISSUER, **claims}
+    signed = ".".join(in_base64(json.dumps(part).encode()) for part in parts)
+    return f"{signed}.{in_base64(hmac.new(secret, signed.encode(), digest).digest())}"
+
+
+def test_tokens_issued_by_earlier_versions_are_valid() -> None:
+    token = (
+        "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9.eyJpc3MiOiJwYXNzcG9ydC10aW5rZXgiLCJzdWIiOiJ0bWw6dXNl"
+        "cjphbGljZSIsIm9yZ19pZCI6InZpc2lvbiIsImVtYWlsIjoiIiwia2V5X2lkIjo3LCJpYXQiOjE3MDAwMDAwMDAsIm"
+        "V4cCI6MTcwMDAwMzYwMH0.U_JeAzA-H3yE2Tir4ZGdKBIlfQwD3QSPoeB2J0crPpQ"
+    )
+    claims = Tokens(SECRET).read(token, now_s=1_700_003_599.0)
+    assert (claims["sub"], claims["key_id"]) == ("tml:user:alice", 7)
+    # New ones are made byte for byte alike.
+    assert Tokens(SECRET).make(claims) == token
+
+
+@pytest.mark.parametrize(
+    ("token", "problem"),
+    [
+        (made_by_hand({"exp": 100}, alg="none"), "not signed"),
+        (made_by_hand({"exp": 100}, alg="HS512"), "not signed"),
+        (made_by_hand({"exp": 100}, digest="sha512", alg="HS512"), "not signed"),
+        (made_by_hand({"exp": 100}, b"x" * 32), "not signed"),
+        (made_by_hand({"exp": 100, "iss": "passport-other"}), "not signed"),
+        (made_by_hand({}), "not signed"),
+        (made_by_hand({"exp": 100}) + "=", "not signed"),
+        ("eyJ!.eyJ!.x", "not signed"),
+        ("eyJ.x", "not a token"),
+        ("eyJ.é.x", "not a token"),
+        (made_by_hand({"exp": 100, "a": "a" * auth.MAX_JWT_BYTES}), "not a token"),
+        (made_by_hand({"exp": 99}), "expired"),
+    ],
+)
+def test_a_bad_token_is_refused_with_the_reason(token: str, problem: str) -> None:
+    tokens = Tokens(SECRET)
+    assert tokens.read(made_by_hand({"exp": 100}), now_s=99.0)["exp"] == 100
+    with pytest.raises(BadToken, match=problem):
+        tokens.read(token, now_s=99.0)
+
+
+def test_a_signature_has_one_spelling() -> None:
+    token = made_by_hand({"exp": 100})
+    accepted = []
+    for character in string.ascii_letters + string.digits + "-_":
+        with contextlib.suppress(BadToken):
+            Tokens(SECRET).read(token[:-1] + character, now_s=99.0)
+            accepted.append(token[:-1] + character)
+    assert accepted == [token]
+
+
 def test_a_changed_or_expired_token_is_refused() -> None:
-    tokens = Tokens(b"secret")
+    tokens = Tokens(SECRET)
     token = tokens.make({"sub": "a", "exp": 100})
-    assert tokens.read(token, now_s=99.0) == {"sub": "a", "exp": 100}
+    assert tokens.read(token, now_s=99.0) == {"iss": auth.ISSUER, "sub": "a", "exp": 100}
     head, body, signature = token.split(".")
     forged = base64.urlsafe_b64encode(b'{"sub":"b","exp":100}').decode().rstrip("=")
     nothing = base64.urlsafe_b64encode(b'{"alg":"none"}').decode().rstrip("=")
@@ -243,7 +309,7 @@ def test_a_changed_or_expired_token_is_refused() -> None:
         f"{head}.{forged}.{signature}",
         f"{nothing}.{body}.",
         f"{head}.{body}",
-        Tokens(b"other").make({"exp": 100}),
+        Tokens(b"other" * 7).make({"exp": 100}),
     ):
         with pytest.raises(BadToken):
             tokens.read(bad, now_s=99.0)

@@ -11,9 +11,8 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.scheduler.test_pickup import sample
 from server.tenants import new_key, with_key
-from tinkex.engine.settings import EngineSettings
 from tinkex.server.executor import Outcome, Task, Work
-from tinkex.server.scheduler.fairness import MAX_SEQUENCES, Admission
+from tinkex.server.scheduler.fairness import Admission
 from waiting import until_async
 
 pytestmark = pytest.mark.anyio
@@ -197,5 +196,3 @@ async def test_an_engine_gets_twice_as_many_samples_of_an_owner_as_it_runs_at_on
         executor.open.set()
         for request_id in sent:
             assert "sequences" in await api.result(request_id)
-    # The server does not import the engine, so it repeats this number.
-    assert EngineSettings.max_sequences == MAX_SEQUENCES

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from server.echo import EchoExecutor
-from server.hosting import Api, hosted
+from server.hosting import Api, hosted, local_executor
 from server.scheduler.test_pickup import TROUBLE
 from serving import TINY
-from tinkex.server.engine_process import LocalExecutor
-from tinkex.server.executor import EngineOptions, Outcome, ServedModel, Task, Work
+from tinkex.server.executor import Outcome, Task, Work
 from tinkex.wire.errors import UserFailure
 
 pytestmark = pytest.mark.anyio
@@ -40,8 +39,7 @@ async def loss(api: Api, model: str, seq_id: int) -> float:
 async def test_a_model_continues_from_its_snapshot_after_the_engine_is_killed(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    served = ServedModel(name=TINY, folder=tiny_model)
-    executor = LocalExecutor([served], EngineOptions(threads=1, deterministic=True))
+    executor = local_executor(tiny_model, TINY, deterministic=True)
     async with hosted(executor, tmp_path, snapshot_steps=5, janitor_s=0) as api:
         api.base_model = TINY
         session = await api.session()

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from server.echo import BASE, EchoExecutor
-from server.hosting import Api, hosted
+from server.hosting import Api, hosted, local_executor
 from serving import TINY
-from tinkex.server.engine_process import LocalExecutor
-from tinkex.server.executor import EngineOptions, ModelNotLoaded, Outcome, ServedModel, Task, Work
+from tinkex.server.executor import ModelNotLoaded, Outcome, Task, Work
 from waiting import until_async
 
 pytestmark = pytest.mark.anyio
@@ -67,9 +66,7 @@ async def test_a_model_that_its_engine_does_not_have_is_rebuilt(tmp_path: Path) 
 async def test_an_engine_reports_that_it_does_not_have_a_model(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    executor = LocalExecutor(
-        [ServedModel(name=TINY, folder=tiny_model)], EngineOptions(threads=1, deterministic=True)
-    )
+    executor = local_executor(tiny_model, TINY, deterministic=True)
     async with hosted(executor, tmp_path, janitor_s=0) as api:
         api.base_model = TINY
         model = await api.model()

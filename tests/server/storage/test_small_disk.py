@@ -14,9 +14,10 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from serving import TINY
 from tinkex.server.engine_process import LocalExecutor
-from tinkex.server.executor import EngineOptions, Outcome, ServedModel, Task, Work
+from tinkex.server.executor import Outcome, ServedModel, Task, Work
 from tinkex.server.maintenance import disk_monitor
 from tinkex.server.scheduler import checkpoints
+from tinkex.wire.engine_settings import EngineSettings
 from waiting import until_async
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
@@ -60,7 +61,8 @@ class Counting(LocalExecutor):
     """How often a save of each model was tried."""
 
     def __init__(self, model: Path) -> None:
-        super().__init__([ServedModel(name=TINY, folder=model)], EngineOptions(threads=1))
+        settings = EngineSettings(name=TINY, folder=model, threads=1)
+        super().__init__([ServedModel(name=TINY, folder=model)], [settings])
         self.saves: Counter[str | None] = Counter()
 
     async def send(

@@ -49,8 +49,8 @@ from tinkex.engine.sampling.sequences import (
     SampleSequence,
 )
 from tinkex.engine.sampling.token_sampling import SampleStep, sample_tokens
-from tinkex.engine.settings import EngineSettings
 from tinkex.engine.training.request_checks import Limits
+from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.sampling import (
     SampledSequence,

@@ -52,8 +52,6 @@ MAX_CHECKPOINTS = 100_000
 MAX_PROJECTS = 10_000
 SHORTER_PERIOD = "Request a shorter time."
 
-# Official clients accept tokens whose issuer begins with `passport-`.
-ISSUER = "passport-tinkex"
 NO_LOGIN = (
     "this server has no browser login. Its administrator creates keys with `tinkex key create`; "
     "set TINKER_API_KEY to yours."
@@ -358,7 +356,6 @@ async def exchange(request: Request) -> Response:
         )
     now_s = time.time()
     claims = {
-        "iss": ISSUER,
         "sub": f"tml:user:{caller.owner}",
         "org_id": caller.project_id or "tinkex",
         "email": "",

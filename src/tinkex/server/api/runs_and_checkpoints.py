@@ -20,7 +20,6 @@ from tinkex.server.scheduler.checkpoints import (
     TRAINING,
     check_ttl,
     no_checkpoint,
-    tinker_path,
 )
 from tinkex.server.store.checkpoint_catalog import NamedCheckpoint, RunSummary
 from tinkex.wire.checkpoints import (
@@ -29,6 +28,7 @@ from tinkex.wire.checkpoints import (
     CheckpointsListResponse,
     Cursor,
     SetCheckpointTtlRequest,
+    tinker_path,
 )
 from tinkex.wire.codec import decode_json, parse_json
 from tinkex.wire.errors import UserFailure

@@ -21,7 +21,7 @@ from tinkex.server.api.deps import (
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.models import create_with_first_step
 from tinkex.server.api.submit import accept_step, admit, numbered_step, submit_step
-from tinkex.server.scheduler.checkpoints import check_ttl, refuse_external, tinker_path
+from tinkex.server.scheduler.checkpoints import check_ttl, refuse_external
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import (
     Model,
@@ -42,6 +42,7 @@ from tinkex.wire.checkpoints import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
     WeightsInfoResponse,
+    tinker_path,
 )
 from tinkex.wire.codec import encode_json
 from tinkex.wire.errors import UserFailure, WireError

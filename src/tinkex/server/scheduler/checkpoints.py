@@ -28,6 +28,7 @@ from tinkex.wire.checkpoints import (
     SaveWeightsForSamplerResponseInternal,
     SaveWeightsRequest,
     SaveWeightsResponse,
+    tinker_path,
 )
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.errors import UserFailure
@@ -334,10 +335,6 @@ def check_name(name: str) -> None:
             f"checkpoint name {name[:80]!r} cannot be used: {problem}. "
             "Letters, digits, `-`, `_` and `.` always work."
         )
-
-
-def tinker_path(model_id: str, kind: str, name: str) -> str:
-    return f"tinker://{model_id}/{kind}/{name}"
 
 
 def no_checkpoint(path: str) -> str:

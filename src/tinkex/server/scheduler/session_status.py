@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tinkex.server.scheduler.result_waiters import RequestOutcome
@@ -26,6 +25,7 @@ from tinkex.wire.sessions import (
     SessionCancelled,
     SessionFailed,
 )
+from tinkex.wire.text_format import format_utc
 
 if TYPE_CHECKING:
     from tinkex.server.scheduler.scheduler import Scheduler
@@ -70,9 +70,8 @@ def session_status(
     if row.failure is not None:
         return SessionFailed.model_validate(row.failure)
     if row.lapsed_s is not None:
-        last = datetime.fromtimestamp(row.seen_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         return SessionCancelled(
-            detail=f"the client has sent nothing since {last}. The session continues when the "
+            detail=f"the client has sent nothing since {format_utc(row.seen_s)}. The session continues when the "
             "client comes back."
         )
     return SessionActive()

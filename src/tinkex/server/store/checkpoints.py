@@ -30,7 +30,7 @@ from tinkex.server.store.schema import (
     sessions,
 )
 from tinkex.server.store.storage_health import FILES, Damaged, StorageError
-from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
+from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath, tinker_path
 from tinkex.wire.errors import UserFailure
 
 T = TypeVar("T")
@@ -59,6 +59,11 @@ class Version:
     place: str
     size_bytes: int
     created_s: float
+
+    @property
+    def tinker_path(self) -> str:
+        """Its path; a version without a name has its id there."""
+        return tinker_path(self.model_id, self.kind, self.name or f".{self.version_id}")
 
     def with_size(self, size_bytes: int) -> "Version":
         """The same version with the size of its written files."""
@@ -309,19 +314,14 @@ def not_expired(now_s: float) -> sa.ColumnElement[bool]:
 
 
 def _damaged(version: Version, problem: str) -> Damaged:
-    name = version.name or f".{version.version_id}"
-    return Damaged(
-        f"checkpoint tinker://{version.model_id}/{version.kind}/{name} cannot be read: its folder "
-        f"{problem}"
-    )
+    return Damaged(f"checkpoint {version.tinker_path} cannot be read: its folder {problem}")
 
 
 def note_saved(connection: sa.Connection, version: Version, event: str) -> None:
     """Add a new checkpoint to the audit log, inside a transaction."""
-    name = version.name or f".{version.version_id}"
     details = {
         "model_id": version.model_id,
-        "tinker_path": f"tinker://{version.model_id}/{version.kind}/{name}",
+        "tinker_path": version.tinker_path,
         "size_bytes": version.size_bytes,
     }
     events.note_audit(connection, owner=version.owner, event=event, details=details)

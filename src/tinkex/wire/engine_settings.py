@@ -1,0 +1,62 @@
+"""The settings of an engine; the web process passes them to the engine process as JSON."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter
+
+DtypeName = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Everything an engine is started with."""
+
+    #: Name under which the base model is served. Written into every checkpoint.
+    name: str
+    #: A folder in Hugging Face layout: config.json and *.safetensors or *.gguf.
+    folder: Path
+    #: "auto" uses the GPU if there is one.
+    device: str = "auto"
+    #: Number format of the frozen base model. "auto" is float32 on a CPU and bfloat16 on a GPU.
+    #: Adapters always have float32 master weights.
+    dtype: DtypeName = "auto"
+    #: CPU threads for tensor operations. None keeps torch's default.
+    threads: int | None = None
+    #: Maximum tokens in one micro-batch or prefill; less if memory is short. None is the largest
+    #: number that still increases throughput on the device.
+    max_batch_tokens: int | None = None
+    #: Size of the KV cache in tokens. None derives it from the free memory.
+    kv_tokens: int | None = None
+    #: Whether prompts with the same prefix share its KV pages. Always off in deterministic mode.
+    prefix_cache: bool = True
+    #: Maximum sequences in one decode step.
+    max_sequences: int = 256
+    #: Sampler adapters kept in memory while no request uses them.
+    idle_adapters: int = 16
+    #: Maximum memory of the device for everything together. None is all memory that is free at
+    #: start; on a CPU, which other programs share, the base model and half of the remaining free
+    #: memory. A single long sequence may exceed it.
+    memory_bytes: int | None = None
+    #: Part of it for training and sampler adapters. None is the rest of the memory plan.
+    adapter_bytes: int | None = None
+    #: Host memory for adapters evicted from a GPU. None is half of the free host memory.
+    host_bytes: int | None = None
+    #: Folder for adapters evicted to disk, emptied at start. None is a temporary folder.
+    spill_folder: Path | None = None
+    #: The same request gives the same bits on the same machine: no pass depends on timing, on free
+    #: memory or on other requests. Sample requests run one at a time.
+    deterministic: bool = False
+    #: Engines on the CPU that share this lock file compute one at a time.
+    compute_lock: Path | None = None
+
+    def to_json(self) -> str:
+        return _JSON.dump_json(self, exclude_defaults=True).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> "EngineSettings":
+        return _JSON.validate_json(text)
+
+
+_JSON = TypeAdapter(EngineSettings)
