@@ -343,13 +343,13 @@ async def test_a_failed_snapshot_is_retried_with_backoff(
         moved_s = 0.0
         monotonic = time.monotonic
         monkeypatch.setattr(cleanup_module.time, "monotonic", lambda: monotonic() + moved_s)
-        moved_s += cleanup_module.RETRY_S + 1
+        moved_s += cleanup_module.SNAPSHOT_BACKOFF.first_s + 1
         await cleanup.run_once()
         assert scheduler.calls == 2
-        moved_s += cleanup_module.RETRY_S + 1
+        moved_s += cleanup_module.SNAPSHOT_BACKOFF.first_s + 1
         await cleanup.run_once()
         assert scheduler.calls == 2  # twice as long
-        moved_s += cleanup_module.RETRY_S + 1
+        moved_s += cleanup_module.SNAPSHOT_BACKOFF.first_s + 1
         await cleanup.run_once()
         assert scheduler.calls == 3
         assert found(tmp_path, "snapshots")

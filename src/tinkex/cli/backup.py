@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from tinkex.cli.errors import CommandFailed
-from tinkex.cli.output import as_json, show_json, size
+from tinkex.cli.output import report, size
 from tinkex.cli.server_options import data_folder_options, load_settings
 from tinkex.wire.text_format import format_utc
 
@@ -28,10 +28,10 @@ def command(
         manifest = create(settings, target)
     except BackupFailed as error:
         raise CommandFailed(str(error), hint=error.hint) from error
-    if as_json():
-        show_json({"folder": str(target), "files": manifest.files, "bytes": manifest.bytes})
-    else:
-        click.echo(f"Copied {manifest.files} files ({size(manifest.bytes)}) to {target}.", err=True)
+    report(
+        f"Copied {manifest.files} files ({size(manifest.bytes)}) to {target}.",
+        {"folder": str(target), "files": manifest.files, "bytes": manifest.bytes},
+    )
     if manifest.missing:
         click.echo(
             f"warning: {len(manifest.missing)} files are missing in the data folder, so the backup "

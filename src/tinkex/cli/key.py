@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from tinkex.cli.errors import CommandFailed
+from tinkex.cli.output import show_columns
 from tinkex.cli.server_options import data_option, db_option, load_settings
 from tinkex.wire.text_format import format_utc
 
@@ -113,10 +114,7 @@ def list_(data: str | None, db: str | None) -> None:
         )
         for key in keys
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        click.echo("  ".join(cells).rstrip())
+    show_columns(rows)
 
 
 @command.command("revoke")

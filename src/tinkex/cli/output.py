@@ -41,6 +41,14 @@ def show_json(value: Any) -> None:
     click.echo(json.dumps(plain(value), indent=2, ensure_ascii=False))
 
 
+def report(words: str, fields: Mapping[str, Any], *, err: bool = True) -> None:
+    """Print what a command did: `fields` if JSON is asked for, otherwise `words`."""
+    if as_json():
+        show_json(fields)
+    else:
+        click.echo(words, err=err)
+
+
 def plain(value: Any) -> Any:
     """Convert to JSON types; times become ISO 8601 strings."""
     if hasattr(value, "model_dump"):
@@ -76,16 +84,20 @@ def show_table(
         return
     if title:
         click.echo(title, err=True)
-    cells = [list(columns), *map(list, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
+    show_columns([columns, *rows])
+
+
+def show_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows whose cells are aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
         padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         click.echo("  ".join(padded).rstrip())
 
 
-def show_properties(properties: Mapping[str, str], *, title: str | None = None) -> None:
+def show_properties(properties: Mapping[str, str]) -> None:
     """Print a table with one line for each property."""
-    show_table(("Property", "Value"), list(properties.items()), title=title)
+    show_table(("Property", "Value"), list(properties.items()))
 
 
 def write_csv(path: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -27,7 +27,7 @@ from tinkex.server.executor import (
     WorkFailed,
 )
 from tinkex.server.process_end import ProcessEnd, oom_kills
-from tinkex.server.process_setup import ENGINE_BACKOFF, engine_was_stable
+from tinkex.server.retry import Backoff, Crashed, PeriodicTask, retry
 from tinkex.wire import engine_protocol
 from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.proto import frames_pb2
@@ -42,6 +42,10 @@ EXIT_TIMEOUT_S = 5.0
 # An engine with pending work that sends nothing for this long is reported as unresponsive. It is
 # not killed, because it may be running a long forward or backward pass.
 UNRESPONSIVE_S = 60.0
+# Loading a large model takes minutes, and the reason for a crash at start-up rarely goes away.
+RESTART_BACKOFF = Backoff(first_s=0.5, max_s=30.0, immediate=True)
+# An engine that lived longer, or finished any work, has shown that it can start and work.
+STABLE_S = 60.0
 
 
 class LocalExecutor:
@@ -59,7 +63,7 @@ class LocalExecutor:
         #: Idle time after which an engine is unloaded; 0 is never. A single engine stays loaded:
         #: no other needs its memory.
         self.unloads_after_s = idle_s if len(self._engines) > 1 else 0.0
-        self._unloading: asyncio.Task[None] | None = None
+        self._unloading = PeriodicTask()
 
     async def start(self) -> None:
         # A single model is loaded now, so that a server that is ready can start work immediately.
@@ -67,18 +71,16 @@ class LocalExecutor:
         if len(self._engines) == 1:
             await next(iter(self._engines.values())).ready()
         if self.unloads_after_s > 0:
-            self._unloading = asyncio.create_task(self._unload_idle())
+            self._unloading.start(
+                self._unload_idle, self.unloads_after_s / 4, what="unloading idle engines", log=log
+            )
 
     async def _unload_idle(self) -> None:
-        while True:
-            await asyncio.sleep(self.unloads_after_s / 4)
-            for engine in self._engines.values():
-                engine.unload_if_idle(self.unloads_after_s)
+        for engine in self._engines.values():
+            engine.unload_if_idle(self.unloads_after_s)
 
     async def close(self) -> None:
-        if self._unloading is not None:
-            self._unloading.cancel()
-            await asyncio.gather(self._unloading, return_exceptions=True)
+        await self._unloading.close()
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
 
     async def ready(self, base_model: str) -> int:
@@ -255,29 +257,32 @@ class _Engine:
         if after is not None:
             # Two children would not fit in memory, and would share one spill folder.
             await asyncio.wait({after})
-        loop = asyncio.get_running_loop()
-        wait_s: float | None = None
-        while True:
-            began_s = loop.time()
-            self._finished_work = False
-            try:
-                await self._run_once()
-            except EngineRefused as refused:
-                # An engine that was up once has valid settings; a later failure may be temporary.
-                if not self._incarnation:
-                    self._refused = refused
-                    self._up.set()
-                    return
-            lived_s = loop.time() - began_s
-            stable = engine_was_stable(finished_work=self._finished_work, lived_s=lived_s)
-            wait_s = ENGINE_BACKOFF.next_wait_s(wait_s, stable=stable)
-            log.error(
-                "the engine of %s died%s; restarting it in %.1f s",
-                self._name,
-                self._end_text,
-                wait_s,
+        try:
+            await retry(
+                self._run_until_crash,
+                RESTART_BACKOFF,
+                should_retry=lambda error: isinstance(error, Crashed),
+                on_retry=lambda error, wait_s: log.error(
+                    "%s; restarting it in %.1f s", error, wait_s
+                ),
             )
-            await asyncio.sleep(wait_s)
+        except EngineRefused as refused:
+            self._refused = refused
+            self._up.set()
+
+    async def _run_until_crash(self) -> None:
+        """Run one child until it exits, then raise Crashed."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        self._finished_work = False
+        try:
+            await self._run_once()
+        except EngineRefused:
+            # An engine that was up once has valid settings; a later failure may be temporary.
+            if not self._incarnation:
+                raise
+        stable = self._finished_work or loop.time() - began_s > STABLE_S
+        raise Crashed(f"the engine of {self._name} died{self._end_text}", stable=stable)
 
     async def _run_once(self) -> None:
         """Start one child and read its reports until it exits."""

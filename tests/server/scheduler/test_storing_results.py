@@ -11,6 +11,7 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.scheduler.test_pickup import sample
 from tinkex.server.executor import Task
+from tinkex.server.retry import Backoff
 from tinkex.server.scheduler import scheduler
 from tinkex.server.scheduler.step_queue import Cause
 from tinkex.server.store import Status
@@ -25,8 +26,8 @@ LARGE = 40_000
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retry a few times without long waits."""
-    name = "tinkex.server.scheduler.execution.STORE_RETRY_S"
-    monkeypatch.setattr(name, (0.01, 0.01, 0.01), raising=False)
+    name = "tinkex.server.scheduler.execution.STORE_BACKOFF"
+    monkeypatch.setattr(name, Backoff.every(0.01, retries=3))
 
 
 def refuse_results(

@@ -13,6 +13,7 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.storage.failing import FULL, READ_ONLY, FailingFileSystem
 from tinkex.server.executor import Outcome, Task, Work, WorkFailed
+from tinkex.server.retry import Backoff
 from tinkex.server.scheduler import checkpoints
 from tinkex.server.store.storage_health import storage_problem
 
@@ -104,7 +105,9 @@ class Cramped(EchoExecutor):
 
 
 async def test_a_save_waits_for_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "DISK_RETRY_S", 0.05)
+    monkeypatch.setattr(
+        checkpoints, "DISK_BACKOFF", Backoff(first_s=0.05, max_s=16.0, within_s=600.0)
+    )
     echo = Cramped()
     async with hosted(echo, tmp_path) as api:
         model = await api.model()

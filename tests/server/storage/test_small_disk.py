@@ -16,6 +16,7 @@ from serving import TINY
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import Outcome, ServedModel, Task, Work
 from tinkex.server.maintenance import disk_monitor
+from tinkex.server.retry import Backoff
 from tinkex.server.scheduler import checkpoints
 from tinkex.wire.engine_settings import EngineSettings
 from waiting import until_async
@@ -79,7 +80,9 @@ async def test_saves_wait_for_free_space_and_log_it_once(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(checkpoints, "DISK_RETRY_S", 0.1)
+    monkeypatch.setattr(
+        checkpoints, "DISK_BACKOFF", Backoff(first_s=0.1, max_s=16.0, within_s=600.0)
+    )
     monkeypatch.setattr(disk_monitor, "CHECK_EVERY_S", 0.05)
     caplog.set_level(logging.INFO)
     executor = Counting(tiny_model)

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from alembic.autogenerate import compare_metadata
-from alembic.migration import MigrationContext
 from sqlalchemy import event
 
 from postgres import Postgres
@@ -23,9 +21,7 @@ from tinkex.server.store import (
     open_store,
     sql_dialects,
 )
-from tinkex.server.store.migrations import migrate
 from tinkex.server.store.request_rows import success
-from tinkex.server.store.schema import metadata
 
 pytestmark = pytest.mark.anyio
 
@@ -53,18 +49,6 @@ async def cut(store: Store) -> None:
         " WHERE datname = current_database() AND pid <> pg_backend_pid()"
     )
     await store._database.read(lambda connection: connection.execute(statement).all())
-
-
-def test_the_migrated_schema_matches_the_tables(url: str) -> None:
-    migrated = sa.create_engine(url)
-    migrate(migrated)
-    with migrated.connect() as connection:
-        context = MigrationContext.configure(connection, opts={"compare_type": True})
-        assert compare_metadata(context, metadata) == []
-        # Alembic does not compare these.
-        checks = {one["name"] for one in sa.inspect(connection).get_check_constraints("requests")}
-    migrated.dispose()
-    assert checks == {"ck_requests_error", "ck_requests_finished", "ck_requests_status"}
 
 
 async def test_a_database_that_a_server_holds_is_refused_until_it_is_closed(

@@ -1,7 +1,6 @@
 """The store: durable commits, idempotent requests, and group commit."""
 
 import asyncio
-import re
 import sqlite3
 import subprocess
 import sys
@@ -10,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from alembic.autogenerate import compare_metadata
-from alembic.migration import MigrationContext
 from sqlalchemy import event
 
 from server.stored_requests import unfinished
@@ -19,9 +16,8 @@ from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Model, NewRequest, Status, Store, open_store
 from tinkex.server.store.database import Database
 from tinkex.server.store.group_commit import Writer
-from tinkex.server.store.migrations import migrate
 from tinkex.server.store.request_rows import failure, success
-from tinkex.server.store.schema import metadata, requests
+from tinkex.server.store.schema import requests
 
 pytestmark = pytest.mark.anyio
 
@@ -76,48 +72,6 @@ def step(
         model_id=model_id,
         seq_id=seq_id,
     )
-
-
-def test_the_migrated_schema_matches_the_tables(tmp_path: Path) -> None:
-    engine = sa.create_engine(f"sqlite:///{tmp_path / 'x.db'}")
-    migrate(engine)
-    with engine.connect() as connection:
-        context = MigrationContext.configure(connection, opts={"compare_type": True})
-        assert compare_metadata(context, metadata) == []
-    engine.dispose()
-
-
-def _parts(sql: str) -> list[str]:
-    """The columns and constraints of a CREATE TABLE statement, whatever its line breaks."""
-    parts = re.split(r",\s*(?![^()]*\))|\n", sql)
-    return [part for part in parts if part.strip()]
-
-
-def test_all_constraints_are_in_the_migrated_database(tmp_path: Path) -> None:
-    """Alembic does not compare checks and constraint names, so the SQL text is compared."""
-    made = sa.create_engine(f"sqlite:///{tmp_path / 'made.db'}")
-    migrated = sa.create_engine(f"sqlite:///{tmp_path / 'migrated.db'}")
-    metadata.create_all(made)
-    migrate(migrated)
-    found = []
-    for engine in (made, migrated):
-        with engine.connect() as connection:
-            rows = connection.exec_driver_sql(
-                "SELECT name, sql FROM sqlite_master WHERE name NOT LIKE '%alembic%'"
-            )
-            found.append(
-                {
-                    # A column that was added later is on the line of the one before it.
-                    name: sorted(
-                        part
-                        for line in (sql or "").replace(", ", "\n").splitlines()
-                        if (part := line.strip(" ,\n\t"))
-                    )
-                    for name, sql in rows
-                }
-            )
-        engine.dispose()
-    assert found[0] == found[1]
 
 
 async def test_accepted_requests_survive_a_restart(tmp_path: Path) -> None:

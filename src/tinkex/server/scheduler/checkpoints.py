@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.server.executor import Outcome, Task, Work, WorkFailed
+from tinkex.server.retry import Backoff, retry
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
 from tinkex.server.scheduler.step_queue import Kind, Step
 from tinkex.server.store import Model, OverQuota, Sampler, Store, Version
@@ -43,12 +44,9 @@ EXTERNAL = "external_weights"
 MAX_NAME_BYTES = 200
 MIN_TTL_S = 3600
 MAX_TTL_S = 10 * 365 * 24 * 3600
-# A save that fails because the disk is full is retried after DISK_RETRY_S. The wait doubles each
-# time, up to MAX_DISK_RETRY_S, because each attempt may fill the disk for a moment. After
-# DISK_WAIT_S in total, the save fails.
-DISK_RETRY_S = 2.0
-MAX_DISK_RETRY_S = 16.0
-DISK_WAIT_S = 600.0
+# For a save that fails because the disk is full. The wait doubles, because each attempt may fill the
+# disk for a moment. Then the save fails.
+DISK_BACKOFF = Backoff(first_s=2.0, max_s=16.0, within_s=600.0)
 
 RunWork = Callable[[Work], Awaitable[Outcome]]
 
@@ -287,38 +285,36 @@ class CheckpointSteps:
 
     async def _run_with_disk_retry(self, run: RunWork, work: Work) -> Outcome:
         """Run a save; retry while the disk is full. Only the first failure is logged."""
-        began_s = time.monotonic()
-        wait_s = DISK_RETRY_S
-        waiting = False
-        while True:
-            try:
-                outcome = await run(work)
-            except WorkFailed as failed:
-                error = os_error_in(failed.message)
-                if (problem := storage_problem(error)) is None:
-                    raise
-                waited_s = time.monotonic() - began_s
-                if waited_s > DISK_WAIT_S:
-                    log.error(
-                        "a save of %s failed after %.0f s of retries", work.model_id, waited_s
-                    )
-                    raise
-                if not waiting:
-                    waiting = True
-                    # Only the first failure makes the server refuse new data: there may be enough
-                    # space for everything except this save.
-                    self._store.health.record(error, FILES)
-                    log.error(
-                        "a save of %s waits up to %.0f s: %s. %s",
-                        *(work.model_id, DISK_WAIT_S, failed.message, problem.advice),
-                    )
-            else:
-                if waiting:
-                    waited_s = time.monotonic() - began_s
-                    log.warning("the save of %s was written after %.0f s", work.model_id, waited_s)
-                return outcome
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, MAX_DISK_RETRY_S)
+        waiting_since_s: float | None = None
+
+        def should_retry(failed: Exception) -> bool:
+            nonlocal waiting_since_s
+            if not isinstance(failed, WorkFailed):
+                return False
+            error = os_error_in(failed.message)
+            if (problem := storage_problem(error)) is not None and waiting_since_s is None:
+                waiting_since_s = time.monotonic()
+                # Only the first failure makes the server refuse new data: there may be enough
+                # space for everything except this save.
+                self._store.health.record(error, FILES)
+                log.error(
+                    "a save of %s waits up to %.0f s: %s. %s",
+                    *(work.model_id, DISK_BACKOFF.within_s, failed.message, problem.advice),
+                )
+            return problem is not None
+
+        def log_end(how: str) -> None:
+            if waiting_since_s is not None:
+                waited_s = time.monotonic() - waiting_since_s
+                log.warning("the save of %s %s after %.0f s", work.model_id, how, waited_s)
+
+        try:
+            outcome = await retry(lambda: run(work), DISK_BACKOFF, should_retry=should_retry)
+        except WorkFailed:
+            log_end("failed")
+            raise
+        log_end("was written")
+        return outcome
 
 
 def check_name(name: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinkex.server.executor import EngineLost, Executor, Outcome, Task, Work
+from tinkex.server.retry import Backoff, retry
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
 from tinkex.server.scheduler.crash_isolation import Attempt, CrashIsolation
 from tinkex.server.scheduler.fairness import Admission
@@ -47,7 +48,7 @@ log = logging.getLogger("tinkex.server.scheduler")
 
 #: Waits between the attempts to store a result; then its request fails. Outages of the disk or the
 #: database are not counted: the store waits until they end.
-STORE_RETRY_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+STORE_BACKOFF = Backoff(first_s=0.5, max_s=30.0, retries=7)
 #: Why a request must not run that was running alone when the web process crashed.
 ENDED_WEB_PROCESS = "the web process crashed together with it"
 #: Owners on the metrics page: the ones that used an engine last.
@@ -269,13 +270,13 @@ class Execution:
 
     async def store_with_retries(self, attempt: Callable[[], Awaitable[None]]) -> None:
         """Raises the error of the last attempt."""
-        for wait_s in STORE_RETRY_S:
-            try:
-                return await attempt()
-            except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
-                log.warning("a result was not stored; retrying in %.1f s: %r", wait_s, error)
-            await asyncio.sleep(wait_s)
-        await attempt()
+        await retry(
+            attempt,
+            STORE_BACKOFF,
+            on_retry=lambda error, wait_s: log.warning(
+                "a result was not stored; retrying in %.1f s: %r", wait_s, error
+            ),
+        )
 
     def wake(
         self,

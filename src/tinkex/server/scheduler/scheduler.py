@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from tinkex.server.executor import Executor
+from tinkex.server.retry import run_periodically
 from tinkex.server.scheduler.base_model_check import BaseModelChecks
 from tinkex.server.scheduler.crash_isolation import after_web_crash
 from tinkex.server.scheduler.engine_scheduler import EngineScheduler
@@ -155,7 +156,15 @@ class Scheduler:
                 self.training_limits.set(key.owner, key.limits["max_training"])
         await self._restore_attempts()
         # In the background, so that new requests do not wait for the stored ones.
-        self._execution.spawn(Pickup(self._execution, self.submit).run())
+        self._execution.spawn(
+            run_periodically(
+                Pickup(self._execution, self.submit).run,
+                PICKUP_INTERVAL_S,
+                what="reading the waiting requests",
+                log=log,
+                after_s=0.0,
+            )
+        )
 
     async def _restore_attempts(self) -> None:
         """Restore the attempts of waiting requests; count the crash of the last web process too."""
@@ -369,17 +378,14 @@ class Pickup:
         self._submit = submit
 
     async def run(self) -> None:
-        while not self._execution.closing:
-            try:
-                # One number from an index, while nothing is missing.
-                waiting = await self._execution.store.requests.count_waiting()
-                if waiting > len(self._execution.claimed):
-                    await self.look()
-            except StorageError as error:
-                log.info("cannot read the waiting requests now; retrying: %s", error)
-            except Exception:
-                log.exception("reading the waiting requests failed; retrying")
-            await asyncio.sleep(PICKUP_INTERVAL_S)
+        """Look once."""
+        try:
+            # One number from an index, while nothing is missing.
+            waiting = await self._execution.store.requests.count_waiting()
+            if waiting > len(self._execution.claimed):
+                await self.look()
+        except StorageError as error:
+            log.info("cannot read the waiting requests now; retrying: %s", error)
 
     async def look(self) -> None:
         """Submit waiting requests: one batch of each owner in turn, those with the fewest first."""

@@ -7,12 +7,12 @@ removes the mark, and the models are rebuilt on demand. Only a session that its 
 cannot continue.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tinkex.server.retry import PeriodicTask
 from tinkex.server.scheduler.result_waiters import RequestOutcome
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Store
@@ -150,16 +150,21 @@ class SessionTimeouts:
         self._timed_out: set[str] = set()
         #: When sessions last sent a request, for clients that send no heartbeats.
         self._last_request_s: dict[str, float] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._task = PeriodicTask()
 
     async def start(self) -> None:
         self._timed_out = set(await self._store.sessions.lapsed_sessions())
-        self._task = asyncio.create_task(self._check_periodically())
+        self._task.start(
+            self.check,
+            min(CHECK_INTERVAL_S, self._grace_s / 2),
+            what="the check for session timeouts",
+            log=log,
+            # After an outage of the server itself, every session gets the whole grace period.
+            after_s=self._grace_s,
+        )
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._task.close()
 
     def touch(self, session_id: str) -> None:
         """The client of a session sent something."""
@@ -197,13 +202,3 @@ class SessionTimeouts:
             self._timed_out.add(session_id)
             self._scheduler.unload_session(session_id)
             log.info("session %s timed out after %.0f s", session_id, self._grace_s)
-
-    async def _check_periodically(self) -> None:
-        # After an outage of the server itself, every session gets the whole grace period.
-        await asyncio.sleep(self._grace_s)
-        while True:
-            try:
-                await self.check()
-            except Exception:
-                log.exception("could not check for session timeouts")
-            await asyncio.sleep(min(CHECK_INTERVAL_S, self._grace_s / 2))
