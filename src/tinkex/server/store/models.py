@@ -195,16 +195,9 @@ class Models:
         """Insert a loss and its request in one transaction; a repeat returns the first."""
 
         def operation(connection: sa.Connection) -> Accepted:
-            first = connection.execute(
-                sa.select(custom_losses.c.request_id).where(
-                    custom_losses.c.session_id == request.session_id,
-                    custom_losses.c.custom_loss_seq_id == custom_loss_seq_id,
-                )
-            ).first()
+            first = _first_loss(connection, request.session_id, custom_loss_seq_id)
             if first is not None:
-                return Accepted(
-                    request_id=first.request_id, kind=request.kind, sequences=0, is_new=False
-                )
+                return first
             accepted = request_rows.insert(connection, request)
             connection.execute(
                 custom_losses.insert(),
@@ -222,14 +215,10 @@ class Models:
 
         return await self._database.write(operation)
 
-    async def has_custom_loss(self, session_id: str, custom_loss_seq_id: int) -> bool:
-        """Whether a session has a custom loss with this number."""
-        statement = sa.select(custom_losses.c.loss_id).where(
-            custom_losses.c.session_id == session_id,
-            custom_losses.c.custom_loss_seq_id == custom_loss_seq_id,
-        )
+    async def find_custom_loss(self, session_id: str, custom_loss_seq_id: int) -> Accepted | None:
+        """The request that created the custom loss with this number; writes nothing."""
         return await self._database.read(
-            lambda connection: connection.execute(statement).first() is not None
+            lambda connection: _first_loss(connection, session_id, custom_loss_seq_id)
         )
 
     async def custom_loss(self, request_id: str) -> CustomLoss:
@@ -249,6 +238,20 @@ class Models:
         return await self._database.read(
             lambda connection: [CustomLoss(**row._mapping) for row in connection.execute(statement)]
         )
+
+
+def _first_loss(
+    connection: sa.Connection, session_id: str | None, custom_loss_seq_id: int
+) -> Accepted | None:
+    request_id = connection.scalar(
+        sa.select(custom_losses.c.request_id).where(
+            custom_losses.c.session_id == session_id,
+            custom_losses.c.custom_loss_seq_id == custom_loss_seq_id,
+        )
+    )
+    if request_id is None:
+        return None
+    return Accepted(request_id=request_id, kind="create_custom_loss", sequences=0, is_new=False)
 
 
 def insert_sampler(
