@@ -14,7 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from tinkex.server.executor import EngineLost, OnTokens, ServedModel, WorkFailed
+from tinkex.server.executor import (
+    EngineKilled,
+    EngineLost,
+    OnTokens,
+    ServedModel,
+    WorkFailed,
+)
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.proto.frames_pb2 import Done, Order, Stats
@@ -74,7 +80,7 @@ class EchoExecutor:
     async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         mine = self._incarnation
         if incarnation is not None and incarnation != mine:
-            raise EngineLost("another one")
+            raise EngineKilled("another one")
         self.entered.release()
         opened = asyncio.create_task(self.open.wait())
         died = asyncio.create_task(self._died.wait())
