@@ -21,7 +21,7 @@ from tinkex.server.store.events import Audit, Telemetry
 from tinkex.server.store.keys import ApiKey, Keys, refuse_lost_keys
 from tinkex.server.store.models import BaseHashes, CustomLoss, Model, Models, RunTaken, Sampler
 from tinkex.server.store.request_rows import Accepted, Completion, NewRequest
-from tinkex.server.store.requests import CrashCounts, RequestRow, Requests
+from tinkex.server.store.requests import Attempts, RequestRow, Requests
 from tinkex.server.store.retention import Retention, refuse_wrong_database
 from tinkex.server.store.schema import Status
 from tinkex.server.store.sessions import Session, Sessions
@@ -79,7 +79,7 @@ class Store:
         self.files = files
         self.keys = Keys(database, folder)
         self.requests = Requests(database, files)
-        self.crash_counts = CrashCounts(database)
+        self.attempts = Attempts(database)
         self.retention = Retention(database, files, folder)
         self.quotas = Quotas(database, self.retention)
         self.sessions = Sessions(database)
