@@ -27,29 +27,29 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.bodies import RECEIVED_BODY, read_data, read_json, release_memory
+from tinkex.server.api.bodies import RECEIVED_BODY, MessageRoute, read_data
 from tinkex.server.api.deps import (
     Context,
     context_of,
+    describe_body,
     dialect_of,
     json_response,
-    openapi_body,
     readable_checkpoint,
 )
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.futures import INLINE_ENCODE_BYTES
 from tinkex.server.api.submit import (
-    accept_request,
-    admit,
+    FUTURE,
+    accept,
+    future_response,
     sequence_ids,
-    submit_request,
     tokens_known,
 )
+from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.server.scheduler.checkpoints import refuse_external
-from tinkex.server.scheduler.result_waiters import FinishedRequest, UnknownRequest, internal_error
+from tinkex.server.scheduler.result_waiters import UnknownRequest, internal_error
 from tinkex.server.scheduler.sample_worker import TokenStream
-from tinkex.server.scheduler.step_queue import Kind
-from tinkex.server.store import Accepted, NewRequest, Sampler
+from tinkex.server.store import Sampler
 from tinkex.server.store.requests import ResultGone
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.errors import UserFailure, WireError
@@ -67,7 +67,7 @@ from tinkex.wire.sampling import (
 )
 from tinkex.wire.sdk_versions import SdkVersion
 
-router = APIRouter(prefix="/api/v1", tags=["sampling"])
+router = APIRouter(prefix="/api/v1", tags=["sampling"], route_class=MessageRoute)
 
 # The ids of all sequences are returned immediately, before the sequences exist. The limit keeps a
 # typo from creating a billion of them.
@@ -76,6 +76,16 @@ MAX_SEQUENCES = 1024
 MAX_SAMPLE_SEQ_ID = 2**63 - 1
 
 EVENT_STREAM = "text/event-stream"
+_EVENTS = {
+    EVENT_STREAM: {
+        "schema": {
+            "type": "string",
+            "description": "Events `accepted` (`request_id`, `sample_sequence_ids`), `token` "
+            "(`sequence`, `tokens`, `logprobs`) as they are sampled, and `done` (the response as JSON) or "
+            "`error` (`error`, `category`).",
+        }
+    }
+}
 # Proxies must neither cache nor buffer the events.
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 # Sent while there are no tokens, so that proxies and clients do not close the connection as idle.
@@ -97,12 +107,11 @@ class _Source:
     session_id: str | None = None
 
 
-@router.post(
-    "/create_sampling_session", openapi_extra=dict(openapi_body(CreateSamplingSessionRequest))
-)
-async def create_sampling_session(request: Request) -> Response:
+@router.post("/create_sampling_session")
+async def create_sampling_session(
+    request: Request, message: CreateSamplingSessionRequest
+) -> Response:
     """Refuses unknown base models and paths with a list of the known ones."""
-    message = await read_json(request, CreateSamplingSessionRequest)
     context = context_of(request)
     session = await context.open_session(request, message.session_id)
     number = message.sampling_session_seq_id
@@ -132,10 +141,9 @@ async def create_sampling_session(request: Request) -> Response:
     )
 
 
-@router.post("/join_sampling_session", openapi_extra=dict(openapi_body(JoinSamplingSessionRequest)))
-async def join_sampling_session(request: Request) -> Response:
+@router.post("/join_sampling_session")
+async def join_sampling_session(request: Request, message: JoinSamplingSessionRequest) -> Response:
     """A unique number for a clone of a sampling client."""
-    message = await read_json(request, JoinSamplingSessionRequest)
     context = context_of(request)
     sampler = await context.sampler(request, message.sampling_session_id)
     await context.open_session(request, sampler.session_id)
@@ -157,12 +165,20 @@ async def get_sampler(request: Request, sampling_session_id: str) -> Response:
     return json_response({**described.model_dump(exclude_none=True), "tokenizer_id": found})
 
 
+@router.post(
+    "/asample",
+    operation_id="sampleRequest",
+    dependencies=[describe_body(SampleRequest)],
+    summary="Sample sequences",
+    responses=FUTURE,
+)
 async def asample(request: Request) -> Response:
-    return await submit_request(context_of(request), await read_sample(request))
+    new = await read_sample(request)
+    return future_response(new, await accept(request, new))
 
 
-async def read_sample(request: Request) -> NewRequest:
-    """Read, check and admit the sample of a request."""
+async def read_sample(request: Request) -> QueuedRequest:
+    """Read and check the sample of a request."""
     context = context_of(request)
     try:
         message, payload = await read_data(request, _decode)
@@ -171,8 +187,7 @@ async def read_sample(request: Request) -> NewRequest:
     # No longer needed; a stream would keep it in memory for minutes.
     del request.scope[RECEIVED_BODY]
     source = await _resolve_source(request, context, message)
-    return await _new_sample(
-        context,
+    return _new_sample(
         request,
         source,
         payload=payload,
@@ -195,7 +210,7 @@ def _decode(body: bytes) -> tuple[SampleRequest, bytes]:
 
 async def _invalid_sample(
     request: Request, context: Context, failure: UserFailure, body: bytes
-) -> NewRequest:
+) -> QueuedRequest:
     """A well-formed sample with unknown fields or values: it is accepted, and fails as a user error."""
     sampling_session_id, base_model, model_path = (
         name if isinstance(name := failure.request.get(field), str) else None
@@ -210,8 +225,7 @@ async def _invalid_sample(
     else:
         raise failure  # without a model, the sample cannot be accepted
     seq_id, sequences = failure.request.get("seq_id"), failure.request.get("num_samples", 1)
-    return await _new_sample(
-        context,
+    return _new_sample(
         request,
         source,
         payload=redact(body.decode(errors="replace")).encode(),
@@ -221,8 +235,7 @@ async def _invalid_sample(
     )
 
 
-async def _new_sample(
-    context: Context,
+def _new_sample(
     request: Request,
     source: _Source,
     *,
@@ -231,7 +244,7 @@ async def _new_sample(
     seq_id: int | None,
     sequences: int,
     tokens: int = 0,
-) -> NewRequest:
+) -> QueuedRequest:
     if not 1 <= sequences <= MAX_SEQUENCES:
         raise WireError.at(
             ("num_samples",),
@@ -239,7 +252,7 @@ async def _new_sample(
         )
     if seq_id is not None and not 0 <= seq_id <= MAX_SAMPLE_SEQ_ID:
         raise WireError.at(("seq_id",), f"{seq_id} is not between 0 and {MAX_SAMPLE_SEQ_ID}.")
-    new = NewRequest(
+    return QueuedRequest(
         owner=owner_of(request),
         kind=Kind.SAMPLE,
         base_model=source.base_model,
@@ -251,8 +264,6 @@ async def _new_sample(
         version_id=source.version_id,
         tokens=tokens,
     )
-    await admit(request, context, new)
-    return new
 
 
 async def _resolve_source(request: Request, context: Context, message: SampleRequest) -> _Source:
@@ -305,12 +316,18 @@ async def _named_source(
     return _Source(base_model=base.name, version_id=version.version_id, model_path=model_path)
 
 
+@router.post(
+    "/stream_sample",
+    operation_id="streamSample",
+    dependencies=[describe_body(SampleRequest)],
+    summary="Sample sequences, as a stream",
+    response_class=StreamingResponse,
+    responses={200: {"content": _EVENTS}},
+)
 async def stream_sample(request: Request) -> Response:
     context = context_of(request)
     new = await read_sample(request)
-    first = await accept_request(context, new, token_stream=TokenStream())
-    # The body is stored, and a stream may last for minutes.
-    release_memory(request.scope)
+    first = await accept(request, new, token_stream=TokenStream())
     session = None
     if new.session_id is not None:
         session = await context.session(request, new.session_id)
@@ -343,7 +360,7 @@ class _SampleEvents:
     """The events of one sample for one client."""
 
     def __init__(
-        self, context: Context, first: Accepted, *, owner: str, dialect: SdkVersion
+        self, context: Context, first: QueuedRequest, *, owner: str, dialect: SdkVersion
     ) -> None:
         self._context = context
         self._request_id = first.request_id
@@ -354,7 +371,7 @@ class _SampleEvents:
         self._tap = context.scheduler.token_stream(first.request_id)
         self._growing = PartialSample() if self._tap is None else self._tap.growing
         self._reader = PartialSampleReader(self._growing)
-        self._settled: FinishedRequest | None = None
+        self._outcome: Outcome | None = None
 
     async def events(self) -> AsyncGenerator[bytes]:
         ended = False
@@ -364,11 +381,11 @@ class _SampleEvents:
             async with contextlib.aclosing(self._tokens_until_settled()) as pieces:
                 async for piece in pieces:
                     yield piece
-            if self._settled is None:
+            if self._outcome is None:
                 ended = True
                 yield STOPPING
                 return
-            for piece in await self._ending(self._settled):
+            for piece in await self._ending(self._outcome):
                 yield piece
             ended = True
             self._context.store.requests.mark_fetched(self._request_id)
@@ -399,8 +416,8 @@ class _SampleEvents:
             try:
                 async for piece in self._new_tokens_until(waiting):
                     yield piece
-                self._settled = await waiting
-                if self._settled is not None or futures.closing:
+                self._outcome = (await waiting).outcome
+                if self._outcome is not None or futures.closing:
                     return
             finally:
                 waiting.cancel()
@@ -414,14 +431,14 @@ class _SampleEvents:
                 yield token_event(news)
             await asyncio.wait({waiting} | changed, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _ending(self, settled: FinishedRequest) -> list[bytes]:
+    async def _ending(self, outcome: Outcome) -> list[bytes]:
         """Events for the remaining tokens and the complete response."""
-        if settled.error is not None:
-            return [error_event(settled.error, settled.category)]
+        if outcome.error is not None:
+            return [error_event(outcome.error, outcome.category)]
         try:
-            if len(settled.result) <= INLINE_ENCODE_BYTES:
-                return self._answer(settled.result)
-            return await asyncio.to_thread(self._answer, settled.result)
+            if len(outcome.result) <= INLINE_ENCODE_BYTES:
+                return self._answer(outcome.result)
+            return await asyncio.to_thread(self._answer, outcome.result)
         except UserFailure as failure:  # numbers that JSON cannot represent
             return [error_event(str(failure), "user")]
 
