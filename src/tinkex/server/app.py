@@ -40,6 +40,7 @@ from tinkex.server.store import Quota, Store
 ROUTERS = (
     futures.router,
     submit.router,
+    submit.save_router,
     sampling.router,
     account.audit_router,
     account.key_router,

@@ -20,10 +20,10 @@ from server.echo import BASE
 from server.hosting import Api, connected, hosted
 from server.scheduler.test_crash_isolation import POISON as CRASH_POISON
 from server.scheduler.test_crash_isolation import CrashingExecutor
-from tinkex.server.executor import Outcome, Work
 from tinkex.server.scheduler import web_crash
 from tinkex.server.scheduler.crash_isolation import after_web_crash
 from tinkex.server.scheduler.web_crash import CrashFiles
+from tinkex.wire.proto.frames_pb2 import Done, Order
 
 pytestmark = pytest.mark.anyio
 
@@ -179,7 +179,7 @@ class Once(CrashingExecutor):
         super().die()
         self.open.clear()
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         await self.open.wait()
         return await super().run(base_model, work, incarnation=incarnation)
 
