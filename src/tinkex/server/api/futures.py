@@ -162,7 +162,7 @@ async def _result(request: Request, context: Context, settled: FinishedRequest) 
         digest = {"Content-Digest": content_digest(settled.result)}
         return Response(settled.result, media_type=PROTOBUF_TYPE, headers=digest)
     try:
-        body = await _in_thread_if_large(settled, lambda: _as_json(settled, dialect))
+        body = await in_thread_if_large(settled, lambda: _as_json(settled, dialect))
     except UserFailure as failure:
         return json_response(
             RequestFailedResponse(error=str(failure), category=RequestErrorCategory.User)
@@ -170,7 +170,7 @@ async def _result(request: Request, context: Context, settled: FinishedRequest) 
     return Response(body, media_type=JSON_TYPE)
 
 
-async def _in_thread_if_large(settled: FinishedRequest, function: Callable[[], T]) -> T:
+async def in_thread_if_large(settled: FinishedRequest, function: Callable[[], T]) -> T:
     """Call `function`; in a thread if the result is large, to keep the event loop free."""
     if len(settled.result) <= INLINE_ENCODE_BYTES:
         return function()
@@ -181,7 +181,7 @@ async def _reads_protobuf(settled: FinishedRequest, dialect: SdkVersion) -> bool
     """Whether this SDK version reads this result as protobuf; some versions misread some results."""
     if settled.kind is Kind.SAMPLE or dialect.reads_protobuf_only:
         return True
-    return await _in_thread_if_large(
+    return await in_thread_if_large(
         settled,
         lambda: dialect.reads_as_protobuf(decode_forward_backward_output(settled.result)),
     )
