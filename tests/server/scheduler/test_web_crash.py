@@ -7,9 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import pytest
@@ -20,12 +20,14 @@ from server.echo import BASE
 from server.hosting import Api, connected, hosted
 from server.scheduler.test_crash_isolation import POISON as CRASH_POISON
 from server.scheduler.test_crash_isolation import CrashingExecutor
-from tinkex.server.executor import Outcome, Work
 from tinkex.server.scheduler import web_crash
 from tinkex.server.scheduler.crash_isolation import after_web_crash
 from tinkex.server.scheduler.web_crash import CrashFiles
+from tinkex.wire.proto.frames_pb2 import Done, Order
 
 pytestmark = pytest.mark.anyio
+
+T = TypeVar("T")
 
 SCRIPT = Path(__file__).parents[1] / "dying_server.py"
 
@@ -111,14 +113,17 @@ def dying(data: Path) -> Iterator[tuple[str, Callable[[str], "subprocess.Popen[b
                 process.wait()
 
 
-async def result_of(api: Api, request_id: str) -> dict[str, Any]:
+async def until_answered(call: Callable[[], Awaitable[T]]) -> T:
+    """Repeat a call while the server crashes and restarts."""
     while True:
         try:
-            answer: dict[str, Any] = await api.result(request_id)
+            return await call()
         except aiohttp.ClientError:
             await asyncio.sleep(0.02)
-        else:
-            return answer
+
+
+async def result_of(api: Api, request_id: str) -> dict[str, Any]:
+    return await until_answered(lambda: api.result(request_id))
 
 
 async def submitted(api: Api) -> tuple[list[str], list[str]]:
@@ -174,7 +179,7 @@ class Once(CrashingExecutor):
         super().die()
         self.open.clear()
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         await self.open.wait()
         return await super().run(base_model, work, incarnation=incarnation)
 

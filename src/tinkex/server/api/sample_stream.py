@@ -28,9 +28,9 @@ from tinkex.server.api.deps import Context, context_of, describe_body, dialect_o
 from tinkex.server.api.futures import in_thread_if_large
 from tinkex.server.api.sampling import read_sample
 from tinkex.server.api.submit import accept, sequence_ids
-from tinkex.server.scheduler.result_waiters import FinishedRequest, UnknownRequest, internal_error
+from tinkex.server.queued_request import Outcome, QueuedRequest
+from tinkex.server.scheduler.result_waiters import UnknownRequest, internal_error
 from tinkex.server.scheduler.sample_worker import TokenStream
-from tinkex.server.store import Accepted
 from tinkex.server.store.requests import ResultGone
 from tinkex.wire.codec import encode_json
 from tinkex.wire.errors import UserFailure
@@ -107,7 +107,7 @@ class _SampleEvents:
     """The events of one sample for one client."""
 
     def __init__(
-        self, context: Context, first: Accepted, *, owner: str, dialect: SdkVersion
+        self, context: Context, first: QueuedRequest, *, owner: str, dialect: SdkVersion
     ) -> None:
         self._context = context
         self._request_id = first.request_id
@@ -118,7 +118,7 @@ class _SampleEvents:
         self._tap = context.scheduler.token_stream(first.request_id)
         self._growing = PartialSample() if self._tap is None else self._tap.growing
         self._reader = PartialSampleReader(self._growing)
-        self._settled: FinishedRequest | None = None
+        self._outcome: Outcome | None = None
 
     async def events(self) -> AsyncGenerator[bytes]:
         ended = False
@@ -128,11 +128,11 @@ class _SampleEvents:
             async with contextlib.aclosing(self._tokens_until_settled()) as pieces:
                 async for piece in pieces:
                     yield piece
-            if self._settled is None:
+            if self._outcome is None:
                 ended = True
                 yield STOPPING
                 return
-            for piece in await self._ending(self._settled):
+            for piece in await self._ending(self._outcome):
                 yield piece
             ended = True
             self._context.store.requests.mark_fetched(self._request_id)
@@ -163,8 +163,8 @@ class _SampleEvents:
             try:
                 async for piece in self._new_tokens_until(waiting):
                     yield piece
-                self._settled = await waiting
-                if self._settled is not None or futures.closing:
+                self._outcome = (await waiting).outcome
+                if self._outcome is not None or futures.closing:
                     return
             finally:
                 waiting.cancel()
@@ -178,12 +178,12 @@ class _SampleEvents:
                 yield token_event(news)
             await asyncio.wait({waiting} | changed, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _ending(self, settled: FinishedRequest) -> list[bytes]:
+    async def _ending(self, outcome: Outcome) -> list[bytes]:
         """Events for the remaining tokens and the complete response."""
-        if settled.error is not None:
-            return [error_event(settled.error, settled.category)]
+        if outcome.error is not None:
+            return [error_event(outcome.error, outcome.category)]
         try:
-            return await in_thread_if_large(settled, lambda: self._answer(settled.result))
+            return await in_thread_if_large(outcome.result, lambda: self._answer(outcome.result))
         except UserFailure as failure:  # numbers that JSON cannot represent
             return [error_event(str(failure), "user")]
 

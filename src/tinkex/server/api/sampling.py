@@ -18,9 +18,9 @@ from tinkex.server.api.deps import (
 )
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.submit import FUTURE, accept, future_response, tokens_known
+from tinkex.server.queued_request import Kind, QueuedRequest
 from tinkex.server.scheduler.checkpoints import refuse_external
-from tinkex.server.scheduler.step_queue import Kind
-from tinkex.server.store import NewRequest, Sampler
+from tinkex.server.store import Sampler
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.redaction import redact
@@ -122,7 +122,7 @@ async def asample(request: Request) -> Response:
     return future_response(new, await accept(request, new))
 
 
-async def read_sample(request: Request) -> NewRequest:
+async def read_sample(request: Request) -> QueuedRequest:
     """Read and check the sample of a request."""
     context = context_of(request)
     try:
@@ -155,7 +155,7 @@ def _decode(body: bytes) -> tuple[SampleRequest, bytes]:
 
 async def _invalid_sample(
     request: Request, context: Context, failure: UserFailure, body: bytes
-) -> NewRequest:
+) -> QueuedRequest:
     """A well-formed sample with unknown fields or values: it is accepted, and fails as a user error."""
     sampling_session_id, base_model, model_path = (
         name if isinstance(name := failure.request.get(field), str) else None
@@ -189,7 +189,7 @@ def _new_sample(
     seq_id: int | None,
     sequences: int,
     tokens: int = 0,
-) -> NewRequest:
+) -> QueuedRequest:
     if not 1 <= sequences <= MAX_SEQUENCES:
         raise WireError.at(
             ("num_samples",),
@@ -197,7 +197,7 @@ def _new_sample(
         )
     if seq_id is not None and not 0 <= seq_id <= MAX_SAMPLE_SEQ_ID:
         raise WireError.at(("seq_id",), f"{seq_id} is not between 0 and {MAX_SAMPLE_SEQ_ID}.")
-    return NewRequest(
+    return QueuedRequest(
         owner=owner_of(request),
         kind=Kind.SAMPLE,
         base_model=source.base_model,
