@@ -10,27 +10,26 @@ import functools
 import itertools
 import logging
 import os
-import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from tinkex.server.executor import (
     BatchFailed,
+    EngineKilled,
     EngineLost,
     EngineRefused,
     ModelNotLoaded,
-    Outcome,
+    OnTokens,
     ServedModel,
-    Task,
-    Work,
     WorkFailed,
 )
+from tinkex.server.process_end import ProcessEnd, oom_kills
 from tinkex.server.retry import Backoff, Crashed, PeriodicTask, retry
-from tinkex.server.scheduler.crash_isolation import EngineState, InFlightFile
 from tinkex.wire import engine_protocol
 from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.proto import frames_pb2
+from tinkex.wire.proto.frames_pb2 import Done, Order
 
 log = logging.getLogger("tinkex.server.engine_process")
 
@@ -57,13 +56,9 @@ class LocalExecutor:
         engines: Iterable[EngineSettings],
         *,
         idle_s: float = 0.0,
-        in_flight_files: Mapping[str, InFlightFile] | None = None,
     ) -> None:
         self.served = tuple(served)
-        self._engines = {
-            settings.name: _Engine(settings, (in_flight_files or {}).get(settings.name))
-            for settings in engines
-        }
+        self._engines = {settings.name: _Engine(settings) for settings in engines}
         #: Idle time after which an engine is unloaded; 0 is never. A single engine stays loaded:
         #: no other needs its memory.
         self.unloads_after_s = idle_s if len(self._engines) > 1 else 0.0
@@ -91,13 +86,18 @@ class LocalExecutor:
         return await self._engine(base_model).ready()
 
     async def send(
-        self, base_model: str, work: Work, *, incarnation: int | None = None
-    ) -> asyncio.Future[Outcome]:
+        self,
+        base_model: str,
+        order: Order,
+        *,
+        incarnation: int | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> asyncio.Future[Done]:
         engine = self._engine(base_model)
         current = await engine.ready()
         if incarnation is not None and incarnation != current:
-            raise EngineLost(f"the engine of {base_model} was restarted")
-        return await engine.send(work)
+            raise EngineKilled(f"the engine of {base_model} was restarted")
+        return await engine.send(order, on_tokens)
 
     def waiting_for(self, base_model: str) -> str | None:
         engine = self._engines.get(base_model)
@@ -124,19 +124,17 @@ class LocalExecutor:
 class _Engine:
     """One child process and its restarts."""
 
-    def __init__(self, settings: EngineSettings, in_flight_file: InFlightFile | None) -> None:
+    def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._name = settings.name
-        #: Records how this engine ended, for the next web process in case this one crashes too.
-        self._in_flight_file = in_flight_file
         self._incarnation = 0
-        #: How the last child ended, as text for log and errors.
-        self._exit_text = ""
+        #: How the last child ended; None if it could not be started.
+        self._end: ProcessEnd | None = None
         self._tickets = itertools.count(1)
         #: The futures of unfinished orders. The key is the order's ticket: the id that connects an
         #: order and its reports in the engine protocol.
-        self._pending: dict[int, asyncio.Future[Outcome]] = {}
-        self._token_callbacks: dict[int, Callable[[frames_pb2.Tokens], None]] = {}
+        self._pending: dict[int, asyncio.Future[Done]] = {}
+        self._token_callbacks: dict[int, OnTokens] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._up = asyncio.Event()
@@ -193,47 +191,44 @@ class _Engine:
         if self._refused is not None:
             raise self._refused
         if self._closing:
-            raise EngineLost("the server is stopping")
+            raise EngineKilled("the server is stopping")
         return self._incarnation
 
-    async def send(self, work: Work) -> asyncio.Future[Outcome]:
+    async def send(self, order: Order, on_tokens: OnTokens | None) -> asyncio.Future[Done]:
         if self._writer is None:
-            raise EngineLost(f"the engine of {self._name} was lost")
-        ticket = next(self._tickets)
-        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+            raise EngineKilled(f"the engine of {self._name} was lost")
+        ticket = order.ticket = next(self._tickets)
+        future: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         if not self._pending:
             self._last_report_s = asyncio.get_running_loop().time()
         self._pending[ticket] = future
-        if work.on_tokens is not None:
-            self._token_callbacks[ticket] = work.on_tokens
-        future.add_done_callback(functools.partial(self._finish, work, ticket))
-        self._writer.write(engine_protocol.frame(_order(ticket, work)))
+        if on_tokens is not None:
+            self._token_callbacks[ticket] = on_tokens
+        is_sample = order.HasField("sample")
+        future.add_done_callback(functools.partial(self._finish, ticket, is_sample))
+        self._writer.write(engine_protocol.frame(order))
         try:
             await self._writer.drain()
-        except ConnectionError as error:
-            future.cancel()
-            raise EngineLost(f"the engine of {self._name} was lost") from error
+        except ConnectionError:
+            pass  # the future fails as soon as it is known how the engine ended
         except asyncio.CancelledError:
             future.cancel()
             raise
         return future
 
-    def _finish(self, work: Work, ticket: int, future: asyncio.Future[Outcome]) -> None:
+    def _finish(self, ticket: int, is_sample: bool, future: asyncio.Future[Done]) -> None:
         """Forget an order that has finished or was cancelled."""
         self._pending.pop(ticket, None)
         self._token_callbacks.pop(ticket, None)
         self._last_used_s = future.get_loop().time()
         if future.cancelled():
-            self._cancel_sample(work, ticket)
+            # Only a sample is cancelled in the engine. Other work always runs to its end.
+            if is_sample and self._writer is not None and not self._closing:
+                cancel = frames_pb2.Cancel(sample_ticket=ticket)
+                self._writer.write(engine_protocol.frame(Order(cancel=cancel)))
         else:
             # Mark the exception as retrieved, in case the caller no longer awaits it.
             future.exception()
-
-    def _cancel_sample(self, work: Work, ticket: int) -> None:
-        """Cancel a sample in the engine. Other work always runs to its end."""
-        if work.task is Task.SAMPLE and self._writer is not None and not self._closing:
-            cancel = frames_pb2.Cancel(sample_ticket=ticket)
-            self._writer.write(engine_protocol.frame(engine_protocol.Order(cancel=cancel)))
 
     def unload_if_idle(self, idle_s: float) -> None:
         """Stop a child that was idle for this long; the next request starts a new one."""
@@ -289,22 +284,18 @@ class _Engine:
             if not self._incarnation:
                 raise
         stable = self._finished_work or loop.time() - began_s > STABLE_S
-        raise Crashed(f"the engine of {self._name} died{self._exit_text}", stable=stable)
+        raise Crashed(f"the engine of {self._name} died{self._end_text}", stable=stable)
 
     async def _run_once(self) -> None:
         """Start one child and read its reports until it exits."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         process = None
-        passed = [theirs.fileno()]
-        command = _command(theirs.fileno(), self._settings)
-        if self._in_flight_file is not None:
-            passed.append(self._in_flight_file.descriptor)
-            command += ["--roll-fd", str(self._in_flight_file.descriptor)]
+        kills = oom_kills()
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
-                    *command,
-                    pass_fds=passed,
+                    *_command(theirs.fileno(), self._settings),
+                    pass_fds=(theirs.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,
                     # Standard output is reserved for the "ready" line.
                     stdout=sys.stderr.fileno(),
@@ -319,8 +310,10 @@ class _Engine:
             self._writer = None
             self._process = None
             ours.close()
-            self._exit_text = "" if process is None else await _wait_for_exit(process)
-            self._record(EngineState.NONE)
+            self._end = None
+            if process is not None:
+                status = await _wait_for_exit(process)
+                self._end = ProcessEnd(status, oom_kills() - kills)
             self._fail_pending()
 
     async def _read_reports(
@@ -345,7 +338,6 @@ class _Engine:
         match report.WhichOneof("body"):
             case "ready":
                 self._incarnation += 1
-                self._record(EngineState.UP)
                 self._writer = writer
                 self._up.set()
                 facts = report.ready
@@ -362,9 +354,8 @@ class _Engine:
                 raise EngineRefused(report.refused.message)
             case "done":
                 self._finished_work = True
-                outcome = Outcome(result=report.done.result, compute_s=report.done.compute_s)
                 if (future := self._unfinished(report.ticket)) is not None:
-                    future.set_result(outcome)
+                    future.set_result(report.done)
             case "grown":
                 if (on_tokens := self._token_callbacks.get(report.ticket)) is not None:
                     for tokens in report.grown.sequences:
@@ -373,20 +364,21 @@ class _Engine:
                 if (future := self._unfinished(report.ticket)) is not None:
                     future.set_exception(_failure(report.failed))
 
-    def _record(self, state: EngineState) -> None:
-        if self._in_flight_file is not None:
-            self._in_flight_file.set_engine_state(state)
-
-    def _unfinished(self, ticket: int) -> asyncio.Future[Outcome] | None:
+    def _unfinished(self, ticket: int) -> asyncio.Future[Done] | None:
         """The future of an order, if the order is neither finished nor cancelled."""
         future = self._pending.get(ticket)
         return None if future is None or future.done() else future
 
+    @property
+    def _end_text(self) -> str:
+        return "" if self._end is None else f" ({self._end})"
+
     def _fail_pending(self) -> None:
-        text = f"the engine of {self._name} was lost{self._exit_text}"
+        text = f"the engine of {self._name} was lost{self._end_text}"
+        by_itself = self._end is not None and self._end.by_itself and not self._closing
         for future in self._pending.values():
             if not future.done():
-                future.set_exception(EngineLost(text))
+                future.set_exception(EngineLost(text) if by_itself else EngineKilled(text))
 
 
 def _failure(failed: frames_pb2.Failed) -> Exception:
@@ -397,22 +389,18 @@ def _failure(failed: frames_pb2.Failed) -> Exception:
     return WorkFailed(failed.category, failed.message)
 
 
-async def _wait_for_exit(process: asyncio.subprocess.Process) -> str:
-    """Wait until the child has exited, kill it after a timeout, and describe how it ended."""
+async def _wait_for_exit(process: asyncio.subprocess.Process) -> int:
+    """Wait until the child has exited, and return its status; kill it after a timeout."""
     try:
-        await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S)
+        return await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S)
     except (TimeoutError, asyncio.CancelledError):
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-    status = process.returncode or 0
-    if status == -signal.SIGKILL:
-        return " (SIGKILL: killed by a user, or by the system because memory ran out; see its log)"
-    if status == engine_protocol.DEVICE_LOST_STATUS:
-        return " (its device failed or ran out of memory; see its log)"
-    if status < 0:
-        return f" ({signal.Signals(-status).name})"
-    return f" (exit status {status})"
+        if process.returncode is not None:
+            return process.returncode
+    log.warning("engine process %d closed its connection and did not exit", process.pid)
+    process.kill()
+    await process.wait()
+    # Not the status of SIGKILL: it ended its work by itself.
+    return 1
 
 
 def _command(descriptor: int, settings: EngineSettings) -> list[str]:
@@ -427,63 +415,3 @@ def _environment(threads: int | None) -> dict[str, str]:
     if threads:
         variables["OMP_NUM_THREADS"] = str(threads)
     return {**os.environ, **variables}
-
-
-def _order(ticket: int, work: Work) -> engine_protocol.Order:
-    """Encode work as a message for the engine."""
-    payload = frames_pb2.Payload(inline=work.payload)
-    if work.payload_file is not None:
-        payload = frames_pb2.Payload(file=str(work.payload_file))
-    folder = work.folder or ""
-    model_id = work.model_id
-    order = engine_protocol.Order(ticket=ticket)
-    match work.task:
-        case Task.CREATE:
-            order.create.model_id = model_id
-            order.create.lora_config = work.lora_config
-            order.create.optimizer_config = work.optimizer_config
-        case Task.PASS:
-            order.run_pass.CopyFrom(
-                frames_pb2.Pass(
-                    model_id=model_id,
-                    payload=payload,
-                    backward=work.backward,
-                    session_id=work.session_id,
-                )
-            )
-        case Task.OPTIM_STEP:
-            order.optim_step.CopyFrom(frames_pb2.OptimStep(model_id=model_id, payload=payload))
-        case Task.SAVE:
-            order.save.CopyFrom(
-                frames_pb2.Save(model_id=model_id, folder=folder, optimizer=work.optimizer)
-            )
-        case Task.LOAD:
-            order.load.CopyFrom(
-                frames_pb2.Load(model_id=model_id, folder=folder, optimizer=work.optimizer)
-            )
-        case Task.SNAPSHOT:
-            order.snapshot.CopyFrom(frames_pb2.Snapshot(model_id=model_id, folder=folder))
-        case Task.RESTORE:
-            order.restore.CopyFrom(frames_pb2.Restore(model_id=model_id, folder=folder))
-        case Task.CLEAR_GRADIENTS:
-            order.clear_gradients.model_id = model_id
-        case Task.DROP:
-            order.drop.model_id = model_id
-        case Task.REGISTER_LOSS:
-            order.register_loss.CopyFrom(
-                frames_pb2.RegisterLoss(
-                    loss_id=work.loss_id, session_id=work.session_id, payload=payload
-                )
-            )
-        case Task.FORGET_LOSSES:
-            order.forget_losses.session_id = work.session_id
-        case Task.SAMPLE:
-            order.sample.CopyFrom(
-                frames_pb2.Sample(
-                    payload=payload,
-                    adapter_folder=folder,
-                    owner=work.owner,
-                    streams=work.on_tokens is not None,
-                )
-            )
-    return order

@@ -45,11 +45,11 @@ from tinkex.server.api.submit import (
     sequence_ids,
     tokens_known,
 )
+from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.server.scheduler.checkpoints import refuse_external
-from tinkex.server.scheduler.result_waiters import FinishedRequest, UnknownRequest, internal_error
+from tinkex.server.scheduler.result_waiters import UnknownRequest, internal_error
 from tinkex.server.scheduler.sample_worker import TokenStream
-from tinkex.server.scheduler.step_queue import Kind
-from tinkex.server.store import Accepted, NewRequest, Sampler
+from tinkex.server.store import Sampler
 from tinkex.server.store.requests import ResultGone
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.errors import UserFailure, WireError
@@ -177,7 +177,7 @@ async def asample(request: Request) -> Response:
     return future_response(new, await accept(request, new))
 
 
-async def read_sample(request: Request) -> NewRequest:
+async def read_sample(request: Request) -> QueuedRequest:
     """Read and check the sample of a request."""
     context = context_of(request)
     try:
@@ -210,7 +210,7 @@ def _decode(body: bytes) -> tuple[SampleRequest, bytes]:
 
 async def _invalid_sample(
     request: Request, context: Context, failure: UserFailure, body: bytes
-) -> NewRequest:
+) -> QueuedRequest:
     """A well-formed sample with unknown fields or values: it is accepted, and fails as a user error."""
     sampling_session_id, base_model, model_path = (
         name if isinstance(name := failure.request.get(field), str) else None
@@ -244,7 +244,7 @@ def _new_sample(
     seq_id: int | None,
     sequences: int,
     tokens: int = 0,
-) -> NewRequest:
+) -> QueuedRequest:
     if not 1 <= sequences <= MAX_SEQUENCES:
         raise WireError.at(
             ("num_samples",),
@@ -252,7 +252,7 @@ def _new_sample(
         )
     if seq_id is not None and not 0 <= seq_id <= MAX_SAMPLE_SEQ_ID:
         raise WireError.at(("seq_id",), f"{seq_id} is not between 0 and {MAX_SAMPLE_SEQ_ID}.")
-    return NewRequest(
+    return QueuedRequest(
         owner=owner_of(request),
         kind=Kind.SAMPLE,
         base_model=source.base_model,
@@ -360,7 +360,7 @@ class _SampleEvents:
     """The events of one sample for one client."""
 
     def __init__(
-        self, context: Context, first: Accepted, *, owner: str, dialect: SdkVersion
+        self, context: Context, first: QueuedRequest, *, owner: str, dialect: SdkVersion
     ) -> None:
         self._context = context
         self._request_id = first.request_id
@@ -371,7 +371,7 @@ class _SampleEvents:
         self._tap = context.scheduler.token_stream(first.request_id)
         self._growing = PartialSample() if self._tap is None else self._tap.growing
         self._reader = PartialSampleReader(self._growing)
-        self._settled: FinishedRequest | None = None
+        self._outcome: Outcome | None = None
 
     async def events(self) -> AsyncGenerator[bytes]:
         ended = False
@@ -381,11 +381,11 @@ class _SampleEvents:
             async with contextlib.aclosing(self._tokens_until_settled()) as pieces:
                 async for piece in pieces:
                     yield piece
-            if self._settled is None:
+            if self._outcome is None:
                 ended = True
                 yield STOPPING
                 return
-            for piece in await self._ending(self._settled):
+            for piece in await self._ending(self._outcome):
                 yield piece
             ended = True
             self._context.store.requests.mark_fetched(self._request_id)
@@ -416,8 +416,8 @@ class _SampleEvents:
             try:
                 async for piece in self._new_tokens_until(waiting):
                     yield piece
-                self._settled = await waiting
-                if self._settled is not None or futures.closing:
+                self._outcome = (await waiting).outcome
+                if self._outcome is not None or futures.closing:
                     return
             finally:
                 waiting.cancel()
@@ -431,14 +431,14 @@ class _SampleEvents:
                 yield token_event(news)
             await asyncio.wait({waiting} | changed, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _ending(self, settled: FinishedRequest) -> list[bytes]:
+    async def _ending(self, outcome: Outcome) -> list[bytes]:
         """Events for the remaining tokens and the complete response."""
-        if settled.error is not None:
-            return [error_event(settled.error, settled.category)]
+        if outcome.error is not None:
+            return [error_event(outcome.error, outcome.category)]
         try:
-            if len(settled.result) <= INLINE_ENCODE_BYTES:
-                return self._answer(settled.result)
-            return await asyncio.to_thread(self._answer, settled.result)
+            if len(outcome.result) <= INLINE_ENCODE_BYTES:
+                return self._answer(outcome.result)
+            return await asyncio.to_thread(self._answer, outcome.result)
         except UserFailure as failure:  # numbers that JSON cannot represent
             return [error_event(str(failure), "user")]
 

@@ -1,4 +1,4 @@
-"""The routes that save, load, describe and copy checkpoints."""
+"""The routes that load, describe and copy checkpoints."""
 
 import functools
 import hashlib
@@ -20,12 +20,11 @@ from tinkex.server.api.deps import (
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.models import create_with_first_step
 from tinkex.server.api.submit import StepRoute, accept_step
+from tinkex.server.queued_request import Kind, QueuedRequest
 from tinkex.server.scheduler.checkpoints import check_ttl, refuse_external
-from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import (
     Model,
     NamedCheckpoint,
-    NewRequest,
     OverQuota,
     RunTaken,
     Session,
@@ -37,9 +36,6 @@ from tinkex.wire.checkpoints import (
     CopyWeightsRequest,
     CopyWeightsResponse,
     LoadWeightsRequest,
-    SaveWeightsExternalRequest,
-    SaveWeightsForSamplerRequest,
-    SaveWeightsRequest,
     WeightsInfoResponse,
     tinker_path,
 )
@@ -50,8 +46,6 @@ from tinkex.wire.training import optimizer_config_from
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"], route_class=MessageRoute)
 step_router = APIRouter(prefix="/api/v1", tags=["checkpoints"], route_class=StepRoute)
 
-SaveRequest = SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest
-
 
 # The name of a copy of an unnamed checkpoint.
 UNNAMED_COPY = "copy"
@@ -59,28 +53,6 @@ UNNAMED_COPY = "copy"
 
 class WeightsInfoRequest(StrictModel):
     tinker_path: str
-
-
-@step_router.post("/save_weights")
-async def save_weights(request: Request, message: SaveWeightsRequest) -> Response:
-    return await _submit_save(request, message, Kind.SAVE_WEIGHTS)
-
-
-@step_router.post("/save_weights_for_sampler")
-async def save_weights_for_sampler(
-    request: Request, message: SaveWeightsForSamplerRequest
-) -> Response:
-    return await _submit_save(request, message, Kind.SAVE_FOR_SAMPLER)
-
-
-@step_router.post("/save_weights_external")
-async def save_weights_external(request: Request, message: SaveWeightsExternalRequest) -> Response:
-    return await _submit_save(request, message, Kind.SAVE_EXTERNAL)
-
-
-async def _submit_save(request: Request, message: SaveRequest, kind: Kind) -> Response:
-    model = await context_of(request).model(request, message.model_id)
-    return await accept_step(request, model, kind, message.seq_id, encode_json(message))
 
 
 @step_router.post("/load_weights")
@@ -156,7 +128,7 @@ async def _create_model_from(
         user_metadata=message.user_metadata,
         created_s=time.time(),
     )
-    new = NewRequest(
+    new = QueuedRequest(
         owner=model.owner,
         kind=Kind.LOAD_WEIGHTS,
         base_model=model.base_model,
