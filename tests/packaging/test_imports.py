@@ -25,7 +25,7 @@ ALLOWED_IMPORTS = {
     "resources": "compat",
     "types": "wire compat",
     "pytest_plugin": "pytest ~testing",
-    "testing": "client wire ~engine ~aiohttp",
+    "testing": "client wire ~models ~aiohttp",
     "wire": "extras pydantic pydantic_core google ~numpy ~torch ~zstandard",
     "client": "extras durable_files wire pydantic ~numpy ~models ~zstandard ~compression",  # compression is Python 3.14's own
     "client.custom_loss": "extras client wire ~numpy ~torch",
@@ -36,6 +36,7 @@ ALLOWED_IMPORTS = {
     "client.files.huggingface": "extras client wire ~huggingface_hub",
     "client.http.transport": "client wire ~aiohttp ~yarl",
     "client.tokenizer": "extras client wire ~models ~tokenizers ~transformers ~huggingface_hub",
+    "models.tiny_model": "~tokenizers ~torch ~safetensors",
     "models": "extras ~numpy ~tokenizers ~huggingface_hub ~jinja2",
     "engine": "durable_files wire models numpy torch ~triton transformers safetensors tokenizers",
     "server.queued_request": "",

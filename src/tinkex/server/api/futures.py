@@ -166,7 +166,7 @@ async def _result(
         digest = {"Content-Digest": content_digest(result)}
         return Response(result, media_type=PROTOBUF_TYPE, headers=digest)
     try:
-        body = await _in_thread_if_large(result, lambda: _as_json(result, is_sample, dialect))
+        body = await in_thread_if_large(result, lambda: _as_json(result, is_sample, dialect))
     except UserFailure as failure:
         return json_response(
             RequestFailedResponse(error=str(failure), category=RequestErrorCategory.User)
@@ -174,7 +174,7 @@ async def _result(
     return Response(body, media_type=JSON_TYPE)
 
 
-async def _in_thread_if_large(result: bytes, function: Callable[[], T]) -> T:
+async def in_thread_if_large(result: bytes, function: Callable[[], T]) -> T:
     """Call `function`; in a thread if the result is large, to keep the event loop free."""
     if len(result) <= INLINE_ENCODE_BYTES:
         return function()
@@ -185,7 +185,7 @@ async def _reads_protobuf(result: bytes, dialect: SdkVersion) -> bool:
     """Whether this SDK version reads the result of a pass as protobuf; some misread some."""
     if dialect.reads_protobuf_only:
         return True
-    return await _in_thread_if_large(
+    return await in_thread_if_large(
         result, lambda: dialect.reads_as_protobuf(decode_forward_backward_output(result))
     )
 
