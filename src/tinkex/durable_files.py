@@ -1,6 +1,7 @@
 """Files and folders that are complete and on disk once they have their names."""
 
 import contextlib
+import hashlib
 import os
 import secrets
 import shutil
@@ -52,6 +53,16 @@ def atomic_folder(
         shutil.rmtree(part, ignore_errors=True)
         raise
     sync(folder.parent)
+
+
+def fingerprint(folder: str) -> str:
+    """A hash of the names and bytes of all files in a folder."""
+    whole = hashlib.sha256()
+    for name in sorted(os.listdir(folder)):
+        with open(f"{folder}/{name}", "rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        whole.update(f"{name}\0{digest}\0".encode())
+    return whole.hexdigest()
 
 
 def sync(path: str | Path) -> None:

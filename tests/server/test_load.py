@@ -96,7 +96,7 @@ async def test_five_thousand_samples_of_two_hundred_sessions_wait_in_bounded_mem
         assert (await api.result(ids[-1]))["sequences"]
         assert not context.futures.loads
         assert not context.scheduler.engine(BASE).samples._running
-        assert not context.scheduler._execution.payloads._cache
+        assert not context.scheduler._execution.payloads._kept_bytes
 
 
 async def test_a_full_server_sends_retry_after_and_accepts_the_rest_later(

@@ -164,7 +164,7 @@ class _Slow(dict[str, object]):
 def test_two_threads_clear_one_part() -> None:
     health = StorageHealth()
     health.record(OSError(errno.ENOSPC, "full"), FILES)
-    health._problems = _Slow(health._problems)  # type: ignore[assignment]
+    health.problems = _Slow(health.problems)  # type: ignore[assignment]
     health.clear(FILES)
     assert health.problem is None
 

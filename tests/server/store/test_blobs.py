@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tinkex.server.store.blobs import Files, fingerprint, folder_problem
+from tinkex.durable_files import fingerprint
+from tinkex.server.store.blobs import Files, folder_problem
 
 
 def test_keys_below_a_prefix_are_found_by_depth(tmp_path: Path) -> None:

@@ -229,8 +229,8 @@ class TrainingSlots:
         self._granted: dict[SlotRequest, asyncio.Event] = {}
         #: The slot request of each step that has a slot or waits for one, by request id.
         self._requests: dict[str, SlotRequest] = {}
-        #: Called when a slot is released.
-        self.on_release: Callable[[], None] = lambda: None
+        #: Called when a slot is released, while models are being rebuilt.
+        self.on_release: Callable[[], None] | None = None
 
     @contextlib.asynccontextmanager
     async def acquire(self, state: "ModelState", batch: "StepBatch") -> AsyncIterator[None]:
@@ -251,7 +251,8 @@ class TrainingSlots:
                 self._requests.pop(step.request_id, None)
             self._shares.release(request, used_s=state.compute_s - compute_s)
             self._grant()
-            self.on_release()
+            if self.on_release is not None:
+                self.on_release()
 
     @property
     def contested(self) -> bool:

@@ -60,6 +60,8 @@ log = logging.getLogger("tinkex.server.scheduler")
 # After a step of these kinds, the next step may start before the result is stored. If the process
 # crashes in between, the step runs again.
 PIPELINED = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP})
+#: A snapshot may be late by this fraction of the interval, to be taken after an optimizer step.
+MAX_DELAY_FRACTION = 10
 #: A gap is not closed while the database cannot be read. Closing it is retried after this time.
 GAP_RETRY_S = 1.0
 
@@ -112,6 +114,18 @@ class ModelState:
     def _count_compute(self, future: asyncio.Future[Done]) -> None:
         if not future.cancelled() and future.exception() is None:
             self.compute_s += future.result().compute_s
+
+    def needs_snapshot(self, steps: int, payload_bytes: int) -> bool:
+        """Whether a snapshot is due after this many steps or bytes of payloads; 0 means never."""
+        if self.snapshot_task is not None and not self.snapshot_task.done():
+            return False
+        if not self.after_optim_step:
+            # Just after an optimizer step there are no gradients to write: wait a while for one.
+            steps += steps // MAX_DELAY_FRACTION
+            payload_bytes += payload_bytes // MAX_DELAY_FRACTION
+        return (
+            0 < steps <= self.steps_since_snapshot or 0 < payload_bytes <= self.bytes_since_snapshot
+        )
 
     async def results_stored(self) -> None:
         """Wait until every result of this model is stored."""
@@ -315,7 +329,7 @@ class ModelWorkers:
                 if batch is None:
                     break
                 await self._process(state, batch)
-                if self._snapshots.is_due(state):
+                if state.needs_snapshot(self._snapshots.steps, self._snapshots.payload_bytes):
                     await self._snapshots.begin(state)
         finally:
             state.worker = None
@@ -347,7 +361,9 @@ class ModelWorkers:
             names = (model_id, *(step.request_id for step in batch.steps))
             async with self._slots.acquire(state, batch), isolation.attempt(*names) as attempt:
                 try:
-                    incarnation = await self._recovery.ensure_loaded(state, attempt)
+                    incarnation = await self._engine.ready()
+                    if state.loaded_in != incarnation:
+                        incarnation = await self._recovery.ensure_loaded(state, attempt)
                 except EngineLost:
                     # This counts for the model, not for these steps.
                     state.queue.requeue(batch.steps)
@@ -376,7 +392,8 @@ class ModelWorkers:
             await self._fail(state, batch, internal_error(error))
 
     async def _run(self, state: ModelState, batch: StepBatch, incarnation: int) -> None:
-        await self._rebuilds.yield_to_rebuilds(state, batch)
+        if self._rebuilds.left:
+            await self._rebuilds.yield_to_rebuilds(state, batch)
         # Read all payloads before any step starts: while a large one is being read, a small one
         # behind it would reach the engine first.
         payloads = await asyncio.gather(

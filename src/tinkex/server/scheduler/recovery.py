@@ -45,8 +45,6 @@ MAX_REPLAY_PASSES = 8
 # Maximum tokens of these passes together (a single pass may have more), because steps of other
 # owners wait until they are done.
 MAX_REPLAY_TOKENS = 32_768
-#: A snapshot may be late by this fraction of the interval, to be taken after an optimizer step.
-MAX_DELAY_FRACTION = 10
 
 
 def _cost(step: QueuedRequest) -> int:
@@ -65,9 +63,8 @@ class RebuildQueue:
 
     def __init__(self, slots: TrainingSlots) -> None:
         self._slots = slots
-        slots.on_release = self._recheck
         #: By owner: the work left for each model, in the order in which the rebuilds began.
-        self._left: dict[str, dict[str, int]] = {}
+        self.left: dict[str, dict[str, int]] = {}
         self._changed = asyncio.Event()
 
     @contextlib.contextmanager
@@ -75,18 +72,21 @@ class RebuildQueue:
         """Register the rebuild of a model. Before each step it must wait for `may_continue`."""
         owner, model_id = state.model.owner, state.model.model_id
         # Zero until its log has been read.
-        self._left.setdefault(owner, {})[model_id] = 0
+        self.left.setdefault(owner, {})[model_id] = 0
+        self._slots.on_release = self._recheck
         try:
             yield
         finally:
-            del self._left[owner][model_id]
-            if not self._left[owner]:
-                del self._left[owner]
+            del self.left[owner][model_id]
+            if not self.left[owner]:
+                del self.left[owner]
+            if not self.left:
+                self._slots.on_release = None
             self._recheck()
 
     def set_left(self, state: "ModelState", tokens: int) -> None:
         """Update the work that is left for this model."""
-        self._left[state.model.owner][state.model.model_id] = tokens
+        self.left[state.model.owner][state.model.model_id] = tokens
         self._recheck()
 
     async def may_continue(self, state: "ModelState") -> None:
@@ -108,7 +108,7 @@ class RebuildQueue:
     def _has_smaller_rebuild(self, state: "ModelState", cost: int) -> bool:
         return any(
             next(iter(models.values())) < cost
-            for owner, models in self._left.items()
+            for owner, models in self.left.items()
             if owner != state.model.owner
         )
 
@@ -116,7 +116,7 @@ class RebuildQueue:
         if not self._slots.contested:
             return True
         # One model of each owner: the first that began.
-        firsts = [next(iter(models.items())) for models in self._left.values()]
+        firsts = [next(iter(models.items())) for models in self.left.values()]
         least = min(left for _, left in firsts)
         return (state.model.model_id, least) in firsts
 
@@ -345,21 +345,8 @@ class Snapshots:
         self._engine = engine
         self._recovery = recovery
         #: A snapshot is due after this many steps, or bytes of payloads; 0 means never.
-        self._steps = steps
-        self._payload_bytes = payload_bytes
-
-    def is_due(self, state: "ModelState") -> bool:
-        if state.snapshot_task is not None and not state.snapshot_task.done():
-            return False
-        # Just after an optimizer step there are no gradients to write: wait a while for one.
-        steps, payload_bytes = (
-            limit if state.after_optim_step else limit + limit // MAX_DELAY_FRACTION
-            for limit in (self._steps, self._payload_bytes)
-        )
-        return (
-            0 < steps <= state.steps_since_snapshot
-            or 0 < payload_bytes <= state.bytes_since_snapshot
-        )
+        self.steps = steps
+        self.payload_bytes = payload_bytes
 
     async def write(self, state: "ModelState") -> bool:
         """Take a snapshot and wait until it is stored; False if that failed."""

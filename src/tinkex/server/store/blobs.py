@@ -21,7 +21,7 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
-from tinkex.durable_files import atomic_folder, write_file
+from tinkex.durable_files import atomic_folder, fingerprint, write_file
 from tinkex.server.store.storage_health import Damaged, ObjectStoreUnavailable
 from tinkex.wire.errors import UserFailure
 
@@ -341,16 +341,6 @@ def _entries_below(root: str, key: str, depth: int) -> Iterator[tuple[str, os.Di
             yield f"{key}/{entry.name}", entry
         else:
             yield from _entries_below(root, f"{key}/{entry.name}", depth - 1)
-
-
-def fingerprint(folder: str) -> str:
-    """A hash of the names and bytes of all files in a folder."""
-    whole = hashlib.sha256()
-    for name in sorted(os.listdir(folder)):
-        with open(f"{folder}/{name}", "rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        whole.update(f"{name}\0{digest}\0".encode())
-    return whole.hexdigest()
 
 
 def folder_problem(folder: str, key: str, written: str | None) -> str | None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store import events
 from tinkex.server.store.checkpoints import (
     VERSION_COLUMNS,
     Quotas,
@@ -15,7 +14,7 @@ from tinkex.server.store.checkpoints import (
     not_expired,
     note_saved,
 )
-from tinkex.server.store.database import Database
+from tinkex.server.store.database import Database, note_audit
 from tinkex.server.store.models import MODEL_COLUMNS, Model, RunTaken, was_created
 from tinkex.server.store.schema import (
     checkpoint_names,
@@ -289,7 +288,7 @@ class CheckpointCatalog:
             if not connection.execute(statement).rowcount:
                 return connection.execute(existing).first() is not None
             owner = connection.execute(owned_by).scalar_one()
-            events.note_audit(connection, owner=owner, event=event, details={**identity, **details})
+            note_audit(connection, owner=owner, event=event, details={**identity, **details})
             return True
 
         return await self._database.write(operation, reserve=reserve)

@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
+from tinkex.durable_files import fingerprint
 from tinkex.server.queued_request import Outcome, QueuedRequest
-from tinkex.server.store import events, request_rows
-from tinkex.server.store.blobs import Files, fingerprint, folder_problem
-from tinkex.server.store.database import Database
+from tinkex.server.store import request_rows
+from tinkex.server.store.blobs import Files, folder_problem
+from tinkex.server.store.database import Database, note_audit
 from tinkex.server.store.models import Sampler, insert_sampler, was_created
 from tinkex.server.store.retention import Retention, session_ended
 from tinkex.server.store.schema import (
@@ -190,9 +191,10 @@ class Checkpoints:
         """Upload the files that the engine wrote; returns their fingerprint, for `save`."""
         folder = self.folder(version)
         written = await self._database.with_folder(lambda: fingerprint(folder), required=True)
-        await self._database.with_folder(
-            lambda: self._files.upload(folder, version.place), required=True
-        )
+        if self._files.local is None:
+            await self._database.with_folder(
+                lambda: self._files.upload(folder, version.place), required=True
+            )
         return written
 
     async def save(
@@ -325,7 +327,7 @@ def note_saved(connection: sa.Connection, version: Version, event: str) -> None:
         "tinker_path": version.tinker_path,
         "size_bytes": version.size_bytes,
     }
-    events.note_audit(connection, owner=version.owner, event=event, details=details)
+    note_audit(connection, owner=version.owner, event=event, details=details)
 
 
 def _assign_name(connection: sa.Connection, version: Version, naming: Naming) -> bool:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, ContextVar, copy_context
 from pathlib import Path
@@ -22,7 +22,7 @@ from sqlalchemy import event
 from tinkex.server.retry import Backoff, retry, retry_blocking
 from tinkex.server.store import group_commit, migrations, request_rows, sql_dialects
 from tinkex.server.store.group_commit import BatchWrite, Writer
-from tinkex.server.store.schema import api_keys
+from tinkex.server.store.schema import api_keys, audit
 from tinkex.server.store.storage_health import (
     DATABASE_FILE,
     FAILING,
@@ -85,6 +85,16 @@ def accepted_work() -> Context:
     context = copy_context()
     context.run(_accepted.set, True)
     return context
+
+
+#: The values of `GET audit?event_type=`, by the first word of an event.
+TOPICS = {
+    "checkpoint": "checkpoints",
+    "project": "projects",
+    "session": "sessions",
+    "key": "organizations",
+}
+_INSERT_AUDIT = audit.insert()
 
 
 class Database:
@@ -168,7 +178,7 @@ class Database:
         self, many: BatchWrite[Item, T], item: Item, *, required: bool = False
     ) -> asyncio.Future[T]:
         """Like `submit`, but writes of the same kind share their statements (`Writer`)."""
-        if not required:
+        if not required and self.health.problems:
             # Checked before queueing: one INSERT has the rows of many callers, so refusing it would
             # refuse all of them.
             self.health.refuse_new_data()
@@ -364,6 +374,22 @@ def has_keys(url: str) -> bool:
         with engine.connect() as connection:
             has_table: bool = sa.inspect(connection).has_table("api_keys")
             return has_table and any_key(connection)
+
+
+def note_audit(
+    connection: sa.Connection, *, owner: str, event: str, details: Mapping[str, Any]
+) -> None:
+    """Add an entry inside a transaction. The details must not contain secrets."""
+    connection.execute(
+        _INSERT_AUDIT,
+        {
+            "owner": owner,
+            "at_s": time.time(),
+            "topic": TOPICS[event.partition(".")[0]],
+            "event": event,
+            "details": dict(details),
+        },
+    )
 
 
 def any_key(connection: sa.Connection) -> bool:

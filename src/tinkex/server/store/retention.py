@@ -17,8 +17,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store.blobs import PREFIX_DEPTHS, Files
-from tinkex.server.store.database import Database
-from tinkex.server.store.events import note_audit
+from tinkex.server.store.database import Database, note_audit
 from tinkex.server.store.schema import (
     Status,
     audit,

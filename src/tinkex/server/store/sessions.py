@@ -7,14 +7,13 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store import events
 from tinkex.server.store.checkpoint_catalog import (
     batches,
     has_published_checkpoint,
     metadata_characters,
 )
 from tinkex.server.store.checkpoints import not_expired
-from tinkex.server.store.database import Database
+from tinkex.server.store.database import Database, note_audit
 from tinkex.server.store.keys import random_id
 from tinkex.server.store.models import was_created
 from tinkex.server.store.schema import (
@@ -181,7 +180,7 @@ class Sessions:
                 },
             )
             details = {"session_id": session_id, "sdk_version": sdk_version}
-            events.note_audit(connection, owner=owner, event="session.created", details=details)
+            note_audit(connection, owner=owner, event="session.created", details=details)
             return Session(
                 session_id=session_id,
                 owner=owner,
@@ -277,9 +276,7 @@ class Sessions:
 
         def operation(connection: sa.Connection) -> None:
             if (row := connection.execute(statement).first()) is not None:
-                events.note_audit(
-                    connection, owner=row.owner, event="session.finished", details=details
-                )
+                note_audit(connection, owner=row.owner, event="session.finished", details=details)
 
         # May use the disk reserve: data of a finished session can be deleted.
         await self._database.write(operation, reserve=True)
@@ -434,9 +431,7 @@ class Sessions:
 
         def operation(connection: sa.Connection) -> None:
             connection.execute(statement)
-            events.note_audit(
-                connection, owner=owner, event="project.session_moved", details=details
-            )
+            note_audit(connection, owner=owner, event="project.session_moved", details=details)
 
         await self._database.write(operation)
 

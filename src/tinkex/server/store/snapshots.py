@@ -13,7 +13,8 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from tinkex.server.store.blobs import UNREADABLE, Files, fingerprint, folder_problem
+from tinkex.durable_files import fingerprint
+from tinkex.server.store.blobs import UNREADABLE, Files, folder_problem
 from tinkex.server.store.database import Database
 from tinkex.server.store.schema import Status, older_snapshots, requests, snapshots
 from tinkex.server.store.storage_health import Damaged

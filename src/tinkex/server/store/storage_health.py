@@ -229,7 +229,7 @@ class StorageHealth:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._problems: dict[str, StorageProblem] = {}
+        self.problems: dict[str, StorageProblem] = {}
         self._response_timeout: Callable[[], StorageProblem | None] = lambda: None
         self._check_space: Callable[[], None] = lambda: None
         self._space_checked_s = float("-inf")
@@ -264,7 +264,7 @@ class StorageHealth:
     def problem(self) -> StorageProblem | None:
         """The most severe current problem."""
         with self._lock:
-            worst = min(self._problems.values(), key=_severity_order, default=None)
+            worst = min(self.problems.values(), key=_severity_order, default=None)
         return worst or self._response_timeout()
 
     def record(self, error: BaseException, part: str = DATABASE) -> StorageProblem | None:
@@ -275,9 +275,9 @@ class StorageHealth:
         if problem.kind == GONE and part != DATABASE_FILE:
             return problem  # a consequence of the problem that `DATABASE_FILE` already has
         with self._lock:
-            before = self._problems.get(part)
+            before = self.problems.get(part)
             if before is None or before.is_temporary:
-                self._problems[part] = problem
+                self.problems[part] = problem
         if before is None or (before.is_temporary and before.kind != problem.kind):
             log.error("%s %s", problem.text, problem.advice)
         return problem
@@ -285,13 +285,13 @@ class StorageHealth:
     def clear(self, part: str = DATABASE) -> None:
         """A write to this part succeeded: its temporary problem, if any, is over."""
         # Checked without the lock, because every write calls this; a stale value does no harm.
-        if part not in self._problems:
+        if part not in self.problems:
             return
         with self._lock:
-            problem = self._problems.get(part)
+            problem = self.problems.get(part)
             if problem is None or not problem.is_temporary:
                 return
-            del self._problems[part]
+            del self.problems[part]
         log.warning("the %s of this server can be written again", part)
 
     def refuse_new_work(self) -> None:
@@ -306,16 +306,16 @@ class StorageHealth:
         For every new row and file. Problems of the database itself do not count here: writing to it
         shows them.
         """
-        if not self._problems:
+        if not self.problems:
             return
         with self._lock:
-            problems = [one for part, one in self._problems.items() if part != DATABASE]
+            problems = [one for part, one in self.problems.items() if part != DATABASE]
         if problems:
             raise NewDataRefused(min(problems, key=_severity_order))
 
     def check_readable(self) -> None:
         """Raise StorageError if the database is damaged or its file was replaced."""
-        if self._problems and (problem := self.problem) is not None and problem.blocks_reads:
+        if self.problems and (problem := self.problem) is not None and problem.blocks_reads:
             raise StorageError(problem)
 
     def as_storage_error(self, error: BaseException) -> StorageError:
