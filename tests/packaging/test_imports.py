@@ -42,7 +42,7 @@ ALLOWED_IMPORTS = {
     "server.scheduler.crash_isolation": "wire",
     "server.store": "wire server.store sqlalchemy alembic fsspec ~aiobotocore ~botocore ~pyrage",
     "server.store.folder_lock": "server.settings server.store",
-    "server.api.connection_limits": "uvicorn",
+    "server.api.connection_limits": "starlette httptools",
     "server.executor": "wire",
     "server.engine_process": "wire server.executor server.process_setup server.scheduler.crash_isolation",
     "server.api": "wire server.store server.scheduler server.executor server.settings fastapi starlette pydantic prometheus_client jwt",

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.bodies import read_json
-from tinkex.server.api.connection_limits import ON_DISCONNECT
+from tinkex.server.api.connection_limits import connection_of
 from tinkex.server.api.deps import Context, context_of, dialect_of, json_response, openapi_body
 from tinkex.server.scheduler.fairness import QueueState
 from tinkex.server.scheduler.result_waiters import FinishedRequest
@@ -100,10 +100,11 @@ async def retrieve_futures(request: Request) -> Response:
 
 def _on_disconnect(request: Request) -> Callable[[Callable[[], None]], None]:
     """Registers a function that ends a poll when its client disconnects (see `connection_limits`)."""
-    scope = request.scope
+    connection = connection_of(request.scope)
 
     def register(end_poll: Callable[[], None]) -> None:
-        scope[ON_DISCONNECT] = end_poll
+        if connection is not None:
+            connection.on_disconnect = end_poll
 
     return register
 
