@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # The official SDKs that `make test` runs unmodified, each in its own cached environment.
 SDKS := 0.36.0 0.4.1
 
-.PHONY: help setup demo test matrix fuzz cookbook defects faults chaos soak check format bench proto clean
+.PHONY: help setup demo test matrix fuzz cookbook defects faults chaos soak check format bench proto stub clean
 
 help:
 	@echo "make setup     create .venv with everything (safe to repeat)"
@@ -24,6 +24,7 @@ help:
 	@echo "make chaos     a hundred kills of server processes under running clients"
 	@echo "make soak      twenty minutes of mixed load; memory and descriptors must stay flat"
 	@echo "make proto     generate protobuf code from the .proto files"
+	@echo "make stub      generate src/tinkex/__init__.pyi from the table of public names"
 	@echo "make clean     delete .venv and caches"
 
 setup: $(READY)
@@ -93,6 +94,10 @@ proto:
 	@.cache/protoc/bin/pip install --quiet --disable-pip-version-check grpcio-tools==1.75.1 mypy-protobuf==5.1.0
 	@PATH=$(CURDIR)/.cache/protoc/bin:$$PATH .cache/protoc/bin/python -m grpc_tools.protoc -I src \
 	  --python_out=src --mypy_out=src src/tinkex/wire/proto/*.proto
+
+# Needed only after an edit of the table in src/tinkex/__init__.py.
+stub: setup
+	@$(BIN)/python -m qa.stub
 
 clean:
 	rm -rf $(VENV) demo-output .mypy_cache .ruff_cache .pytest_cache

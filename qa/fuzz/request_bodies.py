@@ -28,11 +28,11 @@ from fastapi import FastAPI
 from qa.fuzz.mutations import mutate_bytes, with_odd_values
 from server.echo import BASE, EchoExecutor
 from tinkex.server.app import create_app
-from tinkex.server.executor import Work
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
+from tinkex.wire.proto.frames_pb2 import Order
 
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
 CORPUS = DATA / "fuzz" / "bodies.jsonl"
@@ -42,10 +42,10 @@ NEW_SESSION_EVERY = 1_000
 MEMORY_EVERY = 250
 
 
-class _DiscardingList(list[Work]):
+class _DiscardingList(list[Order]):
     """Discards the work that ran; otherwise the test itself would grow."""
 
-    def append(self, _work: Work) -> None:
+    def append(self, _work: Order) -> None:
         pass
 
 
@@ -136,9 +136,8 @@ async def app_client(folder: Path, **settings: Any) -> AsyncIterator[AppClient]:
     """The application with the echo executor and short timeouts."""
     # Unfetched results expire soon; otherwise the database would grow.
     kept = {"unfetched_kept_s": 5.0, "result_kept_s": 1.0, "janitor_s": 5.0}
-    chosen = Settings(
-        data=str(folder), gap_s=0.1, long_poll_s=0.01, stream_grace_s=0.1, **(kept | settings)
-    )
+    short = {"gap_s": 0.1, "long_poll_s": 0.01, "stream_grace_s": 0.1}
+    chosen = Settings(data=str(folder), **(kept | short | settings))
     echo = EchoExecutor()
     echo.ran = _DiscardingList()
     store = open_store(db_url=chosen.db_url, storage_url=chosen.storage_url, folder=chosen.folder)

@@ -9,168 +9,11 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from tinkex import auth as auth
-    from tinkex import resources as resources
-    from tinkex import types
-    from tinkex.client.admin import AdminClient
-    from tinkex.client.custom_loss import LossHandle, PerDatumLossFn
-    from tinkex.client.errors import (
-        APIConnectionError,
-        APIError,
-        APIResponseValidationError,
-        APIStatusError,
-        APITimeoutError,
-        AuthenticationError,
-        BadRequestError,
-        BillingError,
-        ConflictError,
-        ExperimentalWarning,
-        InternalServerError,
-        NotFoundError,
-        PermissionDeniedError,
-        RateLimitError,
-        RequestFailedError,
-        TinkerError,
-        UnprocessableEntityError,
-    )
-    from tinkex.client.files.checkpoint_download import (
-        download_checkpoint,
-        download_checkpoint_async,
-    )
-    from tinkex.client.futures import APIFuture
-    from tinkex.client.http.circuit_breaker import BreakerPolicy, CircuitOpenError
-    from tinkex.client.http.retry import RetryConfig
-    from tinkex.client.observe.instrumentation import metrics_snapshot, reset_metrics
-    from tinkex.client.observe.progress import progress
-    from tinkex.client.observe.queue_states import QueueState, on_queue_state
-    from tinkex.client.recovery import Recovery, recovering, recovering_async
-    from tinkex.client.rest import RestClient
-    from tinkex.client.sample_stream import SampleStream
-    from tinkex.client.sampling import SamplingClient
-    from tinkex.client.service import ServiceClient
-    from tinkex.client.settings import Settings
-    from tinkex.client.training import TrainingClient
-    from tinkex.client.version import __version__
-    from tinkex.compat.raw_responses import APIResponse as APIResponse
-    from tinkex.compat.raw_responses import AsyncAPIResponse as AsyncAPIResponse
-    from tinkex.compat.request_options import RequestOptions, Timeout
-    from tinkex.wire.checkpoints import Checkpoint, CheckpointType, ParsedCheckpointTinkerPath
-    from tinkex.wire.inputs import (
-        Datum,
-        DmelChunk,
-        EncodedTextChunk,
-        ModelInput,
-        ModelInputChunk,
-        PromptProvenanceSpan,
-        SampledProvenanceSpan,
-    )
-    from tinkex.wire.partial_sample import SampledTokens
-    from tinkex.wire.sampling import (
-        SampledSequence,
-        SampleRequest,
-        SampleResponse,
-        SamplingParams,
-        StopReason,
-    )
-    from tinkex.wire.sessions import TrainingRun
-    from tinkex.wire.tensors import TensorData, TensorDtype
-    from tinkex.wire.training import (
-        AdamOptimizerConfig,
-        AdamParams,
-        DimuonOptimizerConfig,
-        DimuonParams,
-        ForwardBackwardOutput,
-        LoraConfig,
-        ModelID,
-        OptimParams,
-        OptimStepRequest,
-        OptimStepResponse,
-    )
+from typing import Any
 
 __title__ = "tinkex"
 
-__all__ = [
-    "APIConnectionError",
-    "APIError",
-    "APIFuture",
-    "APIResponseValidationError",
-    "APIStatusError",
-    "APITimeoutError",
-    "AdamOptimizerConfig",
-    "AdamParams",
-    "AdminClient",
-    "AuthenticationError",
-    "BadRequestError",
-    "BillingError",
-    "BreakerPolicy",
-    "Checkpoint",
-    "CheckpointType",
-    "CircuitOpenError",
-    "ConflictError",
-    "Datum",
-    "DimuonOptimizerConfig",
-    "DimuonParams",
-    "DmelChunk",
-    "EncodedTextChunk",
-    "ExperimentalWarning",
-    "ForwardBackwardOutput",
-    "InternalServerError",
-    "LoraConfig",
-    "LossHandle",
-    "ModelID",
-    "ModelInput",
-    "ModelInputChunk",
-    "NotFoundError",
-    "OptimParams",
-    "OptimStepRequest",
-    "OptimStepResponse",
-    "ParsedCheckpointTinkerPath",
-    "PerDatumLossFn",
-    "PermissionDeniedError",
-    "PromptProvenanceSpan",
-    "QueueState",
-    "RateLimitError",
-    "Recovery",
-    "RequestFailedError",
-    "RequestOptions",
-    "RestClient",
-    "RetryConfig",
-    "SampleRequest",
-    "SampleResponse",
-    "SampleStream",
-    "SampledProvenanceSpan",
-    "SampledSequence",
-    "SampledTokens",
-    "SamplingClient",
-    "SamplingParams",
-    "ServiceClient",
-    "Settings",
-    "StopReason",
-    "TensorData",
-    "TensorDtype",
-    "Timeout",
-    "TinkerError",
-    "TrainingClient",
-    "TrainingRun",
-    "UnprocessableEntityError",
-    "__title__",
-    "__version__",
-    "auth",
-    "download_checkpoint",
-    "download_checkpoint_async",
-    "metrics_snapshot",
-    "on_queue_state",
-    "progress",
-    "recovering",
-    "recovering_async",
-    "reset_metrics",
-    "types",
-]
-
-#: The module of each name. The imports above repeat it for type checkers; a test compares them.
+#: The module of each name. `make stub` writes `__init__.pyi` from it, for type checkers.
 _HOMES = {
     "client.admin": "AdminClient",
     "client.custom_loss": "LossHandle PerDatumLossFn",
@@ -213,7 +56,12 @@ _HOMES = {
 }
 #: Modules that are available as attributes without an import, as upstream.
 _MODULES = ("auth", "resources", "types")
+#: Names of the official client that it does not export.
+_NOT_LISTED = {"APIResponse", "AsyncAPIResponse", "resources"}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+_PUBLIC = sorted({"__title__", *_HOME_OF, *_MODULES})
+
+__all__ = [name for name in _PUBLIC if name not in _NOT_LISTED]
 
 
 def __getattr__(name: str) -> Any:

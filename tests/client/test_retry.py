@@ -1,5 +1,6 @@
 """Which errors are retried, and when: tables of decisions."""
 
+import asyncio
 import itertools
 import pickle
 import random
@@ -16,7 +17,16 @@ from tinkex import (
     types,
 )
 from tinkex.client.errors import status_error
-from tinkex.client.http.retry import RetryPolicy, is_retryable, is_user_error, retry_after_s
+from tinkex.client.http.retry import (
+    NotYet,
+    RetryPolicy,
+    backoff,
+    is_retryable,
+    is_user_error,
+    retry_after_s,
+    retrying,
+    retrying_in_thread,
+)
 from tinkex.client.http.transport import Request, Response
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
@@ -201,3 +211,35 @@ def test_retry_config_is_hashable_survives_pickling_and_refuses_nonsense():
     assert RetryConfig(progress_timeout=float("inf"), retry_delay_base=0)
     for attempt in range(1, 60):
         assert 0 <= config.delay_s(attempt, rng=random.Random(attempt)) <= 10
+
+
+def test_delays_double_up_to_the_maximum_and_jitter_shortens_them():
+    assert [backoff(n, first_s=1.0, max_s=5.0) for n in (1, 2, 3, 4, 5000)] == [1, 2, 4, 5, 5]
+    delays = [backoff(2, first_s=1.0, max_s=5.0, jitter=0.25) for _ in range(100)]
+    assert 1.5 <= min(delays) < max(delays) <= 2.0
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_an_attempt_is_repeated_until_it_succeeds_or_its_error_has_no_delay(in_thread):
+    outcomes = [NotYet(0.0), KeyError("again"), "done", ValueError("no")]
+
+    def attempt():
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    async def attempt_async():
+        return attempt()
+
+    def delay_after(error):
+        return 0.0 if isinstance(error, KeyError) else None
+
+    def run():
+        if in_thread:
+            return retrying_in_thread(attempt, delay_after)
+        return asyncio.run(retrying(attempt_async, delay_after))
+
+    assert run() == "done"
+    with pytest.raises(ValueError, match="no"):
+        run()

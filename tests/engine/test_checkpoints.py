@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tinkex.durable_files import atomic_folder
 from tinkex.engine import Engine
-from tinkex.engine.adapters.checkpoints import atomic_folder
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import AdamOptimizerConfig, LoraConfig
 

@@ -10,9 +10,9 @@ from tinkex.engine.adapters.memory_plan import (
     MemoryFractions,
     Resident,
     choose_evictions,
-    format_bytes,
     memory_plan,
 )
+from tinkex.wire.text_format import format_bytes
 
 HALVES = MemoryFractions(activations=0.25, cache=0.5)
 USUAL = {

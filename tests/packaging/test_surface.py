@@ -1,6 +1,5 @@
 """The public names, and consistency of version, changelog and metadata."""
 
-import ast
 import importlib
 import importlib.metadata
 import json
@@ -15,6 +14,7 @@ from types import ModuleType
 import pytest
 
 import tinkex
+from qa.stub import STUB, stub
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,17 +33,8 @@ def test_every_public_name_exists_and_is_listed_in_order():
     assert public - {"annotations", "TYPE_CHECKING", "Any"} <= set(tinkex.__all__)
 
 
-def test_type_checkers_and_the_lazy_loader_see_the_same_names():
-    tree = ast.parse(Path(tinkex.__file__).read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    seen = {
-        (node.module.removeprefix("tinkex").lstrip("."), alias.name)
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    table = {(home, name) for home, names in tinkex._HOMES.items() for name in names.split()}
-    assert seen == table | {("", name) for name in tinkex._MODULES}
+def test_the_stub_for_type_checkers_is_up_to_date():
+    assert STUB.read_text() == stub(), "run `make stub`"
 
 
 def test_an_unknown_name_raises_attribute_error():

@@ -14,11 +14,13 @@ from fastapi import FastAPI
 
 from server.echo import BASE
 from tinkex.server.app import create_app
-from tinkex.server.executor import Executor
+from tinkex.server.engine_process import LocalExecutor
+from tinkex.server.executor import Executor, ServedModel
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
 from tinkex.server.web_process import uvicorn_config
 from tinkex.wire.codec import PROTOBUF_TYPE
+from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.inputs import Datum, ModelInput
 from tinkex.wire.protobuf import decode_forward_backward_output, encode_forward_backward_request
 from tinkex.wire.training import (
@@ -26,6 +28,20 @@ from tinkex.wire.training import (
     ForwardBackwardOutput,
     ForwardBackwardRequest,
 )
+
+
+def local_executor(
+    folder: Path, *names: str, idle_s: float = 0.0, deterministic: bool = False
+) -> LocalExecutor:
+    """Real engines on one thread, which serve this model under these names."""
+    return LocalExecutor(
+        [ServedModel(name=name, folder=folder) for name in names],
+        [
+            EngineSettings(name=name, folder=folder, threads=1, deterministic=deterministic)
+            for name in names
+        ],
+        idle_s=idle_s,
+    )
 
 
 @dataclass(frozen=True)

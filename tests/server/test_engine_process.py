@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import logging
 import os
 import signal
@@ -12,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from server.hosting import Api, hosted
+from server.hosting import Api, hosted, local_executor
 from serving import TINY
-from tinkex.engine import EngineSettings
-from tinkex.engine.process import parser, settings_of
-from tinkex.server import engine_process
+from tinkex.engine.process import parser
+from tinkex.server import engine_process, web_process
 from tinkex.server.engine_process import LocalExecutor, _command
-from tinkex.server.executor import EngineOptions, ServedModel, Task, Work
+from tinkex.server.executor import EngineKilled, EngineLost, ServedModel
 from tinkex.server.settings import CHOICES, Settings
-from tinkex.server.web_process import _engine_options
+from tinkex.wire.engine_settings import EngineSettings
+from tinkex.wire.proto.frames_pb2 import Drop, Order
 
 pytestmark = pytest.mark.anyio
 
@@ -42,9 +43,7 @@ async def step(api: Api, model: str, first: int) -> float:
 async def test_an_idle_engine_is_unloaded_and_comes_back_with_its_models(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    served = [ServedModel(name=name, folder=tiny_model) for name in (TINY, "test/other")]
-    options = EngineOptions(threads=1, deterministic=True, idle_s=IDLE_S)
-    executor = LocalExecutor(served, options)
+    executor = local_executor(tiny_model, TINY, "test/other", idle_s=IDLE_S, deterministic=True)
     async with hosted(executor, tmp_path, janitor_s=0) as api:
         await executor.start()
         api.base_model = TINY
@@ -59,19 +58,20 @@ async def test_an_idle_engine_is_unloaded_and_comes_back_with_its_models(
 
 
 def test_the_only_engine_stays(tiny_model: Path) -> None:
-    served = [ServedModel(name=TINY, folder=tiny_model)]
-    assert LocalExecutor(served, EngineOptions(idle_s=IDLE_S)).unloads_after_s == 0
-    twice = [*served, ServedModel(name="test/other", folder=tiny_model)]
-    assert LocalExecutor(twice, EngineOptions(idle_s=IDLE_S)).unloads_after_s == IDLE_S
+    assert local_executor(tiny_model, TINY, idle_s=IDLE_S).unloads_after_s == 0
+    assert local_executor(tiny_model, TINY, "other", idle_s=IDLE_S).unloads_after_s == IDLE_S
 
 
 SERVED = ServedModel(name="m", folder=Path("/models/m"))
 
 
-def engine_settings(settings: Settings) -> EngineSettings:
-    command = _command(7, SERVED, _engine_options(settings, [SERVED]))
+def received_settings(settings: Settings, *, shares_device: bool = False) -> EngineSettings:
+    """What an engine process receives."""
+    sent = web_process.engine_settings(settings, SERVED, shares_device=shares_device)
+    command = _command(7, sent)
     assert command[1:3] == ["-m", "tinkex.engine.process"]
-    return settings_of(parser().parse_args(command[3:]))
+    received: EngineSettings = parser().parse_args(command[3:]).settings
+    return received
 
 
 def other(name: str, value: Any) -> Any:
@@ -90,7 +90,7 @@ def test_every_setting_of_an_engine_can_be_set() -> None:
     changed = {
         field.name: other(field.name, field.default) for field in dataclasses.fields(Settings)
     }
-    received = engine_settings(Settings(**changed))
+    received = received_settings(Settings(**changed), shares_device=True)
     unreachable = [
         field.name
         for field in dataclasses.fields(EngineSettings)
@@ -102,7 +102,7 @@ def test_every_setting_of_an_engine_can_be_set() -> None:
 
 
 def test_default_settings_leave_the_engine_defaults() -> None:
-    received = engine_settings(Settings(data="/data"))
+    received = received_settings(Settings(data="/data"))
     own = received.spill_folder
     assert own is not None
     assert own.parent == Path("/data/spill")
@@ -110,7 +110,7 @@ def test_default_settings_leave_the_engine_defaults() -> None:
 
 
 def test_zero_idle_adapters_can_be_configured() -> None:
-    assert engine_settings(Settings(idle_adapters=0)).idle_adapters == 0
+    assert received_settings(Settings(idle_adapters=0)).idle_adapters == 0
 
 
 #: An engine that answers everything with four megabytes.
@@ -142,17 +142,60 @@ async def test_reading_a_large_result_does_not_block_the_engine(
         "_command",
         lambda descriptor, *_: [sys.executable, "-c", ENGINE, str(descriptor)],
     )
-    executor = LocalExecutor([ServedModel(name="x", folder=Path())], EngineOptions())
+    executor = local_executor(Path(), "x")
     await executor.start()
     try:
         await executor.ready("x")
-        work = Work(task=Task.DROP, model_id="m")
+        work = Order(drop=Drop(model_id="m"))
         answers = [await executor.send("x", work) for _ in range(3)]
         outcomes = await asyncio.gather(*answers)
         assert [len(outcome.result) for outcome in outcomes] == [2**22] * 3
     finally:
         await executor.close()
     assert pauses == []
+
+
+#: An engine that ends in the way that its order says.
+ENDING_ENGINE = """
+import os, signal, socket, sys
+from tinkex.wire import engine_protocol
+from tinkex.wire.proto import frames_pb2
+wire = socket.socket(fileno=int(sys.argv[1]))
+wire.sendall(engine_protocol.frame(engine_protocol.Report(ready=frames_pb2.Ready(device="cpu"))))
+head = wire.recv(engine_protocol.LENGTH_PREFIX.size)
+order = engine_protocol.Order.FromString(wire.recv(engine_protocol.body_length(head)))
+status = int(order.drop.model_id)
+if status >= 0:
+    os._exit(status)
+signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+os.kill(os.getpid(), -status)
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "oom_kills", "killed"),
+    [(-6, 0, False), (1, 0, False), (0, 0, False), (-9, 0, True), (-15, 0, True), (-9, 1, False)],
+)
+async def test_an_attempt_counts_only_if_the_engine_ended_by_itself(
+    status: int, oom_kills: int, killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        engine_process,
+        "_command",
+        lambda descriptor, *_: [sys.executable, "-c", ENDING_ENGINE, str(descriptor)],
+    )
+    counters = itertools.chain([0], itertools.repeat(oom_kills))
+    monkeypatch.setattr(engine_process, "oom_kills", lambda: next(counters))
+    executor = local_executor(Path(), "x")
+    await executor.start()
+    try:
+        future = await executor.send("x", Order(drop=Drop(model_id=str(status))))
+        with pytest.raises(EngineLost) as lost:
+            await future
+        assert isinstance(lost.value, EngineKilled) is killed
+        assert lost.value.attempts == (0 if killed else 1)
+    finally:
+        await executor.close()
 
 
 async def test_polls_report_an_unresponsive_engine(
@@ -163,8 +206,7 @@ async def test_polls_report_an_unresponsive_engine(
 ) -> None:
     monkeypatch.setattr(engine_process, "UNRESPONSIVE_S", 0.5, raising=False)
     caplog.set_level(logging.WARNING)
-    served = [ServedModel(name=TINY, folder=tiny_model)]
-    executor = LocalExecutor(served, EngineOptions(threads=1))
+    executor = local_executor(tiny_model, TINY)
     async with hosted(executor, tmp_path, janitor_s=0, long_poll_s=1.0) as api:
         await executor.start()
         api.base_model = TINY

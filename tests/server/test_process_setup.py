@@ -1,103 +1,14 @@
-"""Restart backoff, garbage collection and the malloc arena of server processes."""
+"""Garbage collection and the malloc arena of server processes."""
 
 import asyncio
 import gc
-import itertools
 import subprocess
 import sys
 import weakref
 
 import pytest
 
-from tinkex.server.process_setup import (
-    ENGINE_BACKOFF,
-    ENGINE_STABLE_S,
-    WEB_BACKOFF,
-    WEB_STABLE_S,
-    Backoff,
-    collect_periodically,
-    engine_was_stable,
-    web_was_stable,
-)
-
-STABLE, UNSTABLE = True, False
-
-
-def waits(rule: Backoff, runs: list[bool]) -> list[float]:
-    found: list[float] = []
-    for stable in runs:
-        found.append(rule.next_wait_s(found[-1] if found else None, stable=stable))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("rule", "runs", "expected"),
-    [
-        # The first crash may be an accident, however short the run was.
-        (WEB_BACKOFF, [UNSTABLE], [0.0]),
-        (WEB_BACKOFF, [UNSTABLE] * 8, [0.0, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]),
-        (ENGINE_BACKOFF, [UNSTABLE] * 9, [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]),
-        (WEB_BACKOFF, [STABLE] * 5, [0.0] * 5),
-        (ENGINE_BACKOFF, [STABLE] * 5, [0.0] * 5),
-        # A stable run resets the backoff.
-        (
-            WEB_BACKOFF,
-            [UNSTABLE, UNSTABLE, UNSTABLE, STABLE, UNSTABLE, UNSTABLE],
-            [0.0, 0.2, 0.4, 0.0, 0.2, 0.4],
-        ),
-        (
-            ENGINE_BACKOFF,
-            [STABLE, UNSTABLE, UNSTABLE, STABLE, STABLE, UNSTABLE],
-            [0.0, 0.5, 1.0, 0.0, 0.0, 0.5],
-        ),
-    ],
-)
-def test_waits_double_up_to_a_maximum_and_a_stable_run_resets_them(
-    rule: Backoff, runs: list[bool], expected: list[float]
-) -> None:
-    assert waits(rule, runs) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("rule", [WEB_BACKOFF, ENGINE_BACKOFF])
-def test_waits_stay_within_the_maximum_and_only_the_first_is_zero(rule: Backoff) -> None:
-    first, *later = waits(rule, [UNSTABLE] * 1000)
-    assert first == 0.0
-    assert all(one <= two for one, two in itertools.pairwise(later))
-    assert min(later) == rule.first_s
-    assert max(later) == rule.max_s
-
-
-@pytest.mark.parametrize(
-    ("ready", "lived_s", "stable"),
-    [
-        (True, WEB_STABLE_S + 0.1, STABLE),
-        (True, WEB_STABLE_S, UNSTABLE),
-        (True, 0.0, UNSTABLE),
-        # A process that never got ready is not stable, however long it ran.
-        (False, 10_000.0, UNSTABLE),
-    ],
-)
-def test_a_web_process_was_stable_if_it_was_ready_for_a_while(
-    ready: bool, lived_s: float, stable: bool
-) -> None:
-    assert web_was_stable(ready=ready, lived_s=lived_s) is stable
-
-
-@pytest.mark.parametrize(
-    ("finished_work", "lived_s", "stable"),
-    [
-        # A step may crash an engine soon after its start, but earlier steps were done.
-        (True, 0.0, STABLE),
-        (False, ENGINE_STABLE_S + 0.1, STABLE),
-        (False, ENGINE_STABLE_S, UNSTABLE),
-        (False, 0.0, UNSTABLE),
-    ],
-)
-def test_an_engine_was_stable_if_it_finished_work_or_ran_for_long(
-    finished_work: bool, lived_s: float, stable: bool
-) -> None:
-    assert engine_was_stable(finished_work=finished_work, lived_s=lived_s) is stable
-
+from tinkex.server.process_setup import collect_periodically
 
 PROGRAM = """
 import gc

@@ -11,11 +11,15 @@ from urllib.parse import quote, urlsplit
 import click
 
 from tinkex.cli.errors import CommandFailed
-from tinkex.cli.output import NONE, as_json, show_json, show_properties, yes_no
+from tinkex.cli.output import NONE, as_json, report, show_json, show_properties, yes_no
 from tinkex.cli.service_options import service_arguments, service_options
+from tinkex.client.auth import key_store
+from tinkex.client.auth.credentials import ApiKey
+from tinkex.client.auth.key_store import StoredKeys
+from tinkex.client.errors import TinkerError
+from tinkex.client.settings import DEFAULT_URL, LOCAL, Settings, is_loopback, service_url
 
 if TYPE_CHECKING:
-    from tinkex.client.auth.key_store import StoredKeys
     from tinkex.client.connection import Connection
 
 
@@ -34,9 +38,7 @@ def login() -> None:
 
     Prompts for the key, or reads it from stdin if that is not a terminal.
     """
-    from tinkex.client.auth import key_store, sessionless_requests
-    from tinkex.client.auth.credentials import ApiKey
-    from tinkex.client.settings import LOCAL, Settings
+    from tinkex.client.auth import sessionless_requests
 
     service, stored, found = _stored()
     if service == LOCAL:
@@ -81,10 +83,8 @@ def login() -> None:
             "note: TINKER_API_KEY is set and takes precedence over the stored key.", err=True
         )
     shown = {"base_url": service, "key": entry.name, **_owner(details)}
-    if as_json():
-        show_json(shown)
-        return
-    click.echo(f"Stored key {entry.name} of {shown['email'] or NONE} for {service}.")
+    words = f"Stored key {entry.name} of {shown['email'] or NONE} for {service}."
+    report(words, shown, err=False)
 
 
 @command.command("logout")
@@ -94,9 +94,7 @@ def logout() -> None:
 
     A key that was created for this machine is also deleted on the service.
     """
-    from tinkex.client.auth import key_store, sessionless_requests
-    from tinkex.client.errors import TinkerError
-    from tinkex.client.settings import DEFAULT_URL, Settings
+    from tinkex.client.auth import sessionless_requests
 
     service, stored, key_id = _stored()
     if key_id is None:
@@ -113,10 +111,11 @@ def logout() -> None:
     deleted = entry.type == "generated" and failure is None
     key_store.write(key_store.default_path(), stored.without(key_id))
     name = entry.name or key_id
-    if as_json():
-        show_json({"base_url": service, "removed": name, "deleted_on_service": deleted})
-    else:
-        click.echo(f"Removed key {name} for {service} from this machine.")
+    report(
+        f"Removed key {name} for {service} from this machine.",
+        {"base_url": service, "removed": name, "deleted_on_service": deleted},
+        err=False,
+    )
     if failure is not None:
         raise CommandFailed(
             f"the key was removed here but could not be deleted on the service: {failure}",
@@ -134,8 +133,6 @@ def logout() -> None:
 def status() -> None:
     """Check the credentials and the connection. Exits with 1 if they do not work."""
     from tinkex.client.auth import sessionless_requests
-    from tinkex.client.errors import TinkerError
-    from tinkex.client.settings import Settings
 
     settings, problem = None, None
     try:
@@ -144,20 +141,19 @@ def status() -> None:
     except TinkerError as error:
         problem = str(error)
     has_credentials, is_accessible = settings is not None, problem is None
-    if as_json():
-        show_json(
-            {
-                "credentials_available": has_credentials,
-                "service_accessible": is_accessible,
-                "problem": problem,
-            }
-        )
-    else:
-        click.echo(f"Credentials available: {yes_no(has_credentials)}")
-        click.echo(f"Service accessible: {yes_no(is_accessible)}")
-        if problem:
-            click.echo(problem, err=True)
+    report(
+        f"Credentials available: {yes_no(has_credentials)}\n"
+        f"Service accessible: {yes_no(is_accessible)}",
+        {
+            "credentials_available": has_credentials,
+            "service_accessible": is_accessible,
+            "problem": problem,
+        },
+        err=False,
+    )
     if problem:
+        if not as_json():
+            click.echo(problem, err=True)
         raise click.exceptions.Exit(1)
 
 
@@ -166,8 +162,6 @@ def status() -> None:
 def whoami() -> None:
     """Show the owner of the key: email, user, organization."""
     from tinkex.client.auth import sessionless_requests
-    from tinkex.client.errors import TinkerError
-    from tinkex.client.settings import Settings
 
     async def fetch_owner(connection: Connection) -> dict[str, str | None]:
         try:
@@ -199,17 +193,12 @@ def whoami() -> None:
 
 def _stored() -> tuple[str, StoredKeys, str | None]:
     """The service, all stored keys, and the id of the key for this service."""
-    from tinkex.client.auth import key_store
-    from tinkex.client.settings import is_loopback, service_url
-
     service = service_url(service_arguments()["base_url"])
     stored = key_store.read(key_store.default_path())
     return service, stored, stored.key_for(service, is_local=is_loopback(service))
 
 
 def _prompt_for_key(service: str) -> str:
-    from tinkex.client.settings import DEFAULT_URL
-
     if not sys.stdin.isatty():
         return sys.stdin.readline()
     if service == DEFAULT_URL:
@@ -231,8 +220,6 @@ def _console() -> str:
 
 def _key_id(service: str, key_info: dict[str, Any]) -> str:
     """The id of the key, with the host unless that is the hosted service: ids may repeat."""
-    from tinkex.client.settings import DEFAULT_URL
-
     number = str(key_info["key_id"])
     return number if service == DEFAULT_URL else f"{number}@{urlsplit(service).netloc}"
 

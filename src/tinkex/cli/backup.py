@@ -1,13 +1,13 @@
 """`tinkex backup` and `tinkex restore`: back up and restore a server's data folder."""
 
-from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 
 from tinkex.cli.errors import CommandFailed
-from tinkex.cli.output import as_json, show_json, size
+from tinkex.cli.output import report, size
 from tinkex.cli.server_options import data_folder_options, load_settings
+from tinkex.wire.text_format import format_utc
 
 
 @click.command("backup")
@@ -28,10 +28,10 @@ def command(
         manifest = create(settings, target)
     except BackupFailed as error:
         raise CommandFailed(str(error), hint=error.hint) from error
-    if as_json():
-        show_json({"folder": str(target), "files": manifest.files, "bytes": manifest.bytes})
-    else:
-        click.echo(f"Copied {manifest.files} files ({size(manifest.bytes)}) to {target}.", err=True)
+    report(
+        f"Copied {manifest.files} files ({size(manifest.bytes)}) to {target}.",
+        {"folder": str(target), "files": manifest.files, "bytes": manifest.bytes},
+    )
     if manifest.missing:
         click.echo(
             f"warning: {len(manifest.missing)} files are missing in the data folder, so the backup "
@@ -58,5 +58,5 @@ def restore_command(backup: Path, data: str | None) -> None:
         found = restore(backup, settings.folder)
     except BackupFailed as error:
         raise CommandFailed(str(error), hint=error.hint) from error
-    taken_at = datetime.fromtimestamp(found.taken_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    taken_at = format_utc(found.taken_s)
     click.echo(f"Restored {settings.folder} to its state at {taken_at}.", err=True)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+import tinkex
 from tinkex.cli.output import NONE, as_json, show_json, show_table, write_csv
 from tinkex.cli.output import size as shown_size
 from tinkex.cli.service_options import admin_client, service_options
 
-if TYPE_CHECKING:
-    from tinkex.wire.billing import BillingUsageEvent
-
-USAGE_COLUMNS = (
+USAGE_COLUMNS = [
     "bucket_start",
     "bucket_end",
     "type",
@@ -31,26 +28,16 @@ USAGE_COLUMNS = (
     "estimated_cost_usd",
     "effective_rate_usd_per_million_tokens",
     "effective_rate_usd_per_gigabyte_month",
-)
+]
 #: Columns of the table; CSV and JSON have all.
-USAGE_TABLE_COLUMNS = (
+USAGE_TABLE_COLUMNS = [
     "bucket_start",
     "type",
     "base_model",
     "user_name",
     "amount",
     "estimated_cost_usd",
-)
-STORAGE_COLUMNS = (
-    "project_id",
-    "org_user_urn",
-    "user_email",
-    "user_name",
-    "checkpoint_count",
-    "size_bytes",
-    "size_gigabytes",
-    "estimated_monthly_cost_usd",
-)
+]
 
 
 @click.group("billing")
@@ -98,7 +85,10 @@ def usage(
     )
     show_table(
         [name.replace("_", " ").capitalize() for name in USAGE_TABLE_COLUMNS],
-        [_cells({**row, "amount": _amount(row)}, USAGE_TABLE_COLUMNS) for row in rows],
+        [
+            [_cell({**row, "amount": _amount(row)}.get(name)) for name in USAGE_TABLE_COLUMNS]
+            for row in rows
+        ],
         title=f"{len(rows)} entries{through}",
     )
 
@@ -112,9 +102,8 @@ def checkpoint_storage(project_id: str | None, csv_path: str | None) -> None:
     answer = admin_client().get_current_checkpoint_storage_usage(project_id).result()
     rows = [item.model_dump(mode="json") for item in answer.data]
     if csv_path:
-        write_csv(
-            csv_path, STORAGE_COLUMNS, [[row[name] for name in STORAGE_COLUMNS] for row in rows]
-        )
+        columns = list(tinkex.types.CurrentCheckpointStorageUsageItem.model_fields)
+        write_csv(csv_path, columns, [[row[name] for name in columns] for row in rows])
     elif as_json():
         show_json(answer)
     else:
@@ -133,7 +122,7 @@ def checkpoint_storage(project_id: str | None, csv_path: str | None) -> None:
         )
 
 
-def _usage_row(event: BillingUsageEvent) -> dict[str, Any]:
+def _usage_row(event: tinkex.types.BillingUsageEvent) -> dict[str, Any]:
     """The event as a flat row: the fields of `event_info` next to the others."""
     row = event.model_dump(mode="json")
     return {**row, **row.pop("event_info")}
@@ -144,10 +133,6 @@ def _amount(row: dict[str, Any]) -> str:
         if row.get(name) is not None:
             return f"{row[name]} {unit}"
     return f"{row.get('gigabyte_hours', 0):.3f} GB-hours"
-
-
-def _cells(row: dict[str, Any], names: Sequence[str]) -> list[str]:
-    return [_cell(row.get(name)) for name in names]
 
 
 def _cell(value: Any) -> str:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import concurrent.futures
 import re
 from collections.abc import Iterable
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+import tinkex
 from tinkex.cli.errors import CommandFailed
 from tinkex.cli.output import (
     NONE,
     ago,
     as_json,
     plain,
+    report,
     show_json,
     show_properties,
     show_table,
@@ -26,15 +28,12 @@ from tinkex.cli.output import size as shown_size
 from tinkex.cli.service_options import (
     fetch_pages,
     limit_option,
+    list_title,
     minimum,
     progress_bar,
     rest_client,
     service_options,
 )
-
-if TYPE_CHECKING:
-    from tinkex.client.rest import RestClient
-    from tinkex.wire.checkpoints import Checkpoint
 
 PAGE_SIZE = 1000
 MAX_CONCURRENT_DELETES = 32
@@ -122,23 +121,20 @@ def delete(
         raise click.exceptions.Exit(1)
 
 
-def _look_up(client: RestClient, paths: Iterable[str]) -> list[Checkpoint]:
+def _look_up(client: tinkex.RestClient, paths: Iterable[str]) -> list[tinkex.Checkpoint]:
     """The existing checkpoints among `paths`; missing ones are reported when they are deleted."""
-    from tinkex.client.errors import NotFoundError
-    from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
-
-    wanted = {path: ParsedCheckpointTinkerPath.from_tinker_path(path) for path in paths}
-    found: list[Checkpoint] = []
+    wanted = {path: tinkex.ParsedCheckpointTinkerPath.from_tinker_path(path) for path in paths}
+    found: list[tinkex.Checkpoint] = []
     for run_id in dict.fromkeys(parsed.training_run_id for parsed in wanted.values()):
         try:
             of_run = client.list_checkpoints(run_id).result().checkpoints
-        except NotFoundError:
+        except tinkex.NotFoundError:
             continue
         found += [checkpoint for checkpoint in of_run if checkpoint.tinker_path in wanted]
     return found
 
 
-def _confirmed(paths: list[str], found: list[Checkpoint]) -> bool:
+def _confirmed(paths: list[str], found: list[tinkex.Checkpoint]) -> bool:
     sizes = {checkpoint.tinker_path: checkpoint.size_bytes for checkpoint in found}
     for path in paths:
         click.echo(f"  {path}  {shown_size(sizes.get(path))}", err=True)
@@ -147,12 +143,12 @@ def _confirmed(paths: list[str], found: list[Checkpoint]) -> bool:
     return click.confirm(f"Delete {what} ({shown_size(total)}) permanently?", err=True)
 
 
-def _delete_all(client: RestClient, paths: list[str]) -> list[tuple[str, str]]:
+def _delete_all(client: tinkex.RestClient, paths: list[str]) -> list[tuple[str, str]]:
     """Delete concurrently; return the paths that could not be deleted, with the reasons."""
     failed: list[tuple[str, str]] = []
     waiting = list(reversed(paths))
     running: dict[concurrent.futures.Future[None], str] = {}
-    with progress_bar("Deleting", quiet=as_json()) as show:
+    with progress_bar("Deleting") as show:
         while waiting or running:
             while waiting and len(running) < MAX_CONCURRENT_DELETES:
                 path = waiting.pop()
@@ -172,17 +168,10 @@ def _delete_all(client: RestClient, paths: list[str]) -> list[tuple[str, str]]:
 
 
 def _report(deleted: int, failed: list[tuple[str, str]]) -> None:
-    if as_json():
-        show_json(
-            {
-                "deleted_count": deleted,
-                "failed": [{"tinker_path": path, "error": error} for path, error in failed],
-            }
-        )
-        return
-    click.echo(f"Deleted {deleted} checkpoints.", err=True)
-    for path, error in failed:
-        click.echo(f"error: {path} was not deleted: {error}", err=True)
+    reasons = [{"tinker_path": path, "error": error} for path, error in failed]
+    lines = [f"Deleted {deleted} checkpoints."]
+    lines += [f"error: {path} was not deleted: {error}" for path, error in failed]
+    report("\n".join(lines), {"deleted_count": deleted, "failed": reasons})
 
 
 @command.command("download")
@@ -203,36 +192,24 @@ def download(checkpoint_path: str, output: Path | None, force: bool) -> None:
     target = (output or Path()) / folder_name(checkpoint_path)
     folder = _download(rest_client(), checkpoint_path, target, force=force)
     total = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    if as_json():
-        show_json(
-            {
-                "checkpoint_path": checkpoint_path,
-                "destination": str(folder),
-                "file_size_bytes": total,
-            }
-        )
-    else:
-        click.echo(f"{folder} ({shown_size(total)})", err=True)
+    fields = {"checkpoint_path": checkpoint_path, "destination": str(folder)}
+    report(f"{folder} ({shown_size(total)})", {**fields, "file_size_bytes": total})
 
 
 def folder_name(path: str) -> str:
     """`<run>_<kind>_<name>`, with characters that every file system accepts."""
-    from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
-
-    parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
+    parsed = tinkex.ParsedCheckpointTinkerPath.from_tinker_path(path)
     name = f"{parsed.training_run_id}_{parsed.checkpoint_id}"
     return re.sub(r"[^\w.+=-]+", "_", name)
 
 
-def _download(client: RestClient, path: str, target: Path, *, force: bool) -> Path:
-    from tinkex.client.files.checkpoint_download import download_checkpoint
-
+def _download(client: tinkex.RestClient, path: str, target: Path, *, force: bool) -> Path:
     if target.exists() and not force:
         raise CommandFailed(
             f"{target} already exists.", hint="Add --force to replace it, or use --output."
         )
-    with progress_bar(f"Downloading {target.name}", quiet=as_json()) as show:
-        return download_checkpoint(path, target, rest=client, overwrite=force, progress=show)
+    with progress_bar(f"Downloading {target.name}") as show:
+        return tinkex.download_checkpoint(path, target, rest=client, overwrite=force, progress=show)
 
 
 @command.command("info")
@@ -258,19 +235,15 @@ def info(checkpoint_path: str) -> None:
             "Size": shown_size(checkpoint.size_bytes),
             "Public": yes_no(checkpoint.public),
             "Saved": checkpoint.time.isoformat(),
-            "Expires": "never"
-            if checkpoint.expires_at is None
-            else checkpoint.expires_at.isoformat(),
+            "Expires": checkpoint.expires_at.isoformat() if checkpoint.expires_at else "never",
             **{f"Metadata {key}": value for key, value in (checkpoint.user_metadata or {}).items()},
         }
     )
 
 
-def find_checkpoint(client: RestClient, path: str) -> Checkpoint:
+def find_checkpoint(client: tinkex.RestClient, path: str) -> tinkex.Checkpoint:
     """Find a checkpoint in the list of its run."""
-    from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
-
-    run_id = ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
+    run_id = tinkex.ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
     for checkpoint in client.list_checkpoints(run_id).result().checkpoints:
         if checkpoint.tinker_path == path:
             return checkpoint
@@ -288,15 +261,13 @@ def list_(run_id: str | None, limit: int) -> None:
     """List checkpoints, newest first."""
     client = rest_client()
 
-    def fetch(count: int, offset: int) -> tuple[list[Checkpoint], int]:
+    def fetch(count: int, offset: int) -> tuple[list[tinkex.Checkpoint], int]:
         page = client.list_user_checkpoints(limit=count, offset=offset).result()
         total = page.cursor.total_count if page.cursor else offset + len(page.checkpoints)
         return page.checkpoints, total
 
     if run_id is None:
-        found, total = fetch_pages(
-            fetch, limit=limit, page=PAGE_SIZE, what="Checkpoints", quiet=as_json()
-        )
+        found, total = fetch_pages(fetch, limit=limit, page=PAGE_SIZE, what="Checkpoints")
     else:
         found = client.list_checkpoints(run_id).result().checkpoints
         total = len(found)
@@ -305,9 +276,6 @@ def list_(run_id: str | None, limit: int) -> None:
         of_run = {} if run_id is None else {"run_id": run_id}
         show_json({**of_run, "checkpoints": found, "total": total, "shown": len(found)})
         return
-    more = (
-        f", {total - len(found)} more not shown (--limit 0 shows all)" if total > len(found) else ""
-    )
     show_table(
         ("Path", "Type", "Size", "Public", "Saved", "Expires"),
         [
@@ -321,7 +289,7 @@ def list_(run_id: str | None, limit: int) -> None:
             )
             for checkpoint in found
         ],
-        title=f"{len(found)} checkpoints{more}",
+        title=list_title(len(found), total, "checkpoints"),
     )
 
 
@@ -381,27 +349,13 @@ def push_hf(
             ignore_patterns=ignore_pattern or None,
             model_card=not no_model_card,
         )
-    if as_json():
-        show_json(
-            {
-                "checkpoint_path": checkpoint_path,
-                "repo_id": pushed.repo_id,
-                "revision": pushed.revision,
-                "url": pushed.url,
-            }
-        )
-    else:
-        click.echo(pushed.url)
+    report(pushed.url, {"checkpoint_path": checkpoint_path, **asdict(pushed)}, err=False)
 
 
 @command.command("set-ttl")
 @click.argument("checkpoint_path", metavar="PATH")
 @click.option(
-    "--ttl",
-    type=int,
-    callback=minimum(1),
-    metavar="SECONDS",
-    help="Delete it after this time.",
+    "--ttl", type=int, callback=minimum(1), metavar="SECONDS", help="Delete it after this time."
 )
 @click.option("--remove", is_flag=True, help="Never delete it.")
 @service_options
@@ -424,7 +378,4 @@ def unpublish(checkpoint_path: str) -> None:
 
 
 def _report_change(path: str, words: str, **state: bool | int | None) -> None:
-    if as_json():
-        show_json({"tinker_path": path, **state})
-    else:
-        click.echo(f"{path} {words}", err=True)
+    report(f"{path} {words}", {"tinker_path": path, **state})

@@ -1,62 +1,31 @@
 """The `tinkex` command group: a table of subcommands that are imported only when they run."""
 
 import importlib
-from dataclasses import dataclass
 from typing import Any
 
 import click
 
 from tinkex.cli.errors import CommandFailed, as_command_failure
 
-
-@dataclass(frozen=True, kw_only=True)
-class Subcommand:
-    """The module of a subcommand, and its line in `tinkex --help`, which does not import it."""
-
-    module: str
-    help: str
-    #: Name of the click command in that module.
-    name: str = "command"
-
-
+#: The line of each subcommand in `tinkex --help`, which does not import it.
 SUBCOMMANDS = {
-    "auth": Subcommand(module="tinkex.cli.auth", help="Store an API key, and show its owner."),
-    "backup": Subcommand(
-        module="tinkex.cli.backup", help="Copy the data of a server, even while it runs."
-    ),
-    "billing": Subcommand(module="tinkex.cli.billing", help="Show usage and costs."),
-    "checkpoint": Subcommand(
-        module="tinkex.cli.checkpoint", help="List, download, publish and delete saved weights."
-    ),
-    "conformance": Subcommand(
-        module="tinkex.cli.conformance", help="Check that a server implements the Tinker protocol."
-    ),
-    "demo": Subcommand(
-        module="tinkex.cli.demo", help="Fine-tune a small model on this machine, as a demo."
-    ),
-    "doctor": Subcommand(
-        module="tinkex.cli.doctor", help="Find and repair problems in a server's data folder."
-    ),
-    "key": Subcommand(
-        module="tinkex.cli.key", help="Create, list and revoke the API keys of a server."
-    ),
-    "merge": Subcommand(module="tinkex.cli.merge", help="Merge an adapter into its base model."),
-    "model": Subcommand(module="tinkex.cli.model", help="List the base models of a service."),
-    "restore": Subcommand(
-        module="tinkex.cli.backup",
-        name="restore_command",
-        help="Create a data folder from a backup.",
-    ),
-    "run": Subcommand(module="tinkex.cli.run", help="List and show training runs."),
-    "sample": Subcommand(module="tinkex.cli.sample", help="Sample from a model."),
-    "serve": Subcommand(
-        module="tinkex.cli.serve", help="Serve models to every Tinker client on this machine."
-    ),
-    "session": Subcommand(module="tinkex.cli.session", help="Export the trace of a session."),
-    "tiny-model": Subcommand(
-        module="tinkex.cli.tiny_model", help="Write a small random model for tests."
-    ),
-    "version": Subcommand(module="tinkex.cli.version", help="Show the version of tinkex."),
+    "auth": "Store an API key, and show its owner.",
+    "backup": "Copy the data of a server, even while it runs.",
+    "billing": "Show usage and costs.",
+    "checkpoint": "List, download, publish and delete saved weights.",
+    "conformance": "Check that a server implements the Tinker protocol.",
+    "demo": "Fine-tune a small model on this machine, as a demo.",
+    "doctor": "Find and repair problems in a server's data folder.",
+    "key": "Create, list and revoke the API keys of a server.",
+    "merge": "Merge an adapter into its base model.",
+    "model": "List the base models of a service.",
+    "restore": "Create a data folder from a backup.",
+    "run": "List and show training runs.",
+    "sample": "Sample from a model.",
+    "serve": "Serve models to every Tinker client on this machine.",
+    "session": "Export the trace of a session.",
+    "tiny-model": "Write a small random model for tests.",
+    "version": "Show the version of tinkex.",
 }
 
 
@@ -67,16 +36,19 @@ class LazyGroup(click.Group):
         return sorted(SUBCOMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        subcommand = SUBCOMMANDS.get(cmd_name)
-        if subcommand is None:
+        if cmd_name not in SUBCOMMANDS:
             return None
-        module = importlib.import_module(subcommand.module)
-        command: click.Command = getattr(module, subcommand.name)
+        if cmd_name == "restore":
+            from tinkex.cli.backup import restore_command
+
+            return restore_command
+        module = importlib.import_module(f"tinkex.cli.{cmd_name.replace('-', '_')}")
+        command: click.Command = module.command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, SUBCOMMANDS[name].help) for name in sorted(SUBCOMMANDS)])
+            formatter.write_dl(sorted(SUBCOMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -32,6 +32,7 @@ from tinkex.cli import loss_chart
 from tinkex.cli.demo_report import Exchange, Outcome, as_html
 from tinkex.cli.download_progress import fetch_progress
 from tinkex.cli.errors import CommandFailed
+from tinkex.client.local_server import LocalSettings
 from tinkex.models.resolve import DEFAULT_MODEL, ModelNotFound, resolve
 
 if TYPE_CHECKING:
@@ -258,7 +259,7 @@ def run(console: Console, *, steps: int, base_url: str, model: str) -> Outcome:
         training_s=training_s,
         checkpoint=checkpoint,
         sampler=sampler,
-        data_folder=local_data_folder() if base_url == "local" else None,
+        data_folder=str(LocalSettings.from_env().data) if base_url == "local" else None,
     )
 
 
@@ -282,12 +283,6 @@ def service_for(console: Console, base_url: str, model: str) -> Iterator[tuple[S
         ):
             service.get_server_capabilities()
         yield service, name
-
-
-def local_data_folder() -> str:
-    from tinkex.client.local_server import LocalSettings
-
-    return str(LocalSettings.from_env().data)
 
 
 def one_line(answer: str) -> str:
@@ -399,17 +394,11 @@ def print_summary(console: Console, outcome: Outcome, folder: Path) -> None:
 def next_steps(folder: Path) -> Iterator[tuple[str, str]]:
     yield f"open {folder / 'report.html'}", "everything above, and code to use the model"
     if (example := Path("examples/fine_tune.py")).is_file():
-        yield (
-            f"{command_in_this_environment('python')} {example}",
-            "the same loop in under 100 lines",
-        )
-    yield (
-        f"{command_in_this_environment('tinkex')} serve",
-        "your own server, for any Tinker program",
-    )
+        yield f"{executable('python')} {example}", "the same loop in under 100 lines"
+    yield f"{executable('tinkex')} serve", "your own server, for any Tinker program"
 
 
-def command_in_this_environment(command: str) -> str:
+def executable(command: str) -> str:
     """How to run a command of this environment, which may not be activated."""
     if shutil.which(command) == str(path := Path(sys.executable).with_name(command)):
         return command

@@ -15,25 +15,18 @@ def fetch_progress() -> Iterator[Progress]:
     if not sys.stderr.isatty():
         yield line_progress(sys.stderr)
         return
-    try:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            TaskID,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-        from rich.progress import Progress as Bars
-    except ModuleNotFoundError:
-        yield line_progress(sys.stderr)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    tasks: dict[str, TaskID] = {}
-    with Bars(
-        *columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True)
-    ) as bars:
+    from rich import progress as rich_progress
+    from rich.console import Console
+
+    columns = (
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.DownloadColumn(),
+        rich_progress.TransferSpeedColumn(),
+        rich_progress.TimeRemainingColumn(),
+    )
+    tasks: dict[str, rich_progress.TaskID] = {}
+    with rich_progress.Progress(*columns, console=Console(stderr=True)) as bars:
 
         def progress(done: int, total: int, what: str) -> None:
             if what not in tasks:

@@ -40,16 +40,9 @@ def as_command_failure(error: Exception) -> CommandFailed | None:
     from tinkex.client.errors import TinkerError
 
     if isinstance(error, TinkerError):
-        headline = next(
-            (
-                _HEADLINES[kind.__name__]
-                for kind in type(error).__mro__
-                if kind.__name__ in _HEADLINES
-            ),
-            None,
-        )
-        text = f"{headline}. {error}" if headline else str(error)
-        return CommandFailed(text)
+        names = [kind.__name__ for kind in type(error).__mro__]
+        headline = next((_HEADLINES[name] for name in names if name in _HEADLINES), None)
+        return CommandFailed(f"{headline}. {error}" if headline else str(error))
     if isinstance(error, ValueError):
         return CommandFailed(str(error))
     if isinstance(error, OSError) and error.strerror:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from tinkex.cli.errors import CommandFailed
+from tinkex.cli.output import show_columns
 from tinkex.cli.server_options import data_option, db_option, load_settings
+from tinkex.wire.text_format import format_utc
 
 if TYPE_CHECKING:
     from tinkex.server.settings import Settings
@@ -112,10 +114,7 @@ def list_(data: str | None, db: str | None) -> None:
         )
         for key in keys
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        click.echo("  ".join(cells).rstrip())
+    show_columns(rows)
 
 
 @command.command("revoke")
@@ -208,4 +207,4 @@ def _parse_expiry(text: str) -> float:
 def _format_time(seconds: float | None) -> str:
     if seconds is None:
         return "-"
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+    return format_utc(seconds, form="%Y-%m-%d %H:%M")

@@ -48,19 +48,15 @@ def as_text(
     labels = {_row(level, low, high, height): f"{level:g}" for level in levels}
     lines = []
     for row, line in enumerate(cells):
-        drawn = "".join(_character(cell, braille) for cell in line)
+        drawn = "".join(
+            " " if not cell else chr(0x2800 + cell if braille else 0x2A) for cell in line
+        )
         axis = ("┤" if row in labels else "│") if braille else "|"
         lines.append(f"{labels.get(row, ''):>6} {axis}{drawn}".rstrip())
     corner, floor = ("└", "─") if braille else ("+", "-")
     lines.append(f"{'':>6} {corner}{floor * width}")
     lines.append(f"{'':>7} step 1{f'step {len(values)}':>{width - 6}}")
     return lines
-
-
-def _character(cell: int, braille: bool) -> str:
-    if not cell:
-        return " "
-    return chr(0x2800 + cell) if braille else "*"
 
 
 def _resampled(values: Sequence[float], length: int) -> list[float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from tinkex.cli.errors import CommandFailed, missing_package
+from tinkex.wire.text_format import format_bytes
 
 
 @click.command("merge")
@@ -50,7 +51,7 @@ def command(adapter: str, out: Path, base: str | None, dtype: str | None, data: 
         merged = merge(source.folder, folder, out, None if dtype is None else DTYPES[dtype])
     except (UserFailure, UnsupportedModel, RefusedFolder, ModelNotFound, FileExistsError) as error:
         raise CommandFailed(str(error)) from error
-    size = f"{merged.size_bytes / 1e6:.1f} MB"
+    size = format_bytes(merged.size_bytes)
     click.echo(f"{out}: {source.name} merged with {folder.name}, {merged.dtype}, {size}.")
     if merged.untied:
         click.echo(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+import tinkex
 from tinkex.cli.errors import CommandFailed
 from tinkex.cli.output import NONE, as_json, show_json, show_table, yes_no
 from tinkex.cli.service_options import service_arguments, service_options
@@ -19,9 +20,7 @@ def command() -> None:
 @service_options
 def list_(substring: str | None) -> None:
     """List the base models, or only those with SUBSTRING in their names."""
-    from tinkex.client.service import ServiceClient
-
-    offered = ServiceClient(**service_arguments()).get_server_capabilities().supported_models
+    offered = tinkex.ServiceClient(**service_arguments()).get_server_capabilities().supported_models
     wanted = (substring or "").lower()
     models = [model for model in offered if wanted in (model.model_name or "").lower()]
     if not models:

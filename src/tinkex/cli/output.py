@@ -11,6 +11,8 @@ from typing import Any, TextIO
 
 import click
 
+from tinkex.wire.text_format import format_binary_bytes
+
 NONE = "N/A"
 _UNITS = (("minute", 60), ("hour", 3600), ("day", 86_400), ("week", 604_800))
 #: Times further away than this are shown as dates.
@@ -37,6 +39,14 @@ def as_json() -> bool:
 def show_json(value: Any) -> None:
     """Print JSON to stdout; times are ISO 8601."""
     click.echo(json.dumps(plain(value), indent=2, ensure_ascii=False))
+
+
+def report(words: str, fields: Mapping[str, Any], *, err: bool = True) -> None:
+    """Print what a command did: `fields` if JSON is asked for, otherwise `words`."""
+    if as_json():
+        show_json(fields)
+    else:
+        click.echo(words, err=err)
 
 
 def plain(value: Any) -> Any:
@@ -74,16 +84,20 @@ def show_table(
         return
     if title:
         click.echo(title, err=True)
-    cells = [list(columns), *map(list, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
+    show_columns([columns, *rows])
+
+
+def show_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows whose cells are aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
         padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         click.echo("  ".join(padded).rstrip())
 
 
-def show_properties(properties: Mapping[str, str], *, title: str | None = None) -> None:
+def show_properties(properties: Mapping[str, str]) -> None:
     """Print a table with one line for each property."""
-    show_table(("Property", "Value"), list(properties.items()), title=title)
+    show_table(("Property", "Value"), list(properties.items()))
 
 
 def write_csv(path: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -105,12 +119,7 @@ def size(count: int | None) -> str:
     """A size such as `1.5 MB`; units are powers of 1024."""
     if count is None:
         return NONE
-    amount = float(count)
-    for unit in ("B", "KB", "MB", "GB"):
-        if amount < 1024:
-            return f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} TB"
+    return format_binary_bytes(count)
 
 
 def ago(moment: datetime | None, *, now: datetime | None = None) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
+import tinkex
 from tinkex.cli.output import NONE, ago, as_json, show_json, show_properties, show_table, yes_no
-from tinkex.cli.service_options import fetch_pages, limit_option, rest_client, service_options
-
-if TYPE_CHECKING:
-    from tinkex.wire.checkpoints import Checkpoint
-    from tinkex.wire.sessions import TrainingRun
+from tinkex.cli.service_options import (
+    fetch_pages,
+    limit_option,
+    list_title,
+    rest_client,
+    service_options,
+)
 
 PAGE_SIZE = 100
 COLUMNS = {
@@ -33,11 +34,8 @@ def command() -> None:
 
 
 def _columns(ctx: click.Context, param: click.Parameter, text: str | None) -> list[str]:
-    names = [
-        name
-        for name in map(str.strip, (DEFAULT_COLUMNS if text is None else text).split(","))
-        if name
-    ]
+    given = DEFAULT_COLUMNS if text is None else text
+    names = [name for name in map(str.strip, given.split(",")) if name]
     unknown = [name for name in names if name not in COLUMNS]
     if unknown or not names:
         problem = (
@@ -60,23 +58,18 @@ def list_(limit: int, columns: list[str]) -> None:
     """List training runs, newest first."""
     client = rest_client()
 
-    def fetch(count: int, offset: int) -> tuple[list[TrainingRun], int]:
+    def fetch(count: int, offset: int) -> tuple[list[tinkex.TrainingRun], int]:
         page = client.list_training_runs(limit=count, offset=offset).result()
         return page.training_runs, page.cursor.total_count
 
-    runs, total = fetch_pages(
-        fetch, limit=limit, page=PAGE_SIZE, what="Training runs", quiet=as_json()
-    )
+    runs, total = fetch_pages(fetch, limit=limit, page=PAGE_SIZE, what="Training runs")
     if as_json():
         show_json({"runs": runs, "total": total, "shown": len(runs)})
         return
-    more = (
-        f", {total - len(runs)} more not shown (--limit 0 shows all)" if total > len(runs) else ""
-    )
     show_table(
         [COLUMNS[name] for name in columns],
         [[_cells(run)[name] for name in columns] for run in runs],
-        title=f"{len(runs)} training runs{more}",
+        title=list_title(len(runs), total, "training runs"),
     )
 
 
@@ -105,7 +98,7 @@ def info(run_id: str) -> None:
     )
 
 
-def _cells(run: TrainingRun) -> dict[str, str]:
+def _cells(run: tinkex.TrainingRun) -> dict[str, str]:
     last = run.last_checkpoint
     return {
         "id": run.training_run_id,
@@ -119,9 +112,9 @@ def _cells(run: TrainingRun) -> dict[str, str]:
     }
 
 
-def _status(run: TrainingRun) -> str:
+def _status(run: tinkex.TrainingRun) -> str:
     return "failed" if run.corrupted else "active"
 
 
-def _last_checkpoint(checkpoint: Checkpoint | None) -> str:
+def _last_checkpoint(checkpoint: tinkex.Checkpoint | None) -> str:
     return NONE if checkpoint is None else f"{checkpoint.tinker_path} ({ago(checkpoint.time)})"

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import click
 
+import tinkex
 from tinkex.cli.errors import CommandFailed, missing_package
 from tinkex.cli.output import as_json, show_json
 from tinkex.cli.service_options import service_arguments, service_options
-
-if TYPE_CHECKING:
-    from tinkex.client.sampling import SamplingClient
-    from tinkex.client.service import ServiceClient
-    from tinkex.wire.sampling import SampledSequence
 
 
 @click.command("sample")
@@ -60,11 +56,8 @@ def command(
     if model and path:
         raise click.UsageError("Give either --model or --path.")
     text = prompt if prompt_file is None else prompt_file.read()
-    from tinkex.client.service import ServiceClient
-    from tinkex.wire.sampling import SamplingParams
-
     sampling["stop"] = list(sampling["stop"]) or None
-    with ServiceClient(**service_arguments()) as service:
+    with tinkex.ServiceClient(**service_arguments()) as service:
         client = _sampler(service, model, path)
         try:
             tokenizer = client.get_tokenizer()
@@ -74,7 +67,7 @@ def command(
         answer = client.sample(
             _prompt(tokenizer, text or "", system, chat=chat),
             num_samples,
-            SamplingParams(**sampling),
+            tinkex.SamplingParams(**sampling),
         ).result()
     texts = [_text(tokenizer, sequence) for sequence in answer.sequences]
     if as_json():
@@ -95,7 +88,9 @@ def command(
     click.echo("\n---\n".join(texts), file=output or sys.stdout)
 
 
-def _sampler(service: ServiceClient, model: str | None, path: str | None) -> SamplingClient:
+def _sampler(
+    service: tinkex.ServiceClient, model: str | None, path: str | None
+) -> tinkex.SamplingClient:
     if path:
         return service.create_sampling_client(model_path=path)
     if not model:
@@ -107,16 +102,14 @@ def _sampler(service: ServiceClient, model: str | None, path: str | None) -> Sam
 
 
 def _prompt(tokenizer: Any, text: str, system: str | None, *, chat: bool) -> Any:
-    from tinkex.wire.inputs import ModelInput
-
     if not chat:
-        return ModelInput.from_ints(tokenizer.encode(text))
+        return tinkex.ModelInput.from_ints(tokenizer.encode(text))
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": text})
     tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
     # The tokenizers of transformers return a mapping.
-    return ModelInput.from_ints(list(getattr(tokens, "input_ids", tokens)))
+    return tinkex.ModelInput.from_ints(list(getattr(tokens, "input_ids", tokens)))
 
 
-def _text(tokenizer: Any, sequence: SampledSequence) -> str:
+def _text(tokenizer: Any, sequence: tinkex.SampledSequence) -> str:
     return str(tokenizer.decode(sequence.tokens, skip_special_tokens=True))

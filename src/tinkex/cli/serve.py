@@ -8,7 +8,7 @@ import click
 
 from tinkex.cli.errors import CommandFailed, missing_package
 
-REQUIRED_PACKAGES = (
+REQUIRED_PACKAGES = [
     "alembic",
     "fastapi",
     "fsspec",
@@ -16,7 +16,7 @@ REQUIRED_PACKAGES = (
     "uvicorn",
     "torch",
     "transformers",
-)
+]
 
 
 @click.command("serve")

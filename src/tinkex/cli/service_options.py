@@ -6,15 +6,12 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import click
 
-from tinkex.cli.output import format_option
-
-if TYPE_CHECKING:
-    from tinkex.client.admin import AdminClient
-    from tinkex.client.rest import RestClient
+import tinkex
+from tinkex.cli.output import as_json, format_option
 
 T = TypeVar("T")
 
@@ -78,25 +75,16 @@ def service_arguments() -> ServiceArguments:
     return ServiceArguments(base_url=params.get("base_url"), api_key=params.get("api_key"))
 
 
-def rest_client() -> RestClient:
-    from tinkex.client.rest import RestClient
-
-    return RestClient(**service_arguments())
+def rest_client() -> tinkex.RestClient:
+    return tinkex.RestClient(**service_arguments())
 
 
-def admin_client() -> AdminClient:
-    from tinkex.client.admin import AdminClient
-
-    return AdminClient(**service_arguments())
+def admin_client() -> tinkex.AdminClient:
+    return tinkex.AdminClient(**service_arguments())
 
 
 def fetch_pages(
-    fetch: Callable[[int, int], tuple[list[T], int]],
-    *,
-    limit: int,
-    page: int,
-    what: str,
-    quiet: bool,
+    fetch: Callable[[int, int], tuple[list[T], int]], *, limit: int, page: int, what: str
 ) -> tuple[list[T], int]:
     """
     The first `limit` items (0: all) of a paged list, and the total number of items.
@@ -104,7 +92,7 @@ def fetch_pages(
     `fetch` takes (limit, offset) and returns a page and the total.
     """
     found: list[T] = []
-    with progress_bar(what, quiet=quiet) as show:
+    with progress_bar(what) as show:
         while True:
             wanted = page if limit == 0 else min(page, limit - len(found))
             items, total = fetch(wanted, len(found))
@@ -116,10 +104,16 @@ def fetch_pages(
                 return found, max(total, len(found))
 
 
+def list_title(shown: int, total: int, what: str) -> str:
+    """The title of a list that may be cut off by --limit."""
+    more = f", {total - shown} more not shown (--limit 0 shows all)" if total > shown else ""
+    return f"{shown} {what}{more}"
+
+
 @contextmanager
-def progress_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr if that is a terminal; otherwise nothing."""
-    if quiet or not sys.stderr.isatty():
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr if that is a terminal; otherwise, and with JSON, nothing."""
+    if as_json() or not sys.stderr.isatty():
         yield lambda done, total: None
         return
     from rich.console import Console

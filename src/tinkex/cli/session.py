@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from tinkex.cli.errors import CommandFailed
-from tinkex.cli.output import as_json, show_json
+from tinkex.cli.output import report
 from tinkex.cli.output import size as shown_size
 from tinkex.cli.service_options import progress_bar, rest_client, service_options
 
@@ -35,19 +35,16 @@ def export_trace(session_id: str, output: Path | None, url_only: bool) -> None:
     client = rest_client()
     url = client.export_session_trace(session_id).result()
     if url_only:
-        if as_json():
-            show_json({"session_id": session_id, "url": url})
-        else:
-            click.echo(url)
+        report(url, {"session_id": session_id, "url": url}, err=False)
         return
     from tinkex.client.files.file_download import fetch_file
 
     target = output or Path(f"{session_id}.pftrace".replace("/", "_").replace(":", "_"))
     if target.is_dir():
         raise CommandFailed(f"{target} is a folder.", hint="Use --output with the name of a file.")
-    with progress_bar("Downloading", quiet=as_json()) as show:
+    with progress_bar("Downloading") as show:
         written = fetch_file(url, target, settings=client.holder.settings, progress=show)
-    if as_json():
-        show_json({"session_id": session_id, "destination": str(target), "size_bytes": written})
-    else:
-        click.echo(f"{target} ({shown_size(written)})", err=True)
+    report(
+        f"{target} ({shown_size(written)})",
+        {"session_id": session_id, "destination": str(target), "size_bytes": written},
+    )

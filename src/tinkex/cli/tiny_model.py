@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from tinkex.cli.errors import CommandFailed, missing_package
+from tinkex.wire.text_format import format_bytes
 
 
 @click.command("tiny-model")
@@ -30,10 +31,10 @@ def command(folder: Path, arch: str, seed: int, force: bool) -> None:
             f"{folder} is not empty.", hint="Use another folder, or add --force to write into it."
         )
     try:
-        from tinkex.engine.tiny_model import write_tiny_model
+        from tinkex.models.tiny_model import write_tiny_model
     except ModuleNotFoundError as error:
         raise missing_package(error, "`tinkex tiny-model`", "engine") from error
     write_tiny_model(folder, arch="llama" if arch == "llama" else "qwen3", seed=seed)
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-    click.echo(f"{folder}: a random {arch} model of {size / 1e6:.1f} MB, tokenizer included.")
+    click.echo(f"{folder}: a random {arch} model of {format_bytes(size)}, tokenizer included.")
     click.echo(f"Serve it: tinkex serve {folder}")

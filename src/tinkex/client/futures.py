@@ -223,7 +223,7 @@ def waits(start: Callable[Concatenate[S, P], Promise[T]]) -> Callable[Concatenat
         refuse_to_block(name, f"{name}_async")
         return start(self, *args, **kwargs).block()
 
-    return _as_written(blocking, name, start)
+    return as_written(blocking, name, start)
 
 
 def awaits(
@@ -240,7 +240,7 @@ def awaits(
             return await AwaitableConcurrentFuture(started)
         return await started
 
-    return _as_written(variant, start.__name__.lstrip("_") + "_async", start)
+    return as_written(variant, start.__name__.lstrip("_") + "_async", start)
 
 
 def submits(
@@ -253,7 +253,7 @@ def submits(
     async def variant(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Promise[T]:
         return now(self)(*args, **kwargs)
 
-    return _as_written(variant, start.__name__.lstrip("_") + "_async", start)
+    return as_written(variant, start.__name__.lstrip("_") + "_async", start)
 
 
 def _bound_method(
@@ -268,14 +268,20 @@ def _bound_method(
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _as_written(function: F, name: str, start: Callable[..., Any]) -> F:
+def as_written(
+    function: F,
+    name: str,
+    start: Callable[..., Any],
+    doc: str | None = None,
+    returns: Any = inspect.Signature.empty,
+) -> F:
     """Give the generated function the name, signature and docstring of a written one."""
     owner, _, _ = start.__qualname__.rpartition(".")
     function.__name__ = name
     function.__qualname__ = f"{owner}.{name}"
-    function.__doc__ = start.__doc__
+    function.__doc__ = doc or start.__doc__
     function.__module__ = start.__module__
-    signature = inspect.signature(start).replace(return_annotation=inspect.Signature.empty)
+    signature = inspect.signature(start).replace(return_annotation=returns)
     # Not `functools.wraps`: tools follow `__wrapped__` and would see a plain function.
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function

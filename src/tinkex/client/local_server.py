@@ -32,6 +32,7 @@ from pathlib import Path
 from types import ModuleType
 
 from tinkex.client.errors import TinkerError
+from tinkex.client.http.retry import NotYet, retrying_in_thread
 
 READY = re.compile(r"^tinkex ready at (http://\S+)$", re.MULTILINE)
 #: Lines of the server's log that do not show its progress.
@@ -117,8 +118,12 @@ def _running(record: Path, settings: LocalSettings) -> LocalServer | None:
     if stopping:
         # The server is stopping, and holds the lock until it has saved its data.
         deadline = time.monotonic() + SHUTDOWN_WAIT_S
-        while not _try_shared_lock(lease) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+
+        def wait_for_end() -> None:
+            if not _try_shared_lock(lease) and time.monotonic() < deadline:
+                raise NotYet(POLL_S)
+
+        retrying_in_thread(wait_for_end)
     if stopping or not _healthy(url):
         os.close(lease)
         return None
@@ -177,27 +182,30 @@ def _wait_ready(
 ) -> str:
     """The address, once the server is ready; prints its progress in the meantime."""
     deadline = time.monotonic() + wait_s
+
+    def look() -> str:
+        ended = process.poll() is not None
+        sys.stderr.writelines(line for line in progress if not ROUTINE_LINES.search(line))
+        if found := READY.search(out_path.read_text(errors="replace")):
+            return found[1]
+        if ended:
+            tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-15:])
+            raise TinkerError(
+                f"The local server exited with status {process.returncode} before it was "
+                f"ready. The end of its log ({log_path}):\n{tail}\n"
+                "If a package is missing: pip install 'tinkex[server,engine]'."
+            )
+        if time.monotonic() > deadline:
+            process.terminate()
+            process.wait()
+            raise TinkerError(
+                f"The local server was not ready within {wait_s:g} s; see {log_path}. "
+                "Set TINKEX_LOCAL_WAIT_S to wait longer."
+            )
+        raise NotYet(POLL_S)
+
     with log_path.open("r", errors="replace") as progress:
-        while True:
-            ended = process.poll() is not None
-            sys.stderr.writelines(line for line in progress if not ROUTINE_LINES.search(line))
-            if found := READY.search(out_path.read_text(errors="replace")):
-                return found[1]
-            if ended:
-                tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-15:])
-                raise TinkerError(
-                    f"The local server exited with status {process.returncode} before it was "
-                    f"ready. The end of its log ({log_path}):\n{tail}\n"
-                    "If a package is missing: pip install 'tinkex[server,engine]'."
-                )
-            if time.monotonic() > deadline:
-                process.terminate()
-                process.wait()
-                raise TinkerError(
-                    f"The local server was not ready within {wait_s:g} s; see {log_path}. "
-                    "Set TINKEX_LOCAL_WAIT_S to wait longer."
-                )
-            time.sleep(POLL_S)
+        return retrying_in_thread(look)
 
 
 def _try_shared_lock(lease: int) -> bool:

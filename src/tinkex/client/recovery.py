@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -19,7 +18,13 @@ from tinkex.client.errors import (
     RequestFailedError,
     TinkerError,
 )
-from tinkex.client.http.retry import is_retryable, is_user_error
+from tinkex.client.http.retry import (
+    backoff,
+    is_retryable,
+    is_user_error,
+    retrying,
+    retrying_in_thread,
+)
 from tinkex.client.rest import RestClient
 
 if TYPE_CHECKING:
@@ -84,9 +89,15 @@ def may_recover(error: BaseException) -> bool:
 
 
 class Restarts:
-    """Counts the restarts since the last checkpoint."""
+    """Counts the restarts since the last checkpoint, and reports them."""
 
-    def __init__(self, most: int, back_off_s: float) -> None:
+    def __init__(
+        self,
+        most: int,
+        back_off_s: float,
+        saved: Saved | None = None,
+        on_restart: Callable[[Restart], None] | None = None,
+    ) -> None:
         if most < 0 or back_off_s < 0:
             raise ValueError(
                 f"most_restarts={most} and back_off_s={back_off_s:g}: both must be 0 or more."
@@ -95,6 +106,35 @@ class Restarts:
         self._back_off_s = back_off_s
         self._count = 0
         self._last_saved: Saved | None = None
+        self._on_restart = on_restart
+        #: The current start; None if none has got its model yet.
+        self.run: Recovery | None = None
+        self._saved = saved
+
+    @property
+    def saved(self) -> Saved | None:
+        """The checkpoint that the next start resumes from."""
+        return self._saved if self.run is None else self.run.saved
+
+    def delay_after(self, error: Exception) -> float | None:
+        """Seconds until the next start; None to raise the error."""
+        if self.run is None or not isinstance(error, TinkerError) or not may_recover(error):
+            return None
+        restart = self.after(error, self.saved)
+        if restart is None:
+            return None
+        where = "its beginning" if restart.saved is None else restart.saved.path
+        log.warning(
+            "the run failed (%s) and restarts from %s in %.0f s, restart %d of %d",
+            type(error).__name__,
+            where,
+            restart.delay_s,
+            restart.attempt,
+            restart.most,
+        )
+        if self._on_restart is not None:
+            self._on_restart(restart)
+        return restart.delay_s
 
     def after(self, error: Exception, saved: Saved | None) -> Restart | None:
         """The next restart; None if there were too many."""
@@ -103,7 +143,7 @@ class Restarts:
         self._count += 1
         if self._count > self.most:
             return None
-        delay_s = min(self._back_off_s * 2.0 ** (self._count - 1), MAX_BACK_OFF_S)
+        delay_s = backoff(self._count, first_s=self._back_off_s, max_s=MAX_BACK_OFF_S)
         return Restart(
             error=error, attempt=self._count, most=self.most, delay_s=delay_s, saved=saved
         )
@@ -200,26 +240,23 @@ def recovering(
     `back_off_s`, twice that, and so on. User errors are raised immediately, and so is any error of
     the first start.
     """
-    restarts = Restarts(most_restarts, back_off_s)
-    started = False
-    while True:
-        try:
-            with service() as client:
-                run = Recovery(client, _start(client, create, saved), saved)
-                started = True
-                try:
-                    return train(run)
-                except TinkerError as error:
-                    saved = run.saved
-                    if not may_recover(error) and is_corrupted(client, run.training):
-                        raise corrupted_error(run.training) from error
-                    raise
-        except TinkerError as error:
-            restart = restarts.after(error, saved) if started and may_recover(error) else None
-            if restart is None:
+    restarts = Restarts(most_restarts, back_off_s, saved, on_restart)
+
+    def start() -> T:
+        with service() as client:
+            if (saved := restarts.saved) is None:
+                training = create(client)
+            else:
+                training = client.create_training_client_from_state_with_optimizer(saved.path)
+            restarts.run = run = Recovery(client, training, saved)
+            try:
+                return train(run)
+            except TinkerError as error:
+                if not may_recover(error) and is_corrupted(client, training):
+                    raise corrupted_error(training) from error
                 raise
-        _report(restart, on_restart)
-        time.sleep(restart.delay_s)
+
+    return retrying_in_thread(start, restarts.delay_after)
 
 
 async def recovering_async(
@@ -233,53 +270,24 @@ async def recovering_async(
     on_restart: Callable[[Restart], None] | None = None,
 ) -> T:
     """The same with coroutines for `train` and `create`."""
-    restarts = Restarts(most_restarts, back_off_s)
-    started = False
-    while True:
-        try:
-            async with service() as client:
-                if saved is None:
-                    training = await create(client)
-                else:
-                    training = await client.create_training_client_from_state_with_optimizer_async(
-                        saved.path
-                    )
-                run = Recovery(client, training, saved)
-                started = True
-                try:
-                    return await train(run)
-                except TinkerError as error:
-                    saved = run.saved
-                    if may_recover(error):
-                        raise
-                    if await asyncio.to_thread(is_corrupted, client, training):
-                        raise corrupted_error(training) from error
-                    raise
-        except TinkerError as error:
-            restart = restarts.after(error, saved) if started and may_recover(error) else None
-            if restart is None:
+    restarts = Restarts(most_restarts, back_off_s, saved, on_restart)
+
+    async def start() -> T:
+        async with service() as client:
+            if (saved := restarts.saved) is None:
+                training = await create(client)
+            else:
+                training = await client.create_training_client_from_state_with_optimizer_async(
+                    saved.path
+                )
+            restarts.run = run = Recovery(client, training, saved)
+            try:
+                return await train(run)
+            except TinkerError as error:
+                if not may_recover(error) and await asyncio.to_thread(
+                    is_corrupted, client, training
+                ):
+                    raise corrupted_error(training) from error
                 raise
-        _report(restart, on_restart)
-        await asyncio.sleep(restart.delay_s)
 
-
-def _start(
-    client: ServiceClient, create: Callable[[ServiceClient], TrainingClient], saved: Saved | None
-) -> TrainingClient:
-    if saved is None:
-        return create(client)
-    return client.create_training_client_from_state_with_optimizer(saved.path)
-
-
-def _report(restart: Restart, on_restart: Callable[[Restart], None] | None) -> None:
-    where = "its beginning" if restart.saved is None else restart.saved.path
-    log.warning(
-        "the run failed (%s) and restarts from %s in %.0f s, restart %d of %d",
-        type(restart.error).__name__,
-        where,
-        restart.delay_s,
-        restart.attempt,
-        restart.most,
-    )
-    if on_restart is not None:
-        on_restart(restart)
+    return await retrying(start, restarts.delay_after)

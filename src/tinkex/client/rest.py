@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import logging
 import uuid
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from tinkex.client.admin import AdminClient, redirected
 from tinkex.client.connection import Connection
 from tinkex.client.errors import APIStatusError, ExperimentalWarning
 from tinkex.client.futures import Promise, awaits
+from tinkex.client.http.retry import NotYet, retrying
 from tinkex.client.http.transport import Kind
 from tinkex.client.rest_base import Page, Pages, Sessionless, by_offset, sdk_headers
 from tinkex.client.validation import (
@@ -134,8 +135,7 @@ class RestClient(Sessionless):
             "training_runs",
             answer=TrainingRunsResponse,
             query={
-                "limit": validation.count("limit", limit),
-                "offset": validation.count("offset", offset),
+                **validation.page(limit, offset),
                 "access_scope": validation.scope(access_scope),
                 "project_id": project_id,
             },
@@ -180,8 +180,7 @@ class RestClient(Sessionless):
             "checkpoints",
             answer=CheckpointsListResponse,
             query={
-                "limit": validation.count("limit", limit),
-                "offset": validation.count("offset", offset),
+                **validation.page(limit, offset),
             },
             about="listing checkpoints",
         )
@@ -389,8 +388,7 @@ class RestClient(Sessionless):
             "sessions",
             answer=ListSessionsResponse,
             query={
-                "limit": validation.count("limit", limit),
-                "offset": validation.count("offset", offset),
+                **validation.page(limit, offset),
                 "access_scope": validation.scope(access_scope),
             },
             about="listing sessions",
@@ -469,8 +467,9 @@ class RestClient(Sessionless):
         path = f"sessions/{segment('session_id', session_id)}/trace_export"
 
         async def work(connection: Connection) -> str:
-            pause_s = FIRST_TRACE_POLL_S
-            while True:
+            pauses = itertools.chain([FIRST_TRACE_POLL_S], itertools.repeat(TRACE_POLL_S))
+
+            async def poll() -> str:
                 trace = await connection.calls.call(
                     "GET",
                     path,
@@ -486,10 +485,11 @@ class RestClient(Sessionless):
                         f"The service could not export the trace of session {session_id}: "
                         f"{trace.error or trace.status}."
                     )
-                if pause_s == FIRST_TRACE_POLL_S:
+                if (pause_s := next(pauses)) == FIRST_TRACE_POLL_S:
                     log.warning("the trace of session %s is being created; waiting", session_id)
-                await asyncio.sleep(pause_s)
-                pause_s = TRACE_POLL_S
+                raise NotYet(pause_s)
+
+            return await retrying(poll)
 
         return self._run(work, "GET", path)
 

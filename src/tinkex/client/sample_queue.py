@@ -14,6 +14,7 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
@@ -27,7 +28,7 @@ from tinkex.client.errors import (
 from tinkex.client.futures import Promise
 from tinkex.client.http.backpressure import ClientQueue, input_bytes
 from tinkex.client.http.polling import ExpectedResult, QueueObserver, SharedPoll
-from tinkex.client.http.retry import RetryConfig, is_retryable, is_user_error
+from tinkex.client.http.retry import RetryConfig, is_retryable, is_user_error, retrying
 from tinkex.client.http.transport import Kind, Request
 from tinkex.client.observe import instrumentation
 from tinkex.client.observe.instrumentation import Operation
@@ -55,40 +56,21 @@ LARGE_PROMPT_BYTES = 128 * 1024
 MAX_SERVER_FAILURES = 3
 
 
+@dataclass(eq=False, slots=True)
 class Sample(Generic[T]):
     """One call of the user, until it has a result."""
 
-    __slots__ = (
-        "always_retry",
-        "arrived",
-        "context",
-        "finish",
-        "partial",
-        "promise",
-        "request",
-        "task",
-    )
-
-    def __init__(
-        self,
-        request: SampleRequest,
-        finish: Callable[[SampleRequest, SampleResponse], T],
-        *,
-        always_retry: bool,
-        partial: PartialOutput | None = None,
-        context: contextvars.Context | None = None,
-    ) -> None:
-        self.arrived = monotonic()
-        #: The caller's context, if traces are enabled.
-        self.context = context
-        self.request = request
-        self.finish = finish
-        #: Retried even if the server asks clients not to retry samples.
-        self.always_retry = always_retry
-        #: Set for a streamed sample.
-        self.partial = partial
-        self.promise: Promise[T] = Promise(cancel_with_waiter=True)
-        self.task: asyncio.Task[T] | None = None
+    request: SampleRequest
+    finish: Callable[[SampleRequest, SampleResponse], T]
+    #: Retried even if the server asks clients not to retry samples.
+    always_retry: bool
+    #: Set for a streamed sample.
+    partial: PartialOutput | None
+    #: The caller's context, if traces are enabled.
+    context: contextvars.Context | None
+    arrived: float = field(default_factory=monotonic)
+    promise: Promise[T] = field(default_factory=lambda: Promise(cancel_with_waiter=True))
+    task: asyncio.Task[T] | None = None
 
 
 class SampleQueue:
@@ -141,9 +123,7 @@ class SampleQueue:
         """Queue a sample, from any thread. Never blocks."""
         loop = self._holder.loop()
         context = contextvars.copy_context() if self._holder.settings.otel else None
-        sample = Sample(
-            request, finish, always_retry=always_retry, partial=partial, context=context
-        )
+        sample = Sample(request, finish, always_retry, partial, context)
         self._metrics.change("samples_waiting", "sample", 1)
         if partial is not None:
             sample.promise.add_done_callback(lambda _: partial.end())
@@ -270,29 +250,30 @@ class SampleQueue:
         may_retry = sample.always_retry or not connection.config.sample_no_retries
         if sample.request.seq_id is not None:
             may_retry = False  # the requested seq_id is used up
-        failures = 0
-        while True:
+        failures, sent = 0, False
+
+        def was_sent() -> None:
+            nonlocal sent
+            sent = True
+
+        async def attempt() -> SampleResponse:
+            nonlocal sent
             sent = False
+            return await self._attempt(connection, sample.request, was_sent, sample.partial)
 
-            def was_sent() -> None:
-                nonlocal sent
-                sent = True
+        def delay_after(error: Exception) -> float | None:
+            nonlocal failures
+            failures += 1
+            delay = self._handler.retry_delay_s(error, failures, sent=sent, rng=self._rng)
+            if sample.partial is not None and sample.partial.has_tokens:
+                return None  # a new sample would continue with other tokens than those already read
+            return delay if may_retry else None
 
-            try:
-                answer = await self._attempt(connection, sample.request, was_sent, sample.partial)
-            except Exception as error:
-                failures += 1
-                delay = self._handler.retry_delay_s(error, failures, sent=sent, rng=self._rng)
-                if delay is None or not may_retry:
-                    raise
-                if sample.partial is not None and sample.partial.has_tokens:
-                    raise  # a new sample would continue with other tokens than those already read
-                await asyncio.sleep(delay)
-            else:
-                self._handler.succeeded()
-                if sample.partial is not None:
-                    sample.partial.complete(answer)
-                return sample.finish(sample.request, answer)
+        answer = await retrying(attempt, delay_after)
+        self._handler.succeeded()
+        if sample.partial is not None:
+            sample.partial.complete(answer)
+        return sample.finish(sample.request, answer)
 
     async def _attempt(
         self,

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from datetime import timedelta
 from time import monotonic
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeAlias, TypeVar, overload
 
-from tinkex.client.futures import Promise, refuse_to_block
+from tinkex.client.futures import Promise, as_written, refuse_to_block
 from tinkex.client.http.sse import Consumed, EventStream, ServerSentEvent
 from tinkex.client.http.transport import Kind, Request, Response, StreamedResponse
 from tinkex.client.http.typed_requests import DEADLINE_S, Calls, decode
@@ -34,6 +33,83 @@ if TYPE_CHECKING:
     from tinkex.client.service import ServiceClient
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+# -- variants ------------------------------------------------------------------------------------
+# Every method is written once, as a coroutine or generator of `_OpenAnswer` or as `Raw._send`; the
+# blocking and the asynchronous variants are generated from it here.
+
+_DOCS = {
+    True: "Send, and read the response to its end. A `body` that is not bytes is sent as JSON.",
+    False: "Send, and read the response as it arrives; `timeout` is per piece. Must be closed.",
+}
+Send: TypeAlias = Callable[Concatenate["Raw", P], Callable[[bool], Promise["_OpenAnswer"]]]
+
+
+def _blocking(
+    send: Send[P], name: str, *, read_all: bool
+) -> Callable[Concatenate[Raw, P], APIResponse]:
+    def variant(self: Raw, /, *args: P.args, **kwargs: P.kwargs) -> APIResponse:
+        refuse_to_block(name, f"{name}_async")
+        return APIResponse(send(self, *args, **kwargs)(read_all).block())
+
+    return as_written(variant, name, send, _DOCS[read_all])
+
+
+def _awaiting(
+    send: Send[P], name: str, *, read_all: bool
+) -> Callable[Concatenate[Raw, P], Coroutine[Any, Any, AsyncAPIResponse]]:
+    async def variant(self: Raw, /, *args: P.args, **kwargs: P.kwargs) -> AsyncAPIResponse:
+        return AsyncAPIResponse(await send(self, *args, **kwargs)(read_all))
+
+    return as_written(variant, name, send, _DOCS[read_all])
+
+
+def _blocks(work: Callable[[_OpenAnswer], Coroutine[Any, Any, T]]) -> Callable[[APIResponse], T]:
+    def variant(self: APIResponse) -> T:
+        return self._answer.session.run(work(self._answer)).block()
+
+    return as_written(variant, work.__name__, work)
+
+
+def _awaits(
+    work: Callable[[_OpenAnswer], Coroutine[Any, Any, T]],
+) -> Callable[[AsyncAPIResponse], Coroutine[Any, Any, T]]:
+    async def variant(self: AsyncAPIResponse) -> T:
+        return await self._answer.session.run(work(self._answer))
+
+    return as_written(variant, work.__name__, work)
+
+
+def _iterates(
+    pieces: Callable[[_OpenAnswer], AsyncIterator[T]],
+) -> Callable[[APIResponse], Iterator[T]]:
+    def variant(self: APIResponse) -> Iterator[T]:
+        source = pieces(self._answer)
+        while (found := self._answer.session.run(_next(source)).block()) is not None:
+            yield found[0]
+
+    return as_written(variant, pieces.__name__, pieces)
+
+
+def _iterates_async(
+    pieces: Callable[[_OpenAnswer], AsyncIterator[T]],
+) -> Callable[[AsyncAPIResponse], AsyncIterator[T]]:
+    async def variant(self: AsyncAPIResponse) -> AsyncIterator[T]:
+        source = pieces(self._answer)
+        while (found := await self._answer.session.run(_next(source))) is not None:
+            yield found[0]
+
+    return as_written(variant, pieces.__name__, pieces)
+
+
+async def _next(source: AsyncIterator[T]) -> tuple[T] | None:
+    """One item, on the background loop; None at the end."""
+    try:
+        return (await anext(source),)
+    except StopAsyncIteration:
+        return None
 
 
 class Raw:
@@ -42,74 +118,19 @@ class Raw:
     def __init__(self, client: ServiceClient | RestClient | Session) -> None:
         self._session = client if isinstance(client, Session) else client.holder
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        headers: Mapping[str, str] | None = None,
-        timeout: float = DEADLINE_S,
-        max_retries: int | None = None,
-    ) -> APIResponse:
-        """Send, and read the response to its end. A `body` that is not bytes is sent as JSON."""
-        refuse_to_block("request", "request_async")
-        sent = self._send(method, path, body, headers, timeout, max_retries, read_all=True)
-        return APIResponse(sent.block())
-
-    async def request_async(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        headers: Mapping[str, str] | None = None,
-        timeout: float = DEADLINE_S,  # noqa: ASYNC109 (as `request`)
-        max_retries: int | None = None,
-    ) -> AsyncAPIResponse:
-        sent = self._send(method, path, body, headers, timeout, max_retries, read_all=True)
-        return AsyncAPIResponse(await sent)
-
-    def stream(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        headers: Mapping[str, str] | None = None,
-        timeout: float = DEADLINE_S,
-        max_retries: int | None = None,
-    ) -> APIResponse:
-        """Send, and read the response as it arrives; `timeout` is per piece. Must be closed."""
-        refuse_to_block("stream", "stream_async")
-        sent = self._send(method, path, body, headers, timeout, max_retries, read_all=False)
-        return APIResponse(sent.block())
-
-    async def stream_async(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        headers: Mapping[str, str] | None = None,
-        timeout: float = DEADLINE_S,  # noqa: ASYNC109 (as `stream`)
-        max_retries: int | None = None,
-    ) -> AsyncAPIResponse:
-        sent = self._send(method, path, body, headers, timeout, max_retries, read_all=False)
-        return AsyncAPIResponse(await sent)
-
     def _send(
         self,
         method: str,
         path: str,
-        body: Any,
-        headers: Mapping[str, str] | None,
-        timeout: float,
-        max_retries: int | None,
+        body: Any = None,
         *,
-        read_all: bool,
-    ) -> Promise[_OpenAnswer]:
-        async def work() -> _OpenAnswer:
+        headers: Mapping[str, str] | None = None,
+        timeout: float = DEADLINE_S,
+        max_retries: int | None = None,
+    ) -> Callable[[bool], Promise[_OpenAnswer]]:
+        """The request as a function; its argument says whether to read the whole response."""
+
+        async def work(read_all: bool) -> _OpenAnswer:
             calls = (await self._session.connect()).calls
             request = calls.request(
                 method, path, body, kind=Kind.RETRIEVE, headers=headers, deadline_s=timeout
@@ -121,13 +142,9 @@ class Raw:
                 attempts += 1
                 began = monotonic()
                 streamed = await calls.open(request, about=path)
+                elapsed = timedelta(seconds=monotonic() - began)
                 answer = _OpenAnswer(
-                    self._session,
-                    calls,
-                    request,
-                    streamed,
-                    elapsed=timedelta(seconds=monotonic() - began),
-                    retries_taken=attempts - 1,
+                    self._session, calls, request, streamed, elapsed, retries_taken=attempts - 1
                 )
                 if read_all:
                     await answer.read()
@@ -137,7 +154,12 @@ class Raw:
             give_up_s = 0.0 if max_retries == 0 else None
             return await calls.with_retries(once, path=path, give_up_s=give_up_s)
 
-        return self._session.run(work())
+        return lambda read_all: self._session.run(work(read_all))
+
+    request = _blocking(_send, "request", read_all=True)
+    request_async = _awaiting(_send, "request_async", read_all=True)
+    stream = _blocking(_send, "stream", read_all=False)
+    stream_async = _awaiting(_send, "stream_async", read_all=False)
 
 
 class _OpenAnswer:
@@ -149,8 +171,8 @@ class _OpenAnswer:
         calls: Calls,
         request: Request,
         streamed: StreamedResponse,
-        *,
         elapsed: timedelta,
+        *,
         retries_taken: int,
     ) -> None:
         self.session = session
@@ -165,10 +187,27 @@ class _OpenAnswer:
 
     async def read(self) -> bytes:
         if self._content is None:
-            self._content = b"".join([chunk async for chunk in self.chunks()])
+            self._content = b"".join([chunk async for chunk in self.iter_bytes()])
         return self._content
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def text(self) -> str:
+        return (await self.read()).decode("utf-8", "replace")
+
+    async def json(self) -> Any:
+        return json.loads(await self.read())
+
+    async def parse(self, to: type[T] | None) -> T | Any:
+        if to is None:
+            return await self.json()
+        response = Response(
+            status_code=self.streamed.status_code,
+            headers=self.streamed.headers,
+            content=await self.read(),
+            request=self.streamed.request,
+        )
+        return decode(to, response)
+
+    async def iter_bytes(self) -> AsyncIterator[bytes]:
         """The body in pieces; only once, unless it was read completely before."""
         if self._content is not None:
             if self._content:
@@ -187,57 +226,30 @@ class _OpenAnswer:
         finally:
             await self.close()
 
-    async def texts(self) -> AsyncIterator[str]:
+    async def iter_text(self) -> AsyncIterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        async for chunk in self.chunks():
+        async for chunk in self.iter_bytes():
             if text := decoder.decode(chunk):
                 yield text
         if text := decoder.decode(b"", True):
             yield text
 
-    async def lines(self) -> AsyncIterator[str]:
+    async def iter_lines(self) -> AsyncIterator[str]:
         rest = ""
-        async for text in self.texts():
+        async for text in self.iter_text():
             *lines, rest = (rest + text).split("\n")
             for line in lines:
                 yield line.removesuffix("\r")
         if rest:
             yield rest
 
-    def events(self) -> AsyncIterator[ServerSentEvent]:
-        return aiter(EventStream(self.chunks()))
+    def iter_events(self) -> AsyncIterator[ServerSentEvent]:
+        """Server-sent events."""
+        return aiter(EventStream(self.iter_bytes()))
 
     async def close(self) -> None:
         self.closed = True
         self.streamed.close()
-
-    def parse(self, content: bytes, to: type[T] | None) -> T | Any:
-        if to is None:
-            return json.loads(content)
-        response = Response(
-            status_code=self.streamed.status_code,
-            headers=self.streamed.headers,
-            content=content,
-            request=self.streamed.request,
-        )
-        return decode(to, response)
-
-
-class _LoopIterator(Generic[T]):
-    """Iterates over a generator on the background loop, one item at a time."""
-
-    def __init__(self, session: Session, source: AsyncIterator[T]) -> None:
-        self._session = session
-        self._source = source
-
-    def next(self) -> Promise[tuple[T] | None]:
-        async def step() -> tuple[T] | None:
-            try:
-                return (await anext(self._source),)
-            except StopAsyncIteration:
-                return None
-
-        return self._session.run(step())
 
 
 class _ResponseBase:
@@ -288,14 +300,13 @@ class _ResponseBase:
 class APIResponse(_ResponseBase):
     """A response for blocking programs."""
 
-    def read(self) -> bytes:
-        return self._answer.session.run(self._answer.read()).block()
-
-    def text(self) -> str:
-        return self.read().decode("utf-8", "replace")
-
-    def json(self) -> Any:
-        return json.loads(self.read())
+    read = _blocks(_OpenAnswer.read)
+    text = _blocks(_OpenAnswer.text)
+    json = _blocks(_OpenAnswer.json)
+    iter_bytes = _iterates(_OpenAnswer.iter_bytes)
+    iter_text = _iterates(_OpenAnswer.iter_text)
+    iter_lines = _iterates(_OpenAnswer.iter_lines)
+    iter_events = _iterates(_OpenAnswer.iter_events)
 
     @overload
     def parse(self) -> Any: ...
@@ -303,25 +314,7 @@ class APIResponse(_ResponseBase):
     def parse(self, *, to: type[T]) -> T: ...
     def parse(self, *, to: type[Any] | None = None) -> Any:
         """The body as a type of `tinkex.types`; without one, as JSON."""
-        return self._answer.parse(self.read(), to)
-
-    def iter_bytes(self) -> Iterator[bytes]:
-        return self._each(self._answer.chunks)
-
-    def iter_text(self) -> Iterator[str]:
-        return self._each(self._answer.texts)
-
-    def iter_lines(self) -> Iterator[str]:
-        return self._each(self._answer.lines)
-
-    def iter_events(self) -> Iterator[ServerSentEvent]:
-        """Server-sent events."""
-        return self._each(self._answer.events)
-
-    def _each(self, pieces: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
-        pull = _LoopIterator(self._answer.session, pieces())
-        while (found := pull.next().block()) is not None:
-            yield found[0]
+        return self._answer.session.run(self._answer.parse(to)).block()
 
     def close(self) -> None:
         """Close the connection. What was read stays available."""
@@ -331,26 +324,20 @@ class APIResponse(_ResponseBase):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 class AsyncAPIResponse(_ResponseBase):
     """A response for coroutines."""
 
-    async def read(self) -> bytes:
-        return await self._answer.session.run(self._answer.read())
-
-    async def text(self) -> str:
-        return (await self.read()).decode("utf-8", "replace")
-
-    async def json(self) -> Any:
-        return json.loads(await self.read())
+    read = _awaits(_OpenAnswer.read)
+    text = _awaits(_OpenAnswer.text)
+    json = _awaits(_OpenAnswer.json)
+    iter_bytes = _iterates_async(_OpenAnswer.iter_bytes)
+    iter_text = _iterates_async(_OpenAnswer.iter_text)
+    iter_lines = _iterates_async(_OpenAnswer.iter_lines)
+    iter_events = _iterates_async(_OpenAnswer.iter_events)
 
     @overload
     async def parse(self) -> Any: ...
@@ -358,25 +345,7 @@ class AsyncAPIResponse(_ResponseBase):
     async def parse(self, *, to: type[T]) -> T: ...
     async def parse(self, *, to: type[Any] | None = None) -> Any:
         """The body as a type of `tinkex.types`; without one, as JSON."""
-        return self._answer.parse(await self.read(), to)
-
-    def iter_bytes(self) -> AsyncIterator[bytes]:
-        return self._each(self._answer.chunks)
-
-    def iter_text(self) -> AsyncIterator[str]:
-        return self._each(self._answer.texts)
-
-    def iter_lines(self) -> AsyncIterator[str]:
-        return self._each(self._answer.lines)
-
-    def iter_events(self) -> AsyncIterator[ServerSentEvent]:
-        """Server-sent events."""
-        return self._each(self._answer.events)
-
-    async def _each(self, pieces: Callable[[], AsyncIterator[T]]) -> AsyncIterator[T]:
-        pull = _LoopIterator(self._answer.session, pieces())
-        while (found := await pull.next()) is not None:
-            yield found[0]
+        return await self._answer.session.run(self._answer.parse(to))
 
     async def close(self) -> None:
         """Close the connection. What was read stays available."""
@@ -386,10 +355,5 @@ class AsyncAPIResponse(_ResponseBase):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()

@@ -1,11 +1,10 @@
 """The socket to the web process: reads orders, builds and sends reports.
 
-`frames.proto` defines both messages. Other threads also put events for the worker into the inbox.
+`frames.proto` defines both messages.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
@@ -13,7 +12,6 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from tinkex.engine.adapters.checkpoints import WriteFailed
 from tinkex.engine.engine import NoSuchModel
@@ -25,25 +23,11 @@ from tinkex.wire.proto import frames_pb2
 log = logging.getLogger("tinkex.engine.process")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SnapshotWritten:
-    """Event: the copy of a snapshot was written, or failed; its memory is free again."""
-
-    size_bytes: int
-
-
-class AdapterRead:
-    """Event: the adapter that samples were waiting for has been read. Wakes the worker."""
-
-
 class Connection:
-    def __init__(self, descriptor: int, in_flight_fd: int | None = None) -> None:
+    def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
-        #: Descriptor of the web process's in-flight file, in which a clean exit is recorded.
-        self._in_flight_fd = in_flight_fd
-        self.inbox: queue.SimpleQueue[engine_protocol.Order | SnapshotWritten | AdapterRead] = (
-            queue.SimpleQueue()
-        )
+        #: None only wakes the worker.
+        self.inbox: queue.SimpleQueue[engine_protocol.Order | None] = queue.SimpleQueue()
         self._sending = threading.Lock()
 
     def start_reading(self) -> None:
@@ -52,11 +36,15 @@ class Connection:
 
     def send(self, report: engine_protocol.Report) -> None:
         try:
-            # The snapshot writer sends from its own thread.
+            # The thread that writes snapshots sends too.
             with self._sending:
                 self._socket.sendall(engine_protocol.frame(report))
         except OSError:
-            self._exit()
+            _exit()
+
+    def wake(self, _: object = None) -> None:
+        """Called by other threads when something that the worker may wait for has ended."""
+        self.inbox.put(None)
 
     def _read(self) -> None:
         try:
@@ -69,15 +57,12 @@ class Connection:
         except Exception:
             log.exception("cannot read further orders")
         finally:
-            self._exit()
+            _exit()
 
-    def _exit(self) -> None:
-        """Ends the process at once: the web process is gone, so no report can be delivered."""
-        if self._in_flight_fd is not None:
-            # Tells the next web process that no request in flight made this engine crash.
-            with contextlib.suppress(OSError):
-                os.pwrite(self._in_flight_fd, engine_protocol.CLEAN_EXIT, 0)
-        os._exit(0)
+
+def _exit() -> None:
+    """Ends the process at once: the web process is gone, so no report can be delivered."""
+    os._exit(0)
 
 
 def done_report(ticket: int, result: bytes, compute_s: float) -> engine_protocol.Report:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tinkex.engine.settings import EngineSettings
+from tinkex.wire.engine_settings import EngineSettings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -1,7 +1,7 @@
 """
 Runs an engine as its own process: orders arrive over a socket, reports go back.
 
-    python -m tinkex.engine.process --fd N --name NAME --folder FOLDER
+    python -m tinkex.engine.process --fd N --settings JSON
 
 One thread reads the socket (`connection`), another computes (`worker`). When the web process closes
 the socket, this process exits at once, even in the middle of a computation; saves are atomic.
@@ -12,13 +12,12 @@ import logging
 import signal
 import sys
 import time
-from dataclasses import fields
-from pathlib import Path
 
-from tinkex.engine import Engine, EngineSettings
+from tinkex.engine import Engine
 from tinkex.engine.connection import Connection
 from tinkex.engine.worker import Worker
 from tinkex.wire import engine_protocol
+from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.proto import frames_pb2
 from tinkex.wire.redaction import RedactingFormatter
 
@@ -32,71 +31,34 @@ def _begin_log() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options named like fields of `EngineSettings` set them; the others keep their defaults."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--name", required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--device")
-    parser.add_argument("--dtype")
-    for name in (
-        "--threads",
-        "--memory-bytes",
-        "--adapter-bytes",
-        "--kv-tokens",
-        "--max-batch-tokens",
-        "--max-sequences",
-        "--idle-adapters",
-        "--host-bytes",
-    ):
-        parser.add_argument(name, type=int)
-    parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction)
-    parser.add_argument("--spill-folder", type=Path)
-    parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--turn-file", type=Path, dest="compute_lock")
-    parser.add_argument("--roll-fd", type=int, dest="in_flight_fd")
+    parser.add_argument("--settings", type=EngineSettings.from_json, required=True)
     return parser
-
-
-def settings_of(options: argparse.Namespace) -> EngineSettings:
-    """Settings from the given options; all others keep their defaults."""
-    names = {field.name for field in fields(EngineSettings)}
-    given = {name: value for name, value in vars(options).items() if name in names}
-    return EngineSettings(**{name: value for name, value in given.items() if value is not None})
 
 
 def main() -> None:
     options = parser().parse_args()
+    settings: EngineSettings = options.settings
     _begin_log()
     # A service manager sends SIGTERM to all processes at once. The web process needs this process
     # until it has finished its work. Then it closes the socket, which ends this process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    connection = Connection(options.fd, options.in_flight_fd)
+    connection = Connection(options.fd)
     connection.start_reading()
-    log.info("loading %s from %s", options.name, options.folder)
+    log.info("loading %s from %s", settings.name, settings.folder)
     began_s = time.perf_counter()
     try:
-        engine = Engine(settings_of(options))
+        engine = Engine(settings)
     except Exception as error:
-        log.exception("%s cannot be loaded", options.name)
-        refused = frames_pb2.Refused(message=f"{options.name} cannot be loaded: {error}")
+        log.exception("%s cannot be loaded", settings.name)
+        refused = frames_pb2.Refused(message=f"{settings.name} cannot be loaded: {error}")
         connection.send(engine_protocol.Report(refused=refused))
         return
-    log.info("loaded %s in %.1f s", options.name, time.perf_counter() - began_s)
-    facts = engine.facts
-    connection.send(
-        engine_protocol.Report(
-            ready=frames_pb2.Ready(
-                arch=facts.arch,
-                max_context_length=facts.max_context_length,
-                vocab_size=facts.vocab_size,
-                device=str(facts.device),
-                dtype=str(facts.dtype),
-            )
-        )
-    )
+    log.info("loaded %s in %.1f s", settings.name, time.perf_counter() - began_s)
+    connection.send(engine_protocol.Report(ready=engine.facts))
     # Engines on the CPU share a lock, so that only one of them computes at a time.
-    compute_lock = options.compute_lock if facts.device.startswith("cpu") else None
+    compute_lock = settings.compute_lock if engine.facts.device.startswith("cpu") else None
     Worker(engine, connection, compute_lock=compute_lock).run()
 
 

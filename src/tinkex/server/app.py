@@ -1,14 +1,14 @@
 """The web application: routes, middleware and lifespan."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+import signal
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI
-from starlette.requests import Request
 
 from tinkex.server.api import (
     account,
+    docs_page,
     downloads,
     errors,
     futures,
@@ -16,9 +16,10 @@ from tinkex.server.api import (
     openapi,
     operations,
     runs_and_checkpoints,
+    sample_stream,
     sampling,
     sessions,
-    training,
+    submit,
     weights,
 )
 from tinkex.server.api.auth import Authentication, Authenticator, Signer, Tokens
@@ -29,38 +30,32 @@ from tinkex.server.executor import Executor
 from tinkex.server.maintenance.cleanup import Cleanup
 from tinkex.server.maintenance.disk_monitor import DiskMonitor
 from tinkex.server.scheduler.base_model_check import BaseModelChecks
-from tinkex.server.scheduler.crash_isolation import InFlightFile
 from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.scheduler.session_status import SessionTimeouts
+from tinkex.server.scheduler.web_crash import CrashFiles
 from tinkex.server.settings import Settings
 from tinkex.server.store import Quota, Store
 
-#: The most frequent routes. They bypass FastAPI's request handling, which is slower.
-HOT_ROUTES: dict[str, Callable[[Request], Any]] = {
-    "/api/v1/asample": sampling.asample,
-    "/api/v1/forward": training.forward,
-    "/api/v1/forward_backward": training.forward_backward,
-    "/api/v1/retrieve_future": futures.retrieve_future,
-    "/api/v1/retrieve_futures": futures.retrieve_futures,
-    "/api/v1/stream_sample": sampling.stream_sample,
-}
-
+#: Starlette tries routes in order, so the most frequent come first.
 ROUTERS = (
+    futures.router,
+    submit.router,
+    submit.save_router,
+    sampling.router,
+    sample_stream.router,
     account.audit_router,
     account.key_router,
     account.router,
     account.unauthenticated_router,
+    weights.step_router,
     weights.router,
     downloads.router,
-    futures.router,
     models.custom_loss_router,
     models.router,
     operations.router,
     operations.telemetry_router,
-    sampling.router,
     sessions.router,
-    training.router,
     runs_and_checkpoints.router,
 )
 
@@ -70,10 +65,13 @@ def create_app(
     executor: Executor,
     store: Store,
     *,
-    in_flight_files: Mapping[str, InFlightFile] | None = None,
-    web_crashed: bool = False,
+    last_status: int = -signal.SIGKILL,
 ) -> FastAPI:
-    """Build the application on an open store. Its lifespan starts and stops the scheduler."""
+    """
+    Build the application on an open store. Its lifespan starts and stops the scheduler.
+
+    `last_status` is the exit status of the last web process on this folder.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -82,6 +80,7 @@ def create_app(
             store, executor.served, folder=settings.folder, accept=settings.accept_changed_base
         )
         base_checks.start()
+        crash_files = CrashFiles(settings.folder)
         scheduler = Scheduler(
             store=store,
             executor=executor,
@@ -91,8 +90,8 @@ def create_app(
             snapshot_bytes=settings.snapshot_bytes,
             max_training=settings.max_training,
             max_sequences=settings.max_sequences,
-            in_flight_files=in_flight_files,
-            web_crashed=web_crashed,
+            crash_files=crash_files,
+            last_status=last_status,
             base_checks=base_checks,
         )
         session_timeouts = SessionTimeouts(store, scheduler, grace_s=settings.session_grace_s)
@@ -107,8 +106,9 @@ def create_app(
         )
         disk_monitor = DiskMonitor(settings, store)
         await disk_monitor.start()
-        await scheduler.start()
         await session_timeouts.start()
+        # Last: requests run from now on, so a failure counts as a crash of this process.
+        await scheduler.start()
         cleanup = Cleanup(settings=settings, store=store, scheduler=scheduler, futures=results)
         cleanup.start()
         app.state.cleanup = cleanup
@@ -122,12 +122,13 @@ def create_app(
             await scheduler.close()
             await base_checks.close()
             await executor.close()
+            crash_files.close()
 
     app = FastAPI(
         title="tinkex",
         description="The Tinker training API, self-hosted.",
         lifespan=lifespan,
-        # FastAPI's pages load scripts from a CDN; `openapi.docs` does not.
+        # FastAPI's pages load scripts from a CDN; `docs_page` does not.
         docs_url=None,
         redoc_url=None,
         exception_handlers=errors.HANDLERS,
@@ -138,12 +139,10 @@ def create_app(
     app.state.report_slots = ReportSlots()
     app.add_middleware(ReleaseBodyMemory)
     app.add_middleware(Authentication, host=settings.host)
-    # Starlette tries routes in order, so the most frequent come first.
-    for path, endpoint in HOT_ROUTES.items():
-        app.add_route(path, endpoint, methods=["POST"])
     for router in ROUTERS:
-        app.include_router(router)
+        # Not `include_router`, which would call the routes through FastAPI.
+        app.router.routes.extend(router.routes)
     app.add_route("/metrics", operations.metrics, methods=["GET"])
-    app.add_route("/docs", openapi.docs, methods=["GET"])
-    openapi.describe_bodies(app)
+    app.add_route("/docs", docs_page.docs, methods=["GET"])
+    openapi.describe(app)
     return app

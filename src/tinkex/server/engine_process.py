@@ -7,31 +7,29 @@ socket, dispatches its reports, and restarts it with backoff after a crash.
 
 import asyncio
 import functools
-import hashlib
 import itertools
 import logging
 import os
-import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from tinkex.server.executor import (
     BatchFailed,
+    EngineKilled,
     EngineLost,
-    EngineOptions,
     EngineRefused,
     ModelNotLoaded,
-    Outcome,
+    OnTokens,
     ServedModel,
-    Task,
-    Work,
     WorkFailed,
 )
-from tinkex.server.process_setup import ENGINE_BACKOFF, engine_was_stable
-from tinkex.server.scheduler.crash_isolation import EngineState, InFlightFile
+from tinkex.server.process_end import ProcessEnd, oom_kills
+from tinkex.server.retry import Backoff, Crashed, PeriodicTask, retry
 from tinkex.wire import engine_protocol
+from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.proto import frames_pb2
+from tinkex.wire.proto.frames_pb2 import Done, Order
 
 log = logging.getLogger("tinkex.server.engine_process")
 
@@ -43,27 +41,28 @@ EXIT_TIMEOUT_S = 5.0
 # An engine with pending work that sends nothing for this long is reported as unresponsive. It is
 # not killed, because it may be running a long forward or backward pass.
 UNRESPONSIVE_S = 60.0
+# Loading a large model takes minutes, and the reason for a crash at start-up rarely goes away.
+RESTART_BACKOFF = Backoff(first_s=0.5, max_s=30.0, immediate=True)
+# An engine that lived longer, or finished any work, has shown that it can start and work.
+STABLE_S = 60.0
 
 
 class LocalExecutor:
-    """One engine process per base model, started on first use."""
+    """One engine process per base model, started on first use, unloaded when idle for `idle_s`."""
 
     def __init__(
         self,
         served: Sequence[ServedModel],
-        options: EngineOptions,
+        engines: Iterable[EngineSettings],
         *,
-        in_flight_files: Mapping[str, InFlightFile] | None = None,
+        idle_s: float = 0.0,
     ) -> None:
         self.served = tuple(served)
-        self._engines = {
-            model.name: _Engine(model, options, (in_flight_files or {}).get(model.name))
-            for model in served
-        }
+        self._engines = {settings.name: _Engine(settings) for settings in engines}
         #: Idle time after which an engine is unloaded; 0 is never. A single engine stays loaded:
         #: no other needs its memory.
-        self.unloads_after_s = options.idle_s if len(self._engines) > 1 else 0.0
-        self._unloading: asyncio.Task[None] | None = None
+        self.unloads_after_s = idle_s if len(self._engines) > 1 else 0.0
+        self._unloading = PeriodicTask()
 
     async def start(self) -> None:
         # A single model is loaded now, so that a server that is ready can start work immediately.
@@ -71,31 +70,34 @@ class LocalExecutor:
         if len(self._engines) == 1:
             await next(iter(self._engines.values())).ready()
         if self.unloads_after_s > 0:
-            self._unloading = asyncio.create_task(self._unload_idle())
+            self._unloading.start(
+                self._unload_idle, self.unloads_after_s / 4, what="unloading idle engines", log=log
+            )
 
     async def _unload_idle(self) -> None:
-        while True:
-            await asyncio.sleep(self.unloads_after_s / 4)
-            for engine in self._engines.values():
-                engine.unload_if_idle(self.unloads_after_s)
+        for engine in self._engines.values():
+            engine.unload_if_idle(self.unloads_after_s)
 
     async def close(self) -> None:
-        if self._unloading is not None:
-            self._unloading.cancel()
-            await asyncio.gather(self._unloading, return_exceptions=True)
+        await self._unloading.close()
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
 
     async def ready(self, base_model: str) -> int:
         return await self._engine(base_model).ready()
 
     async def send(
-        self, base_model: str, work: Work, *, incarnation: int | None = None
-    ) -> asyncio.Future[Outcome]:
+        self,
+        base_model: str,
+        order: Order,
+        *,
+        incarnation: int | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> asyncio.Future[Done]:
         engine = self._engine(base_model)
         current = await engine.ready()
         if incarnation is not None and incarnation != current:
-            raise EngineLost(f"the engine of {base_model} was restarted")
-        return await engine.send(work)
+            raise EngineKilled(f"the engine of {base_model} was restarted")
+        return await engine.send(order, on_tokens)
 
     def waiting_for(self, base_model: str) -> str | None:
         engine = self._engines.get(base_model)
@@ -122,21 +124,17 @@ class LocalExecutor:
 class _Engine:
     """One child process and its restarts."""
 
-    def __init__(
-        self, model: ServedModel, options: EngineOptions, in_flight_file: InFlightFile | None
-    ) -> None:
-        self._model = model
-        self._options = options
-        #: Records how this engine ended, for the next web process in case this one crashes too.
-        self._in_flight_file = in_flight_file
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._name = settings.name
         self._incarnation = 0
-        #: How the last child ended, as text for log and errors.
-        self._exit_text = ""
+        #: How the last child ended; None if it could not be started.
+        self._end: ProcessEnd | None = None
         self._tickets = itertools.count(1)
         #: The futures of unfinished orders. The key is the order's ticket: the id that connects an
         #: order and its reports in the engine protocol.
-        self._pending: dict[int, asyncio.Future[Outcome]] = {}
-        self._token_callbacks: dict[int, Callable[[frames_pb2.Tokens], None]] = {}
+        self._pending: dict[int, asyncio.Future[Done]] = {}
+        self._token_callbacks: dict[int, OnTokens] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._up = asyncio.Event()
@@ -160,7 +158,7 @@ class _Engine:
         if self._closing:
             return None
         if not self._up.is_set():
-            return f"the engine of {self._model.name} is starting"
+            return f"the engine of {self._name} is starting"
         silent_s = asyncio.get_running_loop().time() - self._last_report_s
         if not self._pending or silent_s < UNRESPONSIVE_S:
             return None
@@ -168,12 +166,12 @@ class _Engine:
             self._logged_unresponsive = True
             log.warning(
                 "the engine of %s (process %s) has pending work and has not responded for %.0f s",
-                self._model.name,
+                self._name,
                 self.process_id,
                 silent_s,
             )
         return (
-            f"the engine of {self._model.name} has not responded for {silent_s:.0f} s: it runs a "
+            f"the engine of {self._name} has not responded for {silent_s:.0f} s: it runs a "
             "long computation, or is stuck"
         )
 
@@ -193,47 +191,44 @@ class _Engine:
         if self._refused is not None:
             raise self._refused
         if self._closing:
-            raise EngineLost("the server is stopping")
+            raise EngineKilled("the server is stopping")
         return self._incarnation
 
-    async def send(self, work: Work) -> asyncio.Future[Outcome]:
+    async def send(self, order: Order, on_tokens: OnTokens | None) -> asyncio.Future[Done]:
         if self._writer is None:
-            raise EngineLost(f"the engine of {self._model.name} was lost")
-        ticket = next(self._tickets)
-        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+            raise EngineKilled(f"the engine of {self._name} was lost")
+        ticket = order.ticket = next(self._tickets)
+        future: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         if not self._pending:
             self._last_report_s = asyncio.get_running_loop().time()
         self._pending[ticket] = future
-        if work.on_tokens is not None:
-            self._token_callbacks[ticket] = work.on_tokens
-        future.add_done_callback(functools.partial(self._finish, work, ticket))
-        self._writer.write(engine_protocol.frame(_order(ticket, work)))
+        if on_tokens is not None:
+            self._token_callbacks[ticket] = on_tokens
+        is_sample = order.HasField("sample")
+        future.add_done_callback(functools.partial(self._finish, ticket, is_sample))
+        self._writer.write(engine_protocol.frame(order))
         try:
             await self._writer.drain()
-        except ConnectionError as error:
-            future.cancel()
-            raise EngineLost(f"the engine of {self._model.name} was lost") from error
+        except ConnectionError:
+            pass  # the future fails as soon as it is known how the engine ended
         except asyncio.CancelledError:
             future.cancel()
             raise
         return future
 
-    def _finish(self, work: Work, ticket: int, future: asyncio.Future[Outcome]) -> None:
+    def _finish(self, ticket: int, is_sample: bool, future: asyncio.Future[Done]) -> None:
         """Forget an order that has finished or was cancelled."""
         self._pending.pop(ticket, None)
         self._token_callbacks.pop(ticket, None)
         self._last_used_s = future.get_loop().time()
         if future.cancelled():
-            self._cancel_sample(work, ticket)
+            # Only a sample is cancelled in the engine. Other work always runs to its end.
+            if is_sample and self._writer is not None and not self._closing:
+                cancel = frames_pb2.Cancel(sample_ticket=ticket)
+                self._writer.write(engine_protocol.frame(Order(cancel=cancel)))
         else:
             # Mark the exception as retrieved, in case the caller no longer awaits it.
             future.exception()
-
-    def _cancel_sample(self, work: Work, ticket: int) -> None:
-        """Cancel a sample in the engine. Other work always runs to its end."""
-        if work.task is Task.SAMPLE and self._writer is not None and not self._closing:
-            cancel = frames_pb2.Cancel(sample_ticket=ticket)
-            self._writer.write(engine_protocol.frame(engine_protocol.Order(cancel=cancel)))
 
     def unload_if_idle(self, idle_s: float) -> None:
         """Stop a child that was idle for this long; the next request starts a new one."""
@@ -242,7 +237,7 @@ class _Engine:
             return
         if asyncio.get_running_loop().time() - self._last_used_s < idle_s:
             return
-        log.info("the engine of %s was idle for %.0f s and is unloaded", self._model.name, idle_s)
+        log.info("the engine of %s was idle for %.0f s and is unloaded", self._name, idle_s)
         self._old_runner, self._runner = self._runner, None
         # From now on, `ready` waits for the next child.
         self._up.clear()
@@ -264,48 +259,47 @@ class _Engine:
         if after is not None:
             # Two children would not fit in memory, and would share one spill folder.
             await asyncio.wait({after})
-        loop = asyncio.get_running_loop()
-        wait_s: float | None = None
-        while True:
-            began_s = loop.time()
-            self._finished_work = False
-            try:
-                await self._run_once()
-            except EngineRefused as refused:
-                # An engine that was up once has valid settings; a later failure may be temporary.
-                if not self._incarnation:
-                    self._refused = refused
-                    self._up.set()
-                    return
-            lived_s = loop.time() - began_s
-            stable = engine_was_stable(finished_work=self._finished_work, lived_s=lived_s)
-            wait_s = ENGINE_BACKOFF.next_wait_s(wait_s, stable=stable)
-            log.error(
-                "the engine of %s died%s; restarting it in %.1f s",
-                self._model.name,
-                self._exit_text,
-                wait_s,
+        try:
+            await retry(
+                self._run_until_crash,
+                RESTART_BACKOFF,
+                should_retry=lambda error: isinstance(error, Crashed),
+                on_retry=lambda error, wait_s: log.error(
+                    "%s; restarting it in %.1f s", error, wait_s
+                ),
             )
-            await asyncio.sleep(wait_s)
+        except EngineRefused as refused:
+            self._refused = refused
+            self._up.set()
+
+    async def _run_until_crash(self) -> None:
+        """Run one child until it exits, then raise Crashed."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        self._finished_work = False
+        try:
+            await self._run_once()
+        except EngineRefused:
+            # An engine that was up once has valid settings; a later failure may be temporary.
+            if not self._incarnation:
+                raise
+        stable = self._finished_work or loop.time() - began_s > STABLE_S
+        raise Crashed(f"the engine of {self._name} died{self._end_text}", stable=stable)
 
     async def _run_once(self) -> None:
         """Start one child and read its reports until it exits."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         process = None
-        passed = [theirs.fileno()]
-        command = _command(theirs.fileno(), self._model, self._options)
-        if self._in_flight_file is not None:
-            passed.append(self._in_flight_file.descriptor)
-            command += ["--roll-fd", str(self._in_flight_file.descriptor)]
+        kills = oom_kills()
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
-                    *command,
-                    pass_fds=passed,
+                    *_command(theirs.fileno(), self._settings),
+                    pass_fds=(theirs.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,
                     # Standard output is reserved for the "ready" line.
                     stdout=sys.stderr.fileno(),
-                    env=_environment(self._options),
+                    env=_environment(self._settings.threads),
                 )
             self._process = process
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=READ_BUFFER_BYTES)
@@ -316,8 +310,10 @@ class _Engine:
             self._writer = None
             self._process = None
             ours.close()
-            self._exit_text = "" if process is None else await _wait_for_exit(process)
-            self._record(EngineState.NONE)
+            self._end = None
+            if process is not None:
+                status = await _wait_for_exit(process)
+                self._end = ProcessEnd(status, oom_kills() - kills)
             self._fail_pending()
 
     async def _read_reports(
@@ -338,17 +334,16 @@ class _Engine:
         self._last_report_s = asyncio.get_running_loop().time()
         if self._logged_unresponsive:
             self._logged_unresponsive = False
-            log.warning("the engine of %s responds again", self._model.name)
+            log.warning("the engine of %s responds again", self._name)
         match report.WhichOneof("body"):
             case "ready":
                 self._incarnation += 1
-                self._record(EngineState.UP)
                 self._writer = writer
                 self._up.set()
                 facts = report.ready
                 log.info(
                     "the engine of %s is up: %s, %s, context %d",
-                    self._model.name,
+                    self._name,
                     facts.device,
                     facts.dtype,
                     facts.max_context_length,
@@ -359,9 +354,8 @@ class _Engine:
                 raise EngineRefused(report.refused.message)
             case "done":
                 self._finished_work = True
-                outcome = Outcome(result=report.done.result, compute_s=report.done.compute_s)
                 if (future := self._unfinished(report.ticket)) is not None:
-                    future.set_result(outcome)
+                    future.set_result(report.done)
             case "grown":
                 if (on_tokens := self._token_callbacks.get(report.ticket)) is not None:
                     for tokens in report.grown.sequences:
@@ -370,20 +364,21 @@ class _Engine:
                 if (future := self._unfinished(report.ticket)) is not None:
                     future.set_exception(_failure(report.failed))
 
-    def _record(self, state: EngineState) -> None:
-        if self._in_flight_file is not None:
-            self._in_flight_file.set_engine_state(state)
-
-    def _unfinished(self, ticket: int) -> asyncio.Future[Outcome] | None:
+    def _unfinished(self, ticket: int) -> asyncio.Future[Done] | None:
         """The future of an order, if the order is neither finished nor cancelled."""
         future = self._pending.get(ticket)
         return None if future is None or future.done() else future
 
+    @property
+    def _end_text(self) -> str:
+        return "" if self._end is None else f" ({self._end})"
+
     def _fail_pending(self) -> None:
-        text = f"the engine of {self._model.name} was lost{self._exit_text}"
+        text = f"the engine of {self._name} was lost{self._end_text}"
+        by_itself = self._end is not None and self._end.by_itself and not self._closing
         for future in self._pending.values():
             if not future.done():
-                future.set_exception(EngineLost(text))
+                future.set_exception(EngineLost(text) if by_itself else EngineKilled(text))
 
 
 def _failure(failed: frames_pb2.Failed) -> Exception:
@@ -394,120 +389,29 @@ def _failure(failed: frames_pb2.Failed) -> Exception:
     return WorkFailed(failed.category, failed.message)
 
 
-async def _wait_for_exit(process: asyncio.subprocess.Process) -> str:
-    """Wait until the child has exited, kill it after a timeout, and describe how it ended."""
+async def _wait_for_exit(process: asyncio.subprocess.Process) -> int:
+    """Wait until the child has exited, and return its status; kill it after a timeout."""
     try:
-        await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S)
+        return await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S)
     except (TimeoutError, asyncio.CancelledError):
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-    status = process.returncode or 0
-    if status == -signal.SIGKILL:
-        return " (SIGKILL: killed by a user, or by the system because memory ran out; see its log)"
-    if status == engine_protocol.DEVICE_LOST_STATUS:
-        return " (its device failed or ran out of memory; see its log)"
-    if status < 0:
-        return f" ({signal.Signals(-status).name})"
-    return f" (exit status {status})"
+        if process.returncode is not None:
+            return process.returncode
+    log.warning("engine process %d closed its connection and did not exit", process.pid)
+    process.kill()
+    await process.wait()
+    # Not the status of SIGKILL: it ended its work by itself.
+    return 1
 
 
-def _command(descriptor: int, model: ServedModel, options: EngineOptions) -> list[str]:
+def _command(descriptor: int, settings: EngineSettings) -> list[str]:
     """The command line of the child."""
-    command = [
-        *(sys.executable, "-m", "tinkex.engine.process"),
-        *("--fd", str(descriptor)),
-        *("--name", model.name),
-        *("--folder", str(model.folder)),
-        *("--device", options.device),
-        *("--dtype", options.dtype),
-        *("--idle-adapters", str(options.idle_adapters)),
-        "--prefix-cache" if options.prefix_cache else "--no-prefix-cache",
-    ]
-    for name, limit in (
-        ("--threads", options.threads),
-        ("--memory-bytes", options.memory_bytes),
-        ("--adapter-bytes", options.adapter_bytes),
-        ("--kv-tokens", options.kv_tokens),
-        ("--max-batch-tokens", options.max_batch_tokens),
-        ("--max-sequences", options.max_sequences),
-        ("--host-bytes", options.host_bytes),
-    ):
-        if limit:
-            command += [name, str(limit)]
-    if options.spill_folder is not None:
-        folder = hashlib.sha256(model.name.encode()).hexdigest()[:16]
-        command += ["--spill-folder", str(options.spill_folder / folder)]
-    if options.deterministic:
-        command.append("--deterministic")
-    if options.turn_file is not None:
-        command += ["--turn-file", str(options.turn_file)]
-    return command
+    arguments = ["--fd", str(descriptor), "--settings", settings.to_json()]
+    return [sys.executable, "-m", "tinkex.engine.process", *arguments]
 
 
-def _environment(options: EngineOptions) -> dict[str, str]:
+def _environment(threads: int | None) -> dict[str, str]:
     # Threads that spin while they wait would take CPU time from the web process and the client.
     variables = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
-    if options.threads:
-        variables["OMP_NUM_THREADS"] = str(options.threads)
+    if threads:
+        variables["OMP_NUM_THREADS"] = str(threads)
     return {**os.environ, **variables}
-
-
-def _order(ticket: int, work: Work) -> engine_protocol.Order:
-    """Encode work as a message for the engine."""
-    payload = frames_pb2.Payload(inline=work.payload)
-    if work.payload_file is not None:
-        payload = frames_pb2.Payload(file=str(work.payload_file))
-    folder = work.folder or ""
-    model_id = work.model_id
-    order = engine_protocol.Order(ticket=ticket)
-    match work.task:
-        case Task.CREATE:
-            order.create.model_id = model_id
-            order.create.lora_config = work.lora_config
-            order.create.optimizer_config = work.optimizer_config
-        case Task.PASS:
-            order.run_pass.CopyFrom(
-                frames_pb2.Pass(
-                    model_id=model_id,
-                    payload=payload,
-                    backward=work.backward,
-                    session_id=work.session_id,
-                )
-            )
-        case Task.OPTIM_STEP:
-            order.optim_step.CopyFrom(frames_pb2.OptimStep(model_id=model_id, payload=payload))
-        case Task.SAVE:
-            order.save.CopyFrom(
-                frames_pb2.Save(model_id=model_id, folder=folder, optimizer=work.optimizer)
-            )
-        case Task.LOAD:
-            order.load.CopyFrom(
-                frames_pb2.Load(model_id=model_id, folder=folder, optimizer=work.optimizer)
-            )
-        case Task.SNAPSHOT:
-            order.snapshot.CopyFrom(frames_pb2.Snapshot(model_id=model_id, folder=folder))
-        case Task.RESTORE:
-            order.restore.CopyFrom(frames_pb2.Restore(model_id=model_id, folder=folder))
-        case Task.CLEAR_GRADIENTS:
-            order.clear_gradients.model_id = model_id
-        case Task.DROP:
-            order.drop.model_id = model_id
-        case Task.REGISTER_LOSS:
-            order.register_loss.CopyFrom(
-                frames_pb2.RegisterLoss(
-                    loss_id=work.loss_id, session_id=work.session_id, payload=payload
-                )
-            )
-        case Task.FORGET_LOSSES:
-            order.forget_losses.session_id = work.session_id
-        case Task.SAMPLE:
-            order.sample.CopyFrom(
-                frames_pb2.Sample(
-                    payload=payload,
-                    adapter_folder=folder,
-                    owner=work.owner,
-                    streams=work.on_tokens is not None,
-                )
-            )
-    return order

@@ -1,8 +1,5 @@
 """
-What every server process sets up: logging, restart backoff, and garbage collection.
-
-The supervisor and the web process configure the same log format. The supervisor restarts the web
-process, and the web process restarts engines, with the same backoff rule.
+What the server's processes set up: logging for all, garbage collection for the web process.
 """
 
 import asyncio
@@ -12,9 +9,11 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from tinkex.server.retry import run_periodically
 from tinkex.wire.redaction import RedactingFormatter
+
+log = logging.getLogger("tinkex.server.process_setup")
 
 # --- Logging: one line per event on standard error, without keys and tokens. ---
 
@@ -33,46 +32,6 @@ def setup_logging() -> None:
 def set_log_level(level: str) -> None:
     """Set the level of tinkex loggers; library loggers keep theirs."""
     logging.getLogger("tinkex").setLevel(level.upper())
-
-
-# --- Restart backoff: pure rules, without clocks or processes. ---
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Backoff:
-    """Exponential restart backoff. The first restart, and one after a stable run, is immediate."""
-
-    first_s: float
-    max_s: float
-
-    def next_wait_s(self, last_s: float | None, *, stable: bool) -> float:
-        """
-        The wait before the next restart.
-
-        `last_s` is the previous wait, None before the first restart. `stable` says whether the
-        process ran well since then.
-        """
-        if last_s is None or stable:
-            return 0.0
-        return min(max(self.first_s, 2 * last_s), self.max_s)
-
-
-#: During a restart of the web process, new connections queue in the listening socket.
-WEB_BACKOFF = Backoff(first_s=0.2, max_s=5.0)
-WEB_STABLE_S = 3.0
-#: Loading a large model takes minutes, and the reason for a crash at start-up rarely goes away.
-ENGINE_BACKOFF = Backoff(first_s=0.5, max_s=30.0)
-ENGINE_STABLE_S = 60.0
-
-
-def web_was_stable(*, ready: bool, lived_s: float) -> bool:
-    """Whether a web process ran for a while. One that crashes after its start may do so again."""
-    return ready and lived_s > WEB_STABLE_S
-
-
-def engine_was_stable(*, finished_work: bool, lived_s: float) -> bool:
-    """Whether an engine has shown that it can start and work; then its restart need not wait."""
-    return finished_work or lived_s > ENGINE_STABLE_S
 
 
 # --- Garbage collection and the C heap, for the web process. ---
@@ -113,14 +72,18 @@ async def collect_periodically(every_s: float = COLLECT_INTERVAL_S) -> None:
     cleanup loop may be busy for minutes, just when a busy server makes the most garbage.
     """
     took_s = 0.0
-    while True:
-        await asyncio.sleep(max(every_s, took_s / MAX_COLLECT_SHARE))
+
+    async def collect() -> None:
+        nonlocal took_s
         began_s = time.thread_time()
         gc.collect()
         took_s = time.thread_time() - began_s
         # Return free heap memory to the operating system.
         if _malloc_trim is not None:
             await asyncio.to_thread(_malloc_trim, 0)
+
+    pause_s = lambda: max(every_s, took_s / MAX_COLLECT_SHARE)
+    await run_periodically(collect, pause_s, what="garbage collection", log=log)
 
 
 def _glibc_function(name: str) -> Callable[..., int] | None:

@@ -16,13 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from types import FrameType
 
 from tinkex.models.cache import line_progress
 from tinkex.models.resolve import DEFAULT_MODEL, ModelSource, resolve
 from tinkex.server import process_setup
-from tinkex.server.scheduler import crash_isolation
+from tinkex.server.retry import Backoff, Crashed, poll, retry_blocking
 from tinkex.server.settings import Settings, SettingsError, is_loopback
 from tinkex.server.store.folder_lock import HeldLock, lock_database, lock_folder
 
@@ -32,6 +31,10 @@ log = logging.getLogger("tinkex.server.supervisor")
 KILL_GRACE_S = 5.0
 BACKLOG = 2048
 LOCK_CHECK_INTERVAL_S = 5.0
+# While the web process restarts, new connections queue in the listening socket.
+RESTART_BACKOFF = Backoff(first_s=0.2, max_s=5.0, immediate=True)
+# A web process that crashes sooner after its start may do so again.
+STABLE_S = 3.0
 
 
 class StartFailed(Exception):
@@ -85,37 +88,44 @@ class Supervisor:
         self._locks = locks
         self._stopping = False
         self._lost_lock = False
+        #: Whether any web process got ready. Before that, a crash ends the server.
+        self._was_ready = False
         self._child: subprocess.Popen[bytes] | None = None
-        #: Whether the last web process crashed by its own fault.
-        self._crashed = False
+        #: The exit status of the last web process; None before the first one.
+        self._last_status: int | None = None
 
     def run(self, *, on_ready: Callable[[], None]) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         threading.Thread(target=self._watch_locks, name="tinkex-locks", daemon=True).start()
-        wait_s: float | None = None
-        ready = False
-        while not self._stopping:
-            began_s = time.monotonic()
-            was_ready = self._run_once(first=not ready, on_ready=on_ready)
-            ready = ready or was_ready
-            if self._stopping:
-                break
-            if not ready:
-                raise StartFailed(
-                    "the web process exited before it was ready; the log lines above say why"
-                )
-            lived_s = time.monotonic() - began_s
-            stable = process_setup.web_was_stable(ready=was_ready, lived_s=lived_s)
-            wait_s = process_setup.WEB_BACKOFF.next_wait_s(wait_s, stable=stable)
-            log.error("the web process crashed; restarting it in %.1f s", wait_s)
-            self._pause(wait_s)
+        retry_blocking(
+            lambda: self._run_until_crash(on_ready),
+            RESTART_BACKOFF,
+            should_retry=lambda error: isinstance(error, Crashed),
+            on_retry=lambda error, wait_s: log.error("%s; restarting it in %.1f s", error, wait_s),
+            sleep=self._pause,
+        )
         log.info("stopped; requests that were accepted and not finished run after the next start")
         return 1 if self._lost_lock else 0
 
+    def _run_until_crash(self, on_ready: Callable[[], None]) -> None:
+        """Run a web process; returns when the server is stopped, raises Crashed otherwise."""
+        if self._stopping:
+            return
+        began_s = time.monotonic()
+        ready = self._run_once(first=not self._was_ready, on_ready=on_ready)
+        self._was_ready = self._was_ready or ready
+        if self._stopping:
+            return
+        if not self._was_ready:
+            raise StartFailed(
+                "the web process exited before it was ready; the log lines above say why"
+            )
+        stable = ready and time.monotonic() - began_s > STABLE_S
+        raise Crashed("the web process crashed", stable=stable)
+
     def _run_once(self, *, first: bool, on_ready: Callable[[], None]) -> bool:
         """Run one web process until it exits; return whether it got ready."""
-        kills = oom_kills()
         report_reader, report_writer = os.pipe()
         # Nothing is written to this pipe. It closes when the supervisor exits, for any reason.
         lifeline_reader, lifeline_writer = os.pipe()
@@ -140,10 +150,7 @@ class Supervisor:
                 word, _, reason = pipe.read().partition("\n")
             if word == "ready" and first and not self._stopping:
                 on_ready()
-            status = child.wait()
-            self._crashed = crash_isolation.web_process_crashed(
-                status, oom_kills=oom_kills() - kills
-            )
+            self._last_status = child.wait()
         finally:
             self._child = None
             os.close(lifeline_reader)
@@ -159,29 +166,30 @@ class Supervisor:
             *("--report-fd", str(report_descriptor)),
             *("--lifeline-fd", str(lifeline)),
         ]
-        if self._crashed:
-            command.append("--after-crash")
+        if self._last_status is not None:
+            command.append(f"--last-status={self._last_status}")
         for source in self._sources:
             command += ["--model", source.name, str(source.folder)]
         return command
 
     def _watch_locks(self) -> None:
         """Stop the server when it loses a lock: another server may use the same data then."""
-        while not self._stopping:
-            time.sleep(LOCK_CHECK_INTERVAL_S)
-            for lock in self._locks:
-                if (problem := lock.problem()) is not None and not self._stopping:
-                    log.error(
-                        "stopping, because another server may start on this data: %s", problem
-                    )
-                    self._lost_lock = True
-                    self._stop(signal.SIGTERM, None)
+
+        def is_over() -> bool:
+            problems = [problem for lock in self._locks if (problem := lock.problem()) is not None]
+            if problems and not self._stopping:
+                log.error(
+                    "stopping, because another server may start on this data: %s", problems[0]
+                )
+                self._lost_lock = True
+                self._stop(signal.SIGTERM, None)
+            return self._stopping
+
+        poll(is_over, every_s=LOCK_CHECK_INTERVAL_S)
 
     def _pause(self, seconds: float) -> None:
         """Sleep, but return early when the server is stopped."""
-        until_s = time.monotonic() + seconds
-        while not self._stopping and time.monotonic() < until_s:
-            time.sleep(0.05)
+        poll(lambda: self._stopping, every_s=0.05, timeout_s=seconds)
 
     def _stop(self, _number: int, _frame: FrameType | None) -> None:
         child = self._child
@@ -193,13 +201,6 @@ class Supervisor:
         self._stopping = True
         if child is not None:
             child.send_signal(signal.SIGTERM)
-
-
-def oom_kills() -> int:
-    """How many processes the kernel has killed for lack of memory since boot."""
-    with contextlib.suppress(OSError), Path("/proc/vmstat").open() as figures:
-        return sum(int(line.split()[1]) for line in figures if line.startswith("oom_kill "))
-    return 0
 
 
 def _send_settings(child: "subprocess.Popen[bytes]", settings: Settings) -> None:

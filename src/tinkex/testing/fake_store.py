@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinkex.wire.checkpoints import KINDS, ParsedCheckpointTinkerPath
+from tinkex.wire.checkpoints import KINDS, ParsedCheckpointTinkerPath, tinker_path
 from tinkex.wire.errors import UserFailure
 
 #: The time that lists show for everything.
@@ -47,7 +47,7 @@ class FakeStore:
         overwrite: bool = False,
     ) -> str:
         _check_ttl(ttl_s)
-        path = f"tinker://{model_id}/{kind}/{name or f'unnamed-{next(self._unnamed)}'}"
+        path = tinker_path(model_id, kind, name or f"unnamed-{next(self._unnamed)}")
         try:
             ParsedCheckpointTinkerPath.from_tinker_path(path)
         except ValueError as error:

@@ -51,6 +51,11 @@ KINDS: Final[dict[str, CheckpointType]] = {
 CONSOLE_URL: Final = "https://tinker.thinkingmachines.ai"
 
 
+def tinker_path(training_run_id: str, kind: str, name: str) -> str:
+    """The path of a checkpoint; `ParsedCheckpointTinkerPath` parses it."""
+    return f"tinker://{training_run_id}/{kind}/{name}"
+
+
 class ParsedCheckpointTinkerPath(LenientModel):
     """The parts of a path `tinker://<training run>/<kind>/<name>`."""
 

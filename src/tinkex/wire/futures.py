@@ -45,7 +45,6 @@ __all__ = [
     "SamplingSessionFuturesTarget",
     "TryAgainResponse",
     "UntypedAPIFuture",
-    "read_future",
 ]
 
 log = logging.getLogger(__name__)

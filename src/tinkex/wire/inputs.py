@@ -49,7 +49,6 @@ __all__ = [
     "PromptProvenanceSpan",
     "ProvenanceSpans",
     "SampledProvenanceSpan",
-    "chunk_from",
 ]
 
 

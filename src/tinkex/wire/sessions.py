@@ -50,7 +50,6 @@ __all__ = [
     "SessionStatusQuery",
     "SessionSummary",
     "SupportedModel",
-    "TraceExportResponse",
     "TrainingRun",
     "TrainingRunsResponse",
     "UserSearchOwner",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-__all__ = ["TensorCastWarning", "TensorData", "TensorDtype", "tensor_from"]
+__all__ = ["TensorCastWarning", "TensorData", "TensorDtype"]
 
 #: A CSR tensor of a few bytes may claim any shape. Larger ones (512 MiB as int64) are rejected, so
 #: that converting to dense is always safe.

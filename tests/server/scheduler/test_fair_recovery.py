@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from server.echo import EchoExecutor
+from server.echo import EchoExecutor, content
 from server.hosting import Api, hosted
 from server.scheduler.test_pickup import sample
 from server.tenants import new_key, with_key
-from tinkex.engine.settings import EngineSettings
-from tinkex.server.executor import Outcome, Task, Work
-from tinkex.server.scheduler.fairness import MAX_SEQUENCES, Admission
+from tinkex.server.scheduler.fairness import Admission
+from tinkex.wire.proto.frames_pb2 import Done, Order
 from waiting import until_async
 
 pytestmark = pytest.mark.anyio
@@ -39,9 +38,9 @@ class Starting(EchoExecutor):
         self.waiting -= 1
         return await super().ready(base_model)
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         outcome = await super().run(base_model, work, incarnation=incarnation)
-        self.done.append(work.owner if work.task is Task.SAMPLE else work.model_id)
+        self.done.append(work.sample.owner if work.HasField("sample") else content(work).model_id)
         return outcome
 
     def die(self) -> None:
@@ -197,5 +196,3 @@ async def test_an_engine_gets_twice_as_many_samples_of_an_owner_as_it_runs_at_on
         executor.open.set()
         for request_id in sent:
             assert "sequences" in await api.result(request_id)
-    # The server does not import the engine, so it repeats this number.
-    assert EngineSettings.max_sequences == MAX_SEQUENCES

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from alembic import command
 
 from server.storage.commands import tinkex
+from server.store.test_migrations import make_older
 from server.tenants import is_private
 from serving import TINY, Server, serving
 from tinkex.server.settings import Settings, SettingsError
 from tinkex.server.store.folder_lock import database_file, lock_database, lock_folder, lock_holder
-from tinkex.server.store.migrations import alembic_config
 
 pytestmark = pytest.mark.anyio
 
@@ -151,19 +150,16 @@ def test_a_lock_file_names_one_process(tmp_path: Path) -> None:
 # -- only the holder of a database upgrades its schema -------------------------------------------
 
 
-def old_database(folder: Path, version: str = "0008") -> None:
+def old_database(folder: Path) -> None:
     """A database of an earlier version of tinkex, with an API key."""
     folder.mkdir(parents=True, exist_ok=True)
     engine = sa.create_engine(f"sqlite:///{folder / 'tinkex.db'}")
-    config = alembic_config()
-    with engine.connect() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, version)
+    make_older(engine)
+    with engine.begin() as connection:
         connection.exec_driver_sql(
             "INSERT INTO api_keys (hash, hint, owner, name, limits, created_s) "
             "VALUES ('h', 'tml-1234', 'local', '', '{}', 1.0)"
         )
-        connection.commit()
     engine.dispose()
 
 

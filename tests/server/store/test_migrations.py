@@ -1,26 +1,38 @@
 """Schema versions: what is upgraded, and what is refused."""
 
 import contextlib
+import shutil
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
 
+from postgres import Postgres
 from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.server.store.database import Database
-from tinkex.server.store.migrations import alembic_config, known_versions
+from tinkex.server.store.migrations import current_version, known_versions, migrate
+from tinkex.server.store.schema import metadata
+
+FOLDER_0_1 = Path(__file__).resolve().parents[2] / "data" / "folder-0.1" / "data"
+
+
+def make_older(engine: sa.Engine) -> None:
+    """Create the tables of version 0008: without the column that 0009 adds."""
+    migrate(engine)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("ALTER TABLE models DROP COLUMN base_hash")
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0008'")
 
 
 def database_of(folder: Path, version: str) -> str:
-    """A database that Alembic has upgraded to this version; its URL."""
+    """A database with this version; its URL."""
     url = f"sqlite:///{folder / 'tinkex.db'}"
     engine = sa.create_engine(url)
-    config = alembic_config()
-    with engine.connect() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, version)
+    (make_older if version == "0008" else migrate)(engine)
     engine.dispose()
     return url
 
@@ -28,6 +40,56 @@ def database_of(folder: Path, version: str) -> str:
 def version_in(folder: Path) -> str:
     with contextlib.closing(sqlite3.connect(folder / "tinkex.db")) as connection:
         return str(connection.execute("SELECT version_num FROM alembic_version").fetchone()[0])
+
+
+def tables_in(folder: Path) -> dict[str, list[str]]:
+    """
+    The columns and constraints of each table and index, in any order, as SQL.
+
+    Alembic does not compare checks and names of constraints.
+    """
+    with contextlib.closing(sqlite3.connect(folder / "tinkex.db")) as connection:
+        rows = connection.execute(
+            "SELECT name, sql FROM sqlite_master WHERE name NOT LIKE '%alembic%'"
+        ).fetchall()
+    return {
+        # A column that was added later is on the line of the one before it.
+        name: sorted(
+            part
+            for line in (sql or "").replace(", ", "\n").splitlines()
+            if (part := line.strip(" ,\n\t"))
+        )
+        for name, sql in rows
+    }
+
+
+def test_a_database_of_0_1_gets_the_tables_of_a_new_one(tmp_path: Path) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    new.mkdir()
+    shutil.copytree(FOLDER_0_1, old)
+    assert version_in(old) == "0008"
+    for folder in (new, old):
+        Database(f"sqlite:///{folder / 'tinkex.db'}", exclusive=True).close()
+    assert version_in(old) == version_in(new) == known_versions()[0]
+    assert len(tables_in(new)) > 20
+    assert tables_in(old) == tables_in(new)
+
+
+@pytest.mark.parametrize("prepare", [migrate, make_older])
+def test_a_postgresql_database_has_the_tables_of_the_schema(
+    postgres: Postgres, prepare: Callable[[sa.Engine], None]
+) -> None:
+    engine = sa.create_engine(postgres.database())
+    prepare(engine)
+    migrate(engine)
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, metadata) == []
+        # Alembic does not compare these.
+        checks = {one["name"] for one in sa.inspect(connection).get_check_constraints("requests")}
+        assert current_version(connection) == known_versions()[0]
+    engine.dispose()
+    assert checks == {"ck_requests_error", "ck_requests_finished", "ck_requests_status"}
 
 
 @pytest.mark.parametrize("version", ["0008", "0009"])

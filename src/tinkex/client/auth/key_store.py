@@ -8,7 +8,6 @@ another; the official client ignores that field.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -103,23 +102,12 @@ def read(path: Path) -> StoredKeys:
 
 def write(path: Path, stored: StoredKeys) -> None:
     """Write the file atomically, readable by its owner only."""
-    import tempfile  # imported here: it is slow to import, and only needed at login
+    from tinkex.durable_files import write_file  # imported here: only needed at login
 
     if not path.parent.exists():
         path.parent.mkdir(parents=True)
         path.parent.chmod(0o700)
-    text = json.dumps(_plain(stored), indent=2) + "\n"
-    # `mkstemp` creates files that only their owner can read.
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".credentials-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_file(path, (json.dumps(_plain(stored), indent=2) + "\n").encode())
 
 
 def _key(entry: Any) -> StoredKey:

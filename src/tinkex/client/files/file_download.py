@@ -24,12 +24,11 @@ from urllib.parse import unquote, urlsplit
 
 from tinkex.client.errors import (
     APIConnectionError,
-    APIError,
     APIStatusError,
     TinkerError,
     status_error,
 )
-from tinkex.client.http.retry import RetryPolicy
+from tinkex.client.http.retry import RetryPolicy, retrying_in_thread
 from tinkex.client.http.transport import Request, Response, origin, redirect_url
 from tinkex.client.http.typed_requests import KEY_HEADER
 from tinkex.client.settings import Settings
@@ -202,32 +201,31 @@ class Fetcher:
         self, links: Links, name: str, ask: Callable[[str], T], progress: Callable[[], int]
     ) -> T:
         """Retry under the policy; progress resets the counters."""
-        attempt, refusals, since, last = 0, 0, monotonic(), progress()
-        while True:
+        failures, refusals, since, last, link = 0, 0, monotonic(), progress(), ""
+
+        def attempt() -> T:
+            nonlocal link
             if self.stop.is_set():
                 raise Stopped
             link = links.get(name)
-            try:
-                return ask(link)
-            except APIError as error:
-                if (here := progress()) > last:
-                    attempt, refusals, since, last = 0, 0, monotonic(), here
-                if isinstance(error, APIStatusError) and error.status_code == 403 and not refusals:
-                    # Expired early, because of different clocks.
-                    refusals += 1
-                    links.refused(name, link)
-                    continue
-                attempt += 1
-                delay = self._policy.delay_s(
-                    attempt,
-                    error,
-                    elapsed_s=monotonic() - since,
-                    now=datetime.now(UTC),
-                    rng=self._rng,
-                )
-                if delay is None:
-                    raise
-                self.stop.wait(delay)
+            return ask(link)
+
+        def delay_after(error: Exception) -> float | None:
+            nonlocal failures, refusals, since, last
+            if (here := progress()) > last:
+                failures, refusals, since, last = 0, 0, monotonic(), here
+            if isinstance(error, APIStatusError) and error.status_code == 403 and not refusals:
+                # Expired early, because of different clocks.
+                refusals += 1
+                links.refused(name, link)
+                return 0.0
+            failures += 1
+            elapsed_s, now = monotonic() - since, datetime.now(UTC)
+            return self._policy.delay_s(
+                failures, error, elapsed_s=elapsed_s, now=now, rng=self._rng
+            )
+
+        return retrying_in_thread(attempt, delay_after, self.stop.wait)
 
     def _open(self, link: str, headers: Mapping[str, str], *, accept: tuple[int, ...]) -> _Answer:
         from urllib.error import HTTPError

@@ -27,13 +27,12 @@ from pydantic import BaseModel
 
 from tinkex.client.errors import (
     APIConnectionError,
-    APIError,
     APIResponseValidationError,
     APIStatusError,
     RequestFailedError,
     own_copy,
 )
-from tinkex.client.http.retry import MAX_GARBLED, is_retryable
+from tinkex.client.http.retry import MAX_GARBLED, NotYet, backoff, is_retryable, retrying
 from tinkex.client.http.transport import Kind, Response
 from tinkex.client.http.typed_requests import LONG_WAIT_S, Calls, decode, requested_delay_s
 from tinkex.client.observe import queue_states
@@ -149,17 +148,14 @@ class PollBackoff:
             self._quick_responses = 0
             return 0.0
         self._quick_responses += 1
-        return self._jittered(min(0.02 * 2.0 ** min(self._quick_responses, 20), 1.0))
+        return backoff(self._quick_responses, first_s=0.04, max_s=1.0, jitter=0.25, rng=self._rng)
 
     def after_failure(self, requested_s: float | None = None) -> float:
         """The delay that the server asks for, at most a minute: the result may be ready earlier."""
         self._failures += 1
         if requested_s is not None:
             return min(requested_s, LONG_WAIT_S)
-        return self._jittered(min(0.05 * 2.0 ** min(self._failures, 20), 15.0))
-
-    def _jittered(self, delay_s: float) -> float:
-        return delay_s * (1 - 0.25 * self._rng.random())
+        return backoff(self._failures, first_s=0.1, max_s=15.0, jitter=0.25, rng=self._rng)
 
 
 class PollRetries:
@@ -178,29 +174,28 @@ class PollRetries:
         self._bad_requests = 0
         self._garbled = 0
 
-    def pause_s(self, error: APIError) -> float:
-        """Seconds before the next poll. Raises the error if polling again is pointless."""
+    def delay_after(self, error: Exception) -> float | None:
+        """Seconds before the next poll; None if polling again is pointless."""
         if isinstance(error, APIResponseValidationError):
             self._garbled += 1
             if not is_retryable(error) or self._garbled > MAX_GARBLED:
-                raise error
+                return None
+            return self.backoff.after_failure()
+        if isinstance(error, APIConnectionError):
+            if self._clock() - self._last_contact > self._calls.settings.reconnect_s:
+                return None
             return self.backoff.after_failure()
         if not isinstance(error, APIStatusError):
-            if self._clock() - self._last_contact > self._calls.settings.reconnect_s:
-                raise error
-            return self.backoff.after_failure()
+            return None
         self._last_contact = self._clock()
         requested = requested_delay_s(error, datetime.now(UTC))
         if error.status_code == 400 and self._bad_requests < MAX_400:
             self._bad_requests += 1
             return self.backoff.after_failure(requested)
         if error.status_code == 402:
-            pause = self._calls.limits.billing.pause_s()
-            if pause is None:
-                raise error
-            return pause
+            return self._calls.limits.billing.pause_s()
         if error.status_code == 400 or not is_retryable(error):
-            raise error
+            return None
         delay = self.backoff.after_failure(requested)
         if error.status_code == 429:
             self._calls.note_rate_limit("retrieve_future", requested or delay)
@@ -243,60 +238,59 @@ class ResultPoller:
         allow_metadata_only = size is None
         about = f"result of {expected.request_type} request {request_id}"
         reporter = _QueueStateReporter(observer)
+
+        async def poll() -> T:
+            nonlocal polls, allow_metadata_only
+            headers = {
+                "X-Tinker-Request-Type": expected.request_type,
+                "X-Tinker-Request-Iteration": str(polls),
+                "Accept": PROTOBUF_TYPE if expected.read_protobuf else JSON_TYPE,
+            }
+            if polls == 0 and round_trip_s is not None:
+                headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{round_trip_s:.6f}"
+            polls += 1
+            await self._calls.limits.backoff.wait_once(LONG_WAIT_S)
+            sent_at = self._clock()
+            try:
+                response = await self._calls.once(
+                    self._calls.request(
+                        "POST",
+                        "retrieve_future",
+                        {"request_id": request_id, "allow_metadata_only": allow_metadata_only},
+                        kind=Kind.RETRIEVE,
+                        headers=headers,
+                        deadline_s=POLL_DEADLINE_S,
+                    ),
+                    about=about,
+                )
+            except APIStatusError as error:
+                if error.status_code != 408:
+                    raise
+                retries.answered()
+                reporter.update(error.body)
+                raise NotYet(retries.backoff.after_not_yet(self._clock() - sent_at)) from None
+            answer = _read(response, expected, about)
+            retries.answered()
+            if isinstance(answer, RequestFailedResponse):
+                raise RequestFailedError(answer.error, request_id, answer.category)
+            if isinstance(answer, TryAgainResponse):
+                reporter.update(response.json())  # as sent: it may contain states unknown here
+                raise NotYet(retries.backoff.after_not_yet(self._clock() - sent_at))
+            if not isinstance(answer, CompleteMetadata):
+                return answer
+            if not allow_metadata_only:  # the server withheld the result although asked not to
+                raise NotYet(retries.backoff.after_not_yet(0.0))
+            allow_metadata_only = False
+            await reserved.enter_async_context(
+                self._calls.limits.result_bytes.hold(answer.response_payload_size)
+            )
+            return await poll()
+
         async with contextlib.AsyncExitStack() as reserved:
             reserved.callback(reporter.finish)
             if size is not None:
                 await reserved.enter_async_context(self._calls.limits.result_bytes.hold(size))
-            while True:
-                headers = {
-                    "X-Tinker-Request-Type": expected.request_type,
-                    "X-Tinker-Request-Iteration": str(polls),
-                    "Accept": PROTOBUF_TYPE if expected.read_protobuf else JSON_TYPE,
-                }
-                if polls == 0 and round_trip_s is not None:
-                    headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{round_trip_s:.6f}"
-                polls += 1
-                await self._calls.limits.backoff.wait_once(LONG_WAIT_S)
-                sent_at = self._clock()
-                try:
-                    response = await self._calls.once(
-                        self._calls.request(
-                            "POST",
-                            "retrieve_future",
-                            {"request_id": request_id, "allow_metadata_only": allow_metadata_only},
-                            kind=Kind.RETRIEVE,
-                            headers=headers,
-                            deadline_s=POLL_DEADLINE_S,
-                        ),
-                        about=about,
-                    )
-                    answer = _read(response, expected, about)
-                except (APIConnectionError, APIStatusError, APIResponseValidationError) as error:
-                    if isinstance(error, APIStatusError) and error.status_code == 408:
-                        retries.answered()
-                        reporter.update(error.body)
-                        delay = retries.backoff.after_not_yet(self._clock() - sent_at)
-                    else:
-                        delay = retries.pause_s(error)
-                    await asyncio.sleep(delay)
-                    continue
-                retries.answered()
-                if isinstance(answer, RequestFailedResponse):
-                    raise RequestFailedError(answer.error, request_id, answer.category)
-                if isinstance(answer, TryAgainResponse):
-                    reporter.update(response.json())  # as sent: it may contain states unknown here
-                    await asyncio.sleep(retries.backoff.after_not_yet(self._clock() - sent_at))
-                elif isinstance(answer, CompleteMetadata):
-                    if allow_metadata_only:
-                        allow_metadata_only = False
-                        size = answer.response_payload_size
-                        await reserved.enter_async_context(
-                            self._calls.limits.result_bytes.hold(size)
-                        )
-                    else:  # the server withheld the result although it was asked not to
-                        await asyncio.sleep(retries.backoff.after_not_yet(0.0))
-                else:
-                    return answer
+            return await retrying(poll, retries.delay_after)
 
 
 class _QueueStateReporter:
@@ -481,40 +475,39 @@ class SharedPoll:
 
     async def _poll(self) -> None:
         retries = PollRetries(self._calls, clock=self._clock, rng=self._rng)
-        while self._waiting or self._fetched:
+
+        async def poll() -> None:
+            if not self._waiting and not self._fetched:
+                return
             await self._calls.limits.backoff.wait_once(LONG_WAIT_S)
             reported = sorted(self._fetched)
             sent_at = self._clock()
-            try:
-                response = await self._calls.once(
-                    self._calls.request(
-                        "POST",
-                        "retrieve_futures",
-                        FuturesRetrieveRequest(
-                            target=self._target,
-                            prev_cursor=self._cursor,
-                            retrieved_request_ids=reported,
-                        ),
-                        kind=Kind.RETRIEVE,
-                        deadline_s=POLL_DEADLINE_S,
+            response = await self._calls.once(
+                self._calls.request(
+                    "POST",
+                    "retrieve_futures",
+                    FuturesRetrieveRequest(
+                        target=self._target,
+                        prev_cursor=self._cursor,
+                        retrieved_request_ids=reported,
                     ),
-                    about=f"waiting for samples of {self._target.sampling_session_id}",
-                )
-                answer = decode(FuturesRetrieveResponse, response, about="waiting for samples")
-            except (APIConnectionError, APIStatusError, APIResponseValidationError) as error:
-                await asyncio.sleep(retries.pause_s(error))
-                continue
+                    kind=Kind.RETRIEVE,
+                    deadline_s=POLL_DEADLINE_S,
+                ),
+                about=f"waiting for samples of {self._target.sampling_session_id}",
+            )
+            answer = decode(FuturesRetrieveResponse, response, about="waiting for samples")
             retries.answered()
             self._fetched.difference_update(reported)
             for event in answer.completions:
                 self._deliver(event)
             if answer.cursor > self._cursor:
                 self._cursor = answer.cursor
-                await asyncio.sleep(COALESCE_S)
-            else:
-                self._start_fallback_poll()
-                held_s = self._clock() - sent_at
-                await asyncio.sleep(retries.backoff.after_not_yet(held_s))
+                raise NotYet(COALESCE_S)
+            self._start_fallback_poll()
+            raise NotYet(retries.backoff.after_not_yet(self._clock() - sent_at))
+
+        await retrying(poll, retries.delay_after)
 
     def _deliver(self, event: FutureCompletion) -> None:
         done = self._waiting.get(event.request_id)

@@ -1,12 +1,28 @@
-"""Whether and when to retry a failed request. Pure functions: no clock, no sleep, no socket."""
+"""
+Whether and when to try again, and the two loops that do it.
+
+`retrying` is the only loop of the client that repeats work, on the event loop:
+
+    Calls.with_retries               requests
+    ResultPoller.fetch, SharedPoll   polls for results
+    SampleQueue                      samples that the server accepted and then failed
+    RestClient.export_session_trace  the wait for a trace
+    recovering_async                 training runs
+
+`retrying_in_thread` is the same for threads: file downloads, `recovering`, and the start of a local
+server. Everything else here is pure: no clock, no sleep, no socket.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
-from collections.abc import Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import TypeVar
 
 from tinkex.client.errors import (
     APIConnectionError,
@@ -14,11 +30,84 @@ from tinkex.client.errors import (
     APIStatusError,
 )
 
+T = TypeVar("T")
+
 #: Longer Retry-After values are cut to this: a server with a wrong clock must not block a client
 #: forever.
 MAX_RETRY_AFTER_S = 24 * 3600.0
 #: Damaged responses to one request that are retried.
 MAX_GARBLED = 3
+
+
+class NotYet(Exception):
+    """Raised by an attempt whose result is not available yet: try again after `delay_s`."""
+
+    def __init__(self, delay_s: float) -> None:
+        super().__init__(delay_s)
+        self.delay_s = delay_s
+
+
+def _never(error: Exception) -> float | None:
+    return None
+
+
+async def retrying(
+    attempt: Callable[[], Awaitable[T]],
+    delay_after: Callable[[Exception], float | None] = _never,
+) -> T:
+    """
+    Call `attempt` until it succeeds. `delay_after` gives the seconds to wait after an error.
+
+    If that is None, the error is raised.
+    """
+    while True:
+        try:
+            return await attempt()
+        except NotYet as pending:
+            delay_s = pending.delay_s
+        except Exception as error:
+            after = delay_after(error)
+            if after is None:
+                raise
+            delay_s = after
+        await asyncio.sleep(delay_s)
+
+
+def retrying_in_thread(
+    attempt: Callable[[], T],
+    delay_after: Callable[[Exception], float | None] = _never,
+    sleep: Callable[[float], object] = time.sleep,
+) -> T:
+    """The same in a thread, with another way to `sleep` if the wait can be interrupted."""
+    while True:
+        try:
+            return attempt()
+        except NotYet as pending:
+            delay_s = pending.delay_s
+        except Exception as error:
+            after = delay_after(error)
+            if after is None:
+                raise
+            delay_s = after
+        sleep(delay_s)
+
+
+def backoff(
+    attempt: int,
+    *,
+    first_s: float,
+    max_s: float,
+    jitter: float = 0.0,
+    rng: random.Random | None = None,
+) -> float:
+    """
+    Seconds to wait after failed attempt number `attempt` (from 1).
+
+    `first_s`, doubled with each attempt up to `max_s`, and shortened at random by up to the share
+    `jitter`, so that clients do not retry at the same time.
+    """
+    delay_s = min(first_s * 2.0 ** min(attempt - 1, 30), max_s)
+    return delay_s * (1 - jitter * (rng or random).random()) if jitter else delay_s
 
 
 def is_retryable(error: BaseException) -> bool:
@@ -110,7 +199,6 @@ class RetryPolicy:
 
     first_delay_s: float = 0.5
     max_delay_s: float = 10.0
-    #: Each delay is shortened by up to this share, so that clients do not retry at the same time.
     jitter: float = 0.25
     #: No new attempt starts later than this after the first one.
     give_up_s: float = 300.0
@@ -131,8 +219,13 @@ class RetryPolicy:
         if isinstance(error, APIStatusError):
             delay = retry_after_s(error.response.headers, now=now)
         if delay is None:
-            ceiling = min(self.max_delay_s, self.first_delay_s * 2.0 ** min(attempt - 1, 30))
-            delay = ceiling * (1 - self.jitter * rng.random())
+            delay = backoff(
+                attempt,
+                first_s=self.first_delay_s,
+                max_s=self.max_delay_s,
+                jitter=self.jitter,
+                rng=rng,
+            )
         left = self.give_up_s - elapsed_s
         if left <= 0:
             return None
@@ -173,6 +266,6 @@ class RetryConfig:
 
     def delay_s(self, attempt: int, *, rng: random.Random) -> float:
         """Seconds before the sample is retried, after failed attempt `attempt` (from 1)."""
-        delay = min(self.retry_delay_base * 2.0 ** min(attempt - 1, 30), self.retry_delay_max)
+        delay = backoff(attempt, first_s=self.retry_delay_base, max_s=self.retry_delay_max)
         delay += delay * self.jitter_factor * rng.uniform(-1, 1)
         return min(max(delay, 0.0), self.retry_delay_max)

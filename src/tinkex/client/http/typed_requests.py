@@ -10,7 +10,6 @@ Typed HTTP calls. Each layer adds one thing:
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import logging
 import math
@@ -38,7 +37,7 @@ from tinkex.client.errors import (
 )
 from tinkex.client.http.backpressure import ServiceLimits
 from tinkex.client.http.circuit_breaker import Breaker, CircuitOpenError
-from tinkex.client.http.retry import MAX_GARBLED, RetryPolicy, retry_after_s
+from tinkex.client.http.retry import MAX_GARBLED, RetryPolicy, retry_after_s, retrying
 from tinkex.client.http.transport import (
     DeadlineExceeded,
     Kind,
@@ -183,65 +182,66 @@ class Calls:
     ) -> T:
         """Call `attempt_once`, and retry it under the policy."""
         breaker = self._breaker(kind)
-        give_up_s = self.settings.give_up_s if give_up_s is None else give_up_s
+        retry_s = self.settings.give_up_s if give_up_s is None else give_up_s
         started = self._clock()
-        attempt = garbled = 0
-        while True:
-            attempt += 1
+        attempts = garbled = 0
+
+        async def attempt() -> T:
+            nonlocal attempts
+            attempts += 1
             if self.limits.backoff.left_s > 0:
-                time_s = max(give_up_s, LONG_WAIT_S) - (self._clock() - started)
+                time_s = max(retry_s, LONG_WAIT_S) - (self._clock() - started)
                 # A call that does not treat 429 as a failure may wait without limit.
                 await self._wait_for_backoff(math.inf if rate_limit_wait_s is not None else time_s)
-            if breaker is not None and (left_s := breaker.blocked_s()) is not None:
+            if breaker is None:
+                return await attempt_once()
+            if (left_s := breaker.blocked_s()) is not None:
                 raise self._circuit_open(path, kind, left_s)
             try:
                 answer = await attempt_once()
-                if breaker is not None:
-                    breaker.succeeded()
-                return answer
-            except (APIConnectionError, APIStatusError, APIResponseValidationError) as error:
-                if breaker is not None:
-                    breaker.failed(error)
-                garbled += isinstance(error, APIResponseValidationError)
-                if garbled > MAX_GARBLED:
-                    raise
-                now = datetime.now(UTC)
-                elapsed = self._clock() - started
-                status = error.status_code if isinstance(error, APIStatusError) else None
-                if status == 402 and give_up_s:
-                    pause = self.limits.billing.pause_s()
-                    if pause is None:
-                        raise
-                    if self.limits.billing.should_warn():
-                        log.warning("paused by the service: %s", error.message)
-                    await asyncio.sleep(pause)
-                    continue
-                requested = requested_delay_s(error, now)
-                if status == 429 and rate_limit_wait_s is not None:
-                    self.note_rate_limit(path, requested or rate_limit_wait_s)
-                    continue
-                if not self.reached:
-                    give_up_s = min(give_up_s, self.settings.first_contact_s)
-                delay = RetryPolicy(give_up_s=give_up_s).delay_s(
-                    attempt,
-                    error,
-                    elapsed_s=elapsed,
-                    now=now,
-                    rng=self._rng,
-                )
-                if delay is None:
-                    if isinstance(error, APIConnectionError) and attempt > 1:
-                        _extend_message(
-                            error, f"Gave up after {attempt} attempts in {elapsed:.0f} s."
-                        )
-                    raise
-                if status == 429:
-                    self.note_rate_limit(path, requested or delay)
-                elif requested:
-                    self.warn_of_long_wait(path, requested)
-                instrumentation.METRICS.count("retries", endpoint(path))
-                log.debug("attempt %d of %s failed; retrying in %.2f s", attempt, path, delay)
-                await asyncio.sleep(delay)
+            except APIError as error:
+                breaker.failed(error)
+                raise
+            breaker.succeeded()
+            return answer
+
+        def delay_after(error: Exception) -> float | None:
+            nonlocal garbled, retry_s
+            if not isinstance(error, APIError) or isinstance(error, CircuitOpenError):
+                return None
+            garbled += isinstance(error, APIResponseValidationError)
+            if garbled > MAX_GARBLED:
+                return None
+            now = datetime.now(UTC)
+            status = error.status_code if isinstance(error, APIStatusError) else None
+            if status == 402 and retry_s:
+                pause = self.limits.billing.pause_s()
+                if pause is not None and self.limits.billing.should_warn():
+                    log.warning("paused by the service: %s", error.message)
+                return pause
+            requested = requested_delay_s(error, now)
+            if status == 429 and rate_limit_wait_s is not None:
+                self.note_rate_limit(path, requested or rate_limit_wait_s)
+                return 0.0  # the next attempt waits for the shared back-off
+            if not self.reached:
+                retry_s = min(retry_s, self.settings.first_contact_s)
+            elapsed = self._clock() - started
+            delay = RetryPolicy(give_up_s=retry_s).delay_s(
+                attempts, error, elapsed_s=elapsed, now=now, rng=self._rng
+            )
+            if delay is None:
+                if isinstance(error, APIConnectionError) and attempts > 1:
+                    _extend_message(error, f"Gave up after {attempts} attempts in {elapsed:.0f} s.")
+                return None
+            if status == 429:
+                self.note_rate_limit(path, requested or delay)
+            elif requested:
+                self.warn_of_long_wait(path, requested)
+            instrumentation.METRICS.count("retries", endpoint(path))
+            log.debug("attempt %d of %s failed; retrying in %.2f s", attempts, path, delay)
+            return delay
+
+        return await retrying(attempt, delay_after)
 
     def note_rate_limit(self, path: str, delay_s: float) -> None:
         """After a 429: delay all requests with the same limits by `delay_s`."""
@@ -422,7 +422,9 @@ class Calls:
         if method != "GET":
             sent["Content-Type"] = content_type
             # The same for all attempts, so that a server can recognize a retry.
-            request_id = sent["X-Idempotency-Key"] = f"tinkex-{uuid.uuid4()}"
+            # Unique is enough: `uuid4` asks the kernel for random bytes each time.
+            key = uuid.UUID(int=self._rng.getrandbits(128), version=4)
+            request_id = sent["X-Idempotency-Key"] = f"tinkex-{key}"
         if headers:
             sent = merged(sent, headers)
         if self.tracing is not None:

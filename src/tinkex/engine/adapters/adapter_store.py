@@ -25,10 +25,10 @@ from tinkex.engine.adapters.memory_plan import (
     Resident,
     Tier,
     choose_evictions,
-    format_bytes,
 )
 from tinkex.engine.device import available_bytes
 from tinkex.wire.errors import UserFailure
+from tinkex.wire.text_format import format_bytes
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,8 @@ of a sampler cannot change.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import secrets
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +25,7 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tinkex.durable_files import atomic_folder
 from tinkex.engine.adapters.adapters import TrainingAdapter
 from tinkex.engine.model.lm_head import HEAD
 from tinkex.engine.model.lora import ALPHA, Layout, matrices
@@ -313,34 +310,6 @@ def describe_difference(missing: set[str], extra: set[str]) -> str:
 
 
 # -- files ----------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder that is renamed to `folder` on success and deleted on failure."""
-    if folder.exists():
-        raise FileExistsError(f"{folder} already exists; a checkpoint is never overwritten.")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
-    part.mkdir()
-    try:
-        yield part
-        for file in part.iterdir():
-            fsync(file)
-        fsync(part)
-        part.rename(folder)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-    fsync(folder.parent)  # makes the new name itself durable
-
-
-def fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def size_bytes(folder: Path) -> int:

@@ -11,6 +11,8 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tinkex.wire.text_format import format_bytes
+
 
 class DoesNotFit(ValueError):
     """The base model leaves too little memory for passes and the KV cache."""
@@ -155,13 +157,3 @@ def choose_evictions(residents: Iterable[Resident], shortage: int) -> list[str]:
         evicted.append(resident.name)
         shortage -= resident.size
     return evicted
-
-
-def format_bytes(size: int) -> str:
-    """A size in the unit in which it has one to three digits before the decimal point."""
-    amount = float(size)
-    for unit in ("B", "kB", "MB"):
-        if abs(amount) < 999.5:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1000
-    return f"{amount:.1f} GB"

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from tinkex.engine.adapters.checkpoints import SavedAdapter, atomic_folder, read_adapter, size_bytes
+from tinkex.durable_files import atomic_folder
+from tinkex.engine.adapters.checkpoints import SavedAdapter, read_adapter, size_bytes
 from tinkex.engine.model.base_model import load, quiet_transformers
 from tinkex.engine.model.lm_head import HEAD
 from tinkex.wire.errors import UserFailure

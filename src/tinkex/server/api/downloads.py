@@ -20,9 +20,9 @@ from starlette.types import Receive, Scope, Send
 from tinkex.server.api.deps import context_of, json_response, readable_checkpoint
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.runs_and_checkpoints import CHECKPOINT
-from tinkex.server.scheduler.checkpoints import EXTERNAL, tinker_path
+from tinkex.server.scheduler.checkpoints import EXTERNAL
 from tinkex.server.store import Version
-from tinkex.wire.checkpoints import ExternalWeightsUrlsResponse
+from tinkex.wire.checkpoints import ExternalWeightsUrlsResponse, tinker_path
 
 router = APIRouter(prefix="/api/v1", tags=["downloads"])
 

@@ -2,19 +2,18 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.bodies import read_json
+from tinkex.server.api.bodies import MessageRoute
 from tinkex.server.api.connection_limits import connection_of
-from tinkex.server.api.deps import Context, context_of, dialect_of, json_response, openapi_body
+from tinkex.server.api.deps import Context, context_of, dialect_of, json_response
+from tinkex.server.queued_request import PASSES, Kind, QueuedRequest
 from tinkex.server.scheduler.fairness import QueueState
-from tinkex.server.scheduler.result_waiters import FinishedRequest
-from tinkex.server.scheduler.step_queue import PASSES, Kind
 from tinkex.server.store import Completion
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE, encode_json
 from tinkex.wire.content_digest import content_digest
@@ -33,8 +32,9 @@ from tinkex.wire.futures import (
 )
 from tinkex.wire.protobuf import decode_forward_backward_output, decode_sample_response
 from tinkex.wire.sdk_versions import SdkVersion, wants_protobuf
+from tinkex.wire.training import ForwardBackwardOutput
 
-router = APIRouter(prefix="/api/v1", tags=["futures"])
+router = APIRouter(prefix="/api/v1", tags=["futures"], route_class=MessageRoute)
 
 PROTOBUF_RESULTS = PASSES | {Kind.SAMPLE}
 # Smaller results are converted to JSON on the event loop: a thread would cost more.
@@ -43,33 +43,51 @@ MAX_INT64 = 2**63 - 1
 
 T = TypeVar("T")
 
+_RESULT: dict[str, Any] = {
+    "model": ForwardBackwardOutput | RequestFailedResponse | CompleteMetadata | dict[str, Any],
+    "content": {PROTOBUF_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+}
 
-async def retrieve_future(request: Request) -> Response:
-    message = await read_json(request, FutureRetrieveRequest)
+
+@router.post(
+    "/retrieve_future",
+    operation_id="futureRetrieveRequest",
+    summary="Wait for a result, up to about 30 s",
+    responses={
+        200: _RESULT,
+        408: {"description": "Not ready: poll again", "model": TryAgainResponse},
+    },
+)
+async def retrieve_future(request: Request, message: FutureRetrieveRequest) -> Response:
     context = context_of(request)
-    settled = await context.futures.wait(
+    finished = await context.futures.wait(
         message.request_id,
         owner=owner_of(request),
         within_s=context.settings.long_poll_s,
         on_disconnect=_on_disconnect(request),
     )
-    if settled is None:
+    if (outcome := finished.outcome) is None:
         return _try_again(context, message.request_id)
-    if settled.error is not None:
-        category = RequestErrorCategory.parse(settled.category)
+    if outcome.error is not None:
+        category = RequestErrorCategory.parse(outcome.category)
         context.store.requests.mark_fetched(message.request_id)
-        return json_response(RequestFailedResponse(error=settled.error, category=category))
-    size = len(settled.result)
+        return json_response(RequestFailedResponse(error=outcome.error, category=category))
+    size = len(outcome.result)
     if message.allow_metadata_only and size > context.settings.metadata_only_bytes:
         return json_response(CompleteMetadata(response_payload_size=size))
-    response = await _result(request, context, settled)
+    response = await _result(request, context, finished, outcome.result)
     context.store.requests.mark_fetched(message.request_id)
     return response
 
 
-async def retrieve_futures(request: Request) -> Response:
+@router.post(
+    "/retrieve_futures",
+    operation_id="futuresRetrieveRequest",
+    summary="Wait for results of a sampling session",
+    responses={200: {"model": FuturesRetrieveResponse}},
+)
+async def retrieve_futures(request: Request, message: FuturesRetrieveRequest) -> Response:
     """The samples of a sampling client that finished since its last poll; waits for one."""
-    message = await read_json(request, FuturesRetrieveRequest)
     context = context_of(request)
     target = message.target
     # Official clients stop polling after any status other than 200. So only a request
@@ -133,18 +151,23 @@ def _try_again(context: Context, request_id: str) -> Response:
     )
 
 
-async def _result(request: Request, context: Context, settled: FinishedRequest) -> Response:
-    if settled.kind not in PROTOBUF_RESULTS:
-        return Response(settled.result, media_type=JSON_TYPE)
+async def _result(
+    request: Request, context: Context, finished: QueuedRequest, result: bytes
+) -> Response:
+    if finished.kind not in PROTOBUF_RESULTS:
+        return Response(result, media_type=JSON_TYPE)
     session = None
-    if settled.session_id is not None:
-        session = await context.session(request, settled.session_id)
+    if finished.session_id is not None:
+        session = await context.session(request, finished.session_id)
     dialect = dialect_of(request, session)
-    if wants_protobuf(request.headers.get("accept")) and await _reads_protobuf(settled, dialect):
-        digest = {"Content-Digest": content_digest(settled.result)}
-        return Response(settled.result, media_type=PROTOBUF_TYPE, headers=digest)
+    is_sample = finished.kind is Kind.SAMPLE
+    if wants_protobuf(request.headers.get("accept")) and (
+        is_sample or await _reads_protobuf(result, dialect)
+    ):
+        digest = {"Content-Digest": content_digest(result)}
+        return Response(result, media_type=PROTOBUF_TYPE, headers=digest)
     try:
-        body = await _in_thread_if_large(settled, lambda: _as_json(settled, dialect))
+        body = await in_thread_if_large(result, lambda: _as_json(result, is_sample, dialect))
     except UserFailure as failure:
         return json_response(
             RequestFailedResponse(error=str(failure), category=RequestErrorCategory.User)
@@ -152,35 +175,31 @@ async def _result(request: Request, context: Context, settled: FinishedRequest) 
     return Response(body, media_type=JSON_TYPE)
 
 
-async def _in_thread_if_large(settled: FinishedRequest, function: Callable[[], T]) -> T:
+async def in_thread_if_large(result: bytes, function: Callable[[], T]) -> T:
     """Call `function`; in a thread if the result is large, to keep the event loop free."""
-    if len(settled.result) <= INLINE_ENCODE_BYTES:
+    if len(result) <= INLINE_ENCODE_BYTES:
         return function()
     return await asyncio.to_thread(function)
 
 
-async def _reads_protobuf(settled: FinishedRequest, dialect: SdkVersion) -> bool:
-    """Whether this SDK version reads this result as protobuf; some versions misread some results."""
-    if settled.kind is Kind.SAMPLE or dialect.reads_protobuf_only:
+async def _reads_protobuf(result: bytes, dialect: SdkVersion) -> bool:
+    """Whether this SDK version reads the result of a pass as protobuf; some misread some."""
+    if dialect.reads_protobuf_only:
         return True
-    return await _in_thread_if_large(
-        settled,
-        lambda: dialect.reads_as_protobuf(decode_forward_backward_output(settled.result)),
+    return await in_thread_if_large(
+        result, lambda: dialect.reads_as_protobuf(decode_forward_backward_output(result))
     )
 
 
-def _as_json(settled: FinishedRequest, dialect: SdkVersion) -> bytes:
+def _as_json(result: bytes, is_sample: bool, dialect: SdkVersion) -> bytes:
     """The result as JSON, for clients that do not read protobuf."""
-    if settled.kind is Kind.SAMPLE:
-        return encode_json(dialect.sample_json(decode_sample_response(settled.result)))
-    return encode_json(
-        dialect.forward_backward_json(decode_forward_backward_output(settled.result))
-    )
+    if is_sample:
+        return encode_json(dialect.sample_json(decode_sample_response(result)))
+    return encode_json(dialect.forward_backward_json(decode_forward_backward_output(result)))
 
 
-@router.post("/cancel_future", openapi_extra=dict(openapi_body(CancelFutureRequest)))
-async def cancel_future(request: Request) -> Response:
+@router.post("/cancel_future")
+async def cancel_future(request: Request, message: CancelFutureRequest) -> Response:
     """Cancels a sample of the caller. Other requests, and finished ones, are not affected."""
-    message = await read_json(request, CancelFutureRequest)
     context_of(request).scheduler.cancel(message.request_id, owner=owner_of(request))
     return json_response({})

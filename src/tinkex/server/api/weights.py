@@ -1,4 +1,4 @@
-"""The routes that save, load, describe and copy checkpoints."""
+"""The routes that load, describe and copy checkpoints."""
 
 import functools
 import hashlib
@@ -10,23 +10,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of, reader_owners
-from tinkex.server.api.bodies import read_json
-from tinkex.server.api.deps import (
-    Context,
-    context_of,
-    json_response,
-    openapi_body,
-    readable_checkpoint,
-)
+from tinkex.server.api.bodies import MessageRoute
+from tinkex.server.api.deps import Context, context_of, json_response, readable_checkpoint
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.models import create_with_first_step
-from tinkex.server.api.submit import accept_step, admit, numbered_step, submit_step
-from tinkex.server.scheduler.checkpoints import check_ttl, refuse_external, tinker_path
-from tinkex.server.scheduler.step_queue import Kind
+from tinkex.server.api.submit import StepRoute, accept_step
+from tinkex.server.queued_request import Kind, QueuedRequest
+from tinkex.server.scheduler.checkpoints import check_ttl, refuse_external
 from tinkex.server.store import (
     Model,
     NamedCheckpoint,
-    NewRequest,
     OverQuota,
     RunTaken,
     Session,
@@ -38,16 +31,15 @@ from tinkex.wire.checkpoints import (
     CopyWeightsRequest,
     CopyWeightsResponse,
     LoadWeightsRequest,
-    SaveWeightsExternalRequest,
-    SaveWeightsForSamplerRequest,
-    SaveWeightsRequest,
     WeightsInfoResponse,
+    tinker_path,
 )
 from tinkex.wire.codec import encode_json
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.training import optimizer_config_from
 
-router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
+router = APIRouter(prefix="/api/v1", tags=["checkpoints"], route_class=MessageRoute)
+step_router = APIRouter(prefix="/api/v1", tags=["checkpoints"], route_class=StepRoute)
 
 
 # The name of a copy of an unnamed checkpoint.
@@ -58,31 +50,9 @@ class WeightsInfoRequest(StrictModel):
     tinker_path: str
 
 
-@router.post("/save_weights", openapi_extra=dict(openapi_body(SaveWeightsRequest)))
-@numbered_step(Kind.SAVE_WEIGHTS)
-async def save_weights(request: Request) -> Response:
-    return await submit_step(request, SaveWeightsRequest, Kind.SAVE_WEIGHTS)
-
-
-@router.post(
-    "/save_weights_for_sampler", openapi_extra=dict(openapi_body(SaveWeightsForSamplerRequest))
-)
-@numbered_step(Kind.SAVE_FOR_SAMPLER)
-async def save_weights_for_sampler(request: Request) -> Response:
-    return await submit_step(request, SaveWeightsForSamplerRequest, Kind.SAVE_FOR_SAMPLER)
-
-
-@router.post("/save_weights_external", openapi_extra=dict(openapi_body(SaveWeightsExternalRequest)))
-@numbered_step(Kind.SAVE_EXTERNAL)
-async def save_weights_external(request: Request) -> Response:
-    return await submit_step(request, SaveWeightsExternalRequest, Kind.SAVE_EXTERNAL)
-
-
-@router.post("/load_weights", openapi_extra=dict(openapi_body(LoadWeightsRequest)))
-@numbered_step(Kind.LOAD_WEIGHTS)
-async def load_weights(request: Request) -> Response:
+@step_router.post("/load_weights")
+async def load_weights(request: Request, message: LoadWeightsRequest) -> Response:
     """Into an existing model (`model_id`, `seq_id`) or a new one (`session_id`, `model_seq_id`)."""
-    message = await read_json(request, LoadWeightsRequest)
     context = context_of(request)
     if message.model_id is None and message.session_id is not None:
         return await _create_model_from(request, context, message)
@@ -93,7 +63,6 @@ async def load_weights(request: Request) -> Response:
     model = await context.model(request, message.model_id)
     return await accept_step(
         request,
-        context,
         model,
         Kind.LOAD_WEIGHTS,
         message.seq_id,
@@ -154,7 +123,7 @@ async def _create_model_from(
         user_metadata=message.user_metadata,
         created_s=time.time(),
     )
-    new = NewRequest(
+    new = QueuedRequest(
         owner=model.owner,
         kind=Kind.LOAD_WEIGHTS,
         base_model=model.base_model,
@@ -164,13 +133,11 @@ async def _create_model_from(
         seq_id=0,
         version_id=version.version_id,
     )
-    await admit(request, context, new)
-    return await create_with_first_step(context, model, message.model_seq_id, new)
+    return await create_with_first_step(request, model, message.model_seq_id, new)
 
 
-@router.post("/weights_info", openapi_extra=dict(openapi_body(WeightsInfoRequest)))
-async def weights_info(request: Request) -> Response:
-    message = await read_json(request, WeightsInfoRequest)
+@router.post("/weights_info")
+async def weights_info(request: Request, message: WeightsInfoRequest) -> Response:
     _, source = await readable_checkpoint(request, context_of(request), message.tinker_path)
     lora = source.lora_config
     return json_response(
@@ -186,10 +153,9 @@ async def weights_info(request: Request) -> Response:
     )
 
 
-@router.post("/copy_weights", openapi_extra=dict(openapi_body(CopyWeightsRequest)))
-async def copy_weights(request: Request) -> Response:
+@router.post("/copy_weights")
+async def copy_weights(request: Request, message: CopyWeightsRequest) -> Response:
     """Into a project, or (SDK before 0.34) into a session. A repeat finds the first copy."""
-    message = await read_json(request, CopyWeightsRequest)
     context = context_of(request)
     check_ttl(message.ttl_seconds)
     source, run = await readable_checkpoint(

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import json
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -20,6 +19,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from tinkex.durable_files import atomic_folder
 from tinkex.server.api.auth import LINK_KEY_FILE as SIGNING_KEY
 from tinkex.server.api.auth import TOKEN_KEY_FILE as TOKENS_KEY
 from tinkex.server.settings import CONFIG_FILE, Settings
@@ -72,31 +72,26 @@ def create(settings: Settings, target: Path) -> Manifest:
     target = target.absolute()
     if target.exists():
         raise BackupFailed(f"{target} exists already.", hint="Choose a folder that does not exist.")
-    with _atomic_folder(target) as part:
+    with _private_folder(target) as part:
         manifest = _fill(part, database, root, settings.folder)
         (part / MANIFEST).write_text(json.dumps(asdict(manifest), indent=2) + "\n")
     return manifest
 
 
 @contextlib.contextmanager
-def _atomic_folder(target: Path) -> Iterator[Path]:
+def _private_folder(target: Path) -> Iterator[Path]:
     """A temporary folder that gets its final name at the end, and is deleted on an error."""
-    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part.mkdir(mode=0o700)
-        yield part
-        _make_private(part)
-        # Flush all files once, before the rename makes them visible.
-        os.sync()
-        if target.exists():
-            target.rmdir()
-        part.rename(target)
-    except BaseException as error:
-        shutil.rmtree(part, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise _failed(error, target) from error
-        raise
+        with atomic_folder(target, mode=0o700, flush=_flush_privately) as part:
+            yield part
+    except OSError as error:
+        raise _failed(error, target) from error
+
+
+def _flush_privately(part: Path) -> None:
+    _make_private(part)
+    # All files at once: one by one would take much longer.
+    os.sync()
 
 
 def _make_private(part: Path) -> None:
@@ -215,7 +210,7 @@ def restore(source: Path, folder: Path) -> Manifest:
         )
     _refuse_links(source)
     _check_complete(source, found)
-    with _atomic_folder(folder) as part:
+    with _private_folder(folder) as part:
         # `symlinks`: a link that appeared since the check is not followed.
         shutil.copytree(source, part, symlinks=True, dirs_exist_ok=True)
         # Independent of the file modes in the backup.

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from tinkex.server.retry import Backoff, PeriodicTask
 from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.settings import Settings
@@ -27,9 +28,8 @@ ORPHAN_CHECK_S = 1800.0
 # Models of a session that was inactive for this long get a snapshot.
 INACTIVE_S = 900.0
 SNAPSHOTS_PER_PASS = 4
-# A failed snapshot is retried after this long, then after twice as long, and so on.
-RETRY_S = 600.0
-MAX_RETRY_S = 86_400.0
+# When to retry a failed snapshot.
+SNAPSHOT_BACKOFF = Backoff(first_s=600.0, max_s=86_400.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,28 +90,22 @@ class Cleanup:
         self._futures = futures
         self._clock = clock
         self._orphans_checked_s = float("-inf")
-        #: Models whose snapshot failed -> when to retry (monotonic clock), and the wait.
-        self._retry_at: dict[str, tuple[float, float]] = {}
-        self._running: asyncio.Task[None] | None = None
+        #: Models whose snapshot failed -> when to retry (monotonic clock), and the failures so far.
+        self._retry_at: dict[str, tuple[float, int]] = {}
+        self._task = PeriodicTask()
 
     def start(self) -> None:
         if self._settings.janitor_s > 0:
-            self._running = asyncio.create_task(self._run())
+            self._task.start(self._run, self._settings.janitor_s, what="the cleanup", log=log)
 
     async def close(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+        await self._task.close()
 
     async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._settings.janitor_s)
-            try:
-                await self.run_once()
-            except StorageError as error:
-                log.info("the cleanup was skipped because of a storage problem: %s", error)
-            except Exception:
-                log.exception("the cleanup failed; it runs again after the usual interval")
+        try:
+            await self.run_once()
+        except StorageError as error:
+            log.info("the cleanup was skipped because of a storage problem: %s", error)
 
     async def run_once(self) -> None:
         """Run all steps of the cleanup once."""
@@ -154,15 +148,15 @@ class Cleanup:
         if len(inactive) < limit:  # these are all: forget models that need no snapshot any more
             self._retry_at = {one: self._retry_at[one] for one in inactive if one in self._retry_at}
         now_s = time.monotonic()
-        due = [one for one in inactive if self._retry_at.get(one, (now_s, 0.0))[0] <= now_s]
+        due = [one for one in inactive if self._retry_at.get(one, (now_s, 0))[0] <= now_s]
         for model_id in due[:SNAPSHOTS_PER_PASS]:
             if await self._scheduler.snapshot(model_id):
                 self._retry_at.pop(model_id, None)
             else:
                 # Its engine may be restarting, or the snapshot may never succeed.
-                _, waited_s = self._retry_at.get(model_id, (0.0, RETRY_S / 2))
-                wait_s = min(2 * waited_s, MAX_RETRY_S)
-                self._retry_at[model_id] = (now_s + wait_s, wait_s)
+                failures = self._retry_at.get(model_id, (now_s, 0))[1] + 1
+                wait_s = SNAPSHOT_BACKOFF.wait_s(failures) or 0.0
+                self._retry_at[model_id] = (now_s + wait_s, failures)
 
     async def _drop_checkpoints(self, until: Cutoffs) -> None:
         retention = self._store.retention

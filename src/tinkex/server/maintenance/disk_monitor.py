@@ -10,6 +10,7 @@ import errno
 import logging
 import shutil
 
+from tinkex.server.retry import PeriodicTask
 from tinkex.server.settings import MEBIBYTE, Settings
 from tinkex.server.store import Store
 from tinkex.server.store.storage_health import FREE_SPACE
@@ -37,27 +38,15 @@ class DiskMonitor:
     def __init__(self, settings: Settings, store: Store) -> None:
         self._settings = settings
         self._store = store
-        self._running: asyncio.Task[None] | None = None
+        self._task = PeriodicTask()
         store.health.monitor_space(self._check_free_space)
 
     async def start(self) -> None:
         await asyncio.to_thread(self._check_all)
-        self._running = asyncio.create_task(self._run())
+        self._task.start(self.check, CHECK_EVERY_S, what="checking the disk", log=log)
 
     async def close(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(CHECK_EVERY_S)
-            try:
-                await self.check()
-            except Exception:
-                log.exception(
-                    "checking the disk failed; the next check follows after the usual interval"
-                )
+        await self._task.close()
 
     async def check(self) -> None:
         """Check the disk once; during a temporary problem, test whether writing works again."""

@@ -12,9 +12,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from tinkex.server.executor import Outcome, Task, Work, WorkFailed
+from tinkex.server.executor import WorkFailed
+from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
+from tinkex.server.retry import Backoff, retry
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
-from tinkex.server.scheduler.step_queue import Kind, Step
 from tinkex.server.store import Model, OverQuota, Sampler, Store, Version
 from tinkex.server.store.blobs import check_recipients, encrypt_files
 from tinkex.server.store.checkpoints import NameTaken, Naming, SamplerTaken
@@ -28,9 +29,11 @@ from tinkex.wire.checkpoints import (
     SaveWeightsForSamplerResponseInternal,
     SaveWeightsRequest,
     SaveWeightsResponse,
+    tinker_path,
 )
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.errors import UserFailure
+from tinkex.wire.proto.frames_pb2 import Done, Load, Order, Save
 from tinkex.wire.sdk_versions import SdkVersion
 
 log = logging.getLogger("tinkex.server.scheduler.checkpoints")
@@ -42,14 +45,11 @@ EXTERNAL = "external_weights"
 MAX_NAME_BYTES = 200
 MIN_TTL_S = 3600
 MAX_TTL_S = 10 * 365 * 24 * 3600
-# A save that fails because the disk is full is retried after DISK_RETRY_S. The wait doubles each
-# time, up to MAX_DISK_RETRY_S, because each attempt may fill the disk for a moment. After
-# DISK_WAIT_S in total, the save fails.
-DISK_RETRY_S = 2.0
-MAX_DISK_RETRY_S = 16.0
-DISK_WAIT_S = 600.0
+# For a save that fails because the disk is full. The wait doubles, because each attempt may fill the
+# disk for a moment. Then the save fails.
+DISK_BACKOFF = Backoff(first_s=2.0, max_s=16.0, within_s=600.0)
 
-RunWork = Callable[[Work], Awaitable[Outcome]]
+RunOrder = Callable[[Order], Awaitable[Done]]
 
 
 class CheckpointSteps:
@@ -59,7 +59,7 @@ class CheckpointSteps:
         self._store = store
         self._base_check = base_check
 
-    async def save(self, model: Model, step: Step, payload: bytes, run: RunWork) -> bytes:
+    async def save(self, model: Model, step: QueuedRequest, payload: bytes, run: RunOrder) -> bytes:
         """Save and commit. The returned result is stored already."""
         if step.kind is Kind.SAVE_WEIGHTS:
             return await self._save_training(model, step, payload, run)
@@ -79,9 +79,9 @@ class CheckpointSteps:
         return result
 
     async def load(
-        self, model: Model, payload: bytes, run: RunWork, *, version_id: str | None
-    ) -> tuple[bytes, str]:
-        """Load a checkpoint. Returns the result and the version, which is `version_id` if given."""
+        self, model: Model, payload: bytes, run: RunOrder, *, version_id: str | None
+    ) -> Outcome:
+        """Load a checkpoint: this version, or the present one of its path."""
         request = decode_json(LoadWeightsRequest, payload)
         version = await self._version(model, request.path, version_id)
         refuse_external(version)
@@ -93,18 +93,12 @@ class CheckpointSteps:
                 "Load it without the optimizer, or load a checkpoint made by save_state."
             )
         folder = await self._store.checkpoints.open(version.version_id, required=True)
-        await run(
-            Work(
-                task=Task.LOAD,
-                model_id=model.model_id,
-                folder=folder,
-                optimizer=bool(request.optimizer),
-            )
-        )
+        load = Load(model_id=model.model_id, folder=folder, optimizer=bool(request.optimizer))
+        await run(Order(load=load))
         result = LoadWeightsResponse(
             path=request.path, model_id=model.model_id, type="load_weights"
         )
-        return encode_json(result), version.version_id
+        return Outcome(result=encode_json(result), version_id=version.version_id)
 
     async def _version(self, model: Model, path: str, version_id: str | None) -> Version:
         checkpoints = self._store.checkpoints
@@ -122,7 +116,9 @@ class CheckpointSteps:
             )
         return version
 
-    async def _save_training(self, model: Model, step: Step, payload: bytes, run: RunWork) -> bytes:
+    async def _save_training(
+        self, model: Model, step: QueuedRequest, payload: bytes, run: RunOrder
+    ) -> bytes:
         request = decode_json(SaveWeightsRequest, payload)
         # Old clients may save without a name; the step's number is unique in the run.
         name = request.path if request.path is not None else f"{step.seq_id:06d}"
@@ -132,7 +128,9 @@ class CheckpointSteps:
         await self._save_named(model, step, TRAINING, name, naming, result, run)
         return result
 
-    async def _save_external(self, model: Model, step: Step, payload: bytes, run: RunWork) -> bytes:
+    async def _save_external(
+        self, model: Model, step: QueuedRequest, payload: bytes, run: RunOrder
+    ) -> bytes:
         """Save files for other programs, encrypted if keys were given."""
         request = decode_json(SaveWeightsExternalRequest, payload)
         check_name(request.path)
@@ -149,9 +147,9 @@ class CheckpointSteps:
         folder = Path(checkpoints.folder(version))
         # Plaintext is written under a hidden name, so it cannot be downloaded before encryption.
         written = folder.with_name(f".{folder.name}.open") if recipients else folder
-        work = Work(task=Task.SAVE, model_id=model.model_id, folder=str(written))
-        outcome = await self._run_with_disk_retry(run, work)
-        size_bytes: int = json.loads(outcome.result)["size_bytes"]
+        save = Save(model_id=model.model_id, folder=str(written))
+        done = await self._run_with_disk_retry(run, save)
+        size_bytes: int = json.loads(done.result)["size_bytes"]
         if recipients:
             size_bytes = await asyncio.to_thread(encrypt_files, written, folder, recipients)
         path = tinker_path(model.model_id, EXTERNAL, request.path)
@@ -166,12 +164,12 @@ class CheckpointSteps:
     async def _save_named(
         self,
         model: Model,
-        step: Step,
+        step: QueuedRequest,
         kind: str,
         name: str,
         naming: Naming,
         result: bytes,
-        run: RunWork,
+        run: RunOrder,
     ) -> None:
         check_name(name)
         taken = await self._is_taken(model, kind, name)
@@ -196,7 +194,7 @@ class CheckpointSteps:
     async def _commit(
         self,
         version: Version,
-        step: Step,
+        step: QueuedRequest,
         result: bytes,
         *,
         naming: Naming | None = None,
@@ -211,8 +209,8 @@ class CheckpointSteps:
                 lambda: checkpoints.save(
                     version,
                     fingerprint=written,
-                    request_id=step.request_id,
-                    result=result,
+                    request=step,
+                    outcome=Outcome(result=result, version_id=version.version_id),
                     naming=naming,
                     sampler=sampler,
                 ),
@@ -222,7 +220,7 @@ class CheckpointSteps:
             raise
 
     async def _commit_named(
-        self, model: Model, step: Step, version: Version, naming: Naming, result: bytes
+        self, model: Model, step: QueuedRequest, version: Version, naming: Naming, result: bytes
     ) -> None:
         try:
             await self._commit(version, step, result, naming=naming)
@@ -230,7 +228,11 @@ class CheckpointSteps:
             raise UserFailure(_name_taken(model, version.kind, version.name or "")) from None
 
     async def _save_unnamed(
-        self, model: Model, step: Step, request: SaveWeightsForSamplerRequest, run: RunWork
+        self,
+        model: Model,
+        step: QueuedRequest,
+        request: SaveWeightsForSamplerRequest,
+        run: RunOrder,
     ) -> bytes:
         number = request.sampling_session_seq_id
         if number is None or number < 0:
@@ -268,56 +270,52 @@ class CheckpointSteps:
         return result
 
     async def _write_version(
-        self, model: Model, kind: str, name: str | None, run: RunWork
+        self, model: Model, kind: str, name: str | None, run: RunOrder
     ) -> Version:
         """The engine writes the files; they are not visible until the commit."""
         checkpoints = self._store.checkpoints
         version = checkpoints.new_version(
             owner=model.owner, model_id=model.model_id, kind=kind, name=name
         )
-        work = Work(
-            task=Task.SAVE,
-            model_id=model.model_id,
-            folder=checkpoints.folder(version),
-            optimizer=kind == TRAINING,
-        )
-        outcome = await self._run_with_disk_retry(run, work)
-        return version.with_size(json.loads(outcome.result)["size_bytes"])
+        folder = checkpoints.folder(version)
+        save = Save(model_id=model.model_id, folder=folder, optimizer=kind == TRAINING)
+        done = await self._run_with_disk_retry(run, save)
+        return version.with_size(json.loads(done.result)["size_bytes"])
 
-    async def _run_with_disk_retry(self, run: RunWork, work: Work) -> Outcome:
+    async def _run_with_disk_retry(self, run: RunOrder, save: Save) -> Done:
         """Run a save; retry while the disk is full. Only the first failure is logged."""
-        began_s = time.monotonic()
-        wait_s = DISK_RETRY_S
-        waiting = False
-        while True:
-            try:
-                outcome = await run(work)
-            except WorkFailed as failed:
-                error = os_error_in(failed.message)
-                if (problem := storage_problem(error)) is None:
-                    raise
-                waited_s = time.monotonic() - began_s
-                if waited_s > DISK_WAIT_S:
-                    log.error(
-                        "a save of %s failed after %.0f s of retries", work.model_id, waited_s
-                    )
-                    raise
-                if not waiting:
-                    waiting = True
-                    # Only the first failure makes the server refuse new data: there may be enough
-                    # space for everything except this save.
-                    self._store.health.record(error, FILES)
-                    log.error(
-                        "a save of %s waits up to %.0f s: %s. %s",
-                        *(work.model_id, DISK_WAIT_S, failed.message, problem.advice),
-                    )
-            else:
-                if waiting:
-                    waited_s = time.monotonic() - began_s
-                    log.warning("the save of %s was written after %.0f s", work.model_id, waited_s)
-                return outcome
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, MAX_DISK_RETRY_S)
+        waiting_since_s: float | None = None
+
+        def should_retry(failed: Exception) -> bool:
+            nonlocal waiting_since_s
+            if not isinstance(failed, WorkFailed):
+                return False
+            error = os_error_in(failed.message)
+            if (problem := storage_problem(error)) is not None and waiting_since_s is None:
+                waiting_since_s = time.monotonic()
+                # Only the first failure makes the server refuse new data: there may be enough
+                # space for everything except this save.
+                self._store.health.record(error, FILES)
+                log.error(
+                    "a save of %s waits up to %.0f s: %s. %s",
+                    *(save.model_id, DISK_BACKOFF.within_s, failed.message, problem.advice),
+                )
+            return problem is not None
+
+        def log_end(how: str) -> None:
+            if waiting_since_s is not None:
+                waited_s = time.monotonic() - waiting_since_s
+                log.warning("the save of %s %s after %.0f s", save.model_id, how, waited_s)
+
+        try:
+            done = await retry(
+                lambda: run(Order(save=save)), DISK_BACKOFF, should_retry=should_retry
+            )
+        except WorkFailed:
+            log_end("failed")
+            raise
+        log_end("was written")
+        return done
 
 
 def check_name(name: str) -> None:
@@ -334,10 +332,6 @@ def check_name(name: str) -> None:
             f"checkpoint name {name[:80]!r} cannot be used: {problem}. "
             "Letters, digits, `-`, `_` and `.` always work."
         )
-
-
-def tinker_path(model_id: str, kind: str, name: str) -> str:
-    return f"tinker://{model_id}/{kind}/{name}"
 
 
 def no_checkpoint(path: str) -> str:

@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
+from tinkex.wire.engine_settings import EngineSettings
+
 if TYPE_CHECKING:
     from tinkex.server.scheduler.model_worker import ModelState
     from tinkex.server.scheduler.step_queue import StepBatch
@@ -23,8 +25,6 @@ TRAINING_SLOTS = 32
 # Maximum slots of one owner while other owners want slots too. So a new owner waits for a few
 # batches only, however many steps are queued.
 CONTESTED_SLOTS_PER_OWNER = 4
-#: How many sequences an engine samples at once unless it is configured otherwise.
-MAX_SEQUENCES = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -282,7 +282,7 @@ class Admission:
         self._ready = ready
         #: Maximum samples of one owner on the engine: more than it runs at once, so that it is
         #: never idle, and few enough that samples of other owners reach it soon.
-        self._max_per_owner = 2 * (max_sequences or MAX_SEQUENCES)
+        self._max_per_owner = 2 * (max_sequences or EngineSettings.max_sequences)
         self._up = False
         self._admitted: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}

@@ -6,30 +6,27 @@ The scheduler: runs accepted requests.
 """
 
 import asyncio
-import contextlib
 import functools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from tinkex.server.executor import Executor
+from tinkex.server.queued_request import Cause, Kind, Outcome, QueuedRequest
+from tinkex.server.retry import run_periodically
 from tinkex.server.scheduler.base_model_check import BaseModelChecks
-from tinkex.server.scheduler.crash_isolation import (
-    MAX_CRASHES,
-    InFlightFile,
-    counts_as_crash,
-    current_boot_id,
-)
+from tinkex.server.scheduler.crash_isolation import after_web_crash
 from tinkex.server.scheduler.engine_scheduler import EngineScheduler
 from tinkex.server.scheduler.execution import Execution
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits
-from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers, step_of
-from tinkex.server.scheduler.result_waiters import Futures, RequestOutcome
+from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers
+from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.sample_worker import CustomLossWorker, TokenStream
-from tinkex.server.scheduler.step_queue import Cause, Kind, model_deleted, restore_queue
-from tinkex.server.store import RequestRow, Status, StorageError, Store
+from tinkex.server.scheduler.step_queue import model_deleted, number_of, restore_queue
+from tinkex.server.scheduler.web_crash import CrashFiles
+from tinkex.server.store import StorageError, Store
 
 log = logging.getLogger("tinkex.server.scheduler")
 
@@ -76,10 +73,10 @@ class ModelStates:
             snapshot = await self._store.snapshots.newest(model_id)
             after = -1 if snapshot is None else snapshot.seq_id
             finished = [
-                (step_of(row), row.error if row.status is Status.FAILED else None)
-                for row in await self._store.requests.log(model_id, after=after)
+                step
+                for step in await self._store.requests.log(model_id, after=after)
                 # The queue had already passed a late step.
-                if row.cause != Cause.LATE
+                if step.outcome is not None and step.outcome.cause is not Cause.LATE
             ]
             gradient_error = None if snapshot is None else snapshot.spoiled
             queue = restore_queue(finished, next_seq=after + 1, gradient_error=gradient_error)
@@ -104,8 +101,8 @@ class Scheduler:
         snapshot_bytes: int = 64 * 2**20,
         max_training: int = 0,
         max_sequences: int = 0,
-        in_flight_files: Mapping[str, InFlightFile] | None = None,
-        web_crashed: bool = False,
+        crash_files: CrashFiles | None = None,
+        last_status: int = 0,
         base_checks: BaseModelChecks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -123,14 +120,15 @@ class Scheduler:
             snapshot_bytes=snapshot_bytes,
             max_sequences=max_sequences,
             clock=clock,
+            crash_files=crash_files,
         )
-        self._in_flight_files = in_flight_files or {}
+        self._crash_files = crash_files
+        #: The exit status of the last web process.
+        self._last_status = last_status
         self._base_checks = base_checks
         self._engines: dict[str, EngineScheduler] = {}
         for served in executor.served:
             self.engine(served.name)
-        #: Whether the previous web process crashed (see `web_process_crashed`).
-        self._web_crashed = web_crashed
         self._models = ModelStates(store)
         #: Models whose steps are being read.
         self._opening: set[str] = set()
@@ -142,7 +140,6 @@ class Scheduler:
         if engine is None:
             engine = self._engines[base_model] = self._new_engine(
                 base_model,
-                in_flight_file=self._in_flight_files.get(base_model),
                 base_check=self._base_checks.get(base_model) if self._base_checks else None,
             )
         return engine
@@ -157,49 +154,35 @@ class Scheduler:
         for key in await self._store.keys.all():
             if key.state(now_s) == "active" and "max_training" in key.limits:
                 self.training_limits.set(key.owner, key.limits["max_training"])
-        await self._restore_crash_counts()
+        await self._restore_attempts()
         # In the background, so that new requests do not wait for the stored ones.
-        self._execution.spawn(Pickup(self._execution, self.submit).run())
-
-    async def _restore_crash_counts(self) -> None:
-        """Restore the counts of waiting requests; count the crash of the last web process too."""
-        counts = await self._store.crash_counts.all()
-        leftovers = {
-            base_model: leftover
-            for base_model, engine in self._engines.items()
-            if (leftover := engine.client.isolation.take_leftover()) is not None
-        }
-        in_flight = [name for leftover in leftovers.values() for name in leftover.in_flight]
-        base_models = await self._store.requests.still_waiting([*counts, *in_flight])
-        boot_id = current_boot_id()
-        caused: dict[str, str] = {}
-        found: dict[str, int] = {}
-        for base_model, leftover in leftovers.items():
-            if not counts_as_crash(leftover, boot_id=boot_id, web_crashed=self._web_crashed):
-                continue
-            lost = [name for name in leftover.in_flight if name in base_models]
-            log.warning(
-                "%d requests were running when the engine of %s was lost", len(lost), base_model
+        self._execution.spawn(
+            run_periodically(
+                Pickup(self._execution, self.submit).run,
+                PICKUP_INTERVAL_S,
+                what="reading the waiting requests",
+                log=log,
+                after_s=0.0,
             )
-            found.update({request_id: counts.get(request_id, 0) + 1 for request_id in lost})
-            # As in `CrashIsolation`: a request that was alone caused the crash.
-            if len(leftover.in_flight) == len(lost) == 1 and found[lost[0]] >= MAX_CRASHES:
-                caused[lost[0]] = (
-                    f"the web process crashed together with the engine of {base_model}"
-                )
-        await self._store.crash_counts.set(found)
-        counts.update(found)
-        for request_id, reason in caused.items():
-            base_model = base_models[request_id]
-            # It caused the earlier crashes too: the other requests of the engine are cleared.
-            counts = {one: n for one, n in counts.items() if base_models.get(one) != base_model}
-            await self._store.crash_counts.clear(base_model)
-            isolation = self.engine(base_model).client.isolation
-            isolation.restore(request_id, MAX_CRASHES, reason=reason)
-        for request_id, crashes in counts.items():
-            if request_id in base_models:
-                isolation = self.engine(base_models[request_id]).client.isolation
-                isolation.restore(request_id, crashes)
+        )
+
+    async def _restore_attempts(self) -> None:
+        """Restore the attempts of waiting requests; count the crash of the last web process too."""
+        files, stored = self._crash_files, self._store.attempts
+        isolated = None if files is None else files.find_crash(self._last_status)
+        if isolated is None:
+            counts = await stored.counted()
+        else:
+            counts = await stored.all_waiting()
+            log.warning("the last web process crashed; waiting requests may have caused it")
+        for base_model, attempts in counts.items():
+            culprit = None
+            if isolated is not None:
+                attempts, culprit = after_web_crash(attempts, isolated)
+                await (stored.set(attempts) if attempts else stored.clear(base_model))
+            self.engine(base_model).client.isolation.restore(attempts, culprit)
+        if files is not None:
+            files.start()
 
     async def close(self) -> None:
         """Stop; unfinished requests are stored and run after the next start."""
@@ -217,9 +200,8 @@ class Scheduler:
 
     def submit(
         self,
-        row: RequestRow,
+        request: QueuedRequest,
         *,
-        payload: bytes | None = None,
         token_stream: TokenStream | None = None,
     ) -> None:
         """
@@ -228,41 +210,29 @@ class Scheduler:
         Reads nothing, so it cannot fail between the commit and here. The tokens of a sample go to
         the stream as they are drawn.
         """
-        request_id, execution = row.request_id, self._execution
+        request_id, execution = request.request_id, self._execution
         if execution.futures.is_cached(request_id):
             return
         # Even if it is known: `Pickup`, which has no stream, may have found the request first.
         if token_stream is not None:
-            self.engine(row.base_model).samples.add_token_stream(request_id, token_stream)
+            self.engine(request.base_model).samples.add_token_stream(request_id, token_stream)
         if request_id in execution.claimed:
             return
         # Before it is claimed: a step may have to wait until its model is read.
-        execution.futures.track(row)
-        if payload is not None:
-            execution.payloads.add(request_id, payload)
-        match Kind(row.kind):
+        execution.futures.track(request)
+        match request.kind:
             case Kind.SAMPLE:
-                self._run(row, self.engine(row.base_model).samples.run(row))
+                self._run(request, self.engine(request.base_model).samples.run(request))
             case Kind.UNLOAD_MODEL:
-                self._run(row, self._unload(row))
+                self._run(request, self._unload(request))
             case Kind.CREATE_CUSTOM_LOSS:
-                self._run(row, self._losses.run(row))
+                self._run(request, self._losses.run(request))
             case _:
-                self._add_step(row)
+                self._add_step(request)
 
-    async def resubmit(self, request_id: str) -> None:
-        """A client repeated a request: schedule it if it waits and is not here."""
-        if request_id in self._execution.claimed or self._execution.futures.is_cached(request_id):
-            return
-        # If it cannot be read now, `Pickup` finds it later.
-        with contextlib.suppress(StorageError):
-            row = await self._store.requests.get(request_id)
-            if row is not None and row.status is Status.WAITING:
-                self.submit(row)
-
-    def _run(self, row: RequestRow, work: Coroutine[Any, Any, None]) -> None:
+    def _run(self, request: QueuedRequest, work: Coroutine[Any, Any, None]) -> None:
         """Run a request that is not a step. If it ends in an error, `Pickup` finds it again."""
-        if not self._execution.claim(row):
+        if not self._execution.claim(request):
             work.close()
             return
 
@@ -270,21 +240,21 @@ class Scheduler:
             try:
                 await work
             except Exception:
-                self._execution.claimed.discard(row.request_id)
+                self._execution.claimed.discard(request.request_id)
                 raise
 
         self._execution.spawn(run())
 
-    def _add_step(self, row: RequestRow) -> None:
-        if row.model_id is None or row.seq_id is None:
-            raise ValueError(f"request {row.request_id} is not a step of a model")
-        state = self._models.get(row.model_id)
+    def _add_step(self, step: QueuedRequest) -> None:
+        if step.model_id is None or step.seq_id is None:
+            raise ValueError(f"request {step.request_id} is not a step of a model")
+        state = self._models.get(step.model_id)
         if state is None:
-            if row.model_id not in self._opening:
-                self._opening.add(row.model_id)
-                self._execution.spawn(self._open_with_steps(row.model_id, row.seq_id))
-        elif self._execution.claim(row):
-            self._workers(state).add_step(state, step_of(row))
+            if step.model_id not in self._opening:
+                self._opening.add(step.model_id)
+                self._execution.spawn(self._open_with_steps(step.model_id, step.seq_id))
+        elif self._execution.claim(step):
+            self._workers(state).add_step(state, step)
 
     async def _open_with_steps(self, model_id: str, first_seq: int) -> None:
         """Open a model; opening it adds all its stored steps."""
@@ -305,21 +275,14 @@ class Scheduler:
     def _workers(self, state: ModelState) -> ModelWorkers:
         return self.engine(state.model.base_model).workers
 
-    def creation_refused(self, row: RequestRow, error: str) -> None:
+    def creation_refused(self, request: QueuedRequest, outcome: Outcome) -> None:
         """A model was refused on acceptance: mark its session as failed."""
-        self._execution.failures.update(
-            RequestOutcome(error=error, category="user"),
-            request_id=row.request_id,
-            kind=Kind(row.kind),
-            session_id=row.session_id,
-            model_id=row.model_id,
-            creates_model=True,
-        )
+        self._execution.failures.update(request, outcome)
 
-    async def refuse_step(self, model_id: str, seq_id: int, kind: Kind, reason: str) -> None:
-        """Record a refused step. It fails with this reason if its client sends later steps."""
-        state = await self._open(model_id, first_seq=seq_id)
-        self._workers(state).refuse_step(state, seq_id, kind, reason)
+    async def refuse_step(self, step: QueuedRequest) -> None:
+        """Record a refused step with its outcome. It fails so if its client sends later steps."""
+        state = await self._open(step.model_id or "", first_seq=number_of(step))
+        self._workers(state).refuse_step(state, step)
 
     def is_blocked_by(self, model_id: str, seq_id: int) -> bool:
         """Whether later steps of a model wait for this one."""
@@ -352,12 +315,12 @@ class Scheduler:
         base_model = self._execution.futures.base_model(request_id)
         return None if base_model is None else self._engines.get(base_model)
 
-    async def _unload(self, row: RequestRow) -> None:
-        if (model_id := row.model_id) is None:
-            raise ValueError(f"request {row.request_id} names no model")
+    async def _unload(self, request: QueuedRequest) -> None:
+        if (model_id := request.model_id) is None:
+            raise ValueError(f"request {request.request_id} names no model")
         state = await self._open(model_id)
         outcome = await self.engine(state.model.base_model).unload(state)
-        await self._execution.finish(row, outcome)
+        await self._execution.finish(request, outcome)
 
     def unload_session(self, session_id: str) -> None:
         """Unload the models of a session; the next step of each rebuilds it."""
@@ -390,22 +353,19 @@ class Pickup:
     were committed and did not reach the scheduler, because a read failed or the connection ended.
     """
 
-    def __init__(self, execution: Execution, submit: Callable[[RequestRow], None]) -> None:
+    def __init__(self, execution: Execution, submit: Callable[[QueuedRequest], None]) -> None:
         self._execution = execution
         self._submit = submit
 
     async def run(self) -> None:
-        while not self._execution.closing:
-            try:
-                # One number from an index, while nothing is missing.
-                waiting = await self._execution.store.requests.count_waiting()
-                if waiting > len(self._execution.claimed):
-                    await self.look()
-            except StorageError as error:
-                log.info("cannot read the waiting requests now; retrying: %s", error)
-            except Exception:
-                log.exception("reading the waiting requests failed; retrying")
-            await asyncio.sleep(PICKUP_INTERVAL_S)
+        """Look once."""
+        try:
+            # One number from an index, while nothing is missing.
+            waiting = await self._execution.store.requests.count_waiting()
+            if waiting > len(self._execution.claimed):
+                await self.look()
+        except StorageError as error:
+            log.info("cannot read the waiting requests now; retrying: %s", error)
 
     async def look(self) -> None:
         """Submit waiting requests: one batch of each owner in turn, those with the fewest first."""

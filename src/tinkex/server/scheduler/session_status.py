@@ -7,15 +7,13 @@ removes the mark, and the models are rebuilt on demand. Only a session that its 
 cannot continue.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tinkex.server.scheduler.result_waiters import RequestOutcome
-from tinkex.server.scheduler.step_queue import Kind
+from tinkex.server.queued_request import Outcome, QueuedRequest
+from tinkex.server.retry import PeriodicTask
 from tinkex.server.store import Store
 from tinkex.wire.sessions import (
     ClientSessionFinished,
@@ -26,6 +24,7 @@ from tinkex.wire.sessions import (
     SessionCancelled,
     SessionFailed,
 )
+from tinkex.wire.text_format import format_utc
 
 if TYPE_CHECKING:
     from tinkex.server.scheduler.scheduler import Scheduler
@@ -70,9 +69,8 @@ def session_status(
     if row.failure is not None:
         return SessionFailed.model_validate(row.failure)
     if row.lapsed_s is not None:
-        last = datetime.fromtimestamp(row.seen_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         return SessionCancelled(
-            detail=f"the client has sent nothing since {last}. The session continues when the "
+            detail=f"the client has sent nothing since {format_utc(row.seen_s)}. The session continues when the "
             "client comes back."
         )
     return SessionActive()
@@ -94,18 +92,9 @@ class SessionFailures:
     async def start(self) -> None:
         self._failed = set(await self._store.sessions.failed_sessions())
 
-    def update(
-        self,
-        outcome: RequestOutcome,
-        *,
-        request_id: str,
-        kind: Kind,
-        session_id: str | None,
-        model_id: str | None = None,
-        sampling_session_id: str | None = None,
-        creates_model: bool = False,
-    ) -> None:
+    def update(self, request: QueuedRequest, outcome: Outcome) -> None:
         """Called for each outcome before it is stored, so that both are written together."""
+        session_id = request.session_id
         if session_id is None:
             return
         if outcome.error is None:
@@ -113,17 +102,18 @@ class SessionFailures:
                 self._failed.discard(session_id)
                 self._store.sessions.mark_failed(session_id, None)
             return
-        if outcome.category != "server" and not creates_model:
+        if outcome.category != "server" and not request.creates_model:
             return
         reason: dict[str, Any] = {
             "type": "request",
-            "request_id": request_id,
-            "request_type": kind.value,
+            "request_id": request.request_id,
+            "request_type": request.kind.value,
         }
-        if model_id is not None and (creates_model or outcome.permanent):
-            reason = {"type": "training_run", "training_run_id": model_id}
-        elif sampling_session_id is not None and outcome.permanent:
-            reason = {"type": "sampling_session", "sampling_session_id": sampling_session_id}
+        sampler_id = request.sampling_session_id
+        if request.model_id is not None and (request.creates_model or outcome.permanent):
+            reason = {"type": "training_run", "training_run_id": request.model_id}
+        elif sampler_id is not None and outcome.permanent:
+            reason = {"type": "sampling_session", "sampling_session_id": sampler_id}
         self._failed.add(session_id)
         failure = {
             "category": "user" if outcome.category == "user" else "internal",
@@ -151,16 +141,21 @@ class SessionTimeouts:
         self._timed_out: set[str] = set()
         #: When sessions last sent a request, for clients that send no heartbeats.
         self._last_request_s: dict[str, float] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._task = PeriodicTask()
 
     async def start(self) -> None:
         self._timed_out = set(await self._store.sessions.lapsed_sessions())
-        self._task = asyncio.create_task(self._check_periodically())
+        self._task.start(
+            self.check,
+            min(CHECK_INTERVAL_S, self._grace_s / 2),
+            what="the check for session timeouts",
+            log=log,
+            # After an outage of the server itself, every session gets the whole grace period.
+            after_s=self._grace_s,
+        )
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._task.close()
 
     def touch(self, session_id: str) -> None:
         """The client of a session sent something."""
@@ -198,13 +193,3 @@ class SessionTimeouts:
             self._timed_out.add(session_id)
             self._scheduler.unload_session(session_id)
             log.info("session %s timed out after %.0f s", session_id, self._grace_s)
-
-    async def _check_periodically(self) -> None:
-        # After an outage of the server itself, every session gets the whole grace period.
-        await asyncio.sleep(self._grace_s)
-        while True:
-            try:
-                await self.check()
-            except Exception:
-                log.exception("could not check for session timeouts")
-            await asyncio.sleep(min(CHECK_INTERVAL_S, self._grace_s / 2))

@@ -20,8 +20,8 @@ from tinkex.server.store.database import Database, accepted_work
 from tinkex.server.store.events import Audit, Telemetry
 from tinkex.server.store.keys import ApiKey, Keys, refuse_lost_keys
 from tinkex.server.store.models import BaseHashes, CustomLoss, Model, Models, RunTaken, Sampler
-from tinkex.server.store.request_rows import Accepted, Completion, NewRequest
-from tinkex.server.store.requests import CrashCounts, RequestRow, Requests
+from tinkex.server.store.request_rows import Completion
+from tinkex.server.store.requests import Attempts, Requests
 from tinkex.server.store.retention import Retention, refuse_wrong_database
 from tinkex.server.store.schema import Status
 from tinkex.server.store.sessions import Session, Sessions
@@ -36,7 +36,6 @@ from tinkex.server.store.storage_health import (
 from tinkex.server.store.usage import Usage
 
 __all__ = [
-    "Accepted",
     "ApiKey",
     "Checkpoints",
     "Completion",
@@ -47,10 +46,8 @@ __all__ = [
     "Model",
     "Models",
     "NamedCheckpoint",
-    "NewRequest",
     "OverQuota",
     "Quota",
-    "RequestRow",
     "Requests",
     "RunTaken",
     "Sampler",
@@ -79,7 +76,7 @@ class Store:
         self.files = files
         self.keys = Keys(database, folder)
         self.requests = Requests(database, files)
-        self.crash_counts = CrashCounts(database)
+        self.attempts = Attempts(database)
         self.retention = Retention(database, files, folder)
         self.quotas = Quotas(database, self.retention)
         self.sessions = Sessions(database)

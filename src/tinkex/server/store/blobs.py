@@ -21,6 +21,7 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
+from tinkex.durable_files import atomic_folder, write_file
 from tinkex.server.store.storage_health import Damaged, ObjectStoreUnavailable
 from tinkex.wire.errors import UserFailure
 
@@ -102,7 +103,7 @@ class Files:
             with _store_errors():
                 self._filesystem.pipe_file(f"{self._root}/{key}", data)
         else:
-            write_durably(f"{self.local}/{key}", data)
+            write_file(f"{self.local}/{key}", data)
             self._remember(key, os.stat(f"{self.local}/{key}"))
         return key
 
@@ -165,19 +166,9 @@ class Files:
         if self.local is None:
             self._copy_objects(self._objects(source), source, target)
             return
-        folder = Path(self.local, target)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
-        part.mkdir()
-        try:
+        with atomic_folder(Path(self.local, target)) as part:
             for file in Path(self.local, source).iterdir():
                 _link_or_copy(file, part / file.name)
-            sync(part)
-            part.rename(folder)
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
-        sync(folder.parent)
 
     def move(self, key: str, target: str) -> None:
         """Move a file or folder to another key, if it exists."""
@@ -258,15 +249,10 @@ class Files:
             return
         if not (names := self._objects(key)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
-        parent, name = os.path.split(folder)
-        part = f"{parent}/.{name}.{secrets.token_hex(4)}"
-        os.makedirs(part)
         try:
-            with _store_errors():
+            with atomic_folder(Path(folder)) as part, _store_errors():
                 self._filesystem.get(names, [f"{part}/{os.path.basename(one)}" for one in names])
-            os.rename(part, folder)
         except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
             # Another task may have downloaded the same immutable files first.
             if not os.path.exists(folder):
                 raise
@@ -419,7 +405,6 @@ def _link_or_copy(file: Path, target: Path) -> None:
         os.link(file, target)
     except OSError:
         shutil.copyfile(file, target)
-        sync(target)
 
 
 def _written_s(stats: Mapping[str, Any]) -> float:
@@ -431,27 +416,6 @@ def _written_s(stats: Mapping[str, Any]) -> float:
         if isinstance(at, int | float):
             return float(at)
     return math.inf
-
-
-def write_durably(path: str, data: bytes) -> None:
-    """Write a file that is complete and on disk once it has its name."""
-    folder, name = os.path.split(path)
-    os.makedirs(folder, exist_ok=True)
-    part = f"{folder}/.{name}.part"
-    with open(part, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(part, path)
-    sync(folder)
-
-
-def sync(path: str | Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # -- age encryption of exported files; needs `tinkex[age]` ---------------------------------------
@@ -478,21 +442,13 @@ def encrypt_files(folder: Path, target: Path, recipients: Sequence[str]) -> int:
     import pyrage  # type: ignore[import-untyped]
 
     keys = _parse_recipients(recipients)
-    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-    part.mkdir()
     size_bytes = 0
     try:
-        for file in folder.iterdir():
-            encrypted = part / f"{file.name}.age"
-            pyrage.encrypt_file(str(file), str(encrypted), keys)
-            sync(encrypted)
-            size_bytes += encrypted.stat().st_size
-        sync(part)
-        part.rename(target)
-        sync(target.parent)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
+        with atomic_folder(target) as part:
+            for file in folder.iterdir():
+                encrypted = part / f"{file.name}.age"
+                pyrage.encrypt_file(str(file), str(encrypted), keys)
+                size_bytes += encrypted.stat().st_size
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return size_bytes

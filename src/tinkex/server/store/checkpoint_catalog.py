@@ -25,6 +25,7 @@ from tinkex.server.store.schema import (
     sessions,
 )
 from tinkex.server.store.sql_dialects import in_list
+from tinkex.wire.checkpoints import tinker_path
 from tinkex.wire.errors import UserFailure
 
 _FEWER = "Request smaller pages with `limit` and `offset`."
@@ -278,7 +279,7 @@ class CheckpointCatalog:
     ) -> bool:
         """Change a name, and audit it if it changed; whether the name exists."""
         model_id, kind, name = key
-        identity = {"model_id": model_id, "tinker_path": f"tinker://{model_id}/{kind}/{name}"}
+        identity = {"model_id": model_id, "tinker_path": tinker_path(model_id, kind, name)}
         owned_by = sa.select(models.c.owner).where(models.c.model_id == model_id)
         existing = sa.select(checkpoint_names.c.name).where(
             _name_is(*key), not_expired(time.time())

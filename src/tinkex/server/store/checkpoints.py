@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
+from tinkex.server.queued_request import Outcome, QueuedRequest
 from tinkex.server.store import events, request_rows
 from tinkex.server.store.blobs import Files, fingerprint, folder_problem
 from tinkex.server.store.database import Database
@@ -30,7 +31,7 @@ from tinkex.server.store.schema import (
     sessions,
 )
 from tinkex.server.store.storage_health import FILES, Damaged, StorageError
-from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
+from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath, tinker_path
 from tinkex.wire.errors import UserFailure
 
 T = TypeVar("T")
@@ -59,6 +60,11 @@ class Version:
     place: str
     size_bytes: int
     created_s: float
+
+    @property
+    def tinker_path(self) -> str:
+        """Its path; a version without a name has its id there."""
+        return tinker_path(self.model_id, self.kind, self.name or f".{self.version_id}")
 
     def with_size(self, size_bytes: int) -> "Version":
         """The same version with the size of its written files."""
@@ -194,12 +200,12 @@ class Checkpoints:
         version: Version,
         *,
         fingerprint: str,
-        request_id: str,
-        result: bytes,
+        request: QueuedRequest,
+        outcome: Outcome,
         naming: Naming | None = None,
         sampler: tuple[Sampler, int] | None = None,
     ) -> None:
-        """Add the version, its name or sampler, and the request's result in one transaction."""
+        """Add the version, its name or sampler, and the outcome of the request in one transaction."""
 
         def operation(connection: sa.Connection) -> None:
             values = {column.name: getattr(version, column.name) for column in VERSION_COLUMNS}
@@ -211,7 +217,7 @@ class Checkpoints:
             if sampler is not None and insert_sampler(connection, *sampler) != sampler[0]:
                 raise SamplerTaken
             note_saved(connection, version, "checkpoint.saved")
-            request_rows.set_done(connection, request_id, result, version_id=version.version_id)
+            request_rows.finish(connection, request, outcome)
 
         await self._database.write(operation, required=True)
 
@@ -309,19 +315,14 @@ def not_expired(now_s: float) -> sa.ColumnElement[bool]:
 
 
 def _damaged(version: Version, problem: str) -> Damaged:
-    name = version.name or f".{version.version_id}"
-    return Damaged(
-        f"checkpoint tinker://{version.model_id}/{version.kind}/{name} cannot be read: its folder "
-        f"{problem}"
-    )
+    return Damaged(f"checkpoint {version.tinker_path} cannot be read: its folder {problem}")
 
 
 def note_saved(connection: sa.Connection, version: Version, event: str) -> None:
     """Add a new checkpoint to the audit log, inside a transaction."""
-    name = version.name or f".{version.version_id}"
     details = {
         "model_id": version.model_id,
-        "tinker_path": f"tinker://{version.model_id}/{version.kind}/{name}",
+        "tinker_path": version.tinker_path,
         "size_bytes": version.size_bytes,
     }
     events.note_audit(connection, owner=version.owner, event=event, details=details)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy import event
 
+from tinkex.server.retry import Backoff, retry, retry_blocking
 from tinkex.server.store import group_commit, migrations, request_rows, sql_dialects
 from tinkex.server.store.group_commit import BatchWrite, Writer
 from tinkex.server.store.schema import api_keys
@@ -60,6 +61,7 @@ PAGE_CACHE_KIB = 256
 
 # How often a read for accepted work is retried while the database is unavailable.
 READ_RETRY_S = 0.5
+_ONCE_MORE = Backoff.every(0.0, retries=1)
 
 #: Whether the current task does accepted work.
 _accepted: ContextVar[bool] = ContextVar("accepted", default=False)
@@ -208,13 +210,11 @@ class Database:
 
         While the database is unavailable this raises StorageError, or waits in `accepted_work`.
         """
-        while True:
-            try:
-                return await self._with_timeout(_run(self._readers, lambda: self._read(operation)))
-            except StorageError as error:
-                if not _accepted.get() or not error.problem.is_temporary:
-                    raise
-            await asyncio.sleep(READ_RETRY_S)
+        return await retry(
+            lambda: self._with_timeout(_run(self._readers, lambda: self._read(operation))),
+            Backoff.every(READ_RETRY_S),
+            should_retry=_waits_for_database,
+        )
 
     async def read_key(self, operation: Callable[[sa.Connection], T]) -> T:
         """Like `read`, in a separate thread pool: every request waits for the lookup of its key."""
@@ -275,15 +275,16 @@ class Database:
     async def _on_files(
         self, threads: ThreadPoolExecutor, function: Callable[[], T], *, required: bool
     ) -> T:
-        while True:
-            try:
-                return await _run(threads, function)
-            except OSError as error:
-                if self.health.record(error, FILES) is None:
-                    raise
-                if not required:
-                    raise self.health.as_storage_error(error) from error
-            await asyncio.sleep(READ_RETRY_S)
+        def should_retry(error: Exception) -> bool:
+            if not isinstance(error, OSError) or self.health.record(error, FILES) is None:
+                return False
+            if not required:
+                raise self.health.as_storage_error(error) from error
+            return True
+
+        return await retry(
+            lambda: _run(threads, function), Backoff.every(READ_RETRY_S), should_retry=should_retry
+        )
 
     def close(self) -> None:
         self.writer.close()
@@ -302,22 +303,26 @@ class Database:
 
     def _read(self, operation: Callable[[sa.Connection], T]) -> T:
         self.health.check_readable()
-        try:
+
+        def attempt() -> T:
             with self._reading.connect() as connection:
                 return operation(connection)
-        except sa.exc.DBAPIError as error:
-            if not error.connection_invalidated:
-                if (problem := self.health.record(error)) is not None:
-                    raise StorageError(problem) from error
-                raise
-        # The database was restarted since this connection was made: try once on a new one.
+
         try:
-            with self._reading.connect() as connection:
-                return operation(connection)
+            # If the database was restarted, the next attempt gets a new connection.
+            return retry_blocking(attempt, _ONCE_MORE, should_retry=_is_connection_lost)
         except sa.exc.DBAPIError as error:
             if (problem := self.health.record(error)) is not None:
                 raise StorageError(problem) from error
             raise
+
+
+def _waits_for_database(error: Exception) -> bool:
+    return isinstance(error, StorageError) and _accepted.get() and error.problem.is_temporary
+
+
+def _is_connection_lost(error: Exception) -> bool:
+    return isinstance(error, sa.exc.DBAPIError) and error.connection_invalidated
 
 
 def _run(threads: ThreadPoolExecutor, function: Callable[[], T]) -> asyncio.Future[T]:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
+from tinkex.server.retry import Backoff, poll, retry_blocking
 from tinkex.server.store.storage_health import (
     FAILING,
     UNREACHABLE,
@@ -49,8 +50,7 @@ MAX_GROUP = 500
 # After the connection is lost, the writer tries to reconnect for this long. Writes wait
 # during that time.
 RECONNECT_S = 30.0
-# Interval between two attempts to reconnect.
-RECONNECT_RETRY_S = 0.2
+RECONNECT_BACKOFF = Backoff.every(0.2)
 # After this long without a response from the database, new writes are refused instead of queued.
 RESPONSE_TIMEOUT_S = 10.0
 # Interval between two attempts to commit required writes that the disk refused.
@@ -249,30 +249,35 @@ class Writer:
         results: list[Any] = []
         # The id of the transaction that computed `results`, once its commit may have succeeded.
         transaction: int | None = None
-        while True:
-            try:
-                # The timeout starts before the health check, which also hangs if the disk hangs.
+
+        def attempt() -> None:
+            nonlocal results, transaction
+            # The timeout starts before the health check, which also hangs if the disk hangs.
+            self._start_timeout()
+            self._health.before_commit()
+            self._health.check_readable()
+            self._start_timeout()
+            with connection.begin():
+                if transaction is None or not was_committed(connection, transaction):
+                    transaction = None
+                    results = self._run_group(connection, group)
+                    if self._before_commit is not None:
+                        self._before_commit(connection)
+                    transaction = transaction_id(connection)
                 self._start_timeout()
-                self._health.before_commit()
-                self._health.check_readable()
-                self._start_timeout()
-                with connection.begin():
-                    if transaction is None or not was_committed(connection, transaction):
-                        transaction = None
-                        results = self._run_group(connection, group)
-                        if self._before_commit is not None:
-                            self._before_commit(connection)
-                        transaction = transaction_id(connection)
-                    self._start_timeout()
-            except Exception as error:  # noqa: BLE001  errors of a write go to its caller
-                if connection.invalidated:
-                    if self._wait_for_database(error, commit_unknown=transaction is not None):
-                        continue
-                elif self._after_rollback is not None:
-                    self._after_rollback(connection)
-                self._not_written(connection, group, error)
-                return
-            break
+
+        def should_retry(error: Exception) -> bool:
+            return connection.invalidated and self._may_reconnect(
+                error, commit_unknown=transaction is not None
+            )
+
+        try:
+            retry_blocking(attempt, RECONNECT_BACKOFF, should_retry=should_retry)
+        except Exception as error:  # noqa: BLE001  errors of a write go to its caller
+            if not connection.invalidated and self._after_rollback is not None:
+                self._after_rollback(connection)
+            self._not_written(connection, group, error)
+            return
         self.commits += 1
         self._dropping = False
         self._reconnect_until_s = None
@@ -338,11 +343,11 @@ class Writer:
         if self._reconnect_until_s is None:
             self._waiting_since_s = time.monotonic()
 
-    def _wait_for_database(self, error: Exception, *, commit_unknown: bool) -> bool:
+    def _may_reconnect(self, error: Exception, *, commit_unknown: bool) -> bool:
         """
-        Sleep before the next attempt to reconnect; False if the writer must give up.
+        Whether to try again on a new connection.
 
-        It gives up after RECONNECT_S. But if `commit_unknown`, it continues until the database
+        The writer gives up after RECONNECT_S. But if `commit_unknown`, it continues until the database
         reports whether the commit succeeded. Until then, the group must be neither refused nor run
         again.
         """
@@ -355,7 +360,6 @@ class Writer:
         if self._closing or (give_up and not commit_unknown):
             return False
         self._disconnect_reason = str(error) if problem is None else problem.reason
-        time.sleep(RECONNECT_RETRY_S)
         return True
 
     def _response_timeout(self) -> StorageProblem | None:
@@ -389,9 +393,8 @@ def transaction_id(connection: sa.Connection) -> int | None:
 def was_committed(connection: sa.Connection, transaction: int) -> bool:
     """Whether that transaction was committed. Waits while PostgreSQL is still ending it."""
     statement = sa.text("SELECT txid_status(:id)").bindparams(id=transaction)
-    while (state := connection.scalar(statement)) == "in progress":
-        time.sleep(STATUS_RETRY_S)
-    return bool(state == "committed")
+    poll(lambda: connection.scalar(statement) != "in progress", every_s=STATUS_RETRY_S)
+    return bool(connection.scalar(statement) == "committed")
 
 
 def _each(connection: sa.Connection, operations: Sequence[Operation]) -> list[Any]:

@@ -30,6 +30,7 @@ from tinkex.server.store.schema import (
 )
 from tinkex.server.store.snapshots import SET_ASIDE
 from tinkex.server.store.storage_health import Damaged
+from tinkex.wire.checkpoints import tinker_path
 
 PAYLOAD = "payload"
 RESULT = "result"
@@ -203,7 +204,7 @@ def _references(connection: sa.Connection) -> Iterator[tuple[str, str, str, str 
     statement = statement.add_columns(versions.place, versions.fingerprint)
     for row in connection.execute(statement.where(versions.discarded_s.is_(None))):
         name = row.name or f".{row.version_id}"
-        yield CHECKPOINT, f"tinker://{row.model_id}/{row.kind}/{name}", row.place, row.fingerprint
+        yield CHECKPOINT, tinker_path(row.model_id, row.kind, name), row.place, row.fingerprint
 
 
 def _problem(files: Files, what: str, key: str, written: str | None) -> str | None:

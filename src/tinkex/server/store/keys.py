@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import hmac
 import logging
-import os
 import secrets
 import string
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
+from tinkex.durable_files import write_file
 from tinkex.server.store import events
 from tinkex.server.store.database import Database, any_key
 from tinkex.server.store.schema import api_keys
@@ -183,8 +183,8 @@ class Keys:
 
 MARKER = "keys.made"
 _MARKER_TEXT = (
-    "API keys were created for the server of this data folder. If its database has none, the "
-    "server does not start. Delete this file to let it start without keys.\n"
+    b"API keys were created for the server of this data folder. If its database has none, the "
+    b"server does not start. Delete this file to let it start without keys.\n"
 )
 
 
@@ -194,11 +194,7 @@ def write_marker(folder: Path) -> None:
     if file.exists():
         return
     try:
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o600)
-        with os.fdopen(descriptor, "w") as written:
-            written.write(_MARKER_TEXT)
-            written.flush()
-            os.fsync(descriptor)
+        write_file(file, _MARKER_TEXT)
     except OSError as error:
         # The next start of the server tries again.
         log.warning("%s cannot be written: %s", file, error.strerror)

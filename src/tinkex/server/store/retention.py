@@ -36,6 +36,7 @@ from tinkex.server.store.schema import (
 from tinkex.server.store.snapshots import drop_older, truncate_log
 from tinkex.server.store.sql_dialects import in_list
 from tinkex.server.store.storage_health import DatabaseRefused
+from tinkex.wire.checkpoints import tinker_path
 
 log = logging.getLogger("tinkex.server.store")
 
@@ -417,7 +418,7 @@ def _drop_named(connection: sa.Connection, statement: sa.Delete, *, reason: str)
     for model_id, kind, name in gone:
         owner = connection.scalar(sa.select(models.c.owner).where(models.c.model_id == model_id))
         if owner is not None:
-            path = f"tinker://{model_id}/{kind}/{name}"
+            path = tinker_path(model_id, kind, name)
             details = {"model_id": model_id, "tinker_path": path, "reason": reason}
             note_audit(connection, owner=owner, event="checkpoint.deleted", details=details)
 

@@ -12,7 +12,6 @@ import os
 import socket
 import sqlite3
 import struct
-import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
+from tinkex.server.retry import poll
 from tinkex.server.store.storage_health import DatabaseFileChanged, DatabaseLocked
 
 log = logging.getLogger("tinkex.server.store")
@@ -131,15 +131,15 @@ def _cleaned(value: object) -> object:
 
 
 def _take_lock(cursor: Any) -> None:
-    deadline_s = time.monotonic() + LOCK_WAIT_S
-    while not cursor.execute(_TAKE).fetchone()[0]:
-        if time.monotonic() > deadline_s:
-            row = cursor.execute(_HOLDER).fetchone()
-            raise DatabaseLocked(
-                f"another server ({row[0] if row else 'unknown'}) holds the database. Use that "
-                "server, stop it, or choose another database with --db."
-            )
-        time.sleep(LOCK_RETRY_S)
+    def take() -> bool:
+        return bool(cursor.execute(_TAKE).fetchone()[0])
+
+    if not poll(take, every_s=LOCK_RETRY_S, timeout_s=LOCK_WAIT_S):
+        row = cursor.execute(_HOLDER).fetchone()
+        raise DatabaseLocked(
+            f"another server ({row[0] if row else 'unknown'}) holds the database. Use that "
+            "server, stop it, or choose another database with --db."
+        )
 
 
 # The start of SQLite's WAL index: page size, number of pages in the WAL, and a salt that is also in

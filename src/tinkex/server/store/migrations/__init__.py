@@ -1,4 +1,9 @@
-"""The schema version of a database: reads it, refuses unsupported ones, upgrades the rest."""
+"""
+The schema version of a database: reads it, refuses unsupported ones, upgrades the rest.
+
+A new database gets the tables of `schema` and the newest version. A file in `versions` changes the
+tables of the version before it.
+"""
 
 import logging
 from dataclasses import dataclass
@@ -10,6 +15,7 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
+from tinkex.server.store.schema import metadata
 from tinkex.server.store.storage_health import DatabaseRefused
 
 #: The schema version of tinkex 0.1, the oldest that can be upgraded.
@@ -75,9 +81,15 @@ def unsupported(version: str) -> tuple[str, str]:
 
 
 def migrate(engine: sa.Engine) -> None:
-    """Create the tables, or upgrade them to the newest version."""
+    """Create the tables of `schema`, or upgrade older ones to them."""
     config = alembic_config()
     logging.getLogger("alembic").setLevel(logging.WARNING)
+    with engine.begin() as connection:
+        if current_version(connection) is None:
+            metadata.create_all(connection)
+            scripts = ScriptDirectory.from_config(config)
+            MigrationContext.configure(connection).stamp(scripts, "head")
+            return
     with engine.connect() as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, "head")

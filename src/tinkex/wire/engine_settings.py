@@ -1,16 +1,18 @@
-"""Settings of an engine, and the facts and statistics it reports."""
-
-from __future__ import annotations
+"""The settings of an engine; the web process passes them to the engine process as JSON."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from pydantic import TypeAdapter
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
+    """Everything an engine is started with."""
+
     #: Name under which the base model is served. Written into every checkpoint.
     name: str
     #: A folder in Hugging Face layout: config.json and *.safetensors or *.gguf.
@@ -46,43 +48,15 @@ class EngineSettings:
     #: The same request gives the same bits on the same machine: no pass depends on timing, on free
     #: memory or on other requests. Sample requests run one at a time.
     deterministic: bool = False
+    #: Engines on the CPU that share this lock file compute one at a time.
+    compute_lock: Path | None = None
+
+    def to_json(self) -> str:
+        return _JSON.dump_json(self, exclude_defaults=True).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> "EngineSettings":
+        return _JSON.validate_json(text)
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """Current sizes and counts."""
-
-    #: Memory of the device that the memory plan divides.
-    memory_bytes: int
-    base_bytes: int
-    adapter_budget_bytes: int
-    #: Training adapters on the device, in host memory, and on disk.
-    adapters_resident: int
-    adapters_resident_bytes: int
-    adapters_on_host: int
-    adapters_on_host_bytes: int
-    adapters_on_disk: int
-    adapters_on_disk_bytes: int
-    sampler_adapters: int = 0
-    sampler_adapters_bytes: int = 0
-    kv_pages: int = 0
-    kv_pages_used: int = 0
-    #: Unused pages that hold a cached prefix.
-    kv_pages_known: int = 0
-    kv_bytes: int = 0
-    #: Maximum tokens in one forward pass, and the activation memory of one token.
-    batch_tokens: int
-    activation_bytes_per_token: int
-    samples_waiting: int = 0
-    sequences_running: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineFacts:
-    name: str
-    #: The model family, as in `model_type` of its config: "llama", "qwen3", ...
-    arch: str
-    max_context_length: int
-    vocab_size: int
-    device: str
-    dtype: str
+_JSON = TypeAdapter(EngineSettings)
