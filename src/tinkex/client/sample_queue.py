@@ -14,6 +14,7 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
@@ -55,40 +56,21 @@ LARGE_PROMPT_BYTES = 128 * 1024
 MAX_SERVER_FAILURES = 3
 
 
+@dataclass(eq=False, slots=True)
 class Sample(Generic[T]):
     """One call of the user, until it has a result."""
 
-    __slots__ = (
-        "always_retry",
-        "arrived",
-        "context",
-        "finish",
-        "partial",
-        "promise",
-        "request",
-        "task",
-    )
-
-    def __init__(
-        self,
-        request: SampleRequest,
-        finish: Callable[[SampleRequest, SampleResponse], T],
-        *,
-        always_retry: bool,
-        partial: PartialOutput | None = None,
-        context: contextvars.Context | None = None,
-    ) -> None:
-        self.arrived = monotonic()
-        #: The caller's context, if traces are enabled.
-        self.context = context
-        self.request = request
-        self.finish = finish
-        #: Retried even if the server asks clients not to retry samples.
-        self.always_retry = always_retry
-        #: Set for a streamed sample.
-        self.partial = partial
-        self.promise: Promise[T] = Promise(cancel_with_waiter=True)
-        self.task: asyncio.Task[T] | None = None
+    request: SampleRequest
+    finish: Callable[[SampleRequest, SampleResponse], T]
+    #: Retried even if the server asks clients not to retry samples.
+    always_retry: bool
+    #: Set for a streamed sample.
+    partial: PartialOutput | None
+    #: The caller's context, if traces are enabled.
+    context: contextvars.Context | None
+    arrived: float = field(default_factory=monotonic)
+    promise: Promise[T] = field(default_factory=lambda: Promise(cancel_with_waiter=True))
+    task: asyncio.Task[T] | None = None
 
 
 class SampleQueue:
@@ -141,9 +123,7 @@ class SampleQueue:
         """Queue a sample, from any thread. Never blocks."""
         loop = self._holder.loop()
         context = contextvars.copy_context() if self._holder.settings.otel else None
-        sample = Sample(
-            request, finish, always_retry=always_retry, partial=partial, context=context
-        )
+        sample = Sample(request, finish, always_retry, partial, context)
         self._metrics.change("samples_waiting", "sample", 1)
         if partial is not None:
             sample.promise.add_done_callback(lambda _: partial.end())

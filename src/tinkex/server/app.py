@@ -106,8 +106,9 @@ def create_app(
         )
         disk_monitor = DiskMonitor(settings, store)
         await disk_monitor.start()
-        await scheduler.start()
         await session_timeouts.start()
+        # Last: requests run from now on, so a failure counts as a crash of this process.
+        await scheduler.start()
         cleanup = Cleanup(settings=settings, store=store, scheduler=scheduler, futures=results)
         cleanup.start()
         app.state.cleanup = cleanup
