@@ -118,7 +118,7 @@ class StoreMachine(Clients, Retention, Keys, Comparing):
             async with self.one_transaction():
                 submit(unanswered)
                 await asyncio.sleep(0)
-                unanswered.append(database.submit(die))
+                unanswered.append(database.write(die))
             await asyncio.to_thread(database.writer._thread.join, 30)
             assert not any(one.done() for one in unanswered)
             for one in unanswered:

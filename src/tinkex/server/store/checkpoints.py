@@ -22,6 +22,7 @@ from tinkex.server.store.blobs import Files, fingerprint, folder_problem
 from tinkex.server.store.database import Database
 from tinkex.server.store.models import Sampler, insert_sampler, was_created
 from tinkex.server.store.retention import Retention, session_ended
+from tinkex.server.store.rows import columns, one, scalar, values
 from tinkex.server.store.schema import (
     api_keys,
     checkpoint_names,
@@ -79,8 +80,7 @@ class Naming:
     user_metadata: Mapping[str, Any] | None
 
 
-_INTERNAL = ("discarded_s", "fingerprint")
-VERSION_COLUMNS = tuple(column for column in checkpoint_versions.c if column.name not in _INTERNAL)
+VERSION_COLUMNS = columns(Version, checkpoint_versions)
 
 
 class Checkpoints:
@@ -179,7 +179,7 @@ class Checkpoints:
         statement = sa.select(checkpoint_versions.c.fingerprint).where(
             checkpoint_versions.c.version_id == version.version_id
         )
-        return await self._database.read(lambda connection: connection.scalar(statement))
+        return await self._database.read(scalar(statement))
 
     async def is_taken(self, *, model_id: str, kind: str, name: str) -> bool:
         version, _ = await self._named(model_id, kind, name)
@@ -207,8 +207,7 @@ class Checkpoints:
         """Add the version, its name or sampler, and the request's result in one transaction."""
 
         def operation(connection: sa.Connection) -> None:
-            values = {column.name: getattr(version, column.name) for column in VERSION_COLUMNS}
-            connection.execute(checkpoint_versions.insert(), {**values, "fingerprint": fingerprint})
+            insert_version(connection, version, fingerprint)
             named = naming is not None and _assign_name(connection, version, naming)
             self._quotas.check(
                 connection, version.owner, size_bytes=version.size_bytes, checkpoints=int(named)
@@ -261,21 +260,16 @@ class Checkpoints:
                 checkpoint_names,
                 checkpoint_names.c.version_id == checkpoint_versions.c.version_id,
             )
-            .where(
-                checkpoint_names.c.model_id == model_id,
-                checkpoint_names.c.kind == kind,
-                checkpoint_names.c.name == name,
-                not_expired(time.time()),
-            )
+            .where(name_is(model_id, kind, name), not_expired(time.time()))
         )
 
         def operation(connection: sa.Connection) -> tuple[Version | None, bool]:
             row = connection.execute(statement).first()
             if row is None:
                 return None, False
-            values = dict(row._mapping)
-            public = bool(values.pop("public"))
-            return Version(**values), public
+            found = dict(row._mapping)
+            public = bool(found.pop("public"))
+            return Version(**found), public
 
         return await self._database.read(operation)
 
@@ -285,7 +279,7 @@ class Checkpoints:
             checkpoint_versions.c.version_id == version_id,
             checkpoint_versions.c.discarded_s.is_(None),
         )
-        return await self._database.read(lambda connection: _version(connection, statement))
+        return await self._database.read(one(Version, statement))
 
     async def fingerprint(self, version: Version) -> str:
         """The fingerprint of a saved version; raises Damaged if its files differ."""
@@ -305,6 +299,44 @@ class Checkpoints:
         health.refuse_new_data()
         await self._database.with_folder(lambda: self._files.copy(source.place, target.place))
         health.clear(FILES)
+
+
+def insert_version(connection: sa.Connection, version: Version, fingerprint: str) -> None:
+    row = {**values(version), "fingerprint": fingerprint}
+    connection.execute(checkpoint_versions.insert(), row)
+
+
+def insert_name(
+    connection: sa.Connection,
+    version: Version,
+    *,
+    saved_s: float,
+    expires_s: float | None,
+    user_metadata: Mapping[str, Any] | None,
+) -> None:
+    """Give a version its name, which is not published."""
+    connection.execute(
+        checkpoint_names.insert(),
+        {
+            "model_id": version.model_id,
+            "kind": version.kind,
+            "name": version.name,
+            "version_id": version.version_id,
+            "saved_s": saved_s,
+            "expires_s": expires_s,
+            "user_metadata": user_metadata,
+            "public": False,
+        },
+    )
+
+
+def name_is(model_id: str, kind: str, name: str | None) -> sa.ColumnElement[bool]:
+    """SQL: the row of this name."""
+    return sa.and_(
+        checkpoint_names.c.model_id == model_id,
+        checkpoint_names.c.kind == kind,
+        checkpoint_names.c.name == name,
+    )
 
 
 def not_expired(now_s: float) -> sa.ColumnElement[bool]:
@@ -330,11 +362,7 @@ def note_saved(connection: sa.Connection, version: Version, event: str) -> None:
 def _assign_name(connection: sa.Connection, version: Version, naming: Naming) -> bool:
     """Make a name refer to a version; whether this adds a checkpoint."""
     is_new = True
-    mine = sa.and_(
-        checkpoint_names.c.model_id == version.model_id,
-        checkpoint_names.c.kind == version.kind,
-        checkpoint_names.c.name == version.name,
-    )
+    mine = name_is(version.model_id, version.kind, version.name)
     now_s = time.time()
     known = connection.execute(sa.select(checkpoint_names.c.expires_s).where(mine)).first()
     if known is not None:
@@ -343,27 +371,14 @@ def _assign_name(connection: sa.Connection, version: Version, naming: Naming) ->
             raise NameTaken
         is_new = expired
         connection.execute(checkpoint_names.delete().where(mine))
-    connection.execute(
-        checkpoint_names.insert(),
-        {
-            "model_id": version.model_id,
-            "kind": version.kind,
-            "name": version.name,
-            "version_id": version.version_id,
-            "saved_s": now_s,
-            "expires_s": naming.expires_s,
-            "user_metadata": naming.user_metadata and dict(naming.user_metadata),
-            "public": False,
-        },
+    insert_name(
+        connection,
+        version,
+        saved_s=now_s,
+        expires_s=naming.expires_s,
+        user_metadata=naming.user_metadata,
     )
     return is_new
-
-
-def _version(
-    connection: sa.Connection, statement: sa.Select[*tuple[object, ...]]
-) -> Version | None:
-    row = connection.execute(statement).first()
-    return None if row is None else Version(**row._mapping)
 
 
 # -- quotas --------------------------------------------------------------------------------------

@@ -132,42 +132,32 @@ class Database:
             health=self.health,
         )
 
-    async def write(
+    def write(
         self,
         operation: Callable[[sa.Connection], T],
         *,
         required: bool = False,
         reserve: bool = False,
-    ) -> T:
+    ) -> asyncio.Future[T]:
         """
-        Run `operation` in a transaction; returns its result once the transaction is on disk.
+        Run `operation` in a transaction. The future gets its result once the transaction is on disk.
 
-        While the disk refuses writes, this raises StorageError, or waits if the write is
-        `required`.
+        The operation is queued by this call, not by the await. While the disk refuses writes, the
+        future raises StorageError, or waits if the write is `required`.
 
         While free space is below the disk reserve, new rows are refused. Exceptions are `required`
         writes and writes with `reserve`, which free space or belong to accepted work. The refusal
         happens at the first INSERT, so an operation that only finds an existing row succeeds.
         """
-        return await self.submit(operation, required=required, reserve=reserve)
-
-    def submit(
-        self,
-        operation: Callable[[sa.Connection], T],
-        *,
-        required: bool = False,
-        reserve: bool = False,
-    ) -> asyncio.Future[T]:
-        """Like `write`, but the operation is queued by this call, not by the await."""
         return self.writer.submit(
             operation if required or reserve else self._without_new_rows(operation),
             required=required,
         )
 
-    def submit_batched(
+    def write_batched(
         self, many: BatchWrite[Item, T], item: Item, *, required: bool = False
     ) -> asyncio.Future[T]:
-        """Like `submit`, but writes of the same kind share their statements (`Writer`)."""
+        """Like `write`, but writes of the same kind share their statements (`Writer`)."""
         if not required:
             # Checked before queueing: one INSERT has the rows of many callers, so refusing it would
             # refuse all of them.

@@ -11,6 +11,7 @@ from tinkex.server.store import request_rows
 from tinkex.server.store.database import Database
 from tinkex.server.store.keys import random_id
 from tinkex.server.store.request_rows import Accepted, NewRequest
+from tinkex.server.store.rows import columns, every, exists, one, scalar, values
 from tinkex.server.store.schema import (
     Status,
     checkpoint_versions,
@@ -66,32 +67,9 @@ class RunTaken(Exception):
     """Another run already has this id."""
 
 
-MODEL_COLUMNS = (
-    models.c.model_id,
-    models.c.owner,
-    models.c.session_id,
-    models.c.base_model,
-    models.c.lora_config,
-    models.c.optimizer_config,
-    models.c.user_metadata,
-    models.c.created_s,
-)
-_SAMPLER = (
-    samplers.c.sampling_session_id,
-    samplers.c.owner,
-    samplers.c.session_id,
-    samplers.c.base_model,
-    samplers.c.version_id,
-    samplers.c.model_path,
-)
-
-
-_CUSTOM_LOSS = (
-    custom_losses.c.loss_id,
-    custom_losses.c.owner,
-    custom_losses.c.session_id,
-    custom_losses.c.definition,
-)
+MODEL_COLUMNS = columns(Model, models)
+_SAMPLERS = sa.select(*columns(Sampler, samplers))
+_CUSTOM_LOSSES = sa.select(*columns(CustomLoss, custom_losses))
 
 
 class Models:
@@ -123,20 +101,8 @@ class Models:
                 )
             ).first()
             if known is None:
-                connection.execute(
-                    models.insert(),
-                    {
-                        "model_id": model.model_id,
-                        "owner": model.owner,
-                        "session_id": model.session_id,
-                        "model_seq_id": model_seq_id,
-                        "base_model": model.base_model,
-                        "lora_config": dict(model.lora_config),
-                        "optimizer_config": dict(model.optimizer_config),
-                        "user_metadata": model.user_metadata and dict(model.user_metadata),
-                        "created_s": model.created_s,
-                    },
-                )
+                row = {**values(model), "model_seq_id": model_seq_id}
+                connection.execute(models.insert(), row)
             accepted = request_rows.insert(connection, request)
             if known is not None and accepted.is_new and known.last_request_s is None:
                 raise RunTaken(model.model_id)  # it never had a step 0, not even a deleted one
@@ -156,11 +122,7 @@ class Models:
     async def model(self, model_id: str) -> Model | None:
         statement = sa.select(*MODEL_COLUMNS).where(models.c.model_id == model_id)
 
-        def operation(connection: sa.Connection) -> Model | None:
-            row = connection.execute(statement).first()
-            return None if row is None else Model(**row._mapping)
-
-        return await self._database.read(operation)
+        return await self._database.read(one(Model, statement))
 
     async def create_sampler(self, sampler: Sampler, sampling_session_seq_id: int) -> Sampler:
         """A new sampler, or the one that an earlier try of the same call created."""
@@ -169,15 +131,9 @@ class Models:
         )
 
     async def sampler(self, sampling_session_id: str) -> Sampler | None:
-        statement = sa.select(*_SAMPLER).where(
-            samplers.c.sampling_session_id == sampling_session_id
-        )
+        statement = _SAMPLERS.where(samplers.c.sampling_session_id == sampling_session_id)
 
-        def operation(connection: sa.Connection) -> Sampler | None:
-            row = connection.execute(statement).first()
-            return None if row is None else Sampler(**row._mapping)
-
-        return await self._database.read(operation)
+        return await self._database.read(one(Sampler, statement))
 
     async def add_sampler_client(self, sampling_session_id: str) -> int:
         """The number of a new client of a sampler, from 1; the original client is 0."""
@@ -187,9 +143,7 @@ class Models:
             .values(clients=samplers.c.clients + 1)
             .returning(samplers.c.clients)
         )
-        return await self._database.write(
-            lambda connection: connection.execute(statement).scalar_one()
-        )
+        return await self._database.write(scalar(statement))
 
     async def create_custom_loss(self, *, custom_loss_seq_id: int, request: NewRequest) -> Accepted:
         """Insert a loss and its request in one transaction; a repeat returns the first."""
@@ -228,54 +182,34 @@ class Models:
             custom_losses.c.session_id == session_id,
             custom_losses.c.custom_loss_seq_id == custom_loss_seq_id,
         )
-        return await self._database.read(
-            lambda connection: connection.execute(statement).first() is not None
-        )
+        return await self._database.read(exists(statement))
 
     async def custom_loss(self, request_id: str) -> CustomLoss:
         """The loss that a request created."""
-        statement = sa.select(*_CUSTOM_LOSS).where(custom_losses.c.request_id == request_id)
-        return await self._database.read(
-            lambda connection: CustomLoss(**connection.execute(statement).one()._mapping)
-        )
+        statement = _CUSTOM_LOSSES.where(custom_losses.c.request_id == request_id)
+        (found,) = await self._database.read(every(CustomLoss, statement))
+        return found
 
     async def custom_losses(self, session_id: str) -> list[CustomLoss]:
         """All losses of a session in order, including failed ones."""
-        statement = (
-            sa.select(*_CUSTOM_LOSS)
-            .where(custom_losses.c.session_id == session_id)
-            .order_by(custom_losses.c.custom_loss_seq_id)
+        statement = _CUSTOM_LOSSES.where(custom_losses.c.session_id == session_id).order_by(
+            custom_losses.c.custom_loss_seq_id
         )
-        return await self._database.read(
-            lambda connection: [CustomLoss(**row._mapping) for row in connection.execute(statement)]
-        )
+        return await self._database.read(every(CustomLoss, statement))
 
 
 def insert_sampler(
     connection: sa.Connection, sampler: Sampler, sampling_session_seq_id: int
 ) -> Sampler:
     """Insert a sampler inside a transaction; returns the first one for a repeat."""
-    first = connection.execute(
-        sa.select(*_SAMPLER).where(
-            samplers.c.session_id == sampler.session_id,
-            samplers.c.sampling_session_seq_id == sampling_session_seq_id,
-        )
-    ).first()
-    if first is not None:
-        return Sampler(**first._mapping)
-    connection.execute(
-        samplers.insert(),
-        {
-            "sampling_session_id": sampler.sampling_session_id,
-            "owner": sampler.owner,
-            "session_id": sampler.session_id,
-            "sampling_session_seq_id": sampling_session_seq_id,
-            "base_model": sampler.base_model,
-            "version_id": sampler.version_id,
-            "model_path": sampler.model_path,
-            "created_s": time.time(),
-        },
+    statement = _SAMPLERS.where(
+        samplers.c.session_id == sampler.session_id,
+        samplers.c.sampling_session_seq_id == sampling_session_seq_id,
     )
+    if (first := one(Sampler, statement)(connection)) is not None:
+        return first
+    more = {"sampling_session_seq_id": sampling_session_seq_id, "created_s": time.time()}
+    connection.execute(samplers.insert(), {**values(sampler), **more})
     return sampler
 
 
@@ -326,18 +260,17 @@ class BaseHashes:
         )
 
     async def of_run(self, model_id: str) -> str | None:
-        return await self._one(sa.select(models.c.base_hash).where(models.c.model_id == model_id))
+        statement = sa.select(models.c.base_hash).where(models.c.model_id == model_id)
+        return await self._database.read(scalar(statement))
 
     async def of_version(self, version_id: str) -> str | None:
         """The hash of the run of a checkpoint version."""
-        return await self._one(
+        statement = (
             sa.select(models.c.base_hash)
             .join(checkpoint_versions, checkpoint_versions.c.model_id == models.c.model_id)
             .where(checkpoint_versions.c.version_id == version_id)
         )
-
-    async def _one(self, statement: sa.Select[Any]) -> str | None:
-        return await self._database.read(lambda connection: connection.scalar(statement))
+        return await self._database.read(scalar(statement))
 
 
 def _fill(connection: sa.Connection, which: sa.ColumnElement[bool], found: str) -> None:

@@ -114,7 +114,7 @@ class Requests:
         if len(new.payload) > INLINE_BYTES:
             self._database.health.refuse_new_data()
             key = await self._put("payloads", new.payload)
-        return await self._database.submit_batched(insert_many, RequestInsert(new, key))
+        return await self._database.write_batched(insert_many, RequestInsert(new, key))
 
     async def find_repeat(self, new: NewRequest) -> Accepted | None:
         """The earlier request with the same (model or sampler, seq_id); writes nothing."""
@@ -161,7 +161,7 @@ class Requests:
 
         A request that is already finished stays unchanged.
         """
-        return self._database.submit_batched(finish_many, final, required=True)
+        return self._database.write_batched(finish_many, final, required=True)
 
     async def finish_all(self, finals: Sequence[FinalState]) -> None:
         """Finish several steps of a model in one transaction."""

@@ -19,6 +19,7 @@ import sqlalchemy as sa
 from tinkex.server.store.blobs import PREFIX_DEPTHS, Files
 from tinkex.server.store.database import Database
 from tinkex.server.store.events import note_audit
+from tinkex.server.store.rows import every, scalars
 from tinkex.server.store.schema import (
     Status,
     audit,
@@ -165,7 +166,7 @@ class Retention:
             .order_by(sessions.c.seen_s)
             .limit(limit)
         )
-        return await self._database.read(lambda connection: list(connection.scalars(statement)))
+        return await self._database.read(scalars(statement))
 
     async def drop_snapshots(self, *, abandoned_before_s: float) -> None:
         """Delete snapshots of models whose session has ended."""
@@ -237,11 +238,7 @@ class Retention:
                 crowded.c.kind == checkpoint_names.c.kind,
             ),
         )
-        return await self._database.read(
-            lambda connection: [
-                CheckpointName(**row._mapping) for row in connection.execute(statement)
-            ]
-        )
+        return await self._database.read(every(CheckpointName, statement))
 
     async def drop_names(self, names: Iterable[CheckpointName]) -> None:
         def operation(connection: sa.Connection) -> None:
