@@ -264,12 +264,6 @@ def _log_gaps(connection: sa.Connection, *, seen_after_s: float) -> Iterator[Log
             yield LogGap(model_id=model_id, seq_ids=tuple(seq_ids))
 
 
-def remove(files: Files, keys: tuple[str, ...]) -> None:
-    """Delete orphans."""
-    for key in keys:
-        files.remove(key)
-
-
 def rebuild_indexes(url: str) -> None:
     """Rebuild the indexes from the tables."""
     engine = sa.create_engine(url)
