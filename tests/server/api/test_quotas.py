@@ -13,7 +13,7 @@ from server.hosting import Api, hosted
 from server.tenants import new_key, revoke, with_key
 from tinkex.server.executor import Outcome, Task, Work
 from tinkex.server.store import checkpoints
-from tinkex.server.store.checkpoints import Quota, owner_quota
+from tinkex.server.store.quotas import Quota, owner_quota
 
 pytestmark = pytest.mark.anyio
 

@@ -10,16 +10,20 @@ import sqlalchemy as sa
 from tinkex.server.store import events
 from tinkex.server.store.checkpoints import (
     VERSION_COLUMNS,
-    Quotas,
     Version,
     insert_name,
     insert_version,
-    name_is,
-    not_expired,
     note_saved,
 )
+from tinkex.server.store.conditions import (
+    has_published_checkpoint,
+    name_is,
+    not_expired,
+    was_created,
+)
 from tinkex.server.store.database import Database
-from tinkex.server.store.models import MODEL_COLUMNS, Model, RunTaken, was_created
+from tinkex.server.store.models import MODEL_COLUMNS, Model, RunTaken
+from tinkex.server.store.quotas import Quotas
 from tinkex.server.store.rows import values
 from tinkex.server.store.schema import (
     checkpoint_names,
@@ -308,15 +312,6 @@ def _earlier_copy(connection: sa.Connection, version: Version, fingerprint: str)
     if copy is None or run.trained or run.last_request_s is not None:
         raise RunTaken(version.model_id)
     return _saved(copy).version
-
-
-def has_published_checkpoint(now_s: float) -> sa.ColumnElement[bool]:
-    """SQL: the model has a published checkpoint."""
-    return sa.exists().where(
-        checkpoint_names.c.model_id == models.c.model_id,
-        checkpoint_names.c.public,
-        not_expired(now_s),
-    )
 
 
 def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[RunSummary]:

@@ -3,27 +3,23 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sqlalchemy as sa
 
 from tinkex.server.store import request_rows
 from tinkex.server.store.database import Database
 from tinkex.server.store.keys import random_id
+from tinkex.server.store.quotas import Quotas
 from tinkex.server.store.request_rows import Accepted, NewRequest
 from tinkex.server.store.rows import columns, every, exists, one, scalar, values
 from tinkex.server.store.schema import (
-    Status,
     checkpoint_versions,
     custom_losses,
     models,
-    requests,
     samplers,
 )
 from tinkex.wire.errors import UserFailure
-
-if TYPE_CHECKING:
-    from tinkex.server.store.checkpoints import Quotas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +71,7 @@ _CUSTOM_LOSSES = sa.select(*columns(CustomLoss, custom_losses))
 class Models:
     """The rows of models, samplers and custom losses."""
 
-    def __init__(self, database: Database, quotas: "Quotas") -> None:
+    def __init__(self, database: Database, quotas: Quotas) -> None:
         self._database = database
         self._quotas = quotas
 
@@ -211,17 +207,6 @@ def insert_sampler(
     more = {"sampling_session_seq_id": sampling_session_seq_id, "created_s": time.time()}
     connection.execute(samplers.insert(), {**values(sampler), **more})
     return sampler
-
-
-def was_created() -> sa.ColumnElement[bool]:
-    """SQL: the model's creation did not fail. A failed one has a row for repeats, but is no run."""
-    return sa.not_(
-        sa.exists().where(
-            requests.c.model_id == models.c.model_id,
-            requests.c.seq_id == 0,
-            requests.c.status == Status.FAILED,
-        )
-    )
 
 
 class BaseHashes:
