@@ -7,7 +7,6 @@ import inspect
 import json
 import math
 import operator
-import pickle
 import random
 import resource
 import time
@@ -359,14 +358,14 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ),
     (graph_of(call("getattr", X, X)), "attribute"),
     (graph_of(call("getattr", X, ["shape"])), "attribute"),
-    (graph_of(call("getattr", X, "shape", 3)), "at most 2"),
+    (graph_of(call("getattr", X, "shape", 3)), "attribute"),
     (graph_of(call("getattr", X, name="shape")), "attribute"),
     (graph_of(call("getattr", input=X, name="shape")), "attribute"),
     # results that become too large
     (graph_of(call("torch.zeros", HUGE)), "integer"),
     (graph_of(call("torch.zeros", 2**30)), "elements"),
     (graph_of(call("torch.zeros", 2**15, 2**15)), "elements"),
-    (graph_of(call("torch.zeros", {"tuple": [2**30] * 8})), "elements"),
+    (graph_of(call("torch.zeros", {"tuple": [2**30] * 8})), "overflow"),
     (graph_of(call("torch.ones", size=[2**30])), "elements"),
     (graph_of(call("torch.ones", -1)), "negative"),
     (graph_of(call("torch.full", [2**30], 1.0)), "elements"),
@@ -382,7 +381,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     (graph_of(method("repeat", 2**16, 2**16)), "elements"),
     (graph_of(method("tile", 2**30)), "elements"),
     (graph_of(method("repeat_interleave", 2**30)), "elements"),
-    (graph_of(method("repeat_interleave", K)), "integer"),
+    (graph_of(method("repeat_interleave", K)), "meta tensor"),
     (graph_of(method("broadcast_to", [2**30, 7])), "elements"),
     (graph_of(method("new_zeros", 2**30)), "elements"),
     (graph_of(method("new_full", [2**30], 0)), "elements"),
@@ -391,7 +390,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     (graph_of(call("torch.nn.functional.pad", X, [0, 1], mode="reflect")), "constant"),
     (graph_of(call("torch._C._nn.one_hot", K, num_classes=2**30)), "elements"),
     (graph_of(call("torch._C._nn.one_hot", K, num_classes=-1)), "num_classes"),
-    (graph_of(call("torch._C._nn.one_hot", K, num_classes=3)), "index from"),
+    (graph_of(call("torch._C._nn.one_hot", K, num_classes=3)), "Class values"),
     (
         graph_of(
             call("torch.arange", 10**4), call("torch.outer", {"ref": "call_0"}, {"ref": "call_0"})
@@ -469,16 +468,17 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     (graph_of(call("operator.pow", 1e300, 2)), "range"),
     (graph_of(call("operator.lshift", 1, 10**10)), "64 bits"),
     (graph_of(call("operator.mul", 2**62, 4)), "64 bits"),
-    (graph_of(call("operator.mul", "a", 10**9)), "tensor or a number"),
+    (graph_of(call("operator.mul", "a", 10**9)), "text 'a'"),
+    (graph_of(call("operator.mul", "sum", 10**9)), "tensor or a number"),
     (graph_of(call("operator.mul", [1], 10**9)), "tensor or a number"),
-    (graph_of(call("operator.mod", "%1000000000d", 1)), "tensor or a number"),
+    (graph_of(call("operator.mod", "%1000000000d", 1)), "text"),
     (graph_of(call("operator.truediv", 1, 0)), "division by zero"),
     (graph_of(call("math.floor", 1e300)), "64 bits"),
     (graph_of(call("math.sqrt", -1)), "domain"),
     (graph_of(call("math.sqrt", X)), "a number"),
     (graph_of(call("math.exp", 10**6)), "range"),
     (graph_of(call("operator.add", X, 2**63)), "64 bits"),
-    (graph_of(call("operator.add", {"tuple": [1]}, {"tuple": ["a"]})), "tuple"),
+    (graph_of(call("operator.add", {"tuple": [1]}, {"tuple": ["sum"]})), "tuple"),
     # would abort the process: integer division, an index out of range
     (
         graph_of(method("long"), call("torch.div", {"ref": "call_0"}, -1, rounding_mode="trunc")),
@@ -494,11 +494,11 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         graph_of(call("operator.add", K, 1), call("operator.getitem", X, {"ref": "call_0"})),
-        "index from",
+        "out of bounds",
     ),
     (
         graph_of(call("operator.sub", K, 8), call("operator.getitem", X, {"ref": "call_0"})),
-        "index from",
+        "out of bounds",
     ),
     (
         graph_of(call("operator.add", K, 1), method("scatter", 0, {"ref": "call_0"}, 1.0)),
@@ -514,24 +514,28 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     (graph_of(call("operator.getitem", X, HUGE)), "out of bounds"),
     (graph_of(call("operator.getitem", X, True)), "index True"),
     (graph_of(call("operator.getitem", X, "T")), "index 'T'"),
-    (graph_of(call("operator.getitem", X, {"tuple": [0, 0]})), "2 indices for 1"),
-    (graph_of(call("operator.getitem", X, {"slice": [K, None, None]})), "index slice"),
+    (graph_of(call("operator.getitem", X, {"tuple": [0, 0]})), "too many indices"),
+    (graph_of(call("operator.getitem", X, {"slice": [K, None, None]})), "integer"),
     (graph_of(call("operator.getitem", X, {"slice": [None, None, 0]})), "slice step"),
     (graph_of(call("operator.getitem", X, {"slice": [None, None, -1]})), "step must be"),
-    (graph_of(call("operator.getitem", "abc", 0)), "no items"),
+    (graph_of(call("operator.getitem", "abc", 0)), "text 'abc'"),
+    (graph_of(call("operator.getitem", "sum", 0)), "no item"),
     # arguments
     (graph_of(call("torch.exp")), "missing"),
-    (graph_of(call("torch.exp", X, X)), "at most 1"),
-    (graph_of(call("torch.exp", X, out=X)), "keyword 'out'"),
-    (graph_of(call("torch.exp", X, input=X)), "twice"),
-    (graph_of(call("torch.exp", "x")), "a tensor"),
-    (graph_of(call("torch.sum", X, dim="x")), "integer"),
-    (graph_of(call("torch.sum", X, dim=2**31 + 1)), "integer"),
-    (graph_of(call("torch.sum", X, dim=[0] * 9)), "integer"),
+    (graph_of(call("torch.exp", X, X)), "1 positional argument"),
+    (graph_of(call("torch.exp", X, out=X)), "'out'"),
+    (graph_of(call("torch.exp", X, input=X)), "multiple values"),
+    (graph_of(call("torch.exp", "sum")), "must be Tensor"),
+    (graph_of(call("torch.sum", X, dim="x")), "text 'x'"),
+    (graph_of(method("norm", "nuc")), "text 'nuc'"),
+    (graph_of(call("torch.sum", X, dim=2**31 + 1)), "out of range"),
+    (graph_of(call("torch.sum", X, dim=[0] * 9)), "multiple times"),
     (graph_of(call("torch.sum", X, dim=5)), "out of range"),
-    (graph_of(call("torch.cat", [])), "tensors"),
-    (graph_of(call("torch.cat", [1, 2])), "tensors"),
+    (graph_of(call("torch.cat", [])), "Tensors"),
+    (graph_of(call("torch.cat", [1, 2])), "expected Tensor"),
     (graph_of(call("torch.nn.functional.relu", X, inplace=True)), "allowed is false"),
+    (graph_of(call("torch.nn.functional.relu", X, True)), "allowed is false"),
+    (graph_of(call("torch.nn.functional.normalize", X, 2.0, 0, 1e-9, X)), "allowed is false"),
     (graph_of(call("torch.zeros", 3, requires_grad=True)), "keyword"),
     (graph_of(call("torch.zeros", 3, generator=None)), "keyword"),
     (graph_of(call("torch.zeros", 3, dtype={"dtype": "complex64"})), "dtype 'complex64'"),
@@ -721,10 +725,9 @@ def test_every_operation_survives_any_arguments(table):
         call("torch.zeros", 0) | {"name": "none"},
     ]
     ran = set[str]()
-    for target, operation in (FUNCTIONS if table == "call_function" else METHODS).items():
-        least = sum(not parameter.optional for parameter in operation.parameters)
+    for target in FUNCTIONS if table == "call_function" else METHODS:
         for _ in range(4):
-            args = [dice.choice(odd) for _ in range(dice.randint(least, least + 2))]
+            args = [dice.choice(odd) for _ in range(dice.randint(1, 4))]
             if dice.random() < 0.7 and args:
                 args[0] = dice.choice(odd[:8])
             try:
@@ -864,17 +867,13 @@ def test_long_data_may_make_a_matrix_and_longer_data_may_grow_with_its_length():
     assert wide.largest == 64 * 10**6
 
 
-def test_a_graph_can_be_pickled_and_is_immutable():
-    fn, ranks = BY_NAME["ppo"]
-    graph = rebuilt(fn, ranks)
+def test_a_graph_is_immutable():
+    graph = rebuilt(*BY_NAME["ppo"])
     assert repr(graph).startswith("<Graph ppo(logprobs, old_logprobs, advantages, mask) of ")
-    assert_same_as_python(pickle.loads(pickle.dumps(graph)), fn, ranks)
-    with pytest.raises(AttributeError, match="is immutable"):
+    with pytest.raises(AttributeError):
         graph.name = "other"
-    with pytest.raises(AttributeError, match="is immutable"):
+    with pytest.raises(AttributeError):
         del graph.name
-    with pytest.raises(TypeError, match="rebuild"):
-        Graph()
 
 
 def test_a_misspelled_target_gets_a_suggestion():

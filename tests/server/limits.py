@@ -13,7 +13,7 @@ from typing import Any
 import zstandard
 
 from server.hosting import PROTOBUF, Answer, Api, pass_body
-from tinkex.engine.training import custom_loss_graph, custom_loss_ops, custom_loss_parser
+from tinkex.engine.training import custom_loss_graph, custom_loss_parser, custom_loss_sizes
 from tinkex.server.api import (
     account,
     auth,
@@ -641,9 +641,9 @@ LIMITS = [
         test=ENGINE,
     ),
     Limit("constants over all nodes", custom_loss_parser.MAX_VALUES, "user", "", None, test=ENGINE),
-    Limit("items of a list", custom_loss_ops.MAX_ITEMS, "user", "", None, test=ENGINE),
-    Limit("characters of a text", custom_loss_ops.MAX_TEXT, "user", "", None, test=ENGINE),
-    Limit("dimensions of a value", custom_loss_ops.MAX_RANK, "user", "", None, test=ENGINE),
+    Limit("items of a list", custom_loss_sizes.MAX_ITEMS, "user", "", None, test=ENGINE),
+    Limit("characters of a text", custom_loss_sizes.MAX_TEXT, "user", "", None, test=ENGINE),
+    Limit("dimensions of a value", custom_loss_sizes.MAX_RANK, "user", "", None, test=ENGINE),
     Limit("metrics", custom_loss_parser.MAX_METRICS, "user", "", None, test=ENGINE),
     Limit(
         "elements of a value, an empty dimension counted as one (or 64 times the largest input)",

@@ -1,14 +1,13 @@
 """The web application: routes, middleware and lifespan."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI
-from starlette.requests import Request
 
 from tinkex.server.api import (
     account,
+    docs_page,
     downloads,
     errors,
     futures,
@@ -18,7 +17,7 @@ from tinkex.server.api import (
     runs_and_checkpoints,
     sampling,
     sessions,
-    training,
+    submit,
     weights,
 )
 from tinkex.server.api.auth import Authentication, Authenticator, Signer, Tokens
@@ -36,31 +35,23 @@ from tinkex.server.scheduler.session_status import SessionTimeouts
 from tinkex.server.settings import Settings
 from tinkex.server.store import Quota, Store
 
-#: The most frequent routes. They bypass FastAPI's request handling, which is slower.
-HOT_ROUTES: dict[str, Callable[[Request], Any]] = {
-    "/api/v1/asample": sampling.asample,
-    "/api/v1/forward": training.forward,
-    "/api/v1/forward_backward": training.forward_backward,
-    "/api/v1/retrieve_future": futures.retrieve_future,
-    "/api/v1/retrieve_futures": futures.retrieve_futures,
-    "/api/v1/stream_sample": sampling.stream_sample,
-}
-
+#: Starlette tries routes in order, so the most frequent come first.
 ROUTERS = (
+    futures.router,
+    submit.router,
+    sampling.router,
     account.audit_router,
     account.key_router,
     account.router,
     account.unauthenticated_router,
+    weights.step_router,
     weights.router,
     downloads.router,
-    futures.router,
     models.custom_loss_router,
     models.router,
     operations.router,
     operations.telemetry_router,
-    sampling.router,
     sessions.router,
-    training.router,
     runs_and_checkpoints.router,
 )
 
@@ -127,7 +118,7 @@ def create_app(
         title="tinkex",
         description="The Tinker training API, self-hosted.",
         lifespan=lifespan,
-        # FastAPI's pages load scripts from a CDN; `openapi.docs` does not.
+        # FastAPI's pages load scripts from a CDN; `docs_page` does not.
         docs_url=None,
         redoc_url=None,
         exception_handlers=errors.HANDLERS,
@@ -138,12 +129,10 @@ def create_app(
     app.state.report_slots = ReportSlots()
     app.add_middleware(ReleaseBodyMemory)
     app.add_middleware(Authentication, host=settings.host)
-    # Starlette tries routes in order, so the most frequent come first.
-    for path, endpoint in HOT_ROUTES.items():
-        app.add_route(path, endpoint, methods=["POST"])
     for router in ROUTERS:
-        app.include_router(router)
+        # Not `include_router`, which would call the routes through FastAPI.
+        app.router.routes.extend(router.routes)
     app.add_route("/metrics", operations.metrics, methods=["GET"])
-    app.add_route("/docs", openapi.docs, methods=["GET"])
-    openapi.describe_bodies(app)
+    app.add_route("/docs", docs_page.docs, methods=["GET"])
+    openapi.describe(app)
     return app

@@ -31,7 +31,7 @@ from tinkex.server.api.response_limits import (
     bound_of,
     encoded,
 )
-from tinkex.server.app import HOT_ROUTES, ROUTERS
+from tinkex.server.app import ROUTERS
 from tinkex.server.store import Store, checkpoint_catalog, schema
 from tinkex.server.store import sessions as stored_sessions
 from tinkex.server.store.usage import StoredCheckpoint
@@ -82,14 +82,13 @@ RUN = f"{SESSION}:train:0"
 
 
 def routes() -> list[tuple[str, str, Any]]:
-    found = [
+    return [
         (method, route.path, route.endpoint)
         for router in ROUTERS
         for route in router.routes
         if isinstance(route, Route)
         for method in sorted(route.methods or ())
     ]
-    return found + [("POST", path, endpoint) for path, endpoint in HOT_ROUTES.items()]
 
 
 def test_every_route_is_bounded_or_has_an_answer_of_fixed_size() -> None:

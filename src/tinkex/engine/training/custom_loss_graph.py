@@ -2,8 +2,8 @@
 Interprets custom losses: a graph from a request is checked, then run one node at a time.
 
 The graph is untrusted. `custom_loss_parser` accepts only operations listed in `custom_loss_ops`.
-Here every argument is checked against a signature before the call, the size of every result is
-checked before it is computed, and each run has limits on time and elements.
+Here the size of every result is checked before it is computed (`custom_loss_sizes`), and each run
+has limits on time and elements.
 """
 
 from __future__ import annotations
@@ -11,21 +11,14 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tinkex.engine.training.custom_loss_ops import (
-    MAX_RANK,
-    PLACEHOLDER,
-    Refused,
-    checked_result,
-    elements,
-    shown,
-    tensors_in,
-)
+from tinkex.engine.training.custom_loss_ops import Operation, checked_result
 from tinkex.engine.training.custom_loss_parser import (
     Device,
     Ref,
@@ -34,10 +27,16 @@ from tinkex.engine.training.custom_loss_parser import (
     check_inputs,
     parse_nodes,
 )
-from tinkex.wire.custom_loss import (
-    CustomLossGraph,
-    CustomLossInput,
+from tinkex.engine.training.custom_loss_sizes import (
+    MAX_RANK,
+    Refused,
+    Rule,
+    check_extents,
+    elements,
+    shown,
+    tensors_in,
 )
+from tinkex.wire.custom_loss import CustomLossGraph, CustomLossInput
 from tinkex.wire.errors import UserFailure
 
 __all__ = ["Graph"]
@@ -53,23 +52,18 @@ MAX_WRITTEN = 8
 MAX_TOUCHED = 32
 
 
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Graph:
-    """A custom loss that passed all checks without data. Immutable; pickles as its wire form."""
-
-    __slots__ = ("_graph", "_loss", "_metrics", "_steps", "_writes", "inputs", "name")
+    """A custom loss that passed all checks without data. Made by `rebuild`."""
 
     name: str
     inputs: tuple[CustomLossInput, ...]
-    _graph: CustomLossGraph
     _steps: tuple[Step, ...]
     _loss: str
     #: Metric name -> node name.
     _metrics: Mapping[str, str]
     #: Whether any node changes a tensor in place.
     _writes: bool
-
-    def __init__(self) -> None:
-        raise TypeError("create a Graph with Graph.rebuild(name, inputs, graph)")
 
     @classmethod
     def rebuild(cls, name: str, inputs: Sequence[CustomLossInput], graph: CustomLossGraph) -> Graph:
@@ -83,18 +77,8 @@ class Graph:
             steps, loss, metrics = parse_nodes(inputs, graph.nodes)
         except Refused as refusal:
             raise UserFailure(f"custom loss {shown(name)}: {refusal}") from None
-        made = object.__new__(cls)
-        for field, value in (
-            ("name", name),
-            ("inputs", tuple(inputs)),
-            ("_graph", graph.model_copy(deep=True)),
-            ("_steps", steps),
-            ("_loss", loss),
-            ("_metrics", metrics),
-            ("_writes", any(step.operation.writes for step in steps)),
-        ):
-            object.__setattr__(made, field, value)
-        return made
+        writes = any(step.operation is not None and step.operation.writes for step in steps)
+        return cls(name, tuple(inputs), steps, loss, metrics, writes)
 
     def run(
         self,
@@ -170,22 +154,14 @@ class Graph:
         waiting = iter(given)
         for step in self._steps:
             deadline.check(step.where)
-            if step.operation is PLACEHOLDER:
+            if step.operation is None:
                 values[step.name] = next(waiting)
                 continue
-            values[step.name] = result = _run_step(step, values, budget, logprobs.device)
+            result = _run_step(step, step.operation, values, budget, logprobs.device)
+            values[step.name] = result
             if watched and isinstance(result, Tensor) and result.requires_grad:
                 deadline.watch(result, step.where)
         return values
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a Graph is immutable; cannot change {name}")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"a Graph is immutable; cannot change {name}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Graph.rebuild, (self.name, self.inputs, self._graph)
 
     def __repr__(self) -> str:
         inputs = ", ".join(declared.name for declared in self.inputs)
@@ -197,14 +173,22 @@ def _first_line(error: BaseException) -> str:
     return lines[0][:300]
 
 
-def _run_step(step: Step, values: Mapping[str, Any], budget: _Budget, device: torch.device) -> Any:
-    operation = step.operation
+def _run_step(
+    step: Step,
+    operation: Operation,
+    values: Mapping[str, Any],
+    budget: _Budget,
+    device: torch.device,
+) -> Any:
     args = [_resolve(arg, values, device) for arg in step.args]
     kwargs = {key: _resolve(arg, values, device) for key, arg in step.kwargs.items()}
     try:
-        bound = operation.check(step.slots, args, kwargs)
-        size = operation.size(bound)
-        budget.allow(size, bound, operation.work(bound) if operation.work else 0)
+        if operation.extents:
+            check_extents((*args, *kwargs.values()))
+        size = operation.size(*args, **kwargs)
+        kept = _elements(operation.kept, args, kwargs)
+        work = _elements(operation.work, args, kwargs)
+        budget.allow(size, kept, work + _numel((*args, *kwargs.values())))
         if operation.makes:
             kwargs["device"] = device
         result = checked_result(operation.call(*args, **kwargs))
@@ -224,6 +208,14 @@ def _run_step(step: Step, values: Mapping[str, Any], budget: _Budget, device: to
     ) as error:
         raise Refused(f"{step.where}: {_first_line(error)}") from None
     return result
+
+
+def _numel(values: Iterable[Any]) -> int:
+    return sum(tensor.numel() for tensor in tensors_in(values))
+
+
+def _elements(rule: Rule | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    return 0 if rule is None else rule(*args, **kwargs)
 
 
 def _resolve(arg: Any, values: Mapping[str, Any], device: torch.device) -> Any:
@@ -268,13 +260,14 @@ class _Budget:
         self._to_write = MAX_WRITTEN * self.largest
         self._to_touch = MAX_TOUCHED * self.largest
 
-    def allow(self, size: int, bound: Mapping[str, Any], work: int) -> None:
+    def allow(self, size: int, kept: int, read: int) -> None:
         """Called before an operation: refuses a result that would be too large."""
         if size > self.largest:
             raise Refused(
                 f"the result would have {size} elements; at most {self.largest} are allowed"
             )
-        self._to_touch -= size + work + sum(tensor.numel() for tensor in tensors_in(bound.values()))
+        self._to_touch -= size + kept + read
+        self._to_write -= kept
         if size > self._to_write or self._to_touch < 0:
             raise Refused(
                 "the operations of the loss together read or write too many elements; "

@@ -18,13 +18,16 @@ import torch
 from tinkex.engine.training.custom_loss_ops import (
     ATTRIBUTES,
     FUNCTIONS,
+    KEYWORDS,
+    METHODS,
+    OFF,
+    Operation,
+)
+from tinkex.engine.training.custom_loss_sizes import (
+    EINSUM,
     MAX_INT,
     MAX_ITEMS,
     MAX_TEXT,
-    METHODS,
-    PLACEHOLDER,
-    Operation,
-    Parameter,
     Refused,
     shown,
 )
@@ -56,6 +59,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     "uint8": torch.uint8,
 }
 LAYOUTS: Mapping[str, torch.layout] = {"strided": torch.strided}
+#: Texts besides devices, attributes and equations of `einsum`.
+MODES = ("batchmean", "constant", "floor", "fro", "mean", "none", "sum", "tanh", "trunc")
 MEMORY_FORMATS: Mapping[str, torch.memory_format] = {
     "contiguous_format": torch.contiguous_format,
     "preserve_format": torch.preserve_format,
@@ -83,9 +88,8 @@ class Step:
     name: str
     #: Node name and target, for messages.
     where: str
-    operation: Operation
-    #: The parameter of each positional argument.
-    slots: tuple[Parameter, ...]
+    #: None for an input.
+    operation: Operation | None
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
@@ -150,14 +154,7 @@ def _parse_step(
                 )
             expected.pop(0)
             reader.add(node.name, depends=node.target == "logprobs")
-            return Step(
-                name=node.name,
-                where=where,
-                operation=PLACEHOLDER,
-                slots=(),
-                args=(),
-                kwargs={},
-            )
+            return Step(name=node.name, where=where, operation=None, args=(), kwargs={})
         case "call_function":
             table, what = FUNCTIONS, "function"
         case "call_method":
@@ -174,21 +171,19 @@ def _parse_step(
     reader.begin()
     args = tuple(reader.read(arg) for arg in _check_type(node.args, list))
     kwargs = {key: reader.read(arg) for key, arg in _check_type(node.kwargs, dict).items()}
-    slots = operation.bind(len(args), kwargs)
+    for name in kwargs:
+        if name not in KEYWORDS:
+            raise Refused(f"keyword {shown(name)} is not offered")
+    for name, value in (*zip(operation.names, args, strict=False), *kwargs.items()):
+        if name in OFF and value is not None and value is not False:
+            raise Refused(f"argument {name!r} is {shown(value)}; allowed is false")
     if operation is FUNCTIONS["getattr"]:
         attribute = args[1] if len(args) == 2 else None
         if not isinstance(attribute, str) or attribute not in ATTRIBUTES:
             allowed = ", ".join(sorted(ATTRIBUTES))
             raise Refused(f"attribute {shown(attribute)}; allowed are {allowed}")
     reader.add(node.name)
-    return Step(
-        name=node.name,
-        where=where,
-        operation=operation,
-        slots=slots,
-        args=args,
-        kwargs=kwargs,
-    )
+    return Step(name=node.name, where=where, operation=operation, args=args, kwargs=kwargs)
 
 
 def _parse_output(node: CustomLossNode, reader: _ArgumentReader) -> tuple[str, Mapping[str, str]]:
@@ -301,9 +296,19 @@ class _ArgumentReader:
                     "allowed are plain values, lists, and objects with one key"
                 )
 
-    def _text(self, value: Any) -> str:
-        if not isinstance(value, str) or len(value) > MAX_TEXT:
+    def _text(self, value: str) -> str:
+        if len(value) > MAX_TEXT:
             raise Refused(f"{shown(value)}: a text of at most {MAX_TEXT} characters is allowed")
+        if (
+            value not in MODES
+            and value not in ATTRIBUTES
+            and not DEVICE.fullmatch(value)
+            and not EINSUM.fullmatch(value.replace(" ", ""))
+        ):
+            raise Refused(
+                f"text {shown(value)}; allowed are {', '.join(MODES)}, devices, attributes "
+                "and equations such as 'ij,j->i', without '...'"
+            )
         return value
 
     def _list(self, value: Any, depth: int) -> list[Any]:

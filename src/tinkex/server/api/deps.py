@@ -7,11 +7,12 @@ What every route needs: the parts of the server, look-ups that check the owner, 
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
+from fastapi import Body, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -195,10 +196,14 @@ def dialect_of(request: Request, session: Session | None) -> SdkVersion:
     return SdkVersion.of(agent[1] if agent else None)
 
 
-def openapi_body(message: type[Any]) -> Mapping[str, Any]:
-    """The OpenAPI entry of a route that reads its body itself; `openapi` adds the schema."""
-    schema = {"$ref": f"#/components/schemas/{message.__name__}"}
-    return {"requestBody": {"required": True, "content": {JSON_TYPE: {"schema": schema}}}}
+def describe_body(message_type: type[Any]) -> Any:
+    """The body in the description of a route that reads it itself. It is never called."""
+
+    def described(message: Any) -> None: ...
+
+    body = Body(title=message_type.__name__)
+    described.__annotations__["message"] = Annotated[message_type, body]
+    return Depends(described)
 
 
 @dataclass(slots=True)

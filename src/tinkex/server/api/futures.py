@@ -2,16 +2,16 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.bodies import read_json
+from tinkex.server.api.bodies import MessageRoute
 from tinkex.server.api.connection_limits import ON_DISCONNECT
-from tinkex.server.api.deps import Context, context_of, dialect_of, json_response, openapi_body
+from tinkex.server.api.deps import Context, context_of, dialect_of, json_response
 from tinkex.server.scheduler.fairness import QueueState
 from tinkex.server.scheduler.result_waiters import FinishedRequest
 from tinkex.server.scheduler.step_queue import PASSES, Kind
@@ -33,8 +33,9 @@ from tinkex.wire.futures import (
 )
 from tinkex.wire.protobuf import decode_forward_backward_output, decode_sample_response
 from tinkex.wire.sdk_versions import SdkVersion, wants_protobuf
+from tinkex.wire.training import ForwardBackwardOutput
 
-router = APIRouter(prefix="/api/v1", tags=["futures"])
+router = APIRouter(prefix="/api/v1", tags=["futures"], route_class=MessageRoute)
 
 PROTOBUF_RESULTS = PASSES | {Kind.SAMPLE}
 # Smaller results are converted to JSON on the event loop: a thread would cost more.
@@ -43,9 +44,22 @@ MAX_INT64 = 2**63 - 1
 
 T = TypeVar("T")
 
+_RESULT: dict[str, Any] = {
+    "model": ForwardBackwardOutput | RequestFailedResponse | CompleteMetadata | dict[str, Any],
+    "content": {PROTOBUF_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+}
 
-async def retrieve_future(request: Request) -> Response:
-    message = await read_json(request, FutureRetrieveRequest)
+
+@router.post(
+    "/retrieve_future",
+    operation_id="futureRetrieveRequest",
+    summary="Wait for a result, up to about 30 s",
+    responses={
+        200: _RESULT,
+        408: {"description": "Not ready: poll again", "model": TryAgainResponse},
+    },
+)
+async def retrieve_future(request: Request, message: FutureRetrieveRequest) -> Response:
     context = context_of(request)
     settled = await context.futures.wait(
         message.request_id,
@@ -67,9 +81,14 @@ async def retrieve_future(request: Request) -> Response:
     return response
 
 
-async def retrieve_futures(request: Request) -> Response:
+@router.post(
+    "/retrieve_futures",
+    operation_id="futuresRetrieveRequest",
+    summary="Wait for results of a sampling session",
+    responses={200: {"model": FuturesRetrieveResponse}},
+)
+async def retrieve_futures(request: Request, message: FuturesRetrieveRequest) -> Response:
     """The samples of a sampling client that finished since its last poll; waits for one."""
-    message = await read_json(request, FuturesRetrieveRequest)
     context = context_of(request)
     target = message.target
     # Official clients stop polling after any status other than 200. So only a request
@@ -177,9 +196,8 @@ def _as_json(settled: FinishedRequest, dialect: SdkVersion) -> bytes:
     )
 
 
-@router.post("/cancel_future", openapi_extra=dict(openapi_body(CancelFutureRequest)))
-async def cancel_future(request: Request) -> Response:
+@router.post("/cancel_future")
+async def cancel_future(request: Request, message: CancelFutureRequest) -> Response:
     """Cancels a sample of the caller. Other requests, and finished ones, are not affected."""
-    message = await read_json(request, CancelFutureRequest)
     context_of(request).scheduler.cancel(message.request_id, owner=owner_of(request))
     return json_response({})

@@ -1,5 +1,6 @@
 """The routes that create, describe and unload models, and register custom losses."""
 
+import asyncio
 import secrets
 import time
 
@@ -8,16 +9,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.bodies import read_json
-from tinkex.server.api.deps import Context, context_of, json_response, openapi_body
+from tinkex.server.api.bodies import MessageRoute
+from tinkex.server.api.deps import Context, context_of, json_response
 from tinkex.server.api.errors import Refusal
-from tinkex.server.api.submit import admit, check_same_model, new_row, schedule, submit_request
+from tinkex.server.api.submit import accept, future_response
 from tinkex.server.scheduler.step_queue import Kind
-from tinkex.server.store import Model, NewRequest
+from tinkex.server.store import Accepted, Model, NewRequest
 from tinkex.wire.codec import encode_json
 from tinkex.wire.custom_loss import CreateCustomLossRequest
 from tinkex.wire.errors import WireError
-from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.sessions import (
     GetInfoRequest,
     GetInfoResponse,
@@ -25,8 +25,8 @@ from tinkex.wire.sessions import (
 )
 from tinkex.wire.training import CreateModelRequest, UnloadModelRequest, optimizer_config_from
 
-router = APIRouter(prefix="/api/v1", tags=["models"])
-custom_loss_router = APIRouter(prefix="/api/v1", tags=["training"])
+router = APIRouter(prefix="/api/v1", tags=["models"], route_class=MessageRoute)
+custom_loss_router = APIRouter(prefix="/api/v1", tags=["training"], route_class=MessageRoute)
 
 #: Far larger than a graph with the maximum number of nodes.
 MAX_LOSS_BYTES = 4 * 2**20
@@ -34,10 +34,9 @@ MAX_LOSS_BYTES = 4 * 2**20
 MAX_LOSSES_PER_SESSION = 1_000
 
 
-@router.post("/create_model", openapi_extra=dict(openapi_body(CreateModelRequest)))
-async def create_model(request: Request) -> Response:
+@router.post("/create_model")
+async def create_model(request: Request, message: CreateModelRequest) -> Response:
     """Refuses unknown base models with a list of the served ones."""
-    message = await read_json(request, CreateModelRequest)
     context = context_of(request)
     session = await context.open_session(request, message.session_id)
     base = context.base_model(message.base_model)
@@ -72,27 +71,46 @@ async def create_model(request: Request) -> Response:
         model_id=model.model_id,
         seq_id=0,
     )
-    await admit(request, context, new)
-    return await create_with_first_step(context, model, message.model_seq_id, new)
+    return await create_with_first_step(request, model, message.model_seq_id, new)
 
 
 async def create_with_first_step(
-    context: Context, model: Model, number: int, new: NewRequest
+    request: Request, model: Model, number: int, new: NewRequest
 ) -> Response:
     """Store a model with its first step, or find the first one; returns the request id."""
-    first = await context.store.models.create_model(model=model, model_seq_id=number, request=new)
-    if first.refused is not None:
-        context.scheduler.creation_refused(new_row(new, first), first.refused)
-    else:
-        await schedule(context, new, first)
+    context = context_of(request)
+    first = await accept(
+        request,
+        new,
+        insert=lambda new: context.store.models.create_model(
+            model=model, model_seq_id=number, request=new
+        ),
+    )
     if not first.is_new:
-        await check_same_model(context, new, first)
-    return json_response(UntypedAPIFuture(request_id=first.request_id, model_id=model.model_id))
+        await _check_same_model(context, new, first)
+    return future_response(new, first)
 
 
-@router.post("/get_info", openapi_extra=dict(openapi_body(GetInfoRequest)))
-async def get_info(request: Request) -> Response:
-    message = await read_json(request, GetInfoRequest)
+async def _check_same_model(context: Context, new: NewRequest, first: Accepted) -> None:
+    """
+    Refuse a repeated model creation with other settings: the client would not notice the difference.
+
+    A 422, not a 409: clients retry a 409 for minutes.
+    """
+    payload = await context.store.requests.payload(first.request_id)
+    before = payload if isinstance(payload, bytes) else await asyncio.to_thread(payload.read_bytes)
+    if first.kind == new.kind and before == new.payload:
+        return
+    raise WireError.at(
+        ("model_seq_id",),
+        f"model {new.model_id} already exists with other settings ({first.kind}). A repeated "
+        "request must be identical; use the next free number for another model.",
+        "model_seq_id_reused",
+    )
+
+
+@router.post("/get_info")
+async def get_info(request: Request, message: GetInfoRequest) -> Response:
     context = context_of(request)
     model = await context.model(request, message.model_id)
     base = context.base_model(model.base_model)
@@ -112,9 +130,8 @@ async def get_info(request: Request) -> Response:
     )
 
 
-@router.post("/unload_model", openapi_extra=dict(openapi_body(UnloadModelRequest)))
-async def unload_model(request: Request) -> Response:
-    message = await read_json(request, UnloadModelRequest)
+@router.post("/unload_model")
+async def unload_model(request: Request, message: UnloadModelRequest) -> Response:
     context = context_of(request)
     model = await context.model(request, message.model_id)
     new = NewRequest(
@@ -125,16 +142,12 @@ async def unload_model(request: Request) -> Response:
         session_id=model.session_id,
         model_id=model.model_id,
     )
-    await admit(request, context, new)
-    return await submit_request(context, new)
+    return future_response(new, await accept(request, new))
 
 
-@custom_loss_router.post(
-    "/create_custom_loss", openapi_extra=dict(openapi_body(CreateCustomLossRequest))
-)
-async def create_custom_loss(request: Request) -> Response:
+@custom_loss_router.post("/create_custom_loss")
+async def create_custom_loss(request: Request, message: CreateCustomLossRequest) -> Response:
     """The future returns the loss id, or fails with the name of an unsupported node."""
-    message = await read_json(request, CreateCustomLossRequest)
     context = context_of(request)
     session = await context.open_session(request, message.session_id)
     if not 0 <= message.custom_loss_seq_id < MAX_LOSSES_PER_SESSION:
@@ -157,9 +170,11 @@ async def create_custom_loss(request: Request) -> Response:
         payload=payload,
         session_id=session.session_id,
     )
-    await admit(request, context, new, loss_number=message.custom_loss_seq_id)
-    first = await context.store.models.create_custom_loss(
-        custom_loss_seq_id=message.custom_loss_seq_id, request=new
+    number, losses = message.custom_loss_seq_id, context.store.models
+    first = await accept(
+        request,
+        new,
+        insert=lambda new: losses.create_custom_loss(custom_loss_seq_id=number, request=new),
+        find_repeat=lambda new: losses.find_custom_loss(session.session_id, number),
     )
-    await schedule(context, new, first)
-    return json_response(UntypedAPIFuture(request_id=first.request_id))
+    return future_response(new, first)

@@ -12,17 +12,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import Caller, owner_of
-from tinkex.server.api.deps import Context, context_of, json_response, openapi_body
+from tinkex.server.api.bodies import MessageRoute, read_body
+from tinkex.server.api.deps import Context, context_of, describe_body, json_response
+from tinkex.server.api.errors import Refusal
 from tinkex.server.executor import Executor
 from tinkex.server.store.storage_health import KINDS
 from tinkex.wire.client_config import HealthResponse
-from tinkex.wire.codec import decompress
 from tinkex.wire.errors import WireError
 from tinkex.wire.proto.frames_pb2 import Stats
 from tinkex.wire.telemetry import TelemetrySendRequest
 
-router = APIRouter(prefix="/api/v1", tags=["health"])
-telemetry_router = APIRouter(prefix="/api/v1", tags=["telemetry"])
+router = APIRouter(prefix="/api/v1", tags=["health"], route_class=MessageRoute)
+telemetry_router = APIRouter(prefix="/api/v1", tags=["telemetry"], route_class=MessageRoute)
 
 # Larger telemetry batches are dropped.
 MAX_TELEMETRY_BYTES = 1024 * 1024
@@ -38,32 +39,22 @@ async def healthz(request: Request) -> Response:
     return json_response(HealthResponse(status="ok"))
 
 
-@telemetry_router.post("/telemetry", openapi_extra=dict(openapi_body(TelemetrySendRequest)))
+@telemetry_router.post("/telemetry", dependencies=[describe_body(TelemetrySendRequest)])
 async def telemetry(request: Request) -> Response:
-    """
-    Always accepted: after any other answer, clients retry every second, forever.
-
-    The body is read to its end, so that the connection can be reused.
-    """
-    settings = context_of(request).settings
-    left = settings.max_body_bytes
-    body = bytearray()
-    async for part in request.stream():
-        left -= len(part)
-        if left < 0:
-            break
-        if len(body) <= MAX_TELEMETRY_BYTES:
-            body += part
-    if settings.telemetry_kept_s > 0 and len(body) <= MAX_TELEMETRY_BYTES:
-        _store_telemetry(request, bytes(body))
+    """Always accepted: after any other answer, clients retry every second, forever."""
+    try:
+        body = await read_body(request)
+    except (Refusal, WireError):
+        body = b""
+    if context_of(request).settings.telemetry_kept_s > 0 and len(body) <= MAX_TELEMETRY_BYTES:
+        _store_telemetry(request, body)
     return json_response({"status": "accepted"})
 
 
 def _store_telemetry(request: Request, body: bytes) -> None:
-    encoding = request.headers.get("content-encoding")
     try:
-        batch: Any = json.loads(decompress(body, encoding, max_bytes=MAX_TELEMETRY_BYTES))
-    except (WireError, ValueError, RecursionError):
+        batch: Any = json.loads(body)
+    except (ValueError, RecursionError):
         return
     if not isinstance(batch, dict) or not isinstance(events := batch.get("events"), list):
         return

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.bodies import read_body
-from tinkex.server.api.deps import context_of, dialect_of, json_response, openapi_body
+from tinkex.server.api.bodies import MessageRoute, read_body
+from tinkex.server.api.deps import context_of, describe_body, dialect_of, json_response
 from tinkex.server.api.errors import Refusal, not_found
 from tinkex.server.api.response_limits import MAX_REPORT_ENTRIES, bounded, report
 from tinkex.server.scheduler.checkpoints import (
@@ -34,7 +34,7 @@ from tinkex.wire.codec import decode_json, parse_json
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.sessions import TrainingRun, TrainingRunsResponse
 
-router = APIRouter(prefix="/api/v1", tags=["runs"])
+router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=MessageRoute)
 
 MAX_PAGE_SIZE = 10_000
 Limit = Annotated[int, Query(ge=0, le=MAX_PAGE_SIZE)]
@@ -150,7 +150,7 @@ async def unpublish(request: Request, run: str, kind: str, name: str) -> Respons
 
 
 @router.put(
-    f"{CHECKPOINT}/ttl", status_code=204, openapi_extra=dict(openapi_body(SetCheckpointTtlRequest))
+    f"{CHECKPOINT}/ttl", status_code=204, dependencies=[describe_body(SetCheckpointTtlRequest)]
 )
 async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
     """Seconds from now; null never expires."""

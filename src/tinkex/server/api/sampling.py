@@ -27,22 +27,22 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tinkex.server.api.auth import owner_of
-from tinkex.server.api.bodies import RECEIVED_BODY, read_data, read_json, release_memory
+from tinkex.server.api.bodies import RECEIVED_BODY, MessageRoute, read_data
 from tinkex.server.api.deps import (
     Context,
     context_of,
+    describe_body,
     dialect_of,
     json_response,
-    openapi_body,
     readable_checkpoint,
 )
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.futures import INLINE_ENCODE_BYTES
 from tinkex.server.api.submit import (
-    accept_request,
-    admit,
+    FUTURE,
+    accept,
+    future_response,
     sequence_ids,
-    submit_request,
     tokens_known,
 )
 from tinkex.server.scheduler.checkpoints import refuse_external
@@ -67,7 +67,7 @@ from tinkex.wire.sampling import (
 )
 from tinkex.wire.sdk_versions import SdkVersion
 
-router = APIRouter(prefix="/api/v1", tags=["sampling"])
+router = APIRouter(prefix="/api/v1", tags=["sampling"], route_class=MessageRoute)
 
 # The ids of all sequences are returned immediately, before the sequences exist. The limit keeps a
 # typo from creating a billion of them.
@@ -76,6 +76,16 @@ MAX_SEQUENCES = 1024
 MAX_SAMPLE_SEQ_ID = 2**63 - 1
 
 EVENT_STREAM = "text/event-stream"
+_EVENTS = {
+    EVENT_STREAM: {
+        "schema": {
+            "type": "string",
+            "description": "Events `accepted` (`request_id`, `sample_sequence_ids`), `token` "
+            "(`sequence`, `tokens`, `logprobs`) as they are sampled, and `done` (the response as JSON) or "
+            "`error` (`error`, `category`).",
+        }
+    }
+}
 # Proxies must neither cache nor buffer the events.
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 # Sent while there are no tokens, so that proxies and clients do not close the connection as idle.
@@ -97,12 +107,11 @@ class _Source:
     session_id: str | None = None
 
 
-@router.post(
-    "/create_sampling_session", openapi_extra=dict(openapi_body(CreateSamplingSessionRequest))
-)
-async def create_sampling_session(request: Request) -> Response:
+@router.post("/create_sampling_session")
+async def create_sampling_session(
+    request: Request, message: CreateSamplingSessionRequest
+) -> Response:
     """Refuses unknown base models and paths with a list of the known ones."""
-    message = await read_json(request, CreateSamplingSessionRequest)
     context = context_of(request)
     session = await context.open_session(request, message.session_id)
     number = message.sampling_session_seq_id
@@ -132,10 +141,9 @@ async def create_sampling_session(request: Request) -> Response:
     )
 
 
-@router.post("/join_sampling_session", openapi_extra=dict(openapi_body(JoinSamplingSessionRequest)))
-async def join_sampling_session(request: Request) -> Response:
+@router.post("/join_sampling_session")
+async def join_sampling_session(request: Request, message: JoinSamplingSessionRequest) -> Response:
     """A unique number for a clone of a sampling client."""
-    message = await read_json(request, JoinSamplingSessionRequest)
     context = context_of(request)
     sampler = await context.sampler(request, message.sampling_session_id)
     await context.open_session(request, sampler.session_id)
@@ -157,12 +165,20 @@ async def get_sampler(request: Request, sampling_session_id: str) -> Response:
     return json_response({**described.model_dump(exclude_none=True), "tokenizer_id": found})
 
 
+@router.post(
+    "/asample",
+    operation_id="sampleRequest",
+    dependencies=[describe_body(SampleRequest)],
+    summary="Sample sequences",
+    responses=FUTURE,
+)
 async def asample(request: Request) -> Response:
-    return await submit_request(context_of(request), await read_sample(request))
+    new = await read_sample(request)
+    return future_response(new, await accept(request, new))
 
 
 async def read_sample(request: Request) -> NewRequest:
-    """Read, check and admit the sample of a request."""
+    """Read and check the sample of a request."""
     context = context_of(request)
     try:
         message, payload = await read_data(request, _decode)
@@ -171,8 +187,7 @@ async def read_sample(request: Request) -> NewRequest:
     # No longer needed; a stream would keep it in memory for minutes.
     del request.scope[RECEIVED_BODY]
     source = await _resolve_source(request, context, message)
-    return await _new_sample(
-        context,
+    return _new_sample(
         request,
         source,
         payload=payload,
@@ -210,8 +225,7 @@ async def _invalid_sample(
     else:
         raise failure  # without a model, the sample cannot be accepted
     seq_id, sequences = failure.request.get("seq_id"), failure.request.get("num_samples", 1)
-    return await _new_sample(
-        context,
+    return _new_sample(
         request,
         source,
         payload=redact(body.decode(errors="replace")).encode(),
@@ -221,8 +235,7 @@ async def _invalid_sample(
     )
 
 
-async def _new_sample(
-    context: Context,
+def _new_sample(
     request: Request,
     source: _Source,
     *,
@@ -239,7 +252,7 @@ async def _new_sample(
         )
     if seq_id is not None and not 0 <= seq_id <= MAX_SAMPLE_SEQ_ID:
         raise WireError.at(("seq_id",), f"{seq_id} is not between 0 and {MAX_SAMPLE_SEQ_ID}.")
-    new = NewRequest(
+    return NewRequest(
         owner=owner_of(request),
         kind=Kind.SAMPLE,
         base_model=source.base_model,
@@ -251,8 +264,6 @@ async def _new_sample(
         version_id=source.version_id,
         tokens=tokens,
     )
-    await admit(request, context, new)
-    return new
 
 
 async def _resolve_source(request: Request, context: Context, message: SampleRequest) -> _Source:
@@ -305,12 +316,18 @@ async def _named_source(
     return _Source(base_model=base.name, version_id=version.version_id, model_path=model_path)
 
 
+@router.post(
+    "/stream_sample",
+    operation_id="streamSample",
+    dependencies=[describe_body(SampleRequest)],
+    summary="Sample sequences, as a stream",
+    response_class=StreamingResponse,
+    responses={200: {"content": _EVENTS}},
+)
 async def stream_sample(request: Request) -> Response:
     context = context_of(request)
     new = await read_sample(request)
-    first = await accept_request(context, new, token_stream=TokenStream())
-    # The body is stored, and a stream may last for minutes.
-    release_memory(request.scope)
+    first = await accept(request, new, token_stream=TokenStream())
     session = None
     if new.session_id is not None:
         session = await context.session(request, new.session_id)

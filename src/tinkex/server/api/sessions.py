@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import caller_of, owner_of
-from tinkex.server.api.bodies import read_json
-from tinkex.server.api.deps import context_of, json_response, openapi_body
+from tinkex.server.api.bodies import MessageRoute
+from tinkex.server.api.deps import context_of, json_response
 from tinkex.server.api.errors import Refusal, not_found
 from tinkex.server.api.response_limits import MAX_REPORT_ENTRIES, bounded, report
 from tinkex.server.scheduler.session_status import session_status
@@ -45,7 +45,7 @@ from tinkex.wire.sessions import (
     UserSearchOwner,
 )
 
-router = APIRouter(prefix="/api/v1", tags=["sessions"])
+router = APIRouter(prefix="/api/v1", tags=["sessions"], route_class=MessageRoute)
 
 # The sizes of the database columns.
 MAX_VERSION_LENGTH = 64
@@ -69,9 +69,8 @@ class SetSessionProjectRequest(StrictModel):
     project_id: str
 
 
-@router.post("/client/config", openapi_extra=dict(openapi_body(ClientConfigRequest)))
-async def client_config(request: Request) -> Response:
-    message = await read_json(request, ClientConfigRequest)
+@router.post("/client/config")
+async def client_config(request: Request, message: ClientConfigRequest) -> Response:
     dialect = SdkVersion.of(message.sdk_version)
     flags = dialect.client_config()
     if context_of(request).settings.jwt and dialect.exchanges_tokens:
@@ -79,9 +78,8 @@ async def client_config(request: Request) -> Response:
     return json_response(flags)
 
 
-@router.post("/client/dynamic_config", openapi_extra=dict(openapi_body(ClientConfigRequest)))
-async def client_dynamic_config(request: Request) -> Response:
-    message = await read_json(request, ClientConfigRequest)
+@router.post("/client/dynamic_config")
+async def client_dynamic_config(request: Request, message: ClientConfigRequest) -> Response:
     return json_response(SdkVersion.of(message.sdk_version).dynamic_config())
 
 
@@ -100,9 +98,8 @@ async def get_server_capabilities(request: Request) -> Response:
     return json_response(GetServerCapabilitiesResponse(supported_models=models))
 
 
-@router.post("/create_session", openapi_extra=dict(openapi_body(CreateSessionRequest)))
-async def create_session(request: Request) -> Response:
-    message = await read_json(request, CreateSessionRequest)
+@router.post("/create_session")
+async def create_session(request: Request, message: CreateSessionRequest) -> Response:
     _check_length("project_id", message.project_id, MAX_PROJECT_LENGTH)
     _check_length("display_name", message.display_name, MAX_DISPLAY_NAME_LENGTH)
     key = request.headers.get("x-idempotency-key")
@@ -126,20 +123,18 @@ def _check_length(name: str, text: str | None, max_length: int) -> None:
         raise WireError.at((name,), f"{len(text)} characters; at most {max_length} are allowed.")
 
 
-@router.post("/session_heartbeat", openapi_extra=dict(openapi_body(SessionHeartbeatRequest)))
-async def session_heartbeat(request: Request) -> Response:
-    message = await read_json(request, SessionHeartbeatRequest)
+@router.post("/session_heartbeat")
+async def session_heartbeat(request: Request, message: SessionHeartbeatRequest) -> Response:
     context = context_of(request)
     await context.open_session(request, message.session_id)
     context.store.sessions.mark_seen(message.session_id)
     return json_response({"type": "session_heartbeat"})
 
 
-@router.post(
-    "/sessions/{session_id}/finish", openapi_extra=dict(openapi_body(FinishSessionRequest))
-)
-async def finish_session(request: Request, session_id: str) -> Response:
-    message = await read_json(request, FinishSessionRequest)
+@router.post("/sessions/{session_id}/finish")
+async def finish_session(
+    request: Request, message: FinishSessionRequest, session_id: str
+) -> Response:
     context = context_of(request)
     await context.session(request, session_id)
     detail = None if message.detail is None else redact(message.detail)[:MAX_FINISH_DETAIL_LENGTH]
@@ -166,16 +161,15 @@ async def list_sessions(
     )
 
 
-@router.post("/sessions/search", openapi_extra=dict(openapi_body(SessionSearchRequest)))
+@router.post("/sessions/search")
 @bounded(entries=MAX_SEARCH_PAGE_SIZE)
-async def search_sessions(request: Request) -> Response:
+async def search_sessions(request: Request, message: SessionSearchRequest) -> Response:
     """
     Newest first, in pages.
 
     One request examines a limited number of sessions: a page may have few entries, or none, and
     still a `next_cursor`. A page without a cursor is the last.
     """
-    message = await read_json(request, SessionSearchRequest)
     owner = owner_of(request)
     sessions = context_of(request).store.sessions
     found = await sessions.search(
@@ -223,13 +217,10 @@ async def get_session(request: Request, session_id: str, access_scope: Scope = "
     )
 
 
-@router.put(
-    "/sessions/{session_id}/project",
-    status_code=204,
-    openapi_extra=dict(openapi_body(SetSessionProjectRequest)),
-)
-async def set_project(request: Request, session_id: str) -> Response:
-    message = await read_json(request, SetSessionProjectRequest)
+@router.put("/sessions/{session_id}/project", status_code=204)
+async def set_project(
+    request: Request, message: SetSessionProjectRequest, session_id: str
+) -> Response:
     if not 1 <= len(message.project_id) <= MAX_PROJECT_LENGTH:
         raise WireError.at(
             ("project_id",),

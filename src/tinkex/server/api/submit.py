@@ -1,43 +1,47 @@
 """
-Submitting requests: admit, store, schedule, return the request id.
+Submitting requests, and the routes of training steps.
 
-A request is durable before its id is returned. A repeated request finds the first one and gets the
-same id.
+Each request takes one path: `bodies` reads it within the memory budgets, its route checks its fields
+and looks up what it names, and `accept` applies the limits of its owner and of the server, stores it
+and gives it to the scheduler, which is fair between owners. A request is durable before its id is
+returned. A repeated request finds the first one and gets the same id.
 
 A step that is refused must not block later steps. So the reason for the refusal is also recorded
-under the step's number, if model and number can be read from the body (`numbered_step`). The
-client may use the number again; if it continues with the next number, the refused step counts as
-failed with the same reason. Unknown models and limits (404, 410, 429) are not failures of a step.
+under the step's number, if model and number can be read from the body (`StepRoute`). The client may
+use the number again; if it continues with the next number, the refused step counts as failed with
+the same reason. Unknown models and limits (404, 410, 429) are not failures of a step.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from functools import wraps
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import caller_of
-from tinkex.server.api.bodies import RECEIVED_BODY, read_body
-from tinkex.server.api.deps import Context, context_of, json_response
+from tinkex.server.api.bodies import (
+    RECEIVED_BODY,
+    MessageRoute,
+    read_body,
+    read_data,
+    release_memory,
+)
+from tinkex.server.api.deps import Context, context_of, describe_body, json_response
 from tinkex.server.api.errors import Refusal
 from tinkex.server.scheduler.fairness import Limits, over_limit, server_full
 from tinkex.server.scheduler.result_waiters import load_of
 from tinkex.server.scheduler.sample_worker import TokenStream
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Accepted, Model, NewRequest, RequestRow, Status
-from tinkex.wire.checkpoints import (
-    SaveWeightsExternalRequest,
-    SaveWeightsForSamplerRequest,
-    SaveWeightsRequest,
-)
-from tinkex.wire.codec import PROTOBUF_TYPE, decode_json, encode_json
+from tinkex.wire.codec import PROTOBUF_TYPE, decode_forward_json, decode_json, encode_json
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.inputs import EncodedTextChunk, ModelInput
 from tinkex.wire.malformed_steps import StepId, step_id_in_json, step_id_in_protobuf
+from tinkex.wire.protobuf import decode_forward_backward_request, encode_forward_backward_request
 from tinkex.wire.redaction import redact
-from tinkex.wire.training import OptimStepRequest
+from tinkex.wire.training import ForwardBackwardRequest, ForwardRequest, OptimStepRequest
 
 # Official clients wait this long, or a second of their own, and retry.
 RETRY_AFTER_S = 1
@@ -45,26 +49,58 @@ RETRY_AFTER_S = 1
 MAX_SEQ_ID = 2**31 - 1
 #: Statuses of a refused step for which a retry would not help.
 FINAL_STATUSES = frozenset({400, 413, 422})
-
-Route = Callable[[Request], Awaitable[Response]]
-NumberedStep = (
-    OptimStepRequest
-    | SaveWeightsRequest
-    | SaveWeightsForSamplerRequest
-    | SaveWeightsExternalRequest
-)
+#: The answer of routes that accept work.
+FUTURE: dict[int | str, dict[str, Any]] = {200: {"model": UntypedAPIFuture}}
+_PROTOBUF_BODY = {
+    "requestBody": {"content": {PROTOBUF_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
+}
 
 
-async def admit(
-    request: Request, context: Context, new: NewRequest, *, loss_number: int | None = None
-) -> None:
+async def accept(
+    request: Request,
+    new: NewRequest,
+    *,
+    insert: Callable[[NewRequest], Awaitable[Accepted]] | None = None,
+    find_repeat: Callable[[NewRequest], Awaitable[Accepted | None]] | None = None,
+    token_stream: TokenStream | None = None,
+) -> Accepted:
     """
-    Raise a 429 for a request that is over a limit of its owner or of the server.
+    Admit, store and schedule a request, or find the first one that it repeats.
 
-    Two kinds of requests are always admitted: a step that later steps of its model wait for, because
-    otherwise they would wait forever; and a repeat of an accepted request, because the first one may
-    be what fills the server.
+    Raises a 429 for a request over a limit of its owner or of the server, and a 503 while nothing
+    can be stored. A repeat of an accepted request gets neither: the first one may be what fills the
+    server.
+
+    `insert` stores what belongs to the request in the same transaction. The tokens of a new sample go
+    to `token_stream` as they are sampled.
     """
+    context = context_of(request)
+    requests, health, scheduler = context.store.requests, context.store.health, context.scheduler
+    refusal = _over_limit(request, context, new)
+    first = None
+    if refusal is not None or health.problem is not None:
+        first = await (find_repeat or requests.find_repeat)(new)
+        if first is None and refusal is not None:
+            raise Refusal(429, refusal, headers={"Retry-After": str(RETRY_AFTER_S)})
+        if first is None:
+            health.refuse_new_work()
+    if first is None:
+        first = await (insert or requests.accept)(new)
+    # Nothing may fail between the commit and the scheduler.
+    if first.refused is not None:
+        scheduler.creation_refused(new_row(new, first), first.refused)
+    elif first.is_new:
+        scheduler.submit(new_row(new, first), payload=new.payload, token_stream=token_stream)
+    else:
+        # The first request may be waiting without being known to the scheduler.
+        await scheduler.resubmit(first.request_id)
+    # The body is stored, and a stream may last for minutes.
+    release_memory(request.scope)
+    return first
+
+
+def _over_limit(request: Request, context: Context, new: NewRequest) -> str | None:
+    """The limit that a request exceeds; None for a step that later steps of its model wait for."""
     caller = caller_of(request)
     limits = Limits.of(context.settings, caller.limits)
     context.scheduler.training_limits.set(caller.owner, limits.max_training)
@@ -75,23 +111,14 @@ async def admit(
         own=load.requests,
         owners=len({*context.futures.loads, caller.owner}),
     )
-    if refusal is None:
-        return
-    if new.model_id is not None and context.scheduler.is_blocked_by(new.model_id, new.seq_id or 0):
-        return
-    store = context.store
-    if loss_number is not None and await store.models.has_custom_loss(
-        new.session_id or "", loss_number
-    ):
-        return
-    if await store.requests.find_repeat(new) is not None:
-        return
-    raise Refusal(429, refusal, headers={"Retry-After": str(RETRY_AFTER_S)})
+    if refusal is None or new.model_id is None:
+        return refusal
+    # Otherwise the later steps would wait forever.
+    return None if context.scheduler.is_blocked_by(new.model_id, new.seq_id or 0) else refusal
 
 
-async def submit_request(context: Context, new: NewRequest) -> Response:
-    """Accept a request and return its id."""
-    first = await accept_request(context, new)
+def future_response(new: NewRequest, first: Accepted) -> Response:
+    """The id of an accepted request."""
     return json_response(
         UntypedAPIFuture(
             request_id=first.request_id,
@@ -104,46 +131,6 @@ async def submit_request(context: Context, new: NewRequest) -> Response:
 def sequence_ids(first: Accepted) -> list[str]:
     """The ids of a sample's sequences, which are known before the sequences exist."""
     return [f"{first.request_id}-{index}" for index in range(first.sequences)]
-
-
-async def accept_request(
-    context: Context, new: NewRequest, *, token_stream: TokenStream | None = None
-) -> Accepted:
-    """
-    Store and schedule a request, or find the first one that it repeats.
-
-    The tokens of a new sample go to `token_stream` as they are sampled.
-    """
-    first = None
-    if context.store.health.problem is not None:
-        # A repeat of an accepted request succeeds even while nothing can be stored.
-        first = await context.store.requests.find_repeat(new)
-        if first is None:
-            context.store.health.refuse_new_work()
-    if first is None:
-        first = await context.store.requests.accept(new)
-    if first.kind != new.kind:
-        raise WireError.at(
-            ("seq_id",),
-            f"step {new.seq_id} of this model was already used for {first.kind}, so it cannot be "
-            f"{new.kind}. Two clients may be numbering the steps of one model.",
-            "seq_id_reused",
-        )
-    await schedule(context, new, first, token_stream=token_stream)
-    return first
-
-
-async def schedule(
-    context: Context, new: NewRequest, first: Accepted, *, token_stream: TokenStream | None = None
-) -> None:
-    """Give a committed request to the scheduler. Nothing may fail between the commit and this."""
-    if first.is_new:
-        context.scheduler.submit(
-            new_row(new, first), payload=new.payload, token_stream=token_stream
-        )
-    else:
-        # The first request may be waiting without being known to the scheduler.
-        await context.scheduler.resubmit(first.request_id)
 
 
 def new_row(new: NewRequest, first: Accepted) -> RequestRow:
@@ -168,24 +155,6 @@ def new_row(new: NewRequest, first: Accepted) -> RequestRow:
     )
 
 
-async def check_same_model(context: Context, new: NewRequest, first: Accepted) -> None:
-    """
-    Refuse a repeated model creation with other settings: the client would not notice the difference.
-
-    A 422, not a 409: clients retry a 409 for minutes.
-    """
-    payload = await context.store.requests.payload(first.request_id)
-    before = payload if isinstance(payload, bytes) else await asyncio.to_thread(payload.read_bytes)
-    if first.kind == new.kind and before == new.payload:
-        return
-    raise WireError.at(
-        ("model_seq_id",),
-        f"model {new.model_id} already exists with other settings ({first.kind}). A repeated "
-        "request must be identical; use the next free number for another model.",
-        "model_seq_id_reused",
-    )
-
-
 def tokens_known(prompt: ModelInput) -> int:
     """Tokens of a prompt, without images: only the engine knows how many tokens those have."""
     try:
@@ -194,76 +163,15 @@ def tokens_known(prompt: ModelInput) -> int:
         return sum(c.length for c in prompt.chunks if isinstance(c, EncodedTextChunk))
 
 
-async def submit_step(request: Request, message_type: type[NumberedStep], kind: Kind) -> Response:
-    """Read and accept a step without training data."""
-    model_id, seq_id, payload = _decode_step(message_type, await read_body(request))
-    context = context_of(request)
-    model = await context.model(request, model_id)
-    return await accept_step(request, context, model, kind, seq_id, payload)
+class StepRoute(MessageRoute):
+    """A route of a numbered step, named like its kind: records the reason when a step is refused."""
 
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle, kind = super().get_route_handler(), Kind(self.path.rpartition("/")[2])
 
-def _decode_step(message_type: type[NumberedStep], body: bytes) -> tuple[str, int | None, bytes]:
-    """
-    The model, the number, and the payload to store.
-
-    A well-formed step with unknown fields or values is accepted and fails as a user error in its
-    order, so that later steps do not wait for it. Its payload is stored without secrets.
-    """
-    try:
-        message = decode_json(message_type, body)
-    except UserFailure as failure:
-        model_id, seq_id = failure.request.get("model_id"), failure.request.get("seq_id")
-        if not isinstance(model_id, str) or not isinstance(seq_id, int):
-            raise
-        return model_id, seq_id, redact(body.decode(errors="replace")).encode()
-    return message.model_id, message.seq_id, encode_json(message)
-
-
-async def accept_step(
-    request: Request,
-    context: Context,
-    model: Model,
-    kind: Kind,
-    seq_id: int | None,
-    payload: bytes,
-    *,
-    version_id: str | None = None,
-    tokens: int = 0,
-) -> Response:
-    """Accept a numbered step of a model."""
-    # The limit catches wrong numbers. After a number that is far too high, the gap before it times
-    # out, and all steps with correct numbers arrive late and fail.
-    if seq_id is None or not 1 <= seq_id <= MAX_SEQ_ID:
-        found = "is missing" if seq_id is None else f"is {seq_id}"
-        raise WireError.at(
-            ("seq_id",),
-            f"seq_id {found}; steps of a model are numbered from 1, without gaps, in 32 bits.",
-            "missing" if seq_id is None else "value_error",
-        )
-    await context.open_session(request, model.session_id)
-    new = NewRequest(
-        owner=model.owner,
-        kind=kind,
-        base_model=model.base_model,
-        payload=payload,
-        session_id=model.session_id,
-        model_id=model.model_id,
-        seq_id=seq_id,
-        version_id=version_id,
-        tokens=tokens,
-    )
-    await admit(request, context, new)
-    return await submit_request(context, new)
-
-
-def numbered_step(kind: Kind) -> Callable[[Route], Route]:
-    """Decorator for routes of numbered steps: records the reason when a step is refused."""
-
-    def decorate(route: Route) -> Route:
-        @wraps(route)
-        async def handle(request: Request) -> Response:
+        async def handle_step(request: Request) -> Response:
             try:
-                return await route(request)
+                return await handle(request)
             except (WireError, UserFailure) as refusal:
                 await _record_refusal(request, kind, str(refusal))
                 raise
@@ -272,9 +180,7 @@ def numbered_step(kind: Kind) -> Callable[[Route], Route]:
                     await _record_refusal(request, kind, str(refusal))
                 raise
 
-        return handle
-
-    return decorate
+        return handle_step
 
 
 async def _record_refusal(request: Request, kind: Kind, reason: str) -> None:
@@ -305,3 +211,115 @@ def _address(request: Request) -> StepId | None:
     if PROTOBUF_TYPE in request.headers.get("content-type", ""):
         return step_id_in_protobuf(body)
     return step_id_in_json(body)
+
+
+async def accept_step(
+    request: Request,
+    model: Model,
+    kind: Kind,
+    seq_id: int | None,
+    payload: bytes,
+    *,
+    version_id: str | None = None,
+    tokens: int = 0,
+) -> Response:
+    """Accept a numbered step of a model."""
+    # The limit catches wrong numbers. After a number that is far too high, the gap before it times
+    # out, and all steps with correct numbers arrive late and fail.
+    if seq_id is None or not 1 <= seq_id <= MAX_SEQ_ID:
+        found = "is missing" if seq_id is None else f"is {seq_id}"
+        raise WireError.at(
+            ("seq_id",),
+            f"seq_id {found}; steps of a model are numbered from 1, without gaps, in 32 bits.",
+            "missing" if seq_id is None else "value_error",
+        )
+    await context_of(request).open_session(request, model.session_id)
+    new = NewRequest(
+        owner=model.owner,
+        kind=kind,
+        base_model=model.base_model,
+        payload=payload,
+        session_id=model.session_id,
+        model_id=model.model_id,
+        seq_id=seq_id,
+        version_id=version_id,
+        tokens=tokens,
+    )
+    first = await accept(request, new)
+    if first.kind != kind:
+        raise WireError.at(
+            ("seq_id",),
+            f"step {seq_id} of this model was already used for {first.kind}, so it cannot be "
+            f"{kind}. Two clients may be numbering the steps of one model.",
+            "seq_id_reused",
+        )
+    return future_response(new, first)
+
+
+router = APIRouter(prefix="/api/v1", tags=["training"], route_class=StepRoute, responses=FUTURE)
+
+
+@router.post(
+    "/forward_backward",
+    operation_id="forwardBackwardRequest",
+    dependencies=[describe_body(ForwardBackwardRequest)],
+    summary="A forward pass, and a backward pass unless `forward_only`",
+    openapi_extra=_PROTOBUF_BODY,
+)
+async def forward_backward(request: Request) -> Response:
+    return await _accept_pass(request, Kind.FORWARD_BACKWARD)
+
+
+@router.post(
+    "/forward",
+    operation_id="forwardRequest",
+    dependencies=[describe_body(ForwardRequest)],
+    summary="A forward pass, as SDKs before 0.25 send it",
+)
+async def forward(request: Request) -> Response:
+    return await _accept_pass(request, Kind.FORWARD)
+
+
+async def _accept_pass(request: Request, kind: Kind) -> Response:
+    """Accept a pass. A `forward_backward` request with `forward_only` is a forward pass."""
+    is_protobuf = PROTOBUF_TYPE in request.headers.get("content-type", "")
+    message, forward_only, payload = await read_data(
+        request, lambda body: _decode(body, is_protobuf)
+    )
+    model = await context_of(request).model(request, message.model_id)
+    if forward_only:
+        kind = Kind.FORWARD
+    tokens = sum(tokens_known(datum.model_input) for datum in message.forward_backward_input.data)
+    return await accept_step(request, model, kind, message.seq_id, payload, tokens=tokens)
+
+
+def _decode(body: bytes, is_protobuf: bool) -> tuple[ForwardBackwardRequest, bool, bytes]:
+    """The request, whether it is forward only, and its normalized encoding (protobuf)."""
+    if is_protobuf:
+        message, forward_only = decode_forward_backward_request(body)
+        return message, forward_only, body
+    message, forward_only = decode_forward_json(body)
+    return (
+        message,
+        forward_only,
+        encode_forward_backward_request(message, forward_only=forward_only),
+    )
+
+
+@router.post("/optim_step", dependencies=[describe_body(OptimStepRequest)])
+async def optim_step(request: Request) -> Response:
+    body = await read_body(request)
+    model_id: object
+    seq_id: object
+    try:
+        message = decode_json(OptimStepRequest, body)
+        model_id, seq_id, payload = message.model_id, message.seq_id, encode_json(message)
+    except UserFailure as failure:
+        # A step with an unknown setting is accepted and fails as a user error in its order, so that
+        # later steps do not wait for it. Its payload is stored without secrets.
+        model_id, seq_id = failure.request.get("model_id"), failure.request.get("seq_id")
+        if not isinstance(model_id, str) or not isinstance(seq_id, int):
+            raise
+        payload = redact(body.decode(errors="replace")).encode()
+    model = await context_of(request).model(request, model_id)
+    return await accept_step(request, model, Kind.OPTIM_STEP, seq_id, payload)

@@ -10,17 +10,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of, reader_owners
-from tinkex.server.api.bodies import read_json
+from tinkex.server.api.bodies import MessageRoute
 from tinkex.server.api.deps import (
     Context,
     context_of,
     json_response,
-    openapi_body,
     readable_checkpoint,
 )
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.models import create_with_first_step
-from tinkex.server.api.submit import accept_step, admit, numbered_step, submit_step
+from tinkex.server.api.submit import StepRoute, accept_step
 from tinkex.server.scheduler.checkpoints import check_ttl, refuse_external
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import (
@@ -48,7 +47,10 @@ from tinkex.wire.codec import encode_json
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.training import optimizer_config_from
 
-router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
+router = APIRouter(prefix="/api/v1", tags=["checkpoints"], route_class=MessageRoute)
+step_router = APIRouter(prefix="/api/v1", tags=["checkpoints"], route_class=StepRoute)
+
+SaveRequest = SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest
 
 
 # The name of a copy of an unnamed checkpoint.
@@ -59,31 +61,31 @@ class WeightsInfoRequest(StrictModel):
     tinker_path: str
 
 
-@router.post("/save_weights", openapi_extra=dict(openapi_body(SaveWeightsRequest)))
-@numbered_step(Kind.SAVE_WEIGHTS)
-async def save_weights(request: Request) -> Response:
-    return await submit_step(request, SaveWeightsRequest, Kind.SAVE_WEIGHTS)
+@step_router.post("/save_weights")
+async def save_weights(request: Request, message: SaveWeightsRequest) -> Response:
+    return await _submit_save(request, message, Kind.SAVE_WEIGHTS)
 
 
-@router.post(
-    "/save_weights_for_sampler", openapi_extra=dict(openapi_body(SaveWeightsForSamplerRequest))
-)
-@numbered_step(Kind.SAVE_FOR_SAMPLER)
-async def save_weights_for_sampler(request: Request) -> Response:
-    return await submit_step(request, SaveWeightsForSamplerRequest, Kind.SAVE_FOR_SAMPLER)
+@step_router.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(
+    request: Request, message: SaveWeightsForSamplerRequest
+) -> Response:
+    return await _submit_save(request, message, Kind.SAVE_FOR_SAMPLER)
 
 
-@router.post("/save_weights_external", openapi_extra=dict(openapi_body(SaveWeightsExternalRequest)))
-@numbered_step(Kind.SAVE_EXTERNAL)
-async def save_weights_external(request: Request) -> Response:
-    return await submit_step(request, SaveWeightsExternalRequest, Kind.SAVE_EXTERNAL)
+@step_router.post("/save_weights_external")
+async def save_weights_external(request: Request, message: SaveWeightsExternalRequest) -> Response:
+    return await _submit_save(request, message, Kind.SAVE_EXTERNAL)
 
 
-@router.post("/load_weights", openapi_extra=dict(openapi_body(LoadWeightsRequest)))
-@numbered_step(Kind.LOAD_WEIGHTS)
-async def load_weights(request: Request) -> Response:
+async def _submit_save(request: Request, message: SaveRequest, kind: Kind) -> Response:
+    model = await context_of(request).model(request, message.model_id)
+    return await accept_step(request, model, kind, message.seq_id, encode_json(message))
+
+
+@step_router.post("/load_weights")
+async def load_weights(request: Request, message: LoadWeightsRequest) -> Response:
     """Into an existing model (`model_id`, `seq_id`) or a new one (`session_id`, `model_seq_id`)."""
-    message = await read_json(request, LoadWeightsRequest)
     context = context_of(request)
     if message.model_id is None and message.session_id is not None:
         return await _create_model_from(request, context, message)
@@ -94,7 +96,6 @@ async def load_weights(request: Request) -> Response:
     model = await context.model(request, message.model_id)
     return await accept_step(
         request,
-        context,
         model,
         Kind.LOAD_WEIGHTS,
         message.seq_id,
@@ -165,13 +166,11 @@ async def _create_model_from(
         seq_id=0,
         version_id=version.version_id,
     )
-    await admit(request, context, new)
-    return await create_with_first_step(context, model, message.model_seq_id, new)
+    return await create_with_first_step(request, model, message.model_seq_id, new)
 
 
-@router.post("/weights_info", openapi_extra=dict(openapi_body(WeightsInfoRequest)))
-async def weights_info(request: Request) -> Response:
-    message = await read_json(request, WeightsInfoRequest)
+@router.post("/weights_info")
+async def weights_info(request: Request, message: WeightsInfoRequest) -> Response:
     _, source = await readable_checkpoint(request, context_of(request), message.tinker_path)
     lora = source.lora_config
     return json_response(
@@ -187,10 +186,9 @@ async def weights_info(request: Request) -> Response:
     )
 
 
-@router.post("/copy_weights", openapi_extra=dict(openapi_body(CopyWeightsRequest)))
-async def copy_weights(request: Request) -> Response:
+@router.post("/copy_weights")
+async def copy_weights(request: Request, message: CopyWeightsRequest) -> Response:
     """Into a project, or (SDK before 0.34) into a session. A repeat finds the first copy."""
-    message = await read_json(request, CopyWeightsRequest)
     context = context_of(request)
     check_ttl(message.ttl_seconds)
     source, run = await readable_checkpoint(

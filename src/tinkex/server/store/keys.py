@@ -170,7 +170,6 @@ class Keys:
 
     async def _one(self, which: sa.ColumnElement[bool]) -> ApiKey | None:
         statement = sa.select(*_KEY).where(which)
-
         return await self._database.read_key(one(ApiKey, statement))
 
 

@@ -12,7 +12,7 @@ from tinkex.server.store.database import Database
 from tinkex.server.store.keys import random_id
 from tinkex.server.store.quotas import Quotas
 from tinkex.server.store.request_rows import Accepted, NewRequest
-from tinkex.server.store.rows import columns, every, exists, one, scalar, values
+from tinkex.server.store.rows import columns, every, one, scalar, values
 from tinkex.server.store.schema import (
     checkpoint_versions,
     custom_losses,
@@ -117,7 +117,6 @@ class Models:
 
     async def model(self, model_id: str) -> Model | None:
         statement = sa.select(*MODEL_COLUMNS).where(models.c.model_id == model_id)
-
         return await self._database.read(one(Model, statement))
 
     async def create_sampler(self, sampler: Sampler, sampling_session_seq_id: int) -> Sampler:
@@ -128,7 +127,6 @@ class Models:
 
     async def sampler(self, sampling_session_id: str) -> Sampler | None:
         statement = _SAMPLERS.where(samplers.c.sampling_session_id == sampling_session_id)
-
         return await self._database.read(one(Sampler, statement))
 
     async def add_sampler_client(self, sampling_session_id: str) -> int:
@@ -145,16 +143,9 @@ class Models:
         """Insert a loss and its request in one transaction; a repeat returns the first."""
 
         def operation(connection: sa.Connection) -> Accepted:
-            first = connection.execute(
-                sa.select(custom_losses.c.request_id).where(
-                    custom_losses.c.session_id == request.session_id,
-                    custom_losses.c.custom_loss_seq_id == custom_loss_seq_id,
-                )
-            ).first()
+            first = _first_loss(connection, request.session_id, custom_loss_seq_id)
             if first is not None:
-                return Accepted(
-                    request_id=first.request_id, kind=request.kind, sequences=0, is_new=False
-                )
+                return first
             accepted = request_rows.insert(connection, request)
             connection.execute(
                 custom_losses.insert(),
@@ -172,13 +163,11 @@ class Models:
 
         return await self._database.write(operation)
 
-    async def has_custom_loss(self, session_id: str, custom_loss_seq_id: int) -> bool:
-        """Whether a session has a custom loss with this number."""
-        statement = sa.select(custom_losses.c.loss_id).where(
-            custom_losses.c.session_id == session_id,
-            custom_losses.c.custom_loss_seq_id == custom_loss_seq_id,
+    async def find_custom_loss(self, session_id: str, custom_loss_seq_id: int) -> Accepted | None:
+        """The request that created the custom loss with this number; writes nothing."""
+        return await self._database.read(
+            lambda connection: _first_loss(connection, session_id, custom_loss_seq_id)
         )
-        return await self._database.read(exists(statement))
 
     async def custom_loss(self, request_id: str) -> CustomLoss:
         """The loss that a request created."""
@@ -192,6 +181,20 @@ class Models:
             custom_losses.c.custom_loss_seq_id
         )
         return await self._database.read(every(CustomLoss, statement))
+
+
+def _first_loss(
+    connection: sa.Connection, session_id: str | None, custom_loss_seq_id: int
+) -> Accepted | None:
+    request_id = connection.scalar(
+        sa.select(custom_losses.c.request_id).where(
+            custom_losses.c.session_id == session_id,
+            custom_losses.c.custom_loss_seq_id == custom_loss_seq_id,
+        )
+    )
+    if request_id is None:
+        return None
+    return Accepted(request_id=request_id, kind="create_custom_loss", sequences=0, is_new=False)
 
 
 def insert_sampler(

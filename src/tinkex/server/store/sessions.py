@@ -177,7 +177,6 @@ class Sessions:
 
     async def session(self, session_id: str) -> Session | None:
         statement = _SESSIONS.where(sessions.c.session_id == session_id)
-
         return await self._database.read(one(Session, statement))
 
     def mark_seen(self, session_id: str) -> None:

@@ -61,7 +61,6 @@ class Snapshots:
 
     async def newest(self, model_id: str) -> Snapshot | None:
         statement = sa.select(*_COLUMNS).where(snapshots.c.model_id == model_id)
-
         return await self._database.read(one(Snapshot, statement))
 
     async def newest_intact(self, model_id: str) -> Snapshot | None:
