@@ -16,7 +16,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store.blobs import PREFIX_DEPTHS, UNREADABLE, Files, folder_problem, is_key
-from tinkex.server.store.database import any_key
+from tinkex.server.store.connections import any_key
 from tinkex.server.store.migrations import current_version, known_versions
 from tinkex.server.store.ownership import session_ids_in, storage_ownership
 from tinkex.server.store.schema import (
