@@ -21,10 +21,9 @@ from tinkex.server.store.conditions import (
     not_expired,
     was_created,
 )
-from tinkex.server.store.database import Database
+from tinkex.server.store.database import Database, values
 from tinkex.server.store.models import MODEL_COLUMNS, Model, RunTaken
 from tinkex.server.store.quotas import Quotas
-from tinkex.server.store.rows import values
 from tinkex.server.store.schema import (
     checkpoint_names,
     checkpoint_versions,

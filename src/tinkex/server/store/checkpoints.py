@@ -20,10 +20,9 @@ import sqlalchemy as sa
 from tinkex.server.store import events, request_rows
 from tinkex.server.store.blobs import Files, fingerprint, folder_problem
 from tinkex.server.store.conditions import name_is, not_expired
-from tinkex.server.store.database import Database
+from tinkex.server.store.database import Database, columns, one, scalar, values
 from tinkex.server.store.models import Sampler, insert_sampler
 from tinkex.server.store.quotas import Quotas
-from tinkex.server.store.rows import columns, one, scalar, values
 from tinkex.server.store.schema import (
     checkpoint_names,
     checkpoint_versions,

@@ -7,11 +7,12 @@ of work, so that no kind waits for another.
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, ContextVar, copy_context
+from dataclasses import fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import event
@@ -294,3 +295,52 @@ def _is_connection_lost(error: Exception) -> bool:
 
 def _run(threads: ThreadPoolExecutor, function: Callable[[], T]) -> asyncio.Future[T]:
     return asyncio.get_running_loop().run_in_executor(threads, function)
+
+
+# -- statements as functions of a connection, for `read`, `write` and the rest -------------------
+#
+# Rows become dataclasses, whose fields have the names of the columns:
+#
+#     await database.read(one(Model, sa.select(*columns(Model, models)).where(...)))
+
+
+def columns(kind: type, table: sa.Table) -> tuple[sa.Column[Any], ...]:
+    """The columns of a table that a dataclass has, in the order of its fields."""
+    return tuple(table.c[field.name] for field in fields(kind))
+
+
+def values(row: object) -> dict[str, Any]:
+    """The fields of a dataclass by name, to insert it."""
+    return {field.name: getattr(row, field.name) for field in fields(row)}  # type: ignore[arg-type]
+
+
+def one(kind: type[T], statement: sa.Executable) -> Callable[[sa.Connection], T | None]:
+    """The first row as a dataclass; None if there is none."""
+
+    def operation(connection: sa.Connection) -> T | None:
+        row = connection.execute(statement).first()
+        return None if row is None else kind(**row._mapping)
+
+    return operation
+
+
+def every(kind: type[T], statement: sa.Executable) -> Callable[[sa.Connection], list[T]]:
+    """All rows as dataclasses."""
+    return lambda connection: [kind(**row._mapping) for row in connection.execute(statement)]
+
+
+def scalar(statement: sa.Executable) -> Callable[[sa.Connection], Any]:
+    """The first value; None if there is no row."""
+    return lambda connection: connection.scalar(statement)
+
+
+def scalars(statement: sa.Executable) -> Callable[[sa.Connection], list[Any]]:
+    """The first value of each row."""
+    return lambda connection: list(connection.scalars(statement))
+
+
+def execute(
+    statement: sa.Executable, given: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+) -> Callable[[sa.Connection], sa.CursorResult[Any]]:
+    """Executes a change, once for each mapping of values."""
+    return lambda connection: connection.execute(statement, given)

@@ -14,8 +14,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store.database import Database
-from tinkex.server.store.rows import every, execute
+from tinkex.server.store.database import Database, every, execute
 from tinkex.server.store.schema import audit, telemetry
 from tinkex.wire.redaction import redact as without_secrets
 

@@ -22,8 +22,7 @@ import sqlalchemy as sa
 from tinkex.durable_files import write_file
 from tinkex.server.store import events
 from tinkex.server.store.connections import any_key
-from tinkex.server.store.database import Database
-from tinkex.server.store.rows import every, execute, one
+from tinkex.server.store.database import Database, every, execute, one
 from tinkex.server.store.schema import api_keys
 from tinkex.server.store.storage_health import DatabaseRefused
 

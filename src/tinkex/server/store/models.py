@@ -8,11 +8,10 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store import request_rows
-from tinkex.server.store.database import Database
+from tinkex.server.store.database import Database, columns, every, one, scalar, values
 from tinkex.server.store.keys import random_id
 from tinkex.server.store.quotas import Quotas
 from tinkex.server.store.request_rows import Accepted, NewRequest
-from tinkex.server.store.rows import columns, every, one, scalar, values
 from tinkex.server.store.schema import (
     checkpoint_versions,
     custom_losses,

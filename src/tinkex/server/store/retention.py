@@ -16,10 +16,9 @@ import sqlalchemy as sa
 
 from tinkex.server.store.blobs import PREFIX_DEPTHS, Files
 from tinkex.server.store.conditions import session_ended
-from tinkex.server.store.database import Database
+from tinkex.server.store.database import Database, every, scalars
 from tinkex.server.store.events import note_audit
 from tinkex.server.store.ownership import session_ids_in, storage_ownership
-from tinkex.server.store.rows import every, scalars
 from tinkex.server.store.schema import (
     Status,
     audit,

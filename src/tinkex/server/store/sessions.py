@@ -10,9 +10,8 @@ import sqlalchemy as sa
 from tinkex.server.store import events
 from tinkex.server.store.checkpoint_catalog import batches, metadata_characters
 from tinkex.server.store.conditions import has_published_checkpoint, not_expired, was_created
-from tinkex.server.store.database import Database
+from tinkex.server.store.database import Database, columns, every, execute, one, scalars, values
 from tinkex.server.store.keys import random_id
-from tinkex.server.store.rows import columns, every, execute, one, scalars, values
 from tinkex.server.store.schema import (
     Status,
     checkpoint_names,

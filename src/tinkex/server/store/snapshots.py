@@ -14,8 +14,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from tinkex.server.store.blobs import UNREADABLE, Files, fingerprint, folder_problem
-from tinkex.server.store.database import Database
-from tinkex.server.store.rows import one
+from tinkex.server.store.database import Database, one
 from tinkex.server.store.schema import Status, older_snapshots, requests, snapshots
 from tinkex.server.store.storage_health import Damaged
 
