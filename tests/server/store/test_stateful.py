@@ -65,7 +65,10 @@ class StoreMachine(Clients, Retention, Keys, Comparing):
             for table in reversed(metadata.sorted_tables):
                 connection.execute(table.delete())
 
-        self.run(self.store._database.write(act))
+        async def write() -> None:
+            await self.store._database.write(act)
+
+        self.run(write())
         # The keys of an earlier example were deleted with its rows.
         (self.folder / MARKER).unlink(missing_ok=True)
         # Most operations need something to work on.
