@@ -36,6 +36,7 @@ from tinkex.server.store import (
     events,
     keys,
     models,
+    quotas,
     request_rows,
     requests,
     retention,
@@ -51,7 +52,7 @@ STEPS = 50
 
 #: The modules of the store that use the clock.
 TIMED = (
-    *(checkpoint_catalog, checkpoints, events, keys, models),
+    *(checkpoint_catalog, checkpoints, events, keys, models, quotas),
     *(request_rows, requests, retention, sessions, snapshots),
 )
 
