@@ -1,14 +1,15 @@
 """
 The real application over the echo executor, in a process that a poisonous pass kills.
 
-    python dying_server.py LISTENING_DESCRIPTOR DATA_FOLDER both|web [SETTINGS]
+    python dying_server.py LISTENING_DESCRIPTOR DATA_FOLDER crash|kill [SETTINGS [LAST_STATUS]]
 
-`both`: engine and web process die together. `web`: the engine outlives the web process.
+`crash`: the pass crashes engine and web process together. `kill`: both are killed from outside then.
 """
 
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -18,10 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import uvicorn
 
-from server.echo import BASE, EchoExecutor
+from server.echo import EchoExecutor
 from tinkex.server.app import create_app
 from tinkex.server.executor import Outcome, Task, Work
-from tinkex.server.scheduler.crash_isolation import EngineState, InFlightFile
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
 from tinkex.server.web_process import uvicorn_config
@@ -31,38 +31,36 @@ POISON = 13
 
 
 class Dying(EchoExecutor):
-    """Kills its process on a poisonous pass."""
+    """Ends its process on a poisonous pass."""
 
-    def __init__(self, how: str, in_flight: InFlightFile) -> None:
+    def __init__(self, number: signal.Signals) -> None:
         super().__init__()
-        self._how = how
-        self._in_flight = in_flight
+        self._number = number
 
     async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
         # Like real work: others start in the meantime.
         await asyncio.sleep(0.02)
         if work.task is Task.PASS and work.payload.count(bytes([5])) >= POISON:
-            if self._how == "web":
-                self._in_flight.set_engine_state(EngineState.LEFT)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self._number)
         return await super().run(base_model, work, incarnation=incarnation)
 
 
-async def serve(descriptor: int, folder: str, how: str, others: str = "{}") -> None:
+async def serve(
+    descriptor: int, folder: str, how: str, others: str = "{}", last_status: str = "-9"
+) -> None:
     settings = Settings(data=folder, **json.loads(others))
     store = open_store(
         db_url=settings.db_url, storage_url=settings.storage_url, folder=settings.folder
     )
-    in_flight = InFlightFile.for_base_model(settings.folder / "rolls", BASE)
-    in_flight.set_engine_state(EngineState.UP)
-    app = create_app(settings, Dying(how, in_flight), store, in_flight_files={BASE: in_flight})
+    executor = Dying(signal.SIGSEGV if how == "crash" else signal.SIGKILL)
+    app = create_app(settings, executor, store, last_status=int(last_status))
     config = uvicorn_config(app, settings)
     try:
         await uvicorn.Server(config).serve(sockets=[socket.socket(fileno=descriptor)])
     finally:
-        in_flight.close()
         store.close()
 
 
 if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     asyncio.run(serve(int(sys.argv[1]), *sys.argv[2:]))

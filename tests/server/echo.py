@@ -13,7 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
-from tinkex.server.executor import EngineLost, Outcome, ServedModel, Task, Work, WorkFailed
+from tinkex.server.executor import (
+    EngineKilled,
+    EngineLost,
+    Outcome,
+    ServedModel,
+    Task,
+    Work,
+    WorkFailed,
+)
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.proto.frames_pb2 import Stats
@@ -61,7 +69,7 @@ class EchoExecutor:
     async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
         mine = self._incarnation
         if incarnation is not None and incarnation != mine:
-            raise EngineLost("another one")
+            raise EngineKilled("another one")
         self.entered.release()
         opened = asyncio.create_task(self.open.wait())
         died = asyncio.create_task(self._died.wait())

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import logging
 import os
 import signal
@@ -17,7 +18,7 @@ from serving import TINY
 from tinkex.engine.process import parser
 from tinkex.server import engine_process, web_process
 from tinkex.server.engine_process import LocalExecutor, _command
-from tinkex.server.executor import ServedModel, Task, Work
+from tinkex.server.executor import EngineKilled, EngineLost, ServedModel, Task, Work
 from tinkex.server.settings import CHOICES, Settings
 from tinkex.wire.engine_settings import EngineSettings
 
@@ -151,6 +152,49 @@ async def test_reading_a_large_result_does_not_block_the_engine(
     finally:
         await executor.close()
     assert pauses == []
+
+
+#: An engine that ends in the way that its order says.
+ENDING_ENGINE = """
+import os, signal, socket, sys
+from tinkex.wire import engine_protocol
+from tinkex.wire.proto import frames_pb2
+wire = socket.socket(fileno=int(sys.argv[1]))
+wire.sendall(engine_protocol.frame(engine_protocol.Report(ready=frames_pb2.Ready(device="cpu"))))
+head = wire.recv(engine_protocol.LENGTH_PREFIX.size)
+order = engine_protocol.Order.FromString(wire.recv(engine_protocol.body_length(head)))
+status = int(order.drop.model_id)
+if status >= 0:
+    os._exit(status)
+signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+os.kill(os.getpid(), -status)
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "oom_kills", "killed"),
+    [(-6, 0, False), (1, 0, False), (0, 0, False), (-9, 0, True), (-15, 0, True), (-9, 1, False)],
+)
+async def test_an_attempt_counts_only_if_the_engine_ended_by_itself(
+    status: int, oom_kills: int, killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        engine_process,
+        "_command",
+        lambda descriptor, *_: [sys.executable, "-c", ENDING_ENGINE, str(descriptor)],
+    )
+    counters = itertools.chain([0], itertools.repeat(oom_kills))
+    monkeypatch.setattr(engine_process, "oom_kills", lambda: next(counters))
+    executor = local_executor(Path(), "x")
+    await executor.start()
+    try:
+        future = await executor.send("x", Work(task=Task.DROP, model_id=str(status)))
+        with pytest.raises(EngineLost) as lost:
+            await future
+        assert isinstance(lost.value, EngineKilled) is killed
+        assert lost.value.attempts == (0 if killed else 1)
+    finally:
+        await executor.close()
 
 
 async def test_polls_report_an_unresponsive_engine(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
@@ -37,10 +36,8 @@ class AdapterRead:
 
 
 class Connection:
-    def __init__(self, descriptor: int, in_flight_fd: int | None = None) -> None:
+    def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
-        #: Descriptor of the web process's in-flight file, in which a clean exit is recorded.
-        self._in_flight_fd = in_flight_fd
         self.inbox: queue.SimpleQueue[engine_protocol.Order | SnapshotWritten | AdapterRead] = (
             queue.SimpleQueue()
         )
@@ -56,7 +53,7 @@ class Connection:
             with self._sending:
                 self._socket.sendall(engine_protocol.frame(report))
         except OSError:
-            self._exit()
+            _exit()
 
     def _read(self) -> None:
         try:
@@ -69,15 +66,12 @@ class Connection:
         except Exception:
             log.exception("cannot read further orders")
         finally:
-            self._exit()
+            _exit()
 
-    def _exit(self) -> None:
-        """Ends the process at once: the web process is gone, so no report can be delivered."""
-        if self._in_flight_fd is not None:
-            # Tells the next web process that no request in flight made this engine crash.
-            with contextlib.suppress(OSError):
-                os.pwrite(self._in_flight_fd, engine_protocol.CLEAN_EXIT, 0)
-        os._exit(0)
+
+def _exit() -> None:
+    """Ends the process at once: the web process is gone, so no report can be delivered."""
+    os._exit(0)
 
 
 def done_report(ticket: int, result: bytes, compute_s: float) -> engine_protocol.Report:

@@ -34,7 +34,6 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--settings", type=EngineSettings.from_json, required=True)
-    parser.add_argument("--roll-fd", type=int, dest="in_flight_fd")
     return parser
 
 
@@ -45,7 +44,7 @@ def main() -> None:
     # A service manager sends SIGTERM to all processes at once. The web process needs this process
     # until it has finished its work. Then it closes the socket, which ends this process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    connection = Connection(options.fd, options.in_flight_fd)
+    connection = Connection(options.fd)
     connection.start_reading()
     log.info("loading %s from %s", settings.name, settings.folder)
     began_s = time.perf_counter()

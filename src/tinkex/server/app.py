@@ -1,6 +1,7 @@
 """The web application: routes, middleware and lifespan."""
 
-from collections.abc import AsyncIterator, Mapping
+import signal
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
@@ -28,10 +29,10 @@ from tinkex.server.executor import Executor
 from tinkex.server.maintenance.cleanup import Cleanup
 from tinkex.server.maintenance.disk_monitor import DiskMonitor
 from tinkex.server.scheduler.base_model_check import BaseModelChecks
-from tinkex.server.scheduler.crash_isolation import InFlightFile
 from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.scheduler.session_status import SessionTimeouts
+from tinkex.server.scheduler.web_crash import CrashFiles
 from tinkex.server.settings import Settings
 from tinkex.server.store import Quota, Store
 
@@ -39,6 +40,7 @@ from tinkex.server.store import Quota, Store
 ROUTERS = (
     futures.router,
     submit.router,
+    submit.save_router,
     sampling.router,
     account.audit_router,
     account.key_router,
@@ -61,10 +63,13 @@ def create_app(
     executor: Executor,
     store: Store,
     *,
-    in_flight_files: Mapping[str, InFlightFile] | None = None,
-    web_crashed: bool = False,
+    last_status: int = -signal.SIGKILL,
 ) -> FastAPI:
-    """Build the application on an open store. Its lifespan starts and stops the scheduler."""
+    """
+    Build the application on an open store. Its lifespan starts and stops the scheduler.
+
+    `last_status` is the exit status of the last web process on this folder.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -73,6 +78,7 @@ def create_app(
             store, executor.served, folder=settings.folder, accept=settings.accept_changed_base
         )
         base_checks.start()
+        crash_files = CrashFiles(settings.folder)
         scheduler = Scheduler(
             store=store,
             executor=executor,
@@ -82,8 +88,8 @@ def create_app(
             snapshot_bytes=settings.snapshot_bytes,
             max_training=settings.max_training,
             max_sequences=settings.max_sequences,
-            in_flight_files=in_flight_files,
-            web_crashed=web_crashed,
+            crash_files=crash_files,
+            last_status=last_status,
             base_checks=base_checks,
         )
         session_timeouts = SessionTimeouts(store, scheduler, grace_s=settings.session_grace_s)
@@ -113,6 +119,7 @@ def create_app(
             await scheduler.close()
             await base_checks.close()
             await executor.close()
+            crash_files.close()
 
     app = FastAPI(
         title="tinkex",

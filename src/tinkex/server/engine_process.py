@@ -10,13 +10,13 @@ import functools
 import itertools
 import logging
 import os
-import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tinkex.server.executor import (
     BatchFailed,
+    EngineKilled,
     EngineLost,
     EngineRefused,
     ModelNotLoaded,
@@ -26,8 +26,8 @@ from tinkex.server.executor import (
     Work,
     WorkFailed,
 )
+from tinkex.server.process_end import ProcessEnd, oom_kills
 from tinkex.server.retry import Backoff, Crashed, PeriodicTask, retry
-from tinkex.server.scheduler.crash_isolation import EngineState, InFlightFile
 from tinkex.wire import engine_protocol
 from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.proto import frames_pb2
@@ -57,13 +57,9 @@ class LocalExecutor:
         engines: Iterable[EngineSettings],
         *,
         idle_s: float = 0.0,
-        in_flight_files: Mapping[str, InFlightFile] | None = None,
     ) -> None:
         self.served = tuple(served)
-        self._engines = {
-            settings.name: _Engine(settings, (in_flight_files or {}).get(settings.name))
-            for settings in engines
-        }
+        self._engines = {settings.name: _Engine(settings) for settings in engines}
         #: Idle time after which an engine is unloaded; 0 is never. A single engine stays loaded:
         #: no other needs its memory.
         self.unloads_after_s = idle_s if len(self._engines) > 1 else 0.0
@@ -96,7 +92,7 @@ class LocalExecutor:
         engine = self._engine(base_model)
         current = await engine.ready()
         if incarnation is not None and incarnation != current:
-            raise EngineLost(f"the engine of {base_model} was restarted")
+            raise EngineKilled(f"the engine of {base_model} was restarted")
         return await engine.send(work)
 
     def waiting_for(self, base_model: str) -> str | None:
@@ -124,14 +120,12 @@ class LocalExecutor:
 class _Engine:
     """One child process and its restarts."""
 
-    def __init__(self, settings: EngineSettings, in_flight_file: InFlightFile | None) -> None:
+    def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._name = settings.name
-        #: Records how this engine ended, for the next web process in case this one crashes too.
-        self._in_flight_file = in_flight_file
         self._incarnation = 0
-        #: How the last child ended, as text for log and errors.
-        self._exit_text = ""
+        #: How the last child ended; None if it could not be started.
+        self._end: ProcessEnd | None = None
         self._tickets = itertools.count(1)
         #: The futures of unfinished orders. The key is the order's ticket: the id that connects an
         #: order and its reports in the engine protocol.
@@ -193,12 +187,12 @@ class _Engine:
         if self._refused is not None:
             raise self._refused
         if self._closing:
-            raise EngineLost("the server is stopping")
+            raise EngineKilled("the server is stopping")
         return self._incarnation
 
     async def send(self, work: Work) -> asyncio.Future[Outcome]:
         if self._writer is None:
-            raise EngineLost(f"the engine of {self._name} was lost")
+            raise EngineKilled(f"the engine of {self._name} was lost")
         ticket = next(self._tickets)
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         if not self._pending:
@@ -210,9 +204,8 @@ class _Engine:
         self._writer.write(engine_protocol.frame(_order(ticket, work)))
         try:
             await self._writer.drain()
-        except ConnectionError as error:
-            future.cancel()
-            raise EngineLost(f"the engine of {self._name} was lost") from error
+        except ConnectionError:
+            pass  # the future fails as soon as it is known how the engine ended
         except asyncio.CancelledError:
             future.cancel()
             raise
@@ -289,22 +282,18 @@ class _Engine:
             if not self._incarnation:
                 raise
         stable = self._finished_work or loop.time() - began_s > STABLE_S
-        raise Crashed(f"the engine of {self._name} died{self._exit_text}", stable=stable)
+        raise Crashed(f"the engine of {self._name} died{self._end_text}", stable=stable)
 
     async def _run_once(self) -> None:
         """Start one child and read its reports until it exits."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         process = None
-        passed = [theirs.fileno()]
-        command = _command(theirs.fileno(), self._settings)
-        if self._in_flight_file is not None:
-            passed.append(self._in_flight_file.descriptor)
-            command += ["--roll-fd", str(self._in_flight_file.descriptor)]
+        kills = oom_kills()
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
-                    *command,
-                    pass_fds=passed,
+                    *_command(theirs.fileno(), self._settings),
+                    pass_fds=(theirs.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,
                     # Standard output is reserved for the "ready" line.
                     stdout=sys.stderr.fileno(),
@@ -319,8 +308,10 @@ class _Engine:
             self._writer = None
             self._process = None
             ours.close()
-            self._exit_text = "" if process is None else await _wait_for_exit(process)
-            self._record(EngineState.NONE)
+            self._end = None
+            if process is not None:
+                status = await _wait_for_exit(process)
+                self._end = ProcessEnd(status, oom_kills() - kills)
             self._fail_pending()
 
     async def _read_reports(
@@ -345,7 +336,6 @@ class _Engine:
         match report.WhichOneof("body"):
             case "ready":
                 self._incarnation += 1
-                self._record(EngineState.UP)
                 self._writer = writer
                 self._up.set()
                 facts = report.ready
@@ -373,20 +363,21 @@ class _Engine:
                 if (future := self._unfinished(report.ticket)) is not None:
                     future.set_exception(_failure(report.failed))
 
-    def _record(self, state: EngineState) -> None:
-        if self._in_flight_file is not None:
-            self._in_flight_file.set_engine_state(state)
-
     def _unfinished(self, ticket: int) -> asyncio.Future[Outcome] | None:
         """The future of an order, if the order is neither finished nor cancelled."""
         future = self._pending.get(ticket)
         return None if future is None or future.done() else future
 
+    @property
+    def _end_text(self) -> str:
+        return "" if self._end is None else f" ({self._end})"
+
     def _fail_pending(self) -> None:
-        text = f"the engine of {self._name} was lost{self._exit_text}"
+        text = f"the engine of {self._name} was lost{self._end_text}"
+        by_itself = self._end is not None and self._end.by_itself and not self._closing
         for future in self._pending.values():
             if not future.done():
-                future.set_exception(EngineLost(text))
+                future.set_exception(EngineLost(text) if by_itself else EngineKilled(text))
 
 
 def _failure(failed: frames_pb2.Failed) -> Exception:
@@ -397,22 +388,18 @@ def _failure(failed: frames_pb2.Failed) -> Exception:
     return WorkFailed(failed.category, failed.message)
 
 
-async def _wait_for_exit(process: asyncio.subprocess.Process) -> str:
-    """Wait until the child has exited, kill it after a timeout, and describe how it ended."""
+async def _wait_for_exit(process: asyncio.subprocess.Process) -> int:
+    """Wait until the child has exited, and return its status; kill it after a timeout."""
     try:
-        await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S)
+        return await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S)
     except (TimeoutError, asyncio.CancelledError):
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-    status = process.returncode or 0
-    if status == -signal.SIGKILL:
-        return " (SIGKILL: killed by a user, or by the system because memory ran out; see its log)"
-    if status == engine_protocol.DEVICE_LOST_STATUS:
-        return " (its device failed or ran out of memory; see its log)"
-    if status < 0:
-        return f" ({signal.Signals(-status).name})"
-    return f" (exit status {status})"
+        if process.returncode is not None:
+            return process.returncode
+    log.warning("engine process %d closed its connection and did not exit", process.pid)
+    process.kill()
+    await process.wait()
+    # Not the status of SIGKILL: it ended its work by itself.
+    return 1
 
 
 def _command(descriptor: int, settings: EngineSettings) -> list[str]:

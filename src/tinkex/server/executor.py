@@ -92,7 +92,16 @@ class WorkFailed(Exception):
 
 
 class EngineLost(Exception):
-    """The engine crashed, or has another incarnation than expected."""
+    """The engine ended by itself while it had the work; the work has to run again."""
+
+    #: How many attempts this counts for the work (`scheduler.crash_isolation`).
+    attempts = 1
+
+
+class EngineKilled(EngineLost):
+    """The engine was killed from outside or stopped, or was lost before it had the work."""
+
+    attempts = 0
 
 
 class BatchFailed(EngineLost):
@@ -101,6 +110,9 @@ class BatchFailed(EngineLost):
 
     The engine is up, but its state of the model must not be used any more.
     """
+
+    #: As many as isolate a request: each runs alone next.
+    attempts = 2
 
 
 class ModelNotLoaded(EngineLost):

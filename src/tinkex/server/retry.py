@@ -8,7 +8,6 @@ Retries and waits of the server: the only loops that sleep.
 | `process_setup` | garbage collection |
 | `scheduler.execution` | storing a result that the file store refused |
 | `scheduler.checkpoints` | a save on a full disk |
-| `scheduler.crash_isolation` | the wait until an engine without a web process has exited |
 | `scheduler.scheduler`, `scheduler.session_status` | looking for waiting requests and silent sessions |
 | `store.database` | reads and files of accepted work while storage has a problem |
 | `store.group_commit` | a transaction after the connection was lost |

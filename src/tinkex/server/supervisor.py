@@ -16,14 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from types import FrameType
 
 from tinkex.models.cache import line_progress
 from tinkex.models.resolve import DEFAULT_MODEL, ModelSource, resolve
 from tinkex.server import process_setup
 from tinkex.server.retry import Backoff, Crashed, poll, retry_blocking
-from tinkex.server.scheduler import crash_isolation
 from tinkex.server.settings import Settings, SettingsError, is_loopback
 from tinkex.server.store.folder_lock import HeldLock, lock_database, lock_folder
 
@@ -93,8 +91,8 @@ class Supervisor:
         #: Whether any web process got ready. Before that, a crash ends the server.
         self._was_ready = False
         self._child: subprocess.Popen[bytes] | None = None
-        #: Whether the last web process crashed by its own fault.
-        self._crashed = False
+        #: The exit status of the last web process; None before the first one.
+        self._last_status: int | None = None
 
     def run(self, *, on_ready: Callable[[], None]) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -128,7 +126,6 @@ class Supervisor:
 
     def _run_once(self, *, first: bool, on_ready: Callable[[], None]) -> bool:
         """Run one web process until it exits; return whether it got ready."""
-        kills = oom_kills()
         report_reader, report_writer = os.pipe()
         # Nothing is written to this pipe. It closes when the supervisor exits, for any reason.
         lifeline_reader, lifeline_writer = os.pipe()
@@ -153,10 +150,7 @@ class Supervisor:
                 word, _, reason = pipe.read().partition("\n")
             if word == "ready" and first and not self._stopping:
                 on_ready()
-            status = child.wait()
-            self._crashed = crash_isolation.web_process_crashed(
-                status, oom_kills=oom_kills() - kills
-            )
+            self._last_status = child.wait()
         finally:
             self._child = None
             os.close(lifeline_reader)
@@ -172,8 +166,8 @@ class Supervisor:
             *("--report-fd", str(report_descriptor)),
             *("--lifeline-fd", str(lifeline)),
         ]
-        if self._crashed:
-            command.append("--after-crash")
+        if self._last_status is not None:
+            command.append(f"--last-status={self._last_status}")
         for source in self._sources:
             command += ["--model", source.name, str(source.folder)]
         return command
@@ -207,13 +201,6 @@ class Supervisor:
         self._stopping = True
         if child is not None:
             child.send_signal(signal.SIGTERM)
-
-
-def oom_kills() -> int:
-    """How many processes the kernel has killed for lack of memory since boot."""
-    with contextlib.suppress(OSError), Path("/proc/vmstat").open() as figures:
-        return sum(int(line.split()[1]) for line in figures if line.startswith("oom_kill "))
-    return 0
 
 
 def _send_settings(child: "subprocess.Popen[bytes]", settings: Settings) -> None:

@@ -3,9 +3,9 @@ The web process: runs uvicorn on the supervisor's socket. Only the supervisor st
 
     python -m tinkex.server.web_process --fd N --report-fd N --lifeline-fd N --model NAME FOLDER < SETTINGS
 
-`--after-crash` means that the previous web process crashed by its own fault. This process writes
-one report to the report pipe: `ready`, or `failed` and the reason. It stops when the lifeline pipe
-closes, because then the supervisor is gone.
+`--last-status` is the exit status of the previous web process of this supervisor. This process
+writes one report to the report pipe: `ready`, or `failed` and the reason. It stops when the lifeline
+pipe closes, because then the supervisor is gone.
 """
 
 import argparse
@@ -34,7 +34,6 @@ from tinkex.server.app import create_app
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import EngineRefused, ServedModel
 from tinkex.server.process_setup import collect_periodically, tune_gc, use_single_arena
-from tinkex.server.scheduler.crash_isolation import InFlightFile
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.wire.engine_settings import DtypeName, EngineSettings
@@ -90,7 +89,7 @@ async def serve(
     listening: socket.socket,
     lifeline: int,
     reporter: Reporter,
-    after_crash: bool,
+    last_status: int,
 ) -> bool:
     """Serve until stopped; return False when the server could not start."""
     try:
@@ -104,17 +103,13 @@ async def serve(
         log.error("%s", refused)
         reporter.report(f"failed\n{refused}")
         return False
-    in_flight_files = _open_in_flight_files(settings.folder / "rolls", served)
     shares_device = len(served) > 1
     executor = LocalExecutor(
         served,
         [engine_settings(settings, model, shares_device=shares_device) for model in served],
         idle_s=settings.engine_idle_s,
-        in_flight_files=in_flight_files,
     )
-    app = create_app(
-        settings, executor, store, in_flight_files=in_flight_files, web_crashed=after_crash
-    )
+    app = create_app(settings, executor, store, last_status=last_status)
     server = Server(uvicorn_config(app, settings), app)
     _raise_file_limit()
     tune_gc()
@@ -132,8 +127,6 @@ async def serve(
         return started and server.started
     finally:
         collecting.cancel()
-        for in_flight_file in in_flight_files.values():
-            in_flight_file.close()
         store.close()
 
 
@@ -180,20 +173,6 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
-def _open_in_flight_files(folder: Path, served: Sequence[ServedModel]) -> dict[str, InFlightFile]:
-    """Open the in-flight file of each engine; without a writable disk, serve without them."""
-    in_flight_files = {}
-    for model in served:
-        try:
-            in_flight_files[model.name] = InFlightFile.for_base_model(folder, model.name)
-        except OSError as error:
-            log.warning(
-                "cannot open the in-flight file, so crashes of this process are not counted: %s",
-                error,
-            )
-    return in_flight_files
-
-
 def engine_settings(
     settings: Settings, model: ServedModel, *, shares_device: bool
 ) -> EngineSettings:
@@ -226,7 +205,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--report-fd", type=int, required=True)
     parser.add_argument("--lifeline-fd", type=int, required=True)
     parser.add_argument("--model", nargs=2, action="append", default=[])
-    parser.add_argument("--after-crash", action="store_true")
+    # Without a status, the supervisor is new: somebody or the system killed the last one.
+    parser.add_argument("--last-status", type=int, default=-signal.SIGKILL)
     return parser
 
 
@@ -259,7 +239,7 @@ def main() -> None:
         listening=listening,
         lifeline=options.lifeline_fd,
         reporter=reporter,
-        after_crash=options.after_crash,
+        last_status=options.last_status,
     )
     if not asyncio.run(serving):
         sys.exit(1)

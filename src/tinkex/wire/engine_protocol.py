@@ -12,8 +12,6 @@ LENGTH_PREFIX = struct.Struct("<I")
 SHARED_FAILURE = "shared_failure"
 #: Failure category: the engine does not have the model.
 MODEL_MISSING = "missing"
-#: Written to the start of the in-flight file by an engine that exits after its web process died.
-CLEAN_EXIT = b"left "
 #: Exit status of an engine that lost its device.
 DEVICE_LOST_STATUS = 70
 
@@ -35,7 +33,6 @@ def body_length(head: bytes) -> int:
 
 
 __all__ = [
-    "CLEAN_EXIT",
     "DEVICE_LOST_STATUS",
     "LENGTH_PREFIX",
     "MODEL_MISSING",

@@ -13,7 +13,7 @@ import pytest
 from server.api.test_owner_limits import sample, sampler
 from server.echo import EchoExecutor
 from server.hosting import Api, connected, hosted
-from server.scheduler.test_in_flight_file import SCRIPT
+from server.scheduler.test_web_crash import SCRIPT
 from tinkex.server.api.bodies import (
     MIN_BYTES_PER_S,
     SLOW_GRACE_S,
@@ -52,7 +52,7 @@ async def test_memory_stays_within_the_budget_and_small_requests_pass(
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port, descriptor = listening.getsockname()[1], listening.fileno()
         settings = json.dumps({"max_arriving_bytes": MOST, "arriving_wait_s": 40.0})
-        command = [sys.executable, str(SCRIPT), str(descriptor), str(tmp_path), "both", settings]
+        command = [sys.executable, str(SCRIPT), str(descriptor), str(tmp_path), "crash", settings]
         server = await asyncio.to_thread(subprocess.Popen, command, pass_fds=(descriptor,))
         try:
             async with connected(f"http://127.0.0.1:{port}") as api:

@@ -1,14 +1,26 @@
 """Only the request that crashes an engine fails, not those that ran beside it."""
 
 import asyncio
+import contextlib
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
-from tinkex.server.executor import BatchFailed, EngineLost, Outcome, Task, Work, WorkFailed
+from tinkex.server.executor import (
+    BatchFailed,
+    EngineKilled,
+    EngineLost,
+    Outcome,
+    Task,
+    Work,
+    WorkFailed,
+)
+from tinkex.server.scheduler import crash_isolation
 from tinkex.server.scheduler.crash_isolation import MAX_SINGLY, CrashIsolation, group_size
 from tinkex.wire.codec import decode_json
 from tinkex.wire.sampling import SampleRequest
@@ -151,6 +163,64 @@ async def test_a_step_that_crashes_engines_fails_and_other_models_continue(tmp_p
     assert executor.crashes == 3
 
 
+class KilledFromOutside(EchoExecutor):
+    """Is killed from outside during each of the first passes."""
+
+    def __init__(self, kills: int) -> None:
+        super().__init__()
+        self.kills = kills
+
+    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+        if work.task is Task.PASS and self.kills:
+            self.kills -= 1
+            self.die()
+            raise EngineKilled("killed")
+        return await super().run(base_model, work, incarnation=incarnation)
+
+
+async def test_kills_from_outside_fail_nothing_however_often(tmp_path: Path) -> None:
+    executor = KilledFromOutside(kills=7)
+    async with hosted(executor, tmp_path) as api:
+        model = await api.model()
+        await api.forward_backward(model, 1)
+        assert await api.value(await api.optim_step(model, 2)) == 3
+        assert api.app
+        assert await api.app.state.context.store.attempts.counted() == {}
+    assert executor.kills == 0
+
+
+class CrashingReplays(CrashingExecutor):
+    """Crashes on poison only once it was killed: then the pass is replayed."""
+
+    def _is_poison(self, work: Work) -> bool:
+        return self._incarnation > 1 and super()._is_poison(work)
+
+
+async def test_a_log_that_crashes_engines_fails_its_model_and_others_continue(
+    tmp_path: Path,
+) -> None:
+    executor = CrashingReplays()
+    async with hosted(executor, tmp_path) as api:
+        session = await api.session()
+        models = [await api.model(session, number=number) for number in range(3)]
+        for model in models:
+            tokens = POISON if model == models[1] else 3
+            await api.passed(await api.forward_backward(model, 1, tokens=tokens))
+        executor.die()
+        steps = [await api.optim_step(model, 2) for model in models]
+        results = [await api.result(step) for step in steps]
+        # Its next step does not try again.
+        crashes = executor.crashes
+        again = await api.result(await api.forward_backward(models[1], 3))
+        last = [await api.value(await api.optim_step(model, 3)) for model in models[::2]]
+    assert results[0]["metrics"]["value:sum"] == results[2]["metrics"]["value:sum"] == 3
+    assert last == [6, 6]
+    for failed in (results[1], again):
+        assert failed["category"] == "server"
+        assert "could not be rebuilt from its log: the engine died 3 times" in failed["error"]
+    assert executor.crashes == crashes == 3
+
+
 class SharedBatches(EchoExecutor):
     """A batch with a poisonous pass fails as a whole."""
 
@@ -206,8 +276,8 @@ def test_few_isolated_requests_run_one_by_one_and_many_in_shrinking_groups() -> 
 async def test_attempts_start_in_order_and_an_isolated_one_is_alone() -> None:
     isolation = CrashIsolation()
     async with isolation.attempt("a") as first:
-        isolation.record_crash("a", first)
-        isolation.record_crash("a", first)
+        assert not isolation.count("a", first, 1)
+        assert not isolation.count("a", first, 1)
     running: list[str] = []
     finish = asyncio.Event()
 
@@ -232,7 +302,7 @@ async def test_attempts_start_in_order_and_an_isolated_one_is_alone() -> None:
 async def test_a_cancelled_attempt_does_not_block_others() -> None:
     isolation = CrashIsolation()
     async with isolation.attempt("a") as attempt:
-        isolation.record_crash("s", attempt, times=2)
+        isolation.count("s", attempt, 2)
 
         async def run() -> None:
             async with isolation.attempt("s"):
@@ -244,3 +314,42 @@ async def test_a_cancelled_attempt_does_not_block_others() -> None:
         await asyncio.gather(waiting, return_exceptions=True)
         async with asyncio.timeout(5), isolation.attempt("b"):
             pass
+
+
+async def test_the_cost_of_an_attempt_does_not_grow_with_those_in_flight() -> None:
+    """Counts the lines that run, which do not depend on the machine."""
+
+    async def lines(in_flight: int) -> int:
+        isolation = CrashIsolation()
+        isolation.restore({f"s{number}": 2 for number in range(in_flight)}, None)
+        async with contextlib.AsyncExitStack() as stack:
+            for number in range(in_flight):
+                await stack.enter_async_context(isolation.attempt(f"r{number}"))
+
+            async def isolated(number: int) -> None:
+                async with isolation.attempt(f"s{number}"):
+                    pass
+
+            waiting = [asyncio.create_task(isolated(number)) for number in range(in_flight)]
+            await asyncio.sleep(0)
+            ran = 0
+
+            def trace(frame: FrameType, event: str, _: Any) -> Any:
+                nonlocal ran
+                if frame.f_code.co_filename == crash_isolation.__file__:
+                    ran += event == "line"
+                    return trace
+                return None
+
+            late = asyncio.create_task(isolated(0))
+            sys.settrace(trace)
+            try:
+                await asyncio.sleep(0)
+                late.cancel()
+                await asyncio.gather(late, return_exceptions=True)
+            finally:
+                sys.settrace(None)
+        await asyncio.gather(*waiting)
+        return ran
+
+    assert await lines(20) == await lines(500) > 0

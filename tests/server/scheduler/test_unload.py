@@ -89,7 +89,7 @@ async def test_no_model_is_unloaded_beside_an_isolated_request(tmp_path: Path) -
         assert api.app
         model = await api.model()
         isolation = api.app.state.context.scheduler.engine(BASE).client.isolation
-        isolation.restore("isolated", 2)
+        isolation.restore({"isolated": 2}, None)
         async with isolation.attempt("isolated") as attempt:
             unloaded = await unloading(api, model)
             await until_async(lambda: bool(isolation._waiting))

@@ -34,6 +34,11 @@ from tinkex.server.scheduler.result_waiters import load_of
 from tinkex.server.scheduler.sample_worker import TokenStream
 from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Accepted, Model, NewRequest, RequestRow, Status
+from tinkex.wire.checkpoints import (
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
 from tinkex.wire.codec import PROTOBUF_TYPE, decode_forward_json, decode_json, encode_json
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.futures import UntypedAPIFuture
@@ -257,6 +262,11 @@ async def accept_step(
 
 
 router = APIRouter(prefix="/api/v1", tags=["training"], route_class=StepRoute, responses=FUTURE)
+save_router = APIRouter(
+    prefix="/api/v1", tags=["checkpoints"], route_class=StepRoute, responses=FUTURE
+)
+
+SaveRequest = SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest
 
 
 @router.post(
@@ -323,3 +333,25 @@ async def optim_step(request: Request) -> Response:
         payload = redact(body.decode(errors="replace")).encode()
     model = await context_of(request).model(request, model_id)
     return await accept_step(request, model, Kind.OPTIM_STEP, seq_id, payload)
+
+
+@save_router.post("/save_weights")
+async def save_weights(request: Request, message: SaveWeightsRequest) -> Response:
+    return await _accept_save(request, message, Kind.SAVE_WEIGHTS)
+
+
+@save_router.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(
+    request: Request, message: SaveWeightsForSamplerRequest
+) -> Response:
+    return await _accept_save(request, message, Kind.SAVE_FOR_SAMPLER)
+
+
+@save_router.post("/save_weights_external")
+async def save_weights_external(request: Request, message: SaveWeightsExternalRequest) -> Response:
+    return await _accept_save(request, message, Kind.SAVE_EXTERNAL)
+
+
+async def _accept_save(request: Request, message: SaveRequest, kind: Kind) -> Response:
+    model = await context_of(request).model(request, message.model_id)
+    return await accept_step(request, model, kind, message.seq_id, encode_json(message))

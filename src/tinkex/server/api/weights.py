@@ -1,4 +1,4 @@
-"""The routes that save, load, describe and copy checkpoints."""
+"""The routes that load, describe and copy checkpoints."""
 
 import functools
 import hashlib
@@ -37,9 +37,6 @@ from tinkex.wire.checkpoints import (
     CopyWeightsRequest,
     CopyWeightsResponse,
     LoadWeightsRequest,
-    SaveWeightsExternalRequest,
-    SaveWeightsForSamplerRequest,
-    SaveWeightsRequest,
     WeightsInfoResponse,
     tinker_path,
 )
@@ -50,8 +47,6 @@ from tinkex.wire.training import optimizer_config_from
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"], route_class=MessageRoute)
 step_router = APIRouter(prefix="/api/v1", tags=["checkpoints"], route_class=StepRoute)
 
-SaveRequest = SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest
-
 
 # The name of a copy of an unnamed checkpoint.
 UNNAMED_COPY = "copy"
@@ -59,28 +54,6 @@ UNNAMED_COPY = "copy"
 
 class WeightsInfoRequest(StrictModel):
     tinker_path: str
-
-
-@step_router.post("/save_weights")
-async def save_weights(request: Request, message: SaveWeightsRequest) -> Response:
-    return await _submit_save(request, message, Kind.SAVE_WEIGHTS)
-
-
-@step_router.post("/save_weights_for_sampler")
-async def save_weights_for_sampler(
-    request: Request, message: SaveWeightsForSamplerRequest
-) -> Response:
-    return await _submit_save(request, message, Kind.SAVE_FOR_SAMPLER)
-
-
-@step_router.post("/save_weights_external")
-async def save_weights_external(request: Request, message: SaveWeightsExternalRequest) -> Response:
-    return await _submit_save(request, message, Kind.SAVE_EXTERNAL)
-
-
-async def _submit_save(request: Request, message: SaveRequest, kind: Kind) -> Response:
-    model = await context_of(request).model(request, message.model_id)
-    return await accept_step(request, model, kind, message.seq_id, encode_json(message))
 
 
 @step_router.post("/load_weights")

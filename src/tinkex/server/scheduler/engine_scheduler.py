@@ -12,13 +12,13 @@ from collections.abc import Callable
 from tinkex.server.executor import WorkFailed
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
 from tinkex.server.scheduler.checkpoints import CheckpointSteps
-from tinkex.server.scheduler.crash_isolation import InFlightFile
 from tinkex.server.scheduler.execution import EngineClient, Execution
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits, TrainingSlots
 from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers
 from tinkex.server.scheduler.recovery import RebuildQueue, Recovery, Snapshots
 from tinkex.server.scheduler.result_waiters import RequestOutcome
 from tinkex.server.scheduler.sample_worker import SampleWorker
+from tinkex.server.scheduler.web_crash import CrashFiles
 from tinkex.wire.codec import encode_json
 from tinkex.wire.training import UnloadModelResponse
 
@@ -40,14 +40,14 @@ class EngineScheduler:
         snapshot_bytes: int,
         max_sequences: int,
         clock: Callable[[], float],
-        in_flight_file: InFlightFile | None,
+        crash_files: CrashFiles | None,
         base_check: BaseModelCheck | None,
     ) -> None:
         self._execution = execution
         self.client = EngineClient(
             base_model,
             execution,
-            in_flight_file=in_flight_file,
+            crash_files=crash_files,
             base_check=base_check,
             max_sequences=max_sequences,
         )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tinkex.server.executor import EngineLost, Executor, Outcome, Task, Work
 from tinkex.server.retry import Backoff, retry
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
-from tinkex.server.scheduler.crash_isolation import Attempt, CrashIsolation, InFlightFile
+from tinkex.server.scheduler.crash_isolation import Attempt, CrashIsolation
 from tinkex.server.scheduler.fairness import Admission
 from tinkex.server.scheduler.result_waiters import (
     FinishedRequest,
@@ -27,6 +27,7 @@ from tinkex.server.scheduler.result_waiters import (
 )
 from tinkex.server.scheduler.session_status import SessionFailures
 from tinkex.server.scheduler.step_queue import PASSES, Cause, Kind, Step
+from tinkex.server.scheduler.web_crash import CrashFiles
 from tinkex.server.store import (
     CustomLoss,
     Model,
@@ -48,6 +49,8 @@ log = logging.getLogger("tinkex.server.scheduler")
 #: Waits between the attempts to store a result; then its request fails. Outages of the disk or the
 #: database are not counted: the store waits until they end.
 STORE_BACKOFF = Backoff(first_s=0.5, max_s=30.0, retries=7)
+#: Why a request must not run that was running alone when the web process crashed.
+ENDED_WEB_PROCESS = "the web process crashed together with it"
 #: Owners on the metrics page: the ones that used an engine last.
 MAX_OWNERS = 1_000
 #: Small payloads up to this size in total are cached; the rest are read from the store.
@@ -454,17 +457,18 @@ class EngineClient:
         base_model: str,
         execution: Execution,
         *,
-        in_flight_file: InFlightFile | None = None,
+        crash_files: CrashFiles | None = None,
         base_check: BaseModelCheck | None = None,
         max_sequences: int = 0,
     ) -> None:
         self.base_model = base_model
         self.base_check = base_check
-        self.isolation = CrashIsolation(in_flight_file)
+        self.isolation = CrashIsolation(crash_files)
+        self._crash_files = crash_files
         self._execution = execution
         self._executor = execution.executor
         self._admission = Admission(self.ready, max_sequences=max_sequences)
-        #: Crash counts have changed since they were stored.
+        #: Attempts were counted since the counts were stored.
         self._counts_changed = False
 
     def close(self) -> None:
@@ -490,13 +494,13 @@ class EngineClient:
 
     async def run_request(self, row: RequestRow, prepare: Callable[[], Awaitable[Work]]) -> Outcome:
         """
-        Run a request that is not a step, again after each crash until it is found to cause them.
+        Run a request that is not a step, again after each loss until it is found to cause them.
 
         The work is prepared after admission, so waiting requests take no memory.
         """
         try:
-            if (reason := self.isolation.failure_reason(row.request_id)) is not None:
-                raise EngineLost(reason)
+            if self.isolation.must_fail(row.request_id):
+                raise EngineLost(ENDED_WEB_PROCESS)
             while True:
                 await self._admission.enter(row.owner)
                 try:
@@ -504,33 +508,36 @@ class EngineClient:
                     async with self.isolation.attempt(row.request_id) as attempt:
                         try:
                             return await (await self.send(work, owner=row.owner))
-                        except EngineLost:
+                        except EngineLost as lost:
                             if self._execution.closing:
                                 raise
                             self._admission.engine_lost()
-                            if self.record_crash(row.request_id, attempt):
+                            if self.count_loss(row.request_id, attempt, lost):
                                 raise
                 finally:
                     self._admission.leave(row.owner)
         finally:
             self.isolation.forget(row.request_id)
 
-    def record_crash(self, request_id: str, attempt: Attempt, *, times: int = 1) -> bool:
-        """Count an engine crash for a request that was running; True if the request caused it."""
-        if self._execution.futures.closing:
-            return False  # the server is stopping, and its engines may have been stopped too
-        caused = self.isolation.record_crash(request_id, attempt, times=times)
+    def count_loss(self, request_id: str, attempt: Attempt, lost: EngineLost) -> bool:
+        """Count a lost attempt of a request or rebuild; True if this ended the engine."""
+        stopping = self._execution.closing or self._execution.futures.closing
+        if not lost.attempts or stopping:
+            return False
+        ended_engine = self.isolation.count(request_id, attempt, lost.attempts)
         # One write for all requests that were lost together.
         if not self._counts_changed:
             self._counts_changed = True
-            self._execution.spawn(self._store_crash_counts())
-        return caused
+            self._execution.spawn(self._store_counts())
+        return ended_engine
 
-    async def _store_crash_counts(self) -> None:
+    async def _store_counts(self) -> None:
         """Store the counts, so that they survive this process."""
         self._counts_changed = False
-        stored = self._execution.store.crash_counts
-        if counts := dict(self.isolation.crash_counts):
+        if self._crash_files is not None:
+            self._crash_files.mark_running()
+        stored = self._execution.store.attempts
+        if counts := dict(self.isolation.counts):
             await stored.set(counts)
         else:
             await stored.clear(self.base_model)

@@ -28,8 +28,9 @@ from tinkex.server.executor import (
 )
 from tinkex.server.scheduler.base_model_check import BaseModelChanged
 from tinkex.server.scheduler.checkpoints import CheckpointSteps
-from tinkex.server.scheduler.crash_isolation import ISOLATE_AFTER, Attempt
+from tinkex.server.scheduler.crash_isolation import Attempt
 from tinkex.server.scheduler.execution import (
+    ENDED_WEB_PROCESS,
     EngineClient,
     Execution,
     ResultWriter,
@@ -81,6 +82,8 @@ class ModelState:
     #: Whether a result could not be stored. Then running steps are requeued, and the model is
     #: rebuilt.
     rewinding: bool = False
+    #: Why it cannot be rebuilt: its log ends engines. Then all its steps fail.
+    rebuild_error: str | None = None
     #: Seconds that engines computed for it.
     compute_s: float = 0.0
     #: Writes a snapshot while later steps run.
@@ -348,9 +351,10 @@ class ModelWorkers:
             self._start_gap_timer(state)
 
     def _max_passes(self, state: ModelState) -> int | None:
-        """1 if the next step was running in a crash, to find the step that causes crashes."""
+        """1 if the next step was lost before, to find the step that crashes the engine."""
         first = state.queue.waiting.get(state.queue.next_seq)
-        return 1 if first is not None and self._engine.isolation.crashes(first.request_id) else None
+        lost = first is not None and self._engine.isolation.attempts(first.request_id)
+        return 1 if lost else None
 
     async def _process(self, state: ModelState, batch: StepBatch) -> None:
         """Run, refuse or fail a batch. Never raises because of its content."""
@@ -359,8 +363,8 @@ class ModelWorkers:
             if batch.refusal is not None:
                 await self._refuse(state, batch)
                 return
-            if (reason := isolation.failure_reason(batch.steps[0].request_id)) is not None:
-                await self._fail(state, batch, crash_outcome(reason))
+            if isolation.must_fail(batch.steps[0].request_id):
+                await self._fail(state, batch, crash_outcome(ENDED_WEB_PROCESS))
                 return
             if batch.steps[0].kind not in PIPELINED:
                 # Its result is committed in its own transaction, which must follow those of all
@@ -368,12 +372,16 @@ class ModelWorkers:
                 await state.results_stored()
             if state.loaded_in is None and (check := self._engine.base_check) is not None:
                 await check.wait_if_needed(model_id)
-            async with (
-                self._slots.acquire(state, batch),
-                isolation.attempt(*(step.request_id for step in batch.steps)) as attempt,
-            ):
+            names = (model_id, *(step.request_id for step in batch.steps))
+            async with self._slots.acquire(state, batch), isolation.attempt(*names) as attempt:
                 try:
-                    await self._run(state, batch)
+                    incarnation = await self._recovery.ensure_loaded(state, attempt)
+                except EngineLost:
+                    # This counts for the model, not for these steps.
+                    state.queue.requeue(batch.steps)
+                    return
+                try:
+                    await self._run(state, batch, incarnation)
                 except EngineLost as lost:
                     await self._handle_loss(state, batch, attempt, lost)
         except BaseModelChanged as changed:
@@ -395,8 +403,7 @@ class ModelWorkers:
             state.loaded_in = None
             await self._fail(state, batch, internal_error(error))
 
-    async def _run(self, state: ModelState, batch: StepBatch) -> None:
-        incarnation = await self._recovery.ensure_loaded(state)
+    async def _run(self, state: ModelState, batch: StepBatch, incarnation: int) -> None:
         await self._rebuilds.yield_to_rebuilds(state, batch)
         # Read all payloads before any step starts: while a large one is being read, a small one
         # behind it would reach the engine first.
@@ -424,22 +431,13 @@ class ModelWorkers:
     async def _handle_loss(
         self, state: ModelState, batch: StepBatch, attempt: Attempt, lost: EngineLost
     ) -> None:
-        """Requeue the unfinished steps; fail a step that was found to crash the engine."""
-        mixed_batch = isinstance(lost, BatchFailed)
-        if mixed_batch or isinstance(lost, ModelNotLoaded):
+        """Requeue the unfinished steps; fail a step that ended the engine."""
+        if isinstance(lost, BatchFailed | ModelNotLoaded):
             # The engine is up, but it does not have the state of this model that the log describes.
             state.loaded_in = None
         unfinished = [step for step in batch.steps if step.seq_id in state.queue.running]
-        caused = False
-        if not self._execution.closing:
-            # Requests that failed in one batch are isolated immediately: each runs alone next.
-            times = ISOLATE_AFTER if mixed_batch else 1
-            found = [
-                self._engine.record_crash(step.request_id, attempt, times=times)
-                for step in unfinished
-            ]
-            caused = found == [True]
-        if caused:
+        found = [self._engine.count_loss(step.request_id, attempt, lost) for step in unfinished]
+        if found == [True]:
             await self._steps.finish(state, unfinished[0], crash_outcome(str(lost)))
         else:
             state.queue.requeue(unfinished)
@@ -457,10 +455,12 @@ class ModelWorkers:
         if batch.clears_gradients and state.queue.creation_error is None:
             # If the engine is lost, its gradients are gone too, and the rebuild applies these
             # refusals. If the steps were requeued instead, they would run as if nothing were missing.
-            with contextlib.suppress(EngineLost):
-                incarnation = await self._recovery.ensure_loaded(state)
-                work = clear_gradients_work(state.model.model_id)
-                await state.run(self._engine, work, incarnation)
+            model_id = state.model.model_id
+            async with self._engine.isolation.attempt(model_id) as attempt:
+                with contextlib.suppress(EngineLost):
+                    incarnation = await self._recovery.ensure_loaded(state, attempt)
+                    work = clear_gradients_work(model_id)
+                    await state.run(self._engine, work, incarnation)
         for step in batch.steps:
             if batch.has_no_row:
                 self._steps.finish_refused(state, step, batch.refusal or "")

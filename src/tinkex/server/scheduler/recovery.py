@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tinkex.server.executor import EngineLost, EngineRefused, Outcome, Task, Work, WorkFailed
 from tinkex.server.scheduler.base_model_check import BaseModelChanged
 from tinkex.server.scheduler.checkpoints import CheckpointSteps
+from tinkex.server.scheduler.crash_isolation import MAX_ATTEMPTS, Attempt
 from tinkex.server.scheduler.execution import (
     EngineClient,
     Execution,
@@ -153,24 +154,45 @@ class Recovery:
         #: Held while it is decided whether to remove losses, and the order is sent.
         self._losses_lock = asyncio.Lock()
 
-    async def ensure_loaded(self, state: "ModelState") -> int:
-        """Rebuild the model if the engine does not have it. Returns the engine's incarnation."""
+    async def ensure_loaded(self, state: "ModelState", attempt: Attempt) -> int:
+        """
+        Rebuild the model if the engine does not have it. Returns the engine's incarnation.
+
+        A rebuild is isolated like a request, under the id of its model. If it ends the engine, no
+        further rebuild is tried: WorkFailed.
+        """
+        if state.rebuild_error is not None:
+            raise WorkFailed("server", state.rebuild_error)
         incarnation = await self._engine.ready()
         if state.loaded_in != incarnation:
-            model = state.model
-            if (check := self._engine.base_check) is not None:
-                await check.check_run(model.model_id, incarnation)
-            # The log is complete once all results of this model are stored.
-            await state.results_stored()
-            # A snapshot would truncate the log while it is read.
-            await state.snapshot_written()
-            async with self._losses_lock:
-                self._loaded[model.session_id].add(model.model_id)
-            await self._register_losses(state, incarnation)
-            with self._rebuilds.rebuilding(state):
-                await self._replay(state, incarnation)
+            model_id = state.model.model_id
+            try:
+                await self._rebuild(state, incarnation)
+            except EngineLost as lost:
+                if self._engine.count_loss(model_id, attempt, lost):
+                    state.rebuild_error = (
+                        f"the engine died {MAX_ATTEMPTS} times during this, the last time with no "
+                        f"other request running: {lost}. The server's log has more details."
+                    )
+                    raise WorkFailed("server", state.rebuild_error) from lost
+                raise
+            self._engine.isolation.forget(model_id)
             state.loaded_in = incarnation
         return incarnation
+
+    async def _rebuild(self, state: "ModelState", incarnation: int) -> None:
+        model = state.model
+        if (check := self._engine.base_check) is not None:
+            await check.check_run(model.model_id, incarnation)
+        # The log is complete once all results of this model are stored.
+        await state.results_stored()
+        # A snapshot would truncate the log while it is read.
+        await state.snapshot_written()
+        async with self._losses_lock:
+            self._loaded[model.session_id].add(model.model_id)
+        await self._register_losses(state, incarnation)
+        with self._rebuilds.rebuilding(state):
+            await self._replay(state, incarnation)
 
     def may_be_loaded(self, state: "ModelState") -> bool:
         """Whether the engine may have something of this model in memory."""
@@ -375,12 +397,12 @@ class Snapshots:
             return None
         async with contextlib.AsyncExitStack() as stack:
             # Like all work, it must not run beside an isolated request.
-            await stack.enter_async_context(self._engine.isolation.attempt())
-            incarnation = await self._recovery.ensure_loaded(state)
+            model_id = state.model.model_id
+            attempt = await stack.enter_async_context(self._engine.isolation.attempt(model_id))
+            incarnation = await self._recovery.ensure_loaded(state, attempt)
             await state.results_stored()
             if state.loaded_in != incarnation:  # a result could not be stored
                 return None
-            model_id = state.model.model_id
             place, folder = self._execution.store.snapshots.new_key(model_id)
             work = Work(task=Task.SNAPSHOT, model_id=model_id, folder=folder)
             future = await state.send(self._engine, work, incarnation)

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tinkex.server.scheduler.crash_isolation import MAX_CRASHES
+from tinkex.server.scheduler.crash_isolation import MAX_ATTEMPTS
 from tinkex.server.scheduler.fairness import Load
 from tinkex.server.scheduler.step_queue import Cause, Kind
 from tinkex.server.store import (
@@ -71,7 +71,7 @@ class RequestOutcome:
 def crash_outcome(reason: str) -> RequestOutcome:
     """The failure of a request that crashes the engine: it must not run again."""
     return RequestOutcome(
-        error=f"the engine died {MAX_CRASHES} times while this request was running, the last time "
+        error=f"the engine died {MAX_ATTEMPTS} times while this request was running, the last time "
         f"with no other request running, so it is not run again: {reason}. "
         "The server's log has more details.",
         category="server",

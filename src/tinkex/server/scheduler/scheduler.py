@@ -11,18 +11,13 @@ import functools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from tinkex.server.executor import Executor
 from tinkex.server.retry import run_periodically
 from tinkex.server.scheduler.base_model_check import BaseModelChecks
-from tinkex.server.scheduler.crash_isolation import (
-    MAX_CRASHES,
-    InFlightFile,
-    counts_as_crash,
-    current_boot_id,
-)
+from tinkex.server.scheduler.crash_isolation import after_web_crash
 from tinkex.server.scheduler.engine_scheduler import EngineScheduler
 from tinkex.server.scheduler.execution import Execution
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits
@@ -30,6 +25,7 @@ from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers, step_
 from tinkex.server.scheduler.result_waiters import Futures, RequestOutcome
 from tinkex.server.scheduler.sample_worker import CustomLossWorker, TokenStream
 from tinkex.server.scheduler.step_queue import Cause, Kind, model_deleted, restore_queue
+from tinkex.server.scheduler.web_crash import CrashFiles
 from tinkex.server.store import RequestRow, Status, StorageError, Store
 
 log = logging.getLogger("tinkex.server.scheduler")
@@ -105,8 +101,8 @@ class Scheduler:
         snapshot_bytes: int = 64 * 2**20,
         max_training: int = 0,
         max_sequences: int = 0,
-        in_flight_files: Mapping[str, InFlightFile] | None = None,
-        web_crashed: bool = False,
+        crash_files: CrashFiles | None = None,
+        last_status: int = 0,
         base_checks: BaseModelChecks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -124,14 +120,15 @@ class Scheduler:
             snapshot_bytes=snapshot_bytes,
             max_sequences=max_sequences,
             clock=clock,
+            crash_files=crash_files,
         )
-        self._in_flight_files = in_flight_files or {}
+        self._crash_files = crash_files
+        #: The exit status of the last web process.
+        self._last_status = last_status
         self._base_checks = base_checks
         self._engines: dict[str, EngineScheduler] = {}
         for served in executor.served:
             self.engine(served.name)
-        #: Whether the previous web process crashed (see `web_process_crashed`).
-        self._web_crashed = web_crashed
         self._models = ModelStates(store)
         #: Models whose steps are being read.
         self._opening: set[str] = set()
@@ -143,7 +140,6 @@ class Scheduler:
         if engine is None:
             engine = self._engines[base_model] = self._new_engine(
                 base_model,
-                in_flight_file=self._in_flight_files.get(base_model),
                 base_check=self._base_checks.get(base_model) if self._base_checks else None,
             )
         return engine
@@ -158,7 +154,7 @@ class Scheduler:
         for key in await self._store.keys.all():
             if key.state(now_s) == "active" and "max_training" in key.limits:
                 self.training_limits.set(key.owner, key.limits["max_training"])
-        await self._restore_crash_counts()
+        await self._restore_attempts()
         # In the background, so that new requests do not wait for the stored ones.
         self._execution.spawn(
             run_periodically(
@@ -170,45 +166,23 @@ class Scheduler:
             )
         )
 
-    async def _restore_crash_counts(self) -> None:
-        """Restore the counts of waiting requests; count the crash of the last web process too."""
-        counts = await self._store.crash_counts.all()
-        leftovers = {
-            base_model: leftover
-            for base_model, engine in self._engines.items()
-            if (leftover := engine.client.isolation.take_leftover()) is not None
-        }
-        in_flight = [name for leftover in leftovers.values() for name in leftover.in_flight]
-        base_models = await self._store.requests.still_waiting([*counts, *in_flight])
-        boot_id = current_boot_id()
-        caused: dict[str, str] = {}
-        found: dict[str, int] = {}
-        for base_model, leftover in leftovers.items():
-            if not counts_as_crash(leftover, boot_id=boot_id, web_crashed=self._web_crashed):
-                continue
-            lost = [name for name in leftover.in_flight if name in base_models]
-            log.warning(
-                "%d requests were running when the engine of %s was lost", len(lost), base_model
-            )
-            found.update({request_id: counts.get(request_id, 0) + 1 for request_id in lost})
-            # As in `CrashIsolation`: a request that was alone caused the crash.
-            if len(leftover.in_flight) == len(lost) == 1 and found[lost[0]] >= MAX_CRASHES:
-                caused[lost[0]] = (
-                    f"the web process crashed together with the engine of {base_model}"
-                )
-        await self._store.crash_counts.set(found)
-        counts.update(found)
-        for request_id, reason in caused.items():
-            base_model = base_models[request_id]
-            # It caused the earlier crashes too: the other requests of the engine are cleared.
-            counts = {one: n for one, n in counts.items() if base_models.get(one) != base_model}
-            await self._store.crash_counts.clear(base_model)
-            isolation = self.engine(base_model).client.isolation
-            isolation.restore(request_id, MAX_CRASHES, reason=reason)
-        for request_id, crashes in counts.items():
-            if request_id in base_models:
-                isolation = self.engine(base_models[request_id]).client.isolation
-                isolation.restore(request_id, crashes)
+    async def _restore_attempts(self) -> None:
+        """Restore the attempts of waiting requests; count the crash of the last web process too."""
+        files, stored = self._crash_files, self._store.attempts
+        isolated = None if files is None else files.find_crash(self._last_status)
+        if isolated is None:
+            counts = await stored.counted()
+        else:
+            counts = await stored.all_waiting()
+            log.warning("the last web process crashed; waiting requests may have caused it")
+        for base_model, attempts in counts.items():
+            culprit = None
+            if isolated is not None:
+                attempts, culprit = after_web_crash(attempts, isolated)
+                await (stored.set(attempts) if attempts else stored.clear(base_model))
+            self.engine(base_model).client.isolation.restore(attempts, culprit)
+        if files is not None:
+            files.start()
 
     async def close(self) -> None:
         """Stop; unfinished requests are stored and run after the next start."""

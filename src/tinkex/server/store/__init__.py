@@ -23,7 +23,7 @@ from tinkex.server.store.models import BaseHashes, CustomLoss, Model, Models, Ru
 from tinkex.server.store.ownership import refuse_wrong_database
 from tinkex.server.store.quotas import OverQuota, Quota, Quotas
 from tinkex.server.store.request_rows import Accepted, Completion, NewRequest
-from tinkex.server.store.requests import CrashCounts, RequestRow, Requests
+from tinkex.server.store.requests import Attempts, RequestRow, Requests
 from tinkex.server.store.retention import Retention
 from tinkex.server.store.schema import Status
 from tinkex.server.store.sessions import Session, Sessions
@@ -81,7 +81,7 @@ class Store:
         self.files = files
         self.keys = Keys(database, folder)
         self.requests = Requests(database, files)
-        self.crash_counts = CrashCounts(database)
+        self.attempts = Attempts(database)
         self.retention = Retention(database, files, folder)
         self.quotas = Quotas(database, self.retention)
         self.sessions = Sessions(database)

@@ -4,8 +4,8 @@ import asyncio
 import functools
 import threading
 import time
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from tinkex.server.store.request_rows import (
     set_done,
 )
 from tinkex.server.store.schema import Status, completions, requests
-from tinkex.server.store.sql_dialects import in_list
 from tinkex.server.store.storage_health import FILES, Damaged
 
 # Larger payloads and results are stored as files, so that rows stay small.
@@ -306,17 +305,6 @@ class Requests:
         )
         return await self._database.read(lambda connection: _rows(connection, statement))
 
-    async def still_waiting(self, request_ids: Collection[str]) -> dict[str, str]:
-        """Those of these requests that still wait, each with its base model."""
-        statement = sa.select(requests.c.request_id, requests.c.base_model).where(
-            in_list(requests.c.request_id, request_ids), requests.c.status == Status.WAITING
-        )
-        return await self._database.read(
-            lambda connection: {
-                row.request_id: row.base_model for row in connection.execute(statement)
-            }
-        )
-
     async def log(self, model_id: str, *, after: int = -1) -> list[RequestRow]:
         """The finished steps of a model after `after`, in order. Recovery replays them."""
         statement = (
@@ -389,34 +377,44 @@ def _request_row(values: dict[str, Any]) -> RequestRow:
 _WAITING = requests.c.status == Status.WAITING
 _SET = (
     requests.update()
-    .where(requests.c.request_id == sa.bindparam("crashed"), _WAITING)
-    .values(deaths=sa.bindparam("times"))
+    .where(requests.c.request_id == sa.bindparam("lost"), _WAITING)
+    .values(deaths=sa.bindparam("attempts"))
 )
-_ALL = sa.select(requests.c.request_id, requests.c.deaths).where(_WAITING, requests.c.deaths > 0)
+_ALL = sa.select(requests.c.base_model, requests.c.request_id, requests.c.deaths).where(_WAITING)
 _CLEAR = requests.update().where(_WAITING, requests.c.deaths > 0).values(deaths=0)
 
 
-class CrashCounts:
-    """How often each waiting request was running when its engine crashed."""
+class Attempts:
+    """How often each waiting request was lost when its engine ended by itself."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def all(self) -> dict[str, int]:
-        """The counts of all waiting requests that have one."""
-        return await self._database.read(
-            lambda connection: {row.request_id: row.deaths for row in connection.execute(_ALL)}
-        )
+    async def counted(self) -> dict[str, dict[str, int]]:
+        """By base model: the attempts of waiting requests that have any."""
+        return await self._read(_ALL.where(requests.c.deaths > 0))
 
-    async def set(self, counts: Mapping[str, int]) -> None:
-        """Store the new counts of these requests."""
-        rows = [{"crashed": request_id, "times": times} for request_id, times in counts.items()]
+    async def all_waiting(self) -> dict[str, dict[str, int]]:
+        """By base model: the attempts of all waiting requests."""
+        return await self._read(_ALL)
+
+    async def _read(self, statement: sa.Select[Any]) -> dict[str, dict[str, int]]:
+        found: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        for base_model, request_id, attempts in await self._database.read(
+            lambda connection: connection.execute(statement).all()
+        ):
+            found[base_model][request_id] = attempts
+        return found
+
+    async def set(self, attempts: Mapping[str, int]) -> None:
+        """Store the new attempts of these requests."""
+        rows = [{"lost": request_id, "attempts": count} for request_id, count in attempts.items()]
         if rows:
             await self._database.write(
                 lambda connection: connection.execute(_SET, rows), required=True
             )
 
     async def clear(self, base_model: str) -> None:
-        """Reset the counts of a base model: another request caused the crashes."""
+        """Reset the attempts of a base model: another request ended its engine."""
         statement = _CLEAR.where(requests.c.base_model == base_model)
         await self._database.write(lambda connection: connection.execute(statement), required=True)

@@ -148,7 +148,7 @@ requests = sa.Table(
     sa.Column("fetched_s", sa.Float),
     # Tokens in the examples of a pass or the prompt of a sample, counted on arrival.
     sa.Column("tokens", sa.BigInteger, nullable=False, server_default="0"),
-    # How often its engine crashed while it ran.
+    # How often it was lost because its engine ended by itself.
     sa.Column("deaths", sa.Integer, nullable=False, server_default="0"),
     # A repeated step or sample returns the first one.
     sa.UniqueConstraint("model_id", "seq_id"),
