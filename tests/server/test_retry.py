@@ -116,7 +116,7 @@ def test_an_engine_was_stable_if_it_finished_work_or_ran_for_long(
     monkeypatch.setattr(engine_process, "STABLE_S", -lived_s)
 
     async def test() -> None:
-        engine = engine_process._Engine(EngineSettings(name="a", folder=Path("a")), None)
+        engine = engine_process._Engine(EngineSettings(name="a", folder=Path("a")))
 
         async def run_once() -> None:
             engine._finished_work = finished_work
