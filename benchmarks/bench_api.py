@@ -41,8 +41,9 @@ sys.path.insert(0, str(ROOT / "tests"))
 import reports
 
 import sdk_envs
-from tinkex.server.executor import Outcome, ServedModel, Task, Work
+from tinkex.server.executor import ServedModel
 from tinkex.wire.codec import PROTOBUF_TYPE
+from tinkex.wire.proto.frames_pb2 import Done, Order
 from tinkex.wire.protobuf import encode_sample_response
 from tinkex.wire.sampling import SampledSequence, SampleResponse
 
@@ -97,14 +98,12 @@ class InstantExecutor:
     async def ready(self, base_model: str) -> int:
         return 1
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
-        return Outcome(result=RESULT if work.task is Task.SAMPLE else b"{}", compute_s=0.0)
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
+        return Done(result=RESULT if work.HasField("sample") else b"{}")
 
-    async def send(
-        self, base_model: str, work: Work, *, incarnation: int | None = None
-    ) -> asyncio.Future[Outcome]:
-        answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        answer.set_result(await self.run(base_model, work, incarnation=incarnation))
+    async def send(self, base_model: str, work: Order, **options: Any) -> asyncio.Future[Done]:
+        answer: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        answer.set_result(await self.run(base_model, work, incarnation=options["incarnation"]))
         return answer
 
     def waiting_for(self, base_model: str) -> str | None:

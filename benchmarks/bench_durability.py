@@ -41,7 +41,8 @@ from processes import children
 from serving import Server, serving
 from tinkex import types
 from tinkex.models.resolve import DEFAULT_MODEL
-from tinkex.server.store import Model, NewRequest, Store, group_commit, open_store
+from tinkex.server.queued_request import QueuedRequest
+from tinkex.server.store import Model, Store, group_commit, open_store
 
 T = TypeVar("T")
 
@@ -290,8 +291,8 @@ class Acceptor:
         )
         return model.model_id
 
-    def _step(self, model_id: str, seq_id: int) -> NewRequest:
-        return NewRequest(
+    def _step(self, model_id: str, seq_id: int) -> QueuedRequest:
+        return QueuedRequest(
             owner="local",
             kind="optim_step",
             base_model="b",

@@ -26,7 +26,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 import reports
 
 import sdk_envs
-from tinkex.server.executor import Outcome, ServedModel, Work
+from tinkex.server.executor import ServedModel
+from tinkex.wire.proto.frames_pb2 import Done, Order
 
 BASE = "bench/instant"
 SDK = "0.36.0"
@@ -77,17 +78,15 @@ class Instant:
     async def ready(self, base_model: str) -> int:
         return 1
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
-        if b'"max_tokens":%d' % ENDLESS in work.payload:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
+        if b'"max_tokens":%d' % ENDLESS in work.sample.payload.inline:
             await asyncio.Event().wait()
-        if b'"max_tokens":%d' % SLOW in work.payload:
+        if b'"max_tokens":%d' % SLOW in work.sample.payload.inline:
             await asyncio.sleep(SLOW_S)
-        return Outcome(result=self._answer, compute_s=0.0)
+        return Done(result=self._answer)
 
-    async def send(
-        self, base_model: str, work: Work, *, incarnation: int | None = None
-    ) -> asyncio.Future[Outcome]:
-        return asyncio.ensure_future(self.run(base_model, work, incarnation=incarnation))
+    async def send(self, base_model: str, work: Order, **options: Any) -> asyncio.Future[Done]:
+        return asyncio.ensure_future(self.run(base_model, work, incarnation=options["incarnation"]))
 
     def waiting_for(self, base_model: str) -> str | None:
         return None

@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.adapters.memory_plan import Tier
-from tinkex.engine.tiny_model import write_tiny_model
+from tinkex.models.tiny_model import write_tiny_model
 from tinkex.wire.custom_loss import CustomLossGraph, CustomLossInput
 from tinkex.wire.inputs import Datum, ModelInput
 from tinkex.wire.sampling import SampleRequest, SampleResponse, SamplingParams

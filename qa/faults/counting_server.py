@@ -13,8 +13,8 @@ import numpy as np
 
 from server.echo import BASE, EchoExecutor
 from server.hosting import hosted
-from tinkex.server.executor import Outcome, Task, Work
 from tinkex.wire.codec import decode_json, encode_json
+from tinkex.wire.proto.frames_pb2 import Done, Order
 from tinkex.wire.protobuf import encode_sample_response
 from tinkex.wire.sampling import SampledSequence, SampleRequest, SampleResponse
 
@@ -26,20 +26,22 @@ __all__ = ["BASE", "CountingEcho", "echo_server"]
 class CountingEcho(EchoExecutor):
     """Like `EchoExecutor`, but values stay small and samples depend on weights, seed and prompt."""
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         self.ran.append(work)
-        return Outcome(result=self._do(work), compute_s=0.0)
+        return Done(result=self._do(work))
 
-    def _do(self, work: Work) -> bytes:
-        if work.task is Task.OPTIM_STEP:
-            model = self.models[work.model_id]
+    def _do(self, work: Order) -> bytes:
+        if work.HasField("optim_step"):
+            model = self.models[work.optim_step.model_id]
             model.value, model.gradient = (3 * model.value + model.gradient + 1) % PRIME, 0
             return encode_json({"metrics": {"value:sum": float(model.value)}})
         return super()._do(work)
 
-    def _sample(self, work: Work) -> bytes:
-        request = decode_json(SampleRequest, work.payload)
-        value = int(Path(work.folder, "value").read_text()) if work.folder else 7
+    def _sample(self, work: Order) -> bytes:
+        request = decode_json(SampleRequest, work.sample.payload.inline)
+        value = (
+            int(Path(folder, "value").read_text()) if (folder := work.sample.adapter_folder) else 7
+        )
         params = request.sampling_params
         mix = value + 31 * (params.seed or 0) + sum(request.prompt.to_ints())
         tokens = np.array([mix * (7 + i) % 1000 for i in range(params.max_tokens or 1)], np.int32)
@@ -52,16 +54,17 @@ class CountingEcho(EchoExecutor):
         """Number of optimizer steps that ran, by model."""
         counts: dict[str, int] = {}
         for work in self.ran:
-            if work.task is Task.OPTIM_STEP:
-                counts[work.model_id] = counts.get(work.model_id, 0) + 1
+            if work.HasField("optim_step"):
+                model_id = work.optim_step.model_id
+                counts[model_id] = counts.get(model_id, 0) + 1
         return counts
 
     def prompts(self) -> list[tuple[int, ...]]:
         """All sampled prompts, with repetitions."""
         return [
-            tuple(decode_json(SampleRequest, work.payload).prompt.to_ints())
+            tuple(decode_json(SampleRequest, work.sample.payload.inline).prompt.to_ints())
             for work in self.ran
-            if work.task is Task.SAMPLE
+            if work.HasField("sample")
         ]
 
 

@@ -28,11 +28,11 @@ from fastapi import FastAPI
 from qa.fuzz.mutations import mutate_bytes, with_odd_values
 from server.echo import BASE, EchoExecutor
 from tinkex.server.app import create_app
-from tinkex.server.executor import Work
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
+from tinkex.wire.proto.frames_pb2 import Order
 
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
 CORPUS = DATA / "fuzz" / "bodies.jsonl"
@@ -42,10 +42,10 @@ NEW_SESSION_EVERY = 1_000
 MEMORY_EVERY = 250
 
 
-class _DiscardingList(list[Work]):
+class _DiscardingList(list[Order]):
     """Discards the work that ran; otherwise the test itself would grow."""
 
-    def append(self, _work: Work) -> None:
+    def append(self, _work: Order) -> None:
         pass
 
 

@@ -174,6 +174,29 @@ def test_redirects_to_other_origins_are_not_followed_and_no_header_is_added():
     assert answer.request.body is None
 
 
+@pytest.mark.parametrize("status", [200, 307])
+def test_a_large_body_arrives_whole_and_with_its_length(status):
+    body = bytes(range(256)) * 10_000  # 2.5 MB
+
+    def answer(request):
+        if request.path == "/first" and status == 307:
+            return Reply(status=307, headers={"Location": "/second"})
+        return Reply()
+
+    async def send(url):
+        transport = HttpTransport(url)
+        answer = await transport.send(Request(method="POST", url=f"{url}/first", body=body))
+        await transport.close()
+        return answer.status_code
+
+    with stub_server(answer) as stub:
+        assert asyncio.run(send(stub.url)) == 200
+    for request in stub.requests:
+        assert request.body == body
+        assert "transfer-encoding" not in request.headers
+    assert len(stub.requests) == (2 if status == 307 else 1)
+
+
 def caught(call):
     with pytest.raises(tinkex.APIStatusError) as shown:
         call()

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tinkex.engine.tiny_model import write_tiny_model
+    from tinkex.models.tiny_model import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("engine-model") / "tiny", "qwen3")
 

@@ -15,6 +15,7 @@ import pytest
 
 from tinkex.wire import engine_protocol
 from tinkex.wire.codec import encode_json
+from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.inputs import Datum, ModelInput
 from tinkex.wire.proto import frames_pb2
 from tinkex.wire.protobuf import (
@@ -75,7 +76,8 @@ def engine(tiny_model: Path) -> Iterator[Engine]:
     ours, theirs = socket.socketpair()
     with tempfile.NamedTemporaryFile() as log, ours:
         command = [sys.executable, "-m", "tinkex.engine.process", "--fd", str(theirs.fileno())]
-        command += ["--name", "tiny", "--folder", str(tiny_model), "--threads", "1"]
+        settings = EngineSettings(name="tiny", folder=tiny_model, threads=1)
+        command += ["--settings", settings.to_json()]
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stderr=log)
         theirs.close()
         with ours.makefile("rb") as stream:

@@ -5,17 +5,15 @@ from collections.abc import Callable
 
 import pytest
 
+from tinkex.engine.model.attention import ReadRound, SlotRange
+from tinkex.engine.sampling.cache_reads import gather_is_cheaper, plan_range_reads
 from tinkex.engine.sampling.kv_pages import Pages
 from tinkex.engine.sampling.scheduler import (
     DecodeStep,
     PrefillChunk,
     PrefillStep,
-    RangeRound,
     Scheduler,
-    SharedRange,
     adapter_ranges,
-    gather_is_cheaper,
-    plan_range_reads,
 )
 from tinkex.engine.sampling.sequences import (
     PromptLogprobRequest,
@@ -135,9 +133,11 @@ class Machine:
         levels = plan_range_reads(self.plan.pages, step.sequences)
         read: dict[int, list[int]] = {}
         for level in levels:
-            assert level.sequences == [
-                s for run in level.ranges for s in range(run.first, run.last)
-            ]
+            reading = [s for run in level.ranges for s in range(run.first, run.last)]
+            if level.sequences is None:
+                assert reading == list(range(len(step.sequences)))
+            else:
+                assert reading == level.sequences.tolist()
             for run in level.ranges:
                 for at in range(run.first, run.last):
                     read.setdefault(at, []).extend(range(run.start, run.stop))
@@ -323,9 +323,9 @@ def test_requests_can_be_made_to_run_one_by_one() -> None:
             assert len({s.request.ticket for s in step.sequences}) == 1
 
 
-def one_range_each(lengths: list[int]) -> list[RangeRound]:
-    ranges = [SharedRange(0, length, at, at + 1) for at, length in enumerate(lengths)]
-    return [RangeRound(ranges, list(range(len(lengths))))]
+def one_range_each(lengths: list[int]) -> list[ReadRound]:
+    ranges = [SlotRange(0, length, at, at + 1) for at, length in enumerate(lengths)]
+    return [ReadRound(ranges, None)]
 
 
 @pytest.mark.parametrize(

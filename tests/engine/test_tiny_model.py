@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tinkex.engine import Engine, EngineSettings
-from tinkex.engine.tiny_model import ARCHES, TRAINING_TEXT, write_tiny_model
+from tinkex.models.tiny_model import ARCHES, TRAINING_TEXT, write_tiny_model
 from tinkex.models.tokenizer import load_tokenizer
 from tinkex.types import AdamParams, Datum, LoraConfig, ModelInput, TensorData
 from tinkex.wire.training import AdamOptimizerConfig, ForwardBackwardInput

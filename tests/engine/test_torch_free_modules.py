@@ -6,7 +6,7 @@ import sys
 
 def test_pages_sequences_and_scheduler_load_no_torch() -> None:
     code = (
-        "import sys, tinkex.engine.sampling.scheduler, tinkex.engine.settings\n"
+        "import sys, tinkex.engine.sampling.scheduler\n"
         "loaded = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
         "sys.exit(', '.join(sorted(loaded)) or 0)"
     )

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from server.api.test_custom_losses import loss
-from tinkex.engine import Engine, EngineSettings, connection, snapshot_writer, worker
+from tinkex.engine import Engine, EngineSettings, connection, worker
 from tinkex.engine.adapters import checkpoints
 from tinkex.engine.adapters.checkpoints import Files, SavedAdapter, read_adapter, write
 from tinkex.engine.connection import Connection
@@ -318,7 +318,7 @@ class SlowDisk:
             self.written.append(folder.name)
             return write(files, folder)
 
-        monkeypatch.setattr(snapshot_writer, "write_files", slow)
+        monkeypatch.setattr(worker, "write_files", slow)
 
 
 @pytest.mark.parametrize("most_bytes", [2**28, 1])
@@ -351,7 +351,7 @@ def test_snapshots_wait_for_a_slow_disk_but_other_work_continues(
     # With memory for one copy, only the pass of b waits, because it comes after its snapshot.
     waits = set() if most_bytes > 1 else {behind["b"]}
     assert at_once == {sample, *behind.values()} - waits
-    while rounds.worker._pending_snapshot_bytes or rounds.worker._next_model():
+    while rounds.worker._pending_snapshot_bytes() or rounds.worker._next_model():
         reports.update(rounds.whole_round())
     assert reports.keys() == {sample, *snapshots.values(), *behind.values()}
     assert disk.written == ["a", "b"]

@@ -8,7 +8,7 @@ import torch
 
 from numerics.helpers import tied_copy
 from tinkex.engine import Engine, EngineSettings
-from tinkex.engine.tiny_model import write_tiny_model
+from tinkex.models.tiny_model import write_tiny_model
 
 
 @pytest.fixture(scope="session", autouse=True)

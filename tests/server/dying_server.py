@@ -21,10 +21,10 @@ import uvicorn
 
 from server.echo import EchoExecutor
 from tinkex.server.app import create_app
-from tinkex.server.executor import Outcome, Task, Work
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
 from tinkex.server.web_process import uvicorn_config
+from tinkex.wire.proto.frames_pb2 import Done, Order
 
 #: A pass with this many tokens is poisonous.
 POISON = 13
@@ -37,10 +37,10 @@ class Dying(EchoExecutor):
         super().__init__()
         self._number = number
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         # Like real work: others start in the meantime.
         await asyncio.sleep(0.02)
-        if work.task is Task.PASS and work.payload.count(bytes([5])) >= POISON:
+        if work.HasField("run_pass") and work.run_pass.payload.inline.count(bytes([5])) >= POISON:
             os.kill(os.getpid(), self._number)
         return await super().run(base_model, work, incarnation=incarnation)
 

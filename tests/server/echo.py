@@ -10,21 +10,20 @@ import asyncio
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tinkex.server.executor import (
     EngineKilled,
     EngineLost,
-    Outcome,
+    OnTokens,
     ServedModel,
-    Task,
-    Work,
     WorkFailed,
 )
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.errors import UserFailure
-from tinkex.wire.proto.frames_pb2 import Stats
+from tinkex.wire.proto.frames_pb2 import Done, Order, Stats
 from tinkex.wire.protobuf import (
     decode_forward_backward_request,
     encode_forward_backward_output,
@@ -35,6 +34,16 @@ from tinkex.wire.tensors import TensorData
 from tinkex.wire.training import ForwardBackwardOutput, OptimStepRequest
 
 BASE = "test/echo"
+
+
+def task_of(order: Order) -> str:
+    """The kind of an order, such as `run_pass`."""
+    return order.WhichOneof("work") or ""
+
+
+def content(order: Order) -> Any:
+    """What an order contains, such as a `Pass`."""
+    return getattr(order, task_of(order))
 
 
 @dataclass
@@ -50,7 +59,9 @@ class EchoExecutor:
         self.served = tuple(ServedModel(name=name, folder=Path("/")) for name in names or (BASE,))
         self.models: dict[str, Number] = {}
         #: All work that was run, in order.
-        self.ran: list[Work] = []
+        self.ran: list[Order] = []
+        #: The token callbacks of streamed samples, by `id(order)`.
+        self.on_tokens: dict[int, OnTokens] = {}
         self.open = asyncio.Event()
         self.open.set()
         self.entered = asyncio.Semaphore(0)
@@ -66,7 +77,7 @@ class EchoExecutor:
     async def ready(self, base_model: str) -> int:
         return self._incarnation
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         mine = self._incarnation
         if incarnation is not None and incarnation != mine:
             raise EngineKilled("another one")
@@ -80,14 +91,21 @@ class EchoExecutor:
             raise EngineLost("died")
         self.ran.append(work)
         try:
-            return Outcome(result=self._do(work), compute_s=0.0)
+            return Done(result=self._do(work))
         except UserFailure as failure:
             raise WorkFailed("user", str(failure)) from failure
 
     async def send(
-        self, base_model: str, work: Work, *, incarnation: int | None = None
-    ) -> asyncio.Future[Outcome]:
-        return asyncio.create_task(self.run(base_model, work, incarnation=incarnation))
+        self,
+        base_model: str,
+        order: Order,
+        *,
+        incarnation: int | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> asyncio.Future[Done]:
+        if on_tokens is not None:
+            self.on_tokens[id(order)] = on_tokens
+        return asyncio.create_task(self.run(base_model, order, incarnation=incarnation))
 
     def waiting_for(self, base_model: str) -> str | None:
         return None
@@ -102,62 +120,61 @@ class EchoExecutor:
         died, self._died = self._died, asyncio.Event()
         died.set()
 
-    def tasks(self, *kinds: Task) -> list[Task]:
+    def tasks(self, *kinds: str) -> list[str]:
         """The finished work of these kinds."""
-        return [work.task for work in self.ran if not kinds or work.task in kinds]
+        return [task_of(work) for work in self.ran if not kinds or task_of(work) in kinds]
 
-    def _do(self, work: Work) -> bytes:
-        match work.task:
-            case Task.CREATE:
-                if json.loads(work.lora_config)["rank"] > 1000:
+    def _do(self, work: Order) -> bytes:
+        order = content(work)
+        match task_of(work):
+            case "create":
+                if json.loads(order.lora_config)["rank"] > 1000:
                     raise UserFailure("rank is too large; 1 to 1000 are supported")
-                self.models[work.model_id] = Number()
-            case Task.PASS:
+                self.models[order.model_id] = Number()
+            case "run_pass":
                 return self._pass(work)
-            case Task.OPTIM_STEP:
-                decode_json(OptimStepRequest, work.payload)
-                model = self.models[work.model_id]
+            case "optim_step":
+                decode_json(OptimStepRequest, order.payload.inline)
+                model = self.models[order.model_id]
                 model.value, model.gradient = 2 * model.value + model.gradient, 0
                 return encode_json({"metrics": {"value:sum": float(model.value)}})
-            case Task.CLEAR_GRADIENTS:
-                self.models[work.model_id].gradient = 0
-            case Task.SAVE:
-                assert work.folder
-                Path(work.folder).mkdir(parents=True)
-                (Path(work.folder) / "value").write_text(str(self.models[work.model_id].value))
+            case "clear_gradients":
+                self.models[order.model_id].gradient = 0
+            case "save":
+                Path(order.folder).mkdir(parents=True)
+                (Path(order.folder) / "value").write_text(str(self.models[order.model_id].value))
                 return b'{"size_bytes": 1}'
-            case Task.LOAD:
-                assert work.folder
-                value = int((Path(work.folder) / "value").read_text())
-                self.models[work.model_id] = Number(value=value)
-            case Task.SNAPSHOT:
-                assert work.folder
-                Path(work.folder).mkdir(parents=True)
-                model = self.models[work.model_id]
-                (Path(work.folder) / "number").write_text(f"{model.value} {model.gradient}")
+            case "load":
+                value = int((Path(order.folder) / "value").read_text())
+                self.models[order.model_id] = Number(value=value)
+            case "snapshot":
+                Path(order.folder).mkdir(parents=True)
+                model = self.models[order.model_id]
+                (Path(order.folder) / "number").write_text(f"{model.value} {model.gradient}")
                 return b'{"size_bytes": 3}'
-            case Task.RESTORE:
-                assert work.folder
-                value, gradient = (Path(work.folder) / "number").read_text().split()
-                self.models[work.model_id] = Number(value=int(value), gradient=int(gradient))
-            case Task.DROP:
-                self.models.pop(work.model_id, None)
-            case Task.SAMPLE:
+            case "restore":
+                value, gradient = (Path(order.folder) / "number").read_text().split()
+                self.models[order.model_id] = Number(value=int(value), gradient=int(gradient))
+            case "drop":
+                self.models.pop(order.model_id, None)
+            case "sample":
                 return self._sample(work)
         return b"{}"
 
-    def _pass(self, work: Work) -> bytes:
-        body = work.payload_file.read_bytes() if work.payload_file else work.payload
+    def _pass(self, work: Order) -> bytes:
+        order = work.run_pass
+        file = order.payload.file
+        body = Path(file).read_bytes() if file else order.payload.inline
         request, _ = decode_forward_backward_request(body)
         requested = request.forward_backward_input
         if requested.loss_fn != "cross_entropy":
             raise UserFailure(f"loss {requested.loss_fn} is not known; cross_entropy is")
-        model = self.models[work.model_id]
+        model = self.models[order.model_id]
         try:
             lengths = [datum.model_input.length for datum in requested.data]
         except ValueError as unknown:  # an image of unknown length; engines refuse all images
             raise UserFailure(str(unknown)) from unknown
-        if work.backward:
+        if order.backward:
             model.gradient += sum(lengths)
         return encode_forward_backward_output(
             ForwardBackwardOutput(
@@ -170,9 +187,10 @@ class EchoExecutor:
             )
         )
 
-    def _sample(self, work: Work) -> bytes:
-        request = decode_json(SampleRequest, work.payload)
-        value = int((Path(work.folder) / "value").read_text()) if work.folder else 7
+    def _sample(self, work: Order) -> bytes:
+        request = decode_json(SampleRequest, work.sample.payload.inline)
+        folder = work.sample.adapter_folder
+        value = int((Path(folder) / "value").read_text()) if folder else 7
         tokens, logprobs = np.array([value], np.int32), np.array([-0.5], np.float32)
         sequence = SampledSequence("length", "", tokens_np=tokens, logprobs_np=logprobs)
         return encode_sample_response(SampleResponse(sequences=[sequence] * request.num_samples))

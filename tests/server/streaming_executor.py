@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 
 from server.echo import BASE, EchoExecutor
-from tinkex.server.executor import Outcome, Task, Work
 from tinkex.wire.codec import decode_json
-from tinkex.wire.proto.frames_pb2 import Tokens
+from tinkex.wire.proto.frames_pb2 import Done, Order, Tokens
 from tinkex.wire.protobuf import encode_sample_response
 from tinkex.wire.sampling import SampledSequence, SampleRequest, SampleResponse
 
@@ -24,19 +23,19 @@ class StreamingExecutor(EchoExecutor):
         self.sampled: dict[bytes, int] = {}
         self.cancelled = 0
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
-        if work.task is not Task.SAMPLE:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
+        if not work.HasField("sample"):
             return await super().run(base_model, work, incarnation=incarnation)
-        request = decode_json(SampleRequest, work.payload)
+        request = decode_json(SampleRequest, work.sample.payload.inline)
         most = request.sampling_params.max_tokens or 1
         try:
             for start in range(0, most, TOKENS_PER_UPDATE):
-                if work.on_tokens is not None:
+                if (on_tokens := self.on_tokens.get(id(work))) is not None:
                     reported = Tokens(sequence=0, start=start)
                     reported.tokens.extend(range(start, start + TOKENS_PER_UPDATE))
                     reported.logprobs.extend([-0.5] * TOKENS_PER_UPDATE)
-                    work.on_tokens(reported)
-                self.sampled[work.payload] = start + TOKENS_PER_UPDATE
+                    on_tokens(reported)
+                self.sampled[work.sample.payload.inline] = start + TOKENS_PER_UPDATE
                 await asyncio.sleep(UPDATE_INTERVAL_S)
         except asyncio.CancelledError:
             self.cancelled += 1
@@ -47,7 +46,7 @@ class StreamingExecutor(EchoExecutor):
             tokens_np=np.arange(most, dtype=np.int32),
             logprobs_np=np.full(most, -0.5, np.float32),
         )
-        return Outcome(
+        return Done(
             result=encode_sample_response(SampleResponse(sequences=[sequence])), compute_s=0.0
         )
 

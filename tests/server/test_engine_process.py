@@ -18,9 +18,10 @@ from serving import TINY
 from tinkex.engine.process import parser
 from tinkex.server import engine_process, web_process
 from tinkex.server.engine_process import LocalExecutor, _command
-from tinkex.server.executor import EngineKilled, EngineLost, ServedModel, Task, Work
+from tinkex.server.executor import EngineKilled, EngineLost, ServedModel
 from tinkex.server.settings import CHOICES, Settings
 from tinkex.wire.engine_settings import EngineSettings
+from tinkex.wire.proto.frames_pb2 import Drop, Order
 
 pytestmark = pytest.mark.anyio
 
@@ -145,7 +146,7 @@ async def test_reading_a_large_result_does_not_block_the_engine(
     await executor.start()
     try:
         await executor.ready("x")
-        work = Work(task=Task.DROP, model_id="m")
+        work = Order(drop=Drop(model_id="m"))
         answers = [await executor.send("x", work) for _ in range(3)]
         outcomes = await asyncio.gather(*answers)
         assert [len(outcome.result) for outcome in outcomes] == [2**22] * 3
@@ -188,7 +189,7 @@ async def test_an_attempt_counts_only_if_the_engine_ended_by_itself(
     executor = local_executor(Path(), "x")
     await executor.start()
     try:
-        future = await executor.send("x", Work(task=Task.DROP, model_id=str(status)))
+        future = await executor.send("x", Order(drop=Drop(model_id=str(status))))
         with pytest.raises(EngineLost) as lost:
             await future
         assert isinstance(lost.value, EngineKilled) is killed

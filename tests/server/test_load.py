@@ -16,9 +16,8 @@ from server.hosting import Api, hosted
 from server.tenants import new_key, with_key
 from tinkex.server import process_setup, web_process
 from tinkex.server.api.connection_limits import MIN_PROGRESS_BYTES, Phase, StallTimer
-from tinkex.server.executor import Outcome, Work
-from tinkex.server.scheduler.result_waiters import FinishedRequest
-from tinkex.server.scheduler.step_queue import Kind
+from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
+from tinkex.wire.proto.frames_pb2 import Done, Order
 from waiting import until_async
 
 pytestmark = pytest.mark.anyio
@@ -33,9 +32,9 @@ MOST_BYTES_EACH = 20_000
 class Held(EchoExecutor):
     """As simple as the real one: a waiting sample costs one task and one event."""
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         await self.open.wait()
-        return Outcome(result=self._do(work), compute_s=0.0)
+        return Done(result=self._do(work))
 
 
 def sample(sampler: str, number: int, tokens: int = 100) -> dict[str, Any]:
@@ -249,12 +248,12 @@ async def test_an_unread_answer_is_aborted_and_a_slowly_read_one_is_not(
         assert api.app is not None
         assert api.server is not None
         state = api.server.server_state
-        large = FinishedRequest(
+        large = QueuedRequest(
             request_id="large",
             owner="local",
             kind=Kind.SAVE_WEIGHTS,
-            session_id=None,
-            result=b"x" * LARGE,
+            base_model=BASE,
+            outcome=Outcome(result=b"x" * LARGE),
         )
         api.app.state.context.futures.finish(large)
         asking = request("retrieve_future", json.dumps({"request_id": "large"}).encode())

@@ -7,8 +7,8 @@ import pytest
 
 from server.echo import BASE, EchoExecutor
 from server.hosting import hosted
-from tinkex.server.executor import Outcome, Task, Work
 from tinkex.wire.codec import decode_json
+from tinkex.wire.proto.frames_pb2 import Done, Order
 from tinkex.wire.sampling import SampleRequest
 
 pytestmark = pytest.mark.anyio
@@ -19,17 +19,17 @@ class Seen(EchoExecutor):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[Work] = []
+        self.asked: list[Order] = []
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         self.asked.append(work)
         return await super().run(base_model, work, incarnation=incarnation)
 
     def seeds(self) -> list[int | None]:
         return [
-            decode_json(SampleRequest, work.payload).sampling_params.seed
+            decode_json(SampleRequest, work.sample.payload.inline).sampling_params.seed
             for work in self.asked
-            if work.task is Task.SAMPLE
+            if work.HasField("sample")
         ]
 
 
@@ -56,7 +56,7 @@ async def test_running_work_runs_again_after_a_restart_with_the_same_seed(
         async with asyncio.timeout(20):
             for _ in range(3):
                 await first.entered.acquire()
-    assert first.tasks(Task.PASS, Task.SAMPLE) == []
+    assert first.tasks("run_pass", "sample") == []
     second = Seen()
     async with hosted(second, tmp_path) as api:
         assert await api.value(stepped) == 3

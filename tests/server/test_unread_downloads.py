@@ -13,7 +13,7 @@ import pytest
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from tinkex.server.api.downloads import PIECE_BYTES
-from tinkex.server.executor import Task, Work
+from tinkex.wire.proto.frames_pb2 import Order
 from waiting import until_async
 
 pytestmark = pytest.mark.anyio
@@ -25,10 +25,10 @@ LARGE = 8 * PIECE_BYTES
 class Large(EchoExecutor):
     """Its checkpoints have a file larger than any socket buffer."""
 
-    def _do(self, work: Work) -> bytes:
+    def _do(self, work: Order) -> bytes:
         done = super()._do(work)
-        if work.task is Task.SAVE and work.folder is not None:
-            (Path(work.folder) / "large").write_bytes(bytes(LARGE))
+        if work.HasField("save"):
+            (Path(work.save.folder) / "large").write_bytes(bytes(LARGE))
         return done
 
 

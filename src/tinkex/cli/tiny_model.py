@@ -31,7 +31,7 @@ def command(folder: Path, arch: str, seed: int, force: bool) -> None:
             f"{folder} is not empty.", hint="Use another folder, or add --force to write into it."
         )
     try:
-        from tinkex.engine.tiny_model import write_tiny_model
+        from tinkex.models.tiny_model import write_tiny_model
     except ModuleNotFoundError as error:
         raise missing_package(error, "`tinkex tiny-model`", "engine") from error
     write_tiny_model(folder, arch="llama" if arch == "llama" else "qwen3", seed=seed)

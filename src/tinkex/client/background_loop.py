@@ -25,19 +25,23 @@ class _Background:
         self.loop.run_forever()
 
 
+def after_fork(reset: Callable[[], None]) -> Callable[[], None]:
+    """Decorator: call `reset` in every forked child. Locks of the parent may be held there."""
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=reset)
+    return reset
+
+
 _lock = threading.Lock()
 _background: _Background | None = None
 
 
-def _reset_after_fork() -> None:
-    """In a forked child: the parent's thread does not exist here, and its lock may be held."""
+@after_fork
+def _reset() -> None:
+    """The parent's thread does not exist in the child."""
     global _lock, _background
     _lock = threading.Lock()
     _background = None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def background() -> asyncio.AbstractEventLoop:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tinkex.client import background_loop
 from tinkex.client.auth.credentials import Credential
 from tinkex.client.auth.token_exchange import ExchangedToken, sign_in
+from tinkex.client.background_loop import after_fork
 from tinkex.client.errors import APIStatusError, TinkerError
 from tinkex.client.http.backpressure import ServiceLimits, ServiceLimitsTable
 from tinkex.client.http.cancellation import CancelQueue
@@ -164,14 +165,11 @@ _transports: weakref.WeakSet[Transport] = weakref.WeakSet()
 inherited: list[Any] = []
 
 
+@after_fork
 def _reset_after_fork() -> None:
     """In a forked child: do not close the parent's connections."""
     inherited.extend(_transports)
     _transports.clear()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def _limits_of_loop() -> ServiceLimitsTable:

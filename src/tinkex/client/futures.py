@@ -268,14 +268,20 @@ def _bound_method(
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def as_written(function: F, name: str, start: Callable[..., Any], doc: str | None = None) -> F:
+def as_written(
+    function: F,
+    name: str,
+    start: Callable[..., Any],
+    doc: str | None = None,
+    returns: Any = inspect.Signature.empty,
+) -> F:
     """Give the generated function the name, signature and docstring of a written one."""
     owner, _, _ = start.__qualname__.rpartition(".")
     function.__name__ = name
     function.__qualname__ = f"{owner}.{name}"
     function.__doc__ = doc or start.__doc__
     function.__module__ = start.__module__
-    signature = inspect.signature(start).replace(return_annotation=inspect.Signature.empty)
+    signature = inspect.signature(start).replace(return_annotation=returns)
     # Not `functools.wraps`: tools follow `__wrapped__` and would see a plain function.
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function

@@ -8,7 +8,6 @@ with the last of them.
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterator, Mapping
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from urllib.parse import urlencode
 
+from tinkex.client.background_loop import after_fork
 from tinkex.client.connection import Connection
 from tinkex.client.errors import APITimeoutError
 from tinkex.client.futures import Promise, refuse_to_block
@@ -257,14 +257,11 @@ _users: weakref.WeakKeyDictionary[Session, weakref.WeakSet[Sessionless]] = (
 )
 
 
+@after_fork
 def _reset_after_fork() -> None:
     """In a forked child: another thread of the parent may hold the lock."""
     global _lock
     _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def _join_connection(user: Sessionless, settings: Settings) -> Session:

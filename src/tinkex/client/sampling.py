@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import quote
 
 from tinkex.client import sampler_pickling, tokenizer, validation
-from tinkex.client.futures import Promise, awaits, refuse_to_block, waits
+from tinkex.client.futures import Promise, as_written, awaits, refuse_to_block, waits
 from tinkex.client.http.polling import QueueLog
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.observe.telemetry import Telemetry
@@ -31,6 +32,23 @@ from tinkex.wire.sampling import (
 from tinkex.wire.tensors import TensorData
 
 T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
+
+
+def _takes(
+    build: Callable[Concatenate[Any, P], SampleRequest],
+) -> Callable[[Callable[[Any, SampleRequest], R]], Callable[Concatenate[Any, P], R]]:
+    """Gives a method that takes a request the parameters from which `build` makes it."""
+
+    def decorate(method: Callable[[Any, SampleRequest], R]) -> Callable[Concatenate[Any, P], R]:
+        def variant(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            return method(self, build(self, *args, **kwargs))
+
+        returns = inspect.signature(method).return_annotation
+        return as_written(variant, method.__name__, build, method.__doc__, returns)
+
+    return decorate
 
 
 class Sampler(GetSamplerResponse):
@@ -155,77 +173,19 @@ class SamplingClient(TextMixin):
 
     # -- sampling --------------------------------------------------------------------------------
 
-    def sample(
-        self,
-        prompt: ModelInput,
-        num_samples: int,
-        sampling_params: SamplingParams,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-        topk_sample_logprobs: int = 0,
-        target_prompt_logprobs: TensorData | None = None,
-        prompt_alt_tokens_k: int = 0,
-        prompt_logprobs_last_n: int | None = None,
-    ) -> Promise[SampleResponse]:
-        """Sample `num_samples` sequences that continue the prompt."""
-        request = self._request(
-            prompt,
-            num_samples,
-            sampling_params,
-            include_prompt_logprobs,
-            topk_prompt_logprobs,
-            topk_sample_logprobs,
-            target_prompt_logprobs,
-            prompt_alt_tokens_k,
-            prompt_logprobs_last_n,
-        )
-        return self._run(request, _checked)
-
-    sample_async = awaits(sample)
-
-    def sample_stream(
-        self,
-        prompt: ModelInput,
-        num_samples: int,
-        sampling_params: SamplingParams,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-        topk_sample_logprobs: int = 0,
-        target_prompt_logprobs: TensorData | None = None,
-        prompt_alt_tokens_k: int = 0,
-        prompt_logprobs_last_n: int | None = None,
-    ) -> SampleStream:
-        """
-        `sample`, with tokens read as they are generated: `for event in stream`, or `async for`.
-
-        Its `response()` is the result of `sample`. A service without streams sends everything last.
-        """
-        request = self._request(
-            prompt,
-            num_samples,
-            sampling_params,
-            include_prompt_logprobs,
-            topk_prompt_logprobs,
-            topk_sample_logprobs,
-            target_prompt_logprobs,
-            prompt_alt_tokens_k,
-            prompt_logprobs_last_n,
-        )
-        partial = PartialOutput()
-        return SampleStream(self._run(request, _checked, partial=partial), partial)
-
     def _request(
         self,
         prompt: ModelInput,
         num_samples: int,
         sampling_params: SamplingParams,
-        include_prompt_logprobs: bool,
-        topk_prompt_logprobs: int,
-        topk_sample_logprobs: int,
-        target_prompt_logprobs: TensorData | None,
-        prompt_alt_tokens_k: int,
-        prompt_logprobs_last_n: int | None,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
     ) -> SampleRequest:
+        """The parameters of `sample` and `sample_stream`."""
         if target_prompt_logprobs is not None:
             target = target_prompt_logprobs
             if target.dtype != "int64" or target.shape is None or len(target.shape) != 2:
@@ -255,6 +215,25 @@ class SamplingClient(TextMixin):
             prompt_logprobs_last_n=prompt_logprobs_last_n,
             record_stability_info=self._record_stability_info,
         )
+
+    _request.__qualname__ = "SamplingClient.sample"  # the name in a TypeError about arguments
+
+    @_takes(_request)
+    def sample(self, request: SampleRequest) -> Promise[SampleResponse]:
+        """Sample `num_samples` sequences that continue the prompt."""
+        return self._run(request, _checked)
+
+    sample_async = awaits(sample)
+
+    @_takes(_request)
+    def sample_stream(self, request: SampleRequest) -> SampleStream:
+        """
+        `sample`, with tokens read as they are generated: `for event in stream`, or `async for`.
+
+        Its `response()` is the result of `sample`. A service without streams sends everything last.
+        """
+        partial = PartialOutput()
+        return SampleStream(self._run(request, _checked, partial=partial), partial)
 
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None

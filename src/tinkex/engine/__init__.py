@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tinkex.engine.engine import Engine
     from tinkex.engine.sampling.sampler import Finished
-    from tinkex.engine.settings import EngineFacts
     from tinkex.wire.engine_settings import EngineSettings
 
-__all__ = ["Engine", "EngineFacts", "EngineSettings", "Finished"]
+__all__ = ["Engine", "EngineSettings", "Finished"]
 
 _MODULES = {
     "Engine": "tinkex.engine.engine",
-    "EngineFacts": "tinkex.engine.settings",
     "EngineSettings": "tinkex.wire.engine_settings",
     "Finished": "tinkex.engine.sampling.sampler",
 }

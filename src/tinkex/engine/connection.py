@@ -1,6 +1,6 @@
 """The socket to the web process: reads orders, builds and sends reports.
 
-`frames.proto` defines both messages. Other threads also put events for the worker into the inbox.
+`frames.proto` defines both messages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from tinkex.engine.adapters.checkpoints import WriteFailed
 from tinkex.engine.engine import NoSuchModel
@@ -24,23 +23,11 @@ from tinkex.wire.proto import frames_pb2
 log = logging.getLogger("tinkex.engine.process")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SnapshotWritten:
-    """Event: the copy of a snapshot was written, or failed; its memory is free again."""
-
-    size_bytes: int
-
-
-class AdapterRead:
-    """Event: the adapter that samples were waiting for has been read. Wakes the worker."""
-
-
 class Connection:
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
-        self.inbox: queue.SimpleQueue[engine_protocol.Order | SnapshotWritten | AdapterRead] = (
-            queue.SimpleQueue()
-        )
+        #: None only wakes the worker.
+        self.inbox: queue.SimpleQueue[engine_protocol.Order | None] = queue.SimpleQueue()
         self._sending = threading.Lock()
 
     def start_reading(self) -> None:
@@ -49,11 +36,15 @@ class Connection:
 
     def send(self, report: engine_protocol.Report) -> None:
         try:
-            # The snapshot writer sends from its own thread.
+            # The thread that writes snapshots sends too.
             with self._sending:
                 self._socket.sendall(engine_protocol.frame(report))
         except OSError:
             _exit()
+
+    def wake(self, _: object = None) -> None:
+        """Called by other threads when something that the worker may wait for has ended."""
+        self.inbox.put(None)
 
     def _read(self) -> None:
         try:

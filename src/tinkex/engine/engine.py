@@ -5,7 +5,6 @@ Not thread-safe: one thread makes all calls.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,6 @@ from tinkex.engine.device import available_bytes, choose_device, choose_dtype, p
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.lora import make_layout
 from tinkex.engine.sampling.sampler import Finished, PartialOutput, Sampler
-from tinkex.engine.settings import EngineFacts, EngineStats
 from tinkex.engine.training.batch import count_fitting
 from tinkex.engine.training.custom_loss_graph import Graph
 from tinkex.engine.training.losses import CustomLoss
@@ -41,6 +39,7 @@ from tinkex.engine.training.request_checks import Limits, check_request
 from tinkex.wire.custom_loss import CustomLossGraph, CustomLossInput
 from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.errors import UserFailure
+from tinkex.wire.proto import frames_pb2
 from tinkex.wire.sampling import SampleRequest
 from tinkex.wire.training import (
     ForwardBackwardInput,
@@ -79,8 +78,7 @@ class Engine:
         dtype = choose_dtype(settings, device)
         self.settings = settings
         self.model = BaseModel(settings.folder, device=device, dtype=dtype)
-        self.facts = EngineFacts(
-            name=settings.name,
+        self.facts = frames_pb2.Ready(
             arch=self.model.config.model_type,
             max_context_length=self.model.max_context_length,
             vocab_size=self.model.vocab_size,
@@ -301,9 +299,10 @@ class Engine:
         """Tokens of streamed requests sampled since the last call."""
         return [] if self._sampler is None else self._sampler.partial_outputs()
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> frames_pb2.Stats:
+        """Current sizes and counts."""
         tiers = {tier: self._adapters.usage(tier) for tier in Tier}
-        stats = EngineStats(
+        stats = frames_pb2.Stats(
             memory_bytes=self.plan.total,
             base_bytes=self.plan.base,
             adapter_budget_bytes=self.plan.adapters,
@@ -316,21 +315,18 @@ class Engine:
             batch_tokens=self.max_batch_tokens,
             activation_bytes_per_token=self.model.bytes_per_token,
         )
-        if self._sampler is None:
-            return stats
-        scheduler, adapters = self._sampler.scheduler, self._sampler.adapter_residents()
-        pages = scheduler.pages
-        return dataclasses.replace(
-            stats,
-            sampler_adapters=len(adapters),
-            sampler_adapters_bytes=sum(adapter.size for adapter in adapters),
-            kv_pages=pages.count,
-            kv_pages_used=pages.count - pages.available,
-            kv_pages_known=pages.idle,
-            kv_bytes=self.plan.cache,
-            samples_waiting=scheduler.waiting,
-            sequences_running=scheduler.running,
-        )
+        if self._sampler is not None:
+            scheduler, adapters = self._sampler.scheduler, self._sampler.adapter_residents()
+            pages = scheduler.pages
+            stats.sampler_adapters = len(adapters)
+            stats.sampler_adapters_bytes = sum(adapter.size for adapter in adapters)
+            stats.kv_pages = pages.count
+            stats.kv_pages_used = pages.count - pages.available
+            stats.kv_pages_known = pages.idle
+            stats.kv_bytes = self.plan.cache
+            stats.samples_waiting = scheduler.waiting
+            stats.sequences_running = scheduler.running
+        return stats
 
     @property
     def sampling(self) -> bool:

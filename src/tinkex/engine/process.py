@@ -56,20 +56,9 @@ def main() -> None:
         connection.send(engine_protocol.Report(refused=refused))
         return
     log.info("loaded %s in %.1f s", settings.name, time.perf_counter() - began_s)
-    facts = engine.facts
-    connection.send(
-        engine_protocol.Report(
-            ready=frames_pb2.Ready(
-                arch=facts.arch,
-                max_context_length=facts.max_context_length,
-                vocab_size=facts.vocab_size,
-                device=str(facts.device),
-                dtype=str(facts.dtype),
-            )
-        )
-    )
+    connection.send(engine_protocol.Report(ready=engine.facts))
     # Engines on the CPU share a lock, so that only one of them computes at a time.
-    compute_lock = settings.compute_lock if facts.device.startswith("cpu") else None
+    compute_lock = settings.compute_lock if engine.facts.device.startswith("cpu") else None
     Worker(engine, connection, compute_lock=compute_lock).run()
 
 

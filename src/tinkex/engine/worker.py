@@ -18,23 +18,22 @@ import queue
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from tinkex.engine import Engine
-from tinkex.engine.adapters.checkpoints import memory_bytes
+from tinkex.engine.adapters.checkpoints import Files, memory_bytes
+from tinkex.engine.adapters.checkpoints import write as write_files
 from tinkex.engine.connection import (
-    AdapterRead,
     Connection,
-    SnapshotWritten,
     done_report,
     failure_report,
     partial_output_report,
     shared_failure_report,
 )
 from tinkex.engine.device import is_device_lost, is_out_of_memory
-from tinkex.engine.snapshot_writer import SnapshotWriter
 from tinkex.engine.training.batch_mixer import BatchMixer, ModelQueue
 from tinkex.engine.training.passes import Pass
 from tinkex.engine.training.request_checks import unknown_custom_loss
@@ -104,9 +103,10 @@ class Worker:
         self._trained_s = self._sampled_s = 0.0
         self._stats_reported_s = 0.0
         self._reported_stats: frames_pb2.Stats | None = None
-        self._snapshots = SnapshotWriter(connection)
-        #: Host memory of snapshot copies that are not written yet.
-        self._pending_snapshot_bytes = 0
+        #: Writes snapshots while the engine continues to compute.
+        self._writer = ThreadPoolExecutor(1, "tinkex-snapshots")
+        #: Copies of snapshots that are not written yet, with their host memory.
+        self._copies: dict[Future[None], int] = {}
 
     def run(self) -> None:
         while True:
@@ -141,7 +141,7 @@ class Worker:
         idle = not can_sample and self._next_model() is None
         self._report_stats(idle)
         if idle and reading is not None:
-            reading.add_done_callback(lambda _: self._connection.inbox.put(AdapterRead()))
+            reading.add_done_callback(self._connection.wake)
         with contextlib.suppress(queue.Empty):
             self._accept(self._connection.inbox.get(block=idle))
             while True:
@@ -153,17 +153,14 @@ class Worker:
         if not idle and now_s - self._stats_reported_s < STATS_INTERVAL_S:
             return
         self._stats_reported_s = now_s
-        waiting = sum(len(jobs) for jobs in self._training.values())
-        stats = frames_pb2.Stats(training_waiting=waiting, **asdict(self._engine.stats()))
+        stats = self._engine.stats()
+        stats.training_waiting = sum(len(jobs) for jobs in self._training.values())
         if stats != self._reported_stats:
             self._reported_stats = stats
             self._connection.send(engine_protocol.Report(stats=stats))
 
-    def _accept(self, order: engine_protocol.Order | SnapshotWritten | AdapterRead) -> None:
-        if isinstance(order, SnapshotWritten):
-            self._pending_snapshot_bytes -= order.size_bytes
-            return
-        if isinstance(order, AdapterRead):
+    def _accept(self, order: engine_protocol.Order | None) -> None:
+        if order is None:
             return
         match order.WhichOneof("work"):
             case "sample":
@@ -243,7 +240,7 @@ class Worker:
 
         A model whose next order is a snapshot waits while too many copies wait to be written.
         """
-        full = self._pending_snapshot_bytes >= MAX_PENDING_SNAPSHOT_BYTES
+        full = self._pending_snapshot_bytes() >= MAX_PENDING_SNAPSHOT_BYTES
         return next(
             (
                 model_id
@@ -272,24 +269,37 @@ class Worker:
         try:
             result = self._apply(job)
         except Exception as error:  # noqa: BLE001  reported as the failure of this order
-            _exit_if_device_lost_or_full(error)
-            self._finish(model_id, job, failure_report(job.order.ticket, error))
+            self._fail(model_id, job, error)
         else:
             compute_s = time.perf_counter() - began_s
             self._finish(model_id, job, done_report(job.order.ticket, result, compute_s))
 
     def _snapshot(self, model_id: str, job: Job) -> None:
-        """Copies the model now. The snapshot writer writes the copy while other work continues."""
-        order = job.order
+        """Copies the model now. Another thread writes the copy while other work continues."""
         try:
             copied = self._engine.copy_snapshot(model_id, {})
         except Exception as error:  # noqa: BLE001  reported as the failure of this order
-            _exit_if_device_lost_or_full(error)
-            self._finish(model_id, job, failure_report(order.ticket, error))
+            self._fail(model_id, job, error)
             return
-        self._pending_snapshot_bytes += memory_bytes(copied)
-        self._snapshots.put(order.ticket, Path(order.snapshot.folder), copied)
+        folder = Path(job.order.snapshot.folder)
+        written = self._writer.submit(self._write, job.order.ticket, folder, copied)
+        self._copies[written] = memory_bytes(copied)
+        written.add_done_callback(self._connection.wake)
         self._remove(model_id, job)
+
+    def _write(self, ticket: int, folder: Path, copied: Files) -> None:
+        """Writes a copy and reports on the order, in the thread of the writer."""
+        began_s = time.perf_counter()
+        try:
+            result = json.dumps({"size_bytes": write_files(copied, folder)}).encode()
+        except Exception as error:  # noqa: BLE001  reported as the failure of this order
+            self._connection.send(failure_report(ticket, error))
+        else:
+            self._connection.send(done_report(ticket, result, time.perf_counter() - began_s))
+
+    def _pending_snapshot_bytes(self) -> int:
+        self._copies = {copy: size for copy, size in self._copies.items() if not copy.done()}
+        return sum(self._copies.values())
 
     def _run_micro_batch(self) -> None:
         """Runs one micro-batch with data from all passes that are ready."""
@@ -343,9 +353,7 @@ class Worker:
     def _fail_micro_batch(self, jobs: Sequence[Job], error: Exception) -> None:
         """A pass alone in the micro-batch fails; several are reported for separate retries."""
         if len(jobs) == 1:
-            (job,) = jobs
-            _exit_if_device_lost_or_full(error)
-            self._finish(_model_of(job), job, failure_report(job.order.ticket, error))
+            self._fail(_model_of(jobs[0]), jobs[0], error)
             return
         # If the batch was too large for the memory, each pass alone may still fit.
         _exit_if_device_lost(error)
@@ -382,8 +390,7 @@ class Worker:
                 model_id, request.forward_backward_input, backward=order.backward
             )
         except Exception as error:  # noqa: BLE001  reported as the failure of this order
-            _exit_if_device_lost_or_full(error)
-            self._finish(model_id, job, failure_report(job.order.ticket, error))
+            self._fail(model_id, job, error)
             return False
         return True
 
@@ -406,6 +413,10 @@ class Worker:
         """Sends the report and removes the job; its model goes to the end of the model order."""
         self._connection.send(report)
         self._remove(model_id, job)
+
+    def _fail(self, model_id: str, job: Job, error: Exception) -> None:
+        _exit_if_device_lost_or_full(error)
+        self._finish(model_id, job, failure_report(job.order.ticket, error))
 
     def _remove(self, model_id: str, job: Job) -> None:
         waiting = self._training.pop(model_id)

@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from tinkex.server.executor import (
     BatchFailed,
@@ -20,10 +20,8 @@ from tinkex.server.executor import (
     EngineLost,
     EngineRefused,
     ModelNotLoaded,
-    Outcome,
+    OnTokens,
     ServedModel,
-    Task,
-    Work,
     WorkFailed,
 )
 from tinkex.server.process_end import ProcessEnd, oom_kills
@@ -31,6 +29,7 @@ from tinkex.server.retry import Backoff, Crashed, PeriodicTask, retry
 from tinkex.wire import engine_protocol
 from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.proto import frames_pb2
+from tinkex.wire.proto.frames_pb2 import Done, Order
 
 log = logging.getLogger("tinkex.server.engine_process")
 
@@ -87,13 +86,18 @@ class LocalExecutor:
         return await self._engine(base_model).ready()
 
     async def send(
-        self, base_model: str, work: Work, *, incarnation: int | None = None
-    ) -> asyncio.Future[Outcome]:
+        self,
+        base_model: str,
+        order: Order,
+        *,
+        incarnation: int | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> asyncio.Future[Done]:
         engine = self._engine(base_model)
         current = await engine.ready()
         if incarnation is not None and incarnation != current:
             raise EngineKilled(f"the engine of {base_model} was restarted")
-        return await engine.send(work)
+        return await engine.send(order, on_tokens)
 
     def waiting_for(self, base_model: str) -> str | None:
         engine = self._engines.get(base_model)
@@ -129,8 +133,8 @@ class _Engine:
         self._tickets = itertools.count(1)
         #: The futures of unfinished orders. The key is the order's ticket: the id that connects an
         #: order and its reports in the engine protocol.
-        self._pending: dict[int, asyncio.Future[Outcome]] = {}
-        self._token_callbacks: dict[int, Callable[[frames_pb2.Tokens], None]] = {}
+        self._pending: dict[int, asyncio.Future[Done]] = {}
+        self._token_callbacks: dict[int, OnTokens] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._up = asyncio.Event()
@@ -190,18 +194,19 @@ class _Engine:
             raise EngineKilled("the server is stopping")
         return self._incarnation
 
-    async def send(self, work: Work) -> asyncio.Future[Outcome]:
+    async def send(self, order: Order, on_tokens: OnTokens | None) -> asyncio.Future[Done]:
         if self._writer is None:
             raise EngineKilled(f"the engine of {self._name} was lost")
-        ticket = next(self._tickets)
-        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        ticket = order.ticket = next(self._tickets)
+        future: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         if not self._pending:
             self._last_report_s = asyncio.get_running_loop().time()
         self._pending[ticket] = future
-        if work.on_tokens is not None:
-            self._token_callbacks[ticket] = work.on_tokens
-        future.add_done_callback(functools.partial(self._finish, work, ticket))
-        self._writer.write(engine_protocol.frame(_order(ticket, work)))
+        if on_tokens is not None:
+            self._token_callbacks[ticket] = on_tokens
+        is_sample = order.HasField("sample")
+        future.add_done_callback(functools.partial(self._finish, ticket, is_sample))
+        self._writer.write(engine_protocol.frame(order))
         try:
             await self._writer.drain()
         except ConnectionError:
@@ -211,22 +216,19 @@ class _Engine:
             raise
         return future
 
-    def _finish(self, work: Work, ticket: int, future: asyncio.Future[Outcome]) -> None:
+    def _finish(self, ticket: int, is_sample: bool, future: asyncio.Future[Done]) -> None:
         """Forget an order that has finished or was cancelled."""
         self._pending.pop(ticket, None)
         self._token_callbacks.pop(ticket, None)
         self._last_used_s = future.get_loop().time()
         if future.cancelled():
-            self._cancel_sample(work, ticket)
+            # Only a sample is cancelled in the engine. Other work always runs to its end.
+            if is_sample and self._writer is not None and not self._closing:
+                cancel = frames_pb2.Cancel(sample_ticket=ticket)
+                self._writer.write(engine_protocol.frame(Order(cancel=cancel)))
         else:
             # Mark the exception as retrieved, in case the caller no longer awaits it.
             future.exception()
-
-    def _cancel_sample(self, work: Work, ticket: int) -> None:
-        """Cancel a sample in the engine. Other work always runs to its end."""
-        if work.task is Task.SAMPLE and self._writer is not None and not self._closing:
-            cancel = frames_pb2.Cancel(sample_ticket=ticket)
-            self._writer.write(engine_protocol.frame(engine_protocol.Order(cancel=cancel)))
 
     def unload_if_idle(self, idle_s: float) -> None:
         """Stop a child that was idle for this long; the next request starts a new one."""
@@ -352,9 +354,8 @@ class _Engine:
                 raise EngineRefused(report.refused.message)
             case "done":
                 self._finished_work = True
-                outcome = Outcome(result=report.done.result, compute_s=report.done.compute_s)
                 if (future := self._unfinished(report.ticket)) is not None:
-                    future.set_result(outcome)
+                    future.set_result(report.done)
             case "grown":
                 if (on_tokens := self._token_callbacks.get(report.ticket)) is not None:
                     for tokens in report.grown.sequences:
@@ -363,7 +364,7 @@ class _Engine:
                 if (future := self._unfinished(report.ticket)) is not None:
                     future.set_exception(_failure(report.failed))
 
-    def _unfinished(self, ticket: int) -> asyncio.Future[Outcome] | None:
+    def _unfinished(self, ticket: int) -> asyncio.Future[Done] | None:
         """The future of an order, if the order is neither finished nor cancelled."""
         future = self._pending.get(ticket)
         return None if future is None or future.done() else future
@@ -414,63 +415,3 @@ def _environment(threads: int | None) -> dict[str, str]:
     if threads:
         variables["OMP_NUM_THREADS"] = str(threads)
     return {**os.environ, **variables}
-
-
-def _order(ticket: int, work: Work) -> engine_protocol.Order:
-    """Encode work as a message for the engine."""
-    payload = frames_pb2.Payload(inline=work.payload)
-    if work.payload_file is not None:
-        payload = frames_pb2.Payload(file=str(work.payload_file))
-    folder = work.folder or ""
-    model_id = work.model_id
-    order = engine_protocol.Order(ticket=ticket)
-    match work.task:
-        case Task.CREATE:
-            order.create.model_id = model_id
-            order.create.lora_config = work.lora_config
-            order.create.optimizer_config = work.optimizer_config
-        case Task.PASS:
-            order.run_pass.CopyFrom(
-                frames_pb2.Pass(
-                    model_id=model_id,
-                    payload=payload,
-                    backward=work.backward,
-                    session_id=work.session_id,
-                )
-            )
-        case Task.OPTIM_STEP:
-            order.optim_step.CopyFrom(frames_pb2.OptimStep(model_id=model_id, payload=payload))
-        case Task.SAVE:
-            order.save.CopyFrom(
-                frames_pb2.Save(model_id=model_id, folder=folder, optimizer=work.optimizer)
-            )
-        case Task.LOAD:
-            order.load.CopyFrom(
-                frames_pb2.Load(model_id=model_id, folder=folder, optimizer=work.optimizer)
-            )
-        case Task.SNAPSHOT:
-            order.snapshot.CopyFrom(frames_pb2.Snapshot(model_id=model_id, folder=folder))
-        case Task.RESTORE:
-            order.restore.CopyFrom(frames_pb2.Restore(model_id=model_id, folder=folder))
-        case Task.CLEAR_GRADIENTS:
-            order.clear_gradients.model_id = model_id
-        case Task.DROP:
-            order.drop.model_id = model_id
-        case Task.REGISTER_LOSS:
-            order.register_loss.CopyFrom(
-                frames_pb2.RegisterLoss(
-                    loss_id=work.loss_id, session_id=work.session_id, payload=payload
-                )
-            )
-        case Task.FORGET_LOSSES:
-            order.forget_losses.session_id = work.session_id
-        case Task.SAMPLE:
-            order.sample.CopyFrom(
-                frames_pb2.Sample(
-                    payload=payload,
-                    adapter_folder=folder,
-                    owner=work.owner,
-                    streams=work.on_tokens is not None,
-                )
-            )
-    return order

@@ -30,6 +30,6 @@ def write_tiny_model(
     folder: str | Path, arch: Literal["qwen3", "llama"] = "qwen3", seed: int = 0
 ) -> Path:
     """Write a small random model that can be trained in seconds. Needs the extra `engine`."""
-    from tinkex.engine.tiny_model import write_tiny_model as write
+    from tinkex.models.tiny_model import write_tiny_model as write
 
     return write(Path(folder), arch=arch, seed=seed)

@@ -76,6 +76,11 @@ def encode_json(message: Any) -> bytes:
     Fields of wire types that are None are omitted. Plain dicts are encoded unchanged, because in
     a body such as `{"ttl_seconds": null}` the null has a meaning.
     """
+    if isinstance(message, BaseModel):
+        # In one step, unless it has what may stand for NaN or infinity: in a field, that is null.
+        body = message.__pydantic_serializer__.to_json(message, exclude_none=True)
+        if not (b"null" in body or b"N" in body or b"I" in body):
+            return body
     body = to_json(_plain(message), inf_nan_mode="constants")
     if b"NaN" in body or b"Infinity" in body:
         # These letters may be part of a string: parse to find out.

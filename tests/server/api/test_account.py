@@ -13,10 +13,10 @@ import pytest
 
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
-from tinkex.server.executor import Outcome, Task, Work
 from tinkex.server.settings import Prices
 from tinkex.server.store import open_store
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
+from tinkex.wire.proto.frames_pb2 import Done, Order
 
 pytestmark = pytest.mark.anyio
 
@@ -24,15 +24,15 @@ pytestmark = pytest.mark.anyio
 class CachingExecutor(EchoExecutor):
     """Returns samples of a known length with part of the prompt cached."""
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         outcome = await super().run(base_model, work, incarnation=incarnation)
-        if work.task is not Task.SAMPLE:
+        if not work.HasField("sample"):
             return outcome
         response = pb.SampleResponse.FromString(outcome.result)
         response.prompt_cache_hit_tokens = 2
         for sequence in response.sequences:
             sequence.tokens = b"\0\0\0\0" * 5
-        return Outcome(result=response.SerializeToString(), compute_s=0.0)
+        return Done(result=response.SerializeToString())
 
 
 def around_now() -> dict[str, str]:

@@ -11,9 +11,9 @@ import pytest
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, revoke, with_key
-from tinkex.server.executor import Outcome, Task, Work
 from tinkex.server.store import checkpoints
 from tinkex.server.store.quotas import Quota, owner_quota
+from tinkex.wire.proto.frames_pb2 import Done, Order
 
 pytestmark = pytest.mark.anyio
 
@@ -53,7 +53,7 @@ async def test_checkpoints_over_the_quota_fail_and_training_goes_on(
         model = await api.model()
         assert "path" in await save(api, model, 1, "a")
         assert "path" in await save(api, model, 2, "b")
-        saves = len(echo.tasks(Task.SAVE))
+        saves = len(echo.tasks("save"))
         refused(
             await save(api, model, 3, "c"),
             "you have 2 checkpoints, this needs 1 more, and 2 are allowed",
@@ -61,7 +61,7 @@ async def test_checkpoints_over_the_quota_fail_and_training_goes_on(
             "ttl_seconds",
         )
         # Nothing was written for it.
-        assert len(echo.tasks(Task.SAVE)) == saves
+        assert len(echo.tasks("save")) == saves
         assert await api.value(await api.optim_step(model, 4)) == 0
         # Overwriting, and saving without a name, do not increase the count.
         assert "path" in await save(api, model, 5, "b", overwrite=True)
@@ -92,10 +92,10 @@ async def test_named_and_unnamed_bytes_count_until_the_files_are_deleted(
 class Heavy(EchoExecutor):
     """Saves of two bytes."""
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         outcome = await super().run(base_model, work, incarnation=incarnation)
-        if work.task is Task.SAVE:
-            return Outcome(result=json.dumps({"size_bytes": 2}).encode(), compute_s=0.0)
+        if work.HasField("save"):
+            return Done(result=json.dumps({"size_bytes": 2}).encode())
         return outcome
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted, pass_body
-from tinkex.server.executor import EngineRefused, Task
+from tinkex.server.executor import EngineRefused
 from tinkex.wire.malformed_steps import StepId, step_id_in_json, step_id_in_protobuf
 
 pytestmark = pytest.mark.anyio
@@ -62,7 +62,7 @@ async def test_the_next_optim_step_fails_with_the_reason_of_the_refused_pass(
     assert stepped["category"] == "user"
     assert "forward_backward step 1" in stepped["error"]
     assert "refused when it arrived" in stepped["error"]
-    assert echo.tasks(Task.OPTIM_STEP) == []
+    assert echo.tasks("optim_step") == []
     # The model continues at once.
     await api.forward_backward(model, 3, tokens=4)
     assert await api.value(await api.optim_step(model, 4)) == 4
@@ -107,7 +107,7 @@ async def test_a_refused_number_is_used_up_after_a_later_step(api: Api, echo: Ec
     again = await api.result(await api.forward_backward(model, 1))
     assert again["category"] == "user"
     assert "refused when it arrived" in again["error"]
-    assert echo.tasks(Task.PASS) == []
+    assert echo.tasks("run_pass") == []
 
 
 async def test_an_accepted_step_is_not_undone_by_a_malformed_repeat(api: Api) -> None:

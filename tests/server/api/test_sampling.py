@@ -7,7 +7,6 @@ import pytest
 
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
-from tinkex.server.executor import Task
 from tinkex.wire.codec import PROTOBUF_TYPE
 from tinkex.wire.protobuf import decode_sample_response
 
@@ -43,7 +42,7 @@ async def test_each_sequence_has_an_id_before_it_exists(api: Api) -> None:
 
 async def test_the_engine_gets_the_owner_of_a_sample(api: Api, echo: EchoExecutor) -> None:
     await sample(api, base_model=BASE)
-    assert [work.owner for work in echo.ran if work.task is Task.SAMPLE] == ["local"]
+    assert [work.sample.owner for work in echo.ran if work.HasField("sample")] == ["local"]
 
 
 async def test_a_repeated_sample_answers_the_same_ids_and_runs_once(
@@ -61,7 +60,7 @@ async def test_a_repeated_sample_answers_the_same_ids_and_runs_once(
     assert first.json == again.json
     assert len(first.json["sample_sequence_ids"]) == 2
     await api.result(first.json["request_id"])
-    assert echo.tasks(Task.SAMPLE) == [Task.SAMPLE]
+    assert echo.tasks("sample") == ["sample"]
 
 
 async def test_samples_need_no_order(api: Api) -> None:
@@ -73,7 +72,7 @@ async def test_samples_need_no_order(api: Api) -> None:
 async def test_a_sample_without_a_seed_gets_one_that_stays(api: Api, echo: EchoExecutor) -> None:
     sampler = await base_sampler(api)
     await sample(api, sampling_session_id=sampler, seq_id=0)
-    assert b'"seed":' in echo.ran[-1].payload
+    assert b'"seed":' in echo.ran[-1].sample.payload.inline
 
 
 async def test_an_unknown_setting_is_a_failed_sample(api: Api) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
-from tinkex.server.executor import Task
 from tinkex.server.scheduler.session_status import SessionTimeouts, session_status
 from tinkex.server.store import open_store
 
@@ -55,7 +54,7 @@ def test_a_silent_session_reports_its_last_contact() -> None:
 async def dropped(echo: EchoExecutor) -> None:
     """Wait until a model was unloaded from the engine."""
     async with asyncio.timeout(20):
-        while Task.DROP not in echo.tasks():  # noqa: ASYNC110  the echo executor has no event for this
+        while "drop" not in echo.tasks():  # noqa: ASYNC110  the echo executor has no event for this
             await asyncio.sleep(0.02)
 
 

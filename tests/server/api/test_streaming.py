@@ -14,10 +14,10 @@ import pytest
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from tinkex.client.http.sse import EventDecoder, ServerSentEvent
-from tinkex.server.executor import EngineLost, Outcome, Task, Work, WorkFailed
+from tinkex.server.executor import EngineLost, WorkFailed
 from tinkex.wire.codec import decode_json
 from tinkex.wire.errors import UserFailure
-from tinkex.wire.proto.frames_pb2 import Tokens
+from tinkex.wire.proto.frames_pb2 import Done, Order, Tokens
 from tinkex.wire.protobuf import encode_sample_response
 from tinkex.wire.sampling import SampledSequence, SampleRequest, SampleResponse
 
@@ -44,11 +44,11 @@ class Drip(EchoExecutor):
         for _ in range(drops):
             self.drops.release()
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
-        if work.task is not Task.SAMPLE:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
+        if not work.HasField("sample"):
             return await super().run(base_model, work, incarnation=incarnation)
         try:
-            request = decode_json(SampleRequest, work.payload)
+            request = decode_json(SampleRequest, work.sample.payload.inline)
         except UserFailure as failure:
             raise WorkFailed("user", str(failure)) from failure
         count, died = request.sampling_params.max_tokens or 1, self._died
@@ -58,12 +58,12 @@ class Drip(EchoExecutor):
                 await self.drops.acquire()
                 if died.is_set():
                     raise EngineLost("died")
-                if work.on_tokens is not None:
+                if (on_tokens := self.on_tokens.get(id(work))) is not None:
                     for sequence in range(request.num_samples):
                         reported = Tokens(sequence=sequence, start=drawn)
                         reported.tokens.append(100 * sequence + drawn)
                         reported.logprobs.append(-0.5)
-                        work.on_tokens(reported)
+                        on_tokens(reported)
         except asyncio.CancelledError:
             self.given_up.set()
             raise
@@ -79,7 +79,7 @@ class Drip(EchoExecutor):
             for index in range(request.num_samples)
         ]
         self.ran.append(work)
-        return Outcome(
+        return Done(
             result=encode_sample_response(SampleResponse(sequences=sequences)), compute_s=0.0
         )
 
@@ -223,7 +223,7 @@ async def test_a_repeated_request_streams_the_same_sample_from_the_beginning(
             events = [*await first.rest()]
             assert (await second.rest())[-1] == events[-1]
             assert (await late.rest())[-1] == events[-1]
-    assert drip.tasks() == [Task.SAMPLE]
+    assert drip.tasks() == ["sample"]
 
 
 async def test_a_sample_of_asample_is_streamed_at_its_end(api: Api, drip: Drip) -> None:
@@ -297,7 +297,7 @@ async def test_a_stopping_server_ends_its_streams_and_the_samples_continue_later
         api.app.state.context.futures.release()  # as the server does when it stops
         assert await events.rest() == []
         assert b"the server is stopping" in events.raw
-    assert not any(work.task is Task.SAMPLE for work in drip.ran)
+    assert not any(work.HasField("sample") for work in drip.ran)
     again = Drip()
     again.fall(6)
     async with hosted(again, tmp_path) as api:

@@ -9,7 +9,6 @@ import zstandard
 
 from server.echo import BASE, EchoExecutor
 from server.hosting import PROTOBUF, Api, pass_body
-from tinkex.server.executor import Task
 
 pytestmark = pytest.mark.anyio
 
@@ -50,9 +49,9 @@ async def test_an_old_client_trains_with_json(api: Api, echo: EchoExecutor) -> N
     step = await api.step("optim_step", model_id=model, seq_id=3, adam_params={})
     assert await api.value(step) == 4
     # The engine always gets the normalized encoding.
-    passes = [work for work in echo.ran if work.task is Task.PASS]
-    assert [work.backward for work in passes] == [False, True]
-    assert b"{" not in passes[0].payload
+    passes = [work for work in echo.ran if work.HasField("run_pass")]
+    assert [work.run_pass.backward for work in passes] == [False, True]
+    assert b"{" not in passes[0].run_pass.payload.inline
 
 
 async def test_a_forward_only_pass_adds_no_gradient(api: Api) -> None:
@@ -79,6 +78,6 @@ async def test_a_model_without_a_seed_gets_one_that_stays(api: Api, echo: EchoEx
     model = await api.model()
     echo.die()
     await api.value(await api.optim_step(model, 1))
-    first, again = [json.loads(w.lora_config) for w in echo.ran if w.task is Task.CREATE]
+    first, again = [json.loads(w.create.lora_config) for w in echo.ran if w.HasField("create")]
     assert first == again
     assert isinstance(first["seed"], int)

@@ -15,14 +15,12 @@ from tinkex.server.executor import (
     BatchFailed,
     EngineKilled,
     EngineLost,
-    Outcome,
-    Task,
-    Work,
     WorkFailed,
 )
 from tinkex.server.scheduler import crash_isolation
 from tinkex.server.scheduler.crash_isolation import MAX_SINGLY, CrashIsolation, group_size
 from tinkex.wire.codec import decode_json
+from tinkex.wire.proto.frames_pb2 import Done, Order
 from tinkex.wire.sampling import SampleRequest
 from waiting import until_async
 
@@ -41,7 +39,7 @@ class CrashingExecutor(EchoExecutor):
         self.max_running = 0
         self._running: set[int] = set()
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         mine = self._incarnation
         self._running.add(id(work))
         try:
@@ -57,10 +55,14 @@ class CrashingExecutor(EchoExecutor):
         finally:
             self._running.discard(id(work))
 
-    def _is_poison(self, work: Work) -> bool:
-        if work.task is Task.SAMPLE:
-            return decode_json(SampleRequest, work.payload).prompt.to_ints()[0] == POISON
-        return work.task is Task.PASS and work.payload.count(bytes([5])) >= POISON
+    def _is_poison(self, work: Order) -> bool:
+        if work.HasField("sample"):
+            return (
+                decode_json(SampleRequest, work.sample.payload.inline).prompt.to_ints()[0] == POISON
+            )
+        return (
+            work.HasField("run_pass") and work.run_pass.payload.inline.count(bytes([5])) >= POISON
+        )
 
 
 async def sampled(api: Api, session: str, number: int, prompt: int) -> dict[str, Any]:
@@ -170,8 +172,8 @@ class KilledFromOutside(EchoExecutor):
         super().__init__()
         self.kills = kills
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
-        if work.task is Task.PASS and self.kills:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
+        if work.HasField("run_pass") and self.kills:
             self.kills -= 1
             self.die()
             raise EngineKilled("killed")
@@ -192,7 +194,7 @@ async def test_kills_from_outside_fail_nothing_however_often(tmp_path: Path) -> 
 class CrashingReplays(CrashingExecutor):
     """Crashes on poison only once it was killed: then the pass is replayed."""
 
-    def _is_poison(self, work: Work) -> bool:
+    def _is_poison(self, work: Order) -> bool:
         return self._incarnation > 1 and super()._is_poison(work)
 
 
@@ -229,21 +231,21 @@ class SharedBatches(EchoExecutor):
         self.together: set[int] = set()
         self.batches: list[int] = []
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
-        if work.task is not Task.PASS:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
+        if not work.HasField("run_pass"):
             return await super().run(base_model, work, incarnation=incarnation)
         self.together.add(id(work))
         await asyncio.sleep(0.02)
         beside = len(self.together)
         self.batches.append(beside)
         # Half of the gradient is there already when it fails.
-        self.models[work.model_id].gradient += 1000
+        self.models[work.run_pass.model_id].gradient += 1000
         await asyncio.sleep(0.02)
         self.together.discard(id(work))
         if beside > 1:
             raise BatchFailed("a batch of several requests failed")
-        self.models[work.model_id].gradient -= 1000
-        if work.payload.count(bytes([5])) >= POISON:
+        self.models[work.run_pass.model_id].gradient -= 1000
+        if work.run_pass.payload.inline.count(bytes([5])) >= POISON:
             raise WorkFailed("server", "the engine failed unexpectedly")
         return await super().run(base_model, work, incarnation=incarnation)
 

@@ -8,7 +8,8 @@ import pytest
 from server.api.test_custom_losses import loss
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
-from tinkex.server.executor import Outcome, Task, Work, WorkFailed
+from tinkex.server.executor import WorkFailed
+from tinkex.wire.proto.frames_pb2 import Done, Order
 from tinkex.wire.protobuf import (
     decode_forward_backward_request,
     encode_forward_backward_output,
@@ -26,24 +27,28 @@ class LossRecorder(EchoExecutor):
         super().__init__()
         self.losses: dict[str, str] = {}
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         done = await super().run(base_model, work, incarnation=incarnation)
-        if work.task is Task.REGISTER_LOSS:
-            if b"refused" in work.payload:
+        if work.HasField("register_loss"):
+            if b"refused" in work.register_loss.payload.inline:
                 raise WorkFailed("user", "that loss is not offered")
-            self.losses[work.loss_id] = work.session_id
-        if work.task is Task.FORGET_LOSSES:
-            gone = [loss for loss, session in self.losses.items() if session == work.session_id]
+            self.losses[work.register_loss.loss_id] = work.register_loss.session_id
+        if work.HasField("forget_losses"):
+            gone = [
+                loss
+                for loss, session in self.losses.items()
+                if session == work.forget_losses.session_id
+            ]
             for one in gone:
                 del self.losses[one]
         return done
 
-    def _pass(self, work: Work) -> bytes:
-        asked, _ = decode_forward_backward_request(work.payload)
+    def _pass(self, work: Order) -> bytes:
+        asked, _ = decode_forward_backward_request(work.run_pass.payload.inline)
         named = (asked.forward_backward_input.loss_fn_config or {}).get("loss_id")
         if asked.forward_backward_input.loss_fn != "custom":
             return super()._pass(work)
-        if self.losses.get(str(named)) != work.session_id:
+        if self.losses.get(str(named)) != work.run_pass.session_id:
             raise WorkFailed("user", f"there is no custom loss {named}")
         return encode_forward_backward_output(
             ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=[], metrics={})
@@ -102,7 +107,7 @@ async def test_losses_that_no_model_can_use_are_only_checked(tmp_path: Path) -> 
         bad = await api.step("create_custom_loss", **loss(session, 20, name="refused"))
         assert (await api.result(bad))["category"] == "user"
         await until_async(lambda: not engine.losses)
-        assert len(engine.tasks(Task.REGISTER_LOSS)) == 21
+        assert len(engine.tasks("register_loss")) == 21
 
 
 async def test_a_model_that_is_loaded_while_losses_are_created_has_them_all(tmp_path: Path) -> None:

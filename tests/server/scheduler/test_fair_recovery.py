@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from server.echo import EchoExecutor
+from server.echo import EchoExecutor, content
 from server.hosting import Api, hosted
 from server.scheduler.test_pickup import sample
 from server.tenants import new_key, with_key
-from tinkex.server.executor import Outcome, Task, Work
 from tinkex.server.scheduler.fairness import Admission
+from tinkex.wire.proto.frames_pb2 import Done, Order
 from waiting import until_async
 
 pytestmark = pytest.mark.anyio
@@ -38,9 +38,9 @@ class Starting(EchoExecutor):
         self.waiting -= 1
         return await super().ready(base_model)
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         outcome = await super().run(base_model, work, incarnation=incarnation)
-        self.done.append(work.owner if work.task is Task.SAMPLE else work.model_id)
+        self.done.append(work.sample.owner if work.HasField("sample") else content(work).model_id)
         return outcome
 
     def die(self) -> None:

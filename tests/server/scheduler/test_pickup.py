@@ -15,10 +15,9 @@ from server.echo import BASE, EchoExecutor
 from server.hosting import PROTOBUF, Answer, Api, hosted, pass_body
 from server.store.test_store import opened
 from server.stored_requests import unfinished
-from tinkex.server.executor import Task
+from tinkex.server.queued_request import Kind, QueuedRequest
 from tinkex.server.scheduler.fairness import Load
-from tinkex.server.scheduler.step_queue import Kind
-from tinkex.server.store import NewRequest, StorageError
+from tinkex.server.store import StorageError
 from tinkex.server.store.storage_health import UNREACHABLE, StorageProblem
 from waiting import until_async
 
@@ -253,8 +252,8 @@ async def test_a_stream_gets_tokens_although_pickup_found_its_sample_first(
         pick_up_before_submit(api.app.state.context)
         answer = await api.post("stream_sample", sample(session, 1))
         assert answer.status == 200, answer
-        (sampled,) = (work for work in echo.ran if work.task is Task.SAMPLE)
-        assert sampled.on_tokens is not None
+        (sampled,) = (work for work in echo.ran if work.HasField("sample"))
+        assert sampled.sample.streams
 
 
 def pick_up_before_submit(context: Any) -> None:
@@ -262,7 +261,7 @@ def pick_up_before_submit(context: Any) -> None:
     requests = context.store.requests
     accept = requests.accept
 
-    async def accepts(new: NewRequest) -> Any:
+    async def accepts(new: QueuedRequest) -> Any:
         first = await accept(new)
         for row in await unfinished(context.store):
             context.scheduler.submit(row)
@@ -294,7 +293,7 @@ async def test_requests_of_owners_are_picked_up_in_turn_smallest_first(tmp_path:
         for owner, count in (("flood", 2 * scheduler.PICKUP_BATCH + 1), ("few", 3), ("one", 1)):
             for number in range(count):
                 payload = json.dumps(number).encode()
-                new = NewRequest(owner=owner, kind=Kind.SAMPLE, base_model=BASE, payload=payload)
+                new = QueuedRequest(owner=owner, kind=Kind.SAMPLE, base_model=BASE, payload=payload)
                 await store.requests.accept(new)
         submitted: list[str] = []
         read = []

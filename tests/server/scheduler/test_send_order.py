@@ -10,7 +10,7 @@ import pytest
 from server.echo import BASE, EchoExecutor
 from server.hosting import hosted
 from server.scheduler.test_pickup import numbered_sample
-from tinkex.server.executor import Outcome, Task, Work
+from tinkex.wire.proto.frames_pb2 import Done, Order
 from tinkex.wire.protobuf import decode_forward_backward_request
 from waiting import until_async
 
@@ -27,30 +27,28 @@ class SlowToSend(EchoExecutor):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.got: list[Work] = []
+        self.got: list[Order] = []
         self._random = random.Random(seed)
 
-    async def send(
-        self, base_model: str, work: Work, *, incarnation: int | None = None
-    ) -> asyncio.Future[Outcome]:
+    async def send(self, base_model: str, work: Order, **options: Any) -> asyncio.Future[Done]:
         await random_delay(self._random)
-        if work.task is Task.SNAPSHOT:
+        if work.HasField("snapshot"):
             # Long enough for a later step to overtake it.
             for _ in range(200):
                 await asyncio.sleep(0)
         self.got.append(work)
-        done = EchoExecutor.run(self, base_model, work, incarnation=incarnation)
+        done = EchoExecutor.run(self, base_model, work, incarnation=options["incarnation"])
         return asyncio.create_task(done)
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         return await (await self.send(base_model, work, incarnation=incarnation))
 
     def sizes(self) -> list[int]:
         """The tokens of each pass, in order of arrival."""
         found = []
         for work in self.got:
-            if work.task is Task.PASS:
-                asked, _ = decode_forward_backward_request(work.payload)
+            if work.HasField("run_pass"):
+                asked, _ = decode_forward_backward_request(work.run_pass.payload.inline)
                 found.append(asked.forward_backward_input.data[0].model_input.length)
         return found
 
@@ -86,7 +84,7 @@ async def test_a_snapshot_has_the_state_of_its_step(seed: int, tmp_path: Path) -
             value = 2 * value + number
             last = await api.optim_step(model, number + 1)
         assert await api.value(last) == value
-        assert Task.SNAPSHOT in [work.task for work in echo.got]
+        assert any(work.HasField("snapshot") for work in echo.got)
         echo.die()
         assert await api.value(await api.optim_step(model, 13)) == 2 * value
 
@@ -100,7 +98,7 @@ async def test_completions_are_published_in_commit_order(
         assert api.app
         context = api.app.state.context
         database, published = context.store._database, []
-        submit_batched, add = database.submit_batched, context.futures.completion_log.add
+        write_batched, add = database.write_batched, context.futures.completion_log.add
 
         async def delayed(promise: asyncio.Future[Any]) -> Any:
             answer = await promise
@@ -108,7 +106,7 @@ async def test_completions_are_published_in_commit_order(
             return answer
 
         def submit(many: Any, item: Any, *, required: bool = False) -> asyncio.Future[Any]:
-            return asyncio.ensure_future(delayed(submit_batched(many, item, required=required)))
+            return asyncio.ensure_future(delayed(write_batched(many, item, required=required)))
 
         def adds(event: Any) -> None:
             published.append(event.position)
@@ -117,7 +115,7 @@ async def test_completions_are_published_in_commit_order(
         session = await api.session()
         body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
         assert (await api.post("create_sampling_session", body)).status == 200
-        monkeypatch.setattr(database, "submit_batched", submit)
+        monkeypatch.setattr(database, "write_batched", submit)
         monkeypatch.setattr(context.futures.completion_log, "add", adds)
         asked = [{**numbered_sample(session), "seq_id": number} for number in range(1, 41)]
         answers = await asyncio.gather(*(api.post("asample", one) for one in asked))

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from server.echo import BASE, EchoExecutor
+from server.echo import BASE, EchoExecutor, task_of
 from server.hosting import Api, hosted
-from tinkex.server.executor import EngineRefused, Outcome, Task, Work, WorkFailed
+from tinkex.server.executor import EngineRefused, WorkFailed
+from tinkex.wire.proto.frames_pb2 import Done, Order
 
 pytestmark = pytest.mark.anyio
 
@@ -18,7 +19,7 @@ class FailingExecutor(EchoExecutor):
 
     def __init__(self) -> None:
         super().__init__()
-        self.failing: dict[Task, Exception] = {}
+        self.failing: dict[str, Exception] = {}
         self.refuses = False
 
     async def ready(self, base_model: str) -> int:
@@ -26,9 +27,9 @@ class FailingExecutor(EchoExecutor):
             raise EngineRefused("the engine does not start")
         return await super().ready(base_model)
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
-        if work.task in self.failing:
-            raise self.failing[work.task]
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
+        if task_of(work) in self.failing:
+            raise self.failing[task_of(work)]
         return await super().run(base_model, work, incarnation=incarnation)
 
 
@@ -60,7 +61,7 @@ async def test_a_failure_of_the_server_fails_the_session_until_work_succeeds(
     session = await api.session()
     model = await api.model(session)
     assert await status(api, session) == {"type": "active"}
-    echo.failing[Task.PASS] = WorkFailed("server", "out of memory")
+    echo.failing["run_pass"] = WorkFailed("server", "out of memory")
     request_id = await api.forward_backward(model, 1)
     assert (await api.result(request_id))["category"] == "server"
     assert await status(api, session) == {
@@ -120,7 +121,7 @@ async def test_a_sampler_whose_engine_does_not_start_fails_its_session(
     session = await api.session()
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
     sampler = (await api.post("create_sampling_session", body)).json["sampling_session_id"]
-    echo.failing[Task.SAMPLE] = EngineRefused("the engine does not start")
+    echo.failing["sample"] = EngineRefused("the engine does not start")
     requested = {
         "sampling_session_id": sampler,
         "seq_id": 0,
@@ -138,7 +139,7 @@ async def test_the_finish_reason_of_the_client_has_priority(
 ) -> None:
     session = await api.session()
     model = await api.model(session)
-    echo.failing[Task.PASS] = WorkFailed("server", "out of memory")
+    echo.failing["run_pass"] = WorkFailed("server", "out of memory")
     await api.result(await api.forward_backward(model, 1))
     await api.post(f"sessions/{session}/finish", {"reason": {"type": "errored"}})
     assert (await status(api, session))["type"] == "client_finished"
@@ -149,7 +150,7 @@ async def test_a_failed_session_stays_failed_after_a_restart(tmp_path: Path) -> 
     async with hosted(first, tmp_path, long_poll_s=5.0) as api:
         session = await api.session()
         model = await api.model(session)
-        first.failing[Task.PASS] = WorkFailed("server", "out of memory")
+        first.failing["run_pass"] = WorkFailed("server", "out of memory")
         await api.result(await api.forward_backward(model, 1))
     async with hosted(FailingExecutor(), tmp_path, long_poll_s=5.0) as api:
         assert (await status(api, session))["type"] == "failed"

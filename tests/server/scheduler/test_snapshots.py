@@ -12,8 +12,8 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted, local_executor
 from server.scheduler.test_pickup import TROUBLE
 from serving import TINY
-from tinkex.server.executor import Outcome, Task, Work
 from tinkex.wire.errors import UserFailure
+from tinkex.wire.proto.frames_pb2 import Done, Order
 
 pytestmark = pytest.mark.anyio
 
@@ -79,9 +79,9 @@ class SlowDisk(EchoExecutor):
         super().__init__()
         self.copied, self.write = asyncio.Event(), asyncio.Event()
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         outcome = await super().run(base_model, work, incarnation=incarnation)
-        if work.task is Task.SNAPSHOT:
+        if work.HasField("snapshot"):
             self.copied.set()
             await self.write.wait()
         return outcome
@@ -104,10 +104,10 @@ async def test_a_model_continues_while_its_snapshot_is_written(tmp_path: Path) -
         executor.write.set()
         await api.forward_backward(model, 9, tokens=2)
         assert await api.value(await api.optim_step(model, 10)) == 64
-        assert Task.RESTORE in executor.tasks()
-        rebuilt = executor.ran[-1 - executor.tasks()[::-1].index(Task.RESTORE) :]
+        assert "restore" in executor.tasks()
+        rebuilt = executor.ran[-1 - executor.tasks()[::-1].index("restore") :]
         # The steps after the snapshot and the new ones, none from before it.
-        assert [work.task for work in rebuilt].count(Task.OPTIM_STEP) in (1, 4)
+        assert sum(work.HasField("optim_step") for work in rebuilt) in (1, 4)
 
 
 class DiesOnce(EchoExecutor):
@@ -115,9 +115,9 @@ class DiesOnce(EchoExecutor):
 
     died = False
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         outcome = await super().run(base_model, work, incarnation=incarnation)
-        if work.task is Task.OPTIM_STEP and not self.died:
+        if work.HasField("optim_step") and not self.died:
             self.died = True
             self.die()
         return outcome
@@ -162,15 +162,15 @@ async def test_a_snapshot_waits_a_while_for_an_optimizer_step(tmp_path: Path) ->
         for seq_id in range(1, 31, 2):
             await api.passed(await api.forward_backward(model, seq_id, tokens=1))
             await api.value(await api.optim_step(model, seq_id + 1))
-        assert before_snapshots(executor) == [(20, Task.OPTIM_STEP)]
+        assert before_snapshots(executor) == [(20, "optim_step")]
         # At most for a tenth of the interval.
         for seq_id in range(31, 45):
             await api.passed(await api.forward_backward(model, seq_id, tokens=1))
-        assert before_snapshots(executor)[1:] == [(42, Task.PASS)]
+        assert before_snapshots(executor)[1:] == [(42, "run_pass")]
 
 
-def before_snapshots(executor: EchoExecutor) -> list[tuple[int, Task]]:
+def before_snapshots(executor: EchoExecutor) -> list[tuple[int, str]]:
     """The number and the task of the step before each snapshot."""
-    tasks = [task for task in executor.tasks() if task is not Task.CREATE]
-    indexes = [index for index, task in enumerate(tasks) if task is Task.SNAPSHOT]
+    tasks = [task for task in executor.tasks() if task != "create"]
+    indexes = [index for index, task in enumerate(tasks) if task == "snapshot"]
     return [(index - earlier, tasks[index - 1]) for earlier, index in enumerate(indexes)]

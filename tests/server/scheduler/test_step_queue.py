@@ -2,11 +2,9 @@
 
 import pytest
 
+from tinkex.server.queued_request import Cause, Kind, Outcome, QueuedRequest
 from tinkex.server.scheduler.step_queue import (
-    Cause,
-    Kind,
     Replay,
-    Step,
     StepQueue,
     arrived_late,
     replay_of,
@@ -17,8 +15,15 @@ FB, OPT = Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP
 FWD, SAVE, LOAD = Kind.FORWARD, Kind.SAVE_WEIGHTS, Kind.LOAD_WEIGHTS
 
 
-def step(seq_id: int, kind: Kind = FB) -> Step:
-    return Step(seq_id=seq_id, request_id=f"r{seq_id}", kind=kind)
+def step(seq_id: int, kind: Kind = FB, outcome: Outcome | None = None) -> QueuedRequest:
+    return QueuedRequest(
+        request_id=f"r{seq_id}",
+        owner="o",
+        kind=kind,
+        base_model="b",
+        seq_id=seq_id,
+        outcome=outcome,
+    )
 
 
 def new_queue(next_seq: int = 1) -> StepQueue:
@@ -26,7 +31,7 @@ def new_queue(next_seq: int = 1) -> StepQueue:
     return StepQueue(next_seq=next_seq)
 
 
-def numbers(queue: StepQueue) -> list[int] | None:
+def numbers(queue: StepQueue) -> list[int | None] | None:
     batch = queue.next_batch(now_s=0.0)
     return None if batch is None else [step.seq_id for step in batch.steps]
 
@@ -207,16 +212,14 @@ def test_closing_a_gap_fails_the_waiting_steps_and_the_model_continues() -> None
 def test_what_a_rebuild_does_with_each_finished_step(
     kind: Kind, failed: Cause | None, action: Replay
 ) -> None:
-    assert replay_of(kind, failed) is action
+    outcome = Outcome() if failed is None else Outcome(error="bad", cause=failed)
+    assert replay_of(step(1, kind, outcome)) is action
 
 
 def test_a_queue_is_restored_from_finished_steps() -> None:
-    finished: list[tuple[Step, str | None]] = [
-        (step(0, Kind.CREATE_MODEL), None),
-        (step(1), None),
-        (step(2), "bad"),
-    ]
-    queue = restore_queue(finished)
+    done = Outcome()
+    finished = [step(0, Kind.CREATE_MODEL, done), step(1, FB, done)]
+    queue = restore_queue([*finished, step(2, FB, Outcome(error="bad"))])
     assert queue.next_seq == 3
     assert queue.gradient_error is not None
     assert "step 2" in queue.gradient_error

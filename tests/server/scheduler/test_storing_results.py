@@ -10,11 +10,9 @@ import pytest
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.scheduler.test_pickup import sample
-from tinkex.server.executor import Task
+from tinkex.server.queued_request import Cause
 from tinkex.server.retry import Backoff
 from tinkex.server.scheduler import scheduler
-from tinkex.server.scheduler.step_queue import Cause
-from tinkex.server.store import Status
 from waiting import until_async
 
 pytestmark = pytest.mark.anyio
@@ -116,7 +114,7 @@ async def test_a_rewound_model_does_not_run_steps_behind_a_missing_one(
 
         monkeypatch.setattr(context.store.requests, "store_result", fails)
         first = await api.forward_backward(model, 1, tokens=LARGE)
-        await until_async(lambda: Task.PASS in echo.tasks())
+        await until_async(lambda: "run_pass" in echo.tasks())
         state = context.scheduler._models.get(model)
         if not closed:
             echo.open.clear()
@@ -158,7 +156,7 @@ async def test_a_failure_that_cannot_be_stored_rewinds_no_model(
         late = await api.optim_step(model, 2)
         assert "could not be stored" in (await api.result(late))["error"]
         row = await requests.get(late)
-        assert row.cause == Cause.LATE
+        assert row.outcome.cause is Cause.LATE
         # It was never in the queue of its model, which is unchanged.
         refused = await api.result(await api.optim_step(model, 5))
         assert "step 4 before this optim_step failed" in refused["error"]
@@ -205,13 +203,13 @@ async def test_a_save_is_not_stored_without_the_steps_before_it(
         # It never ends, so waiting longer at shutdown makes no difference.
         monkeypatch.setattr(scheduler, "STORE_TIMEOUT_S", 0.1)
         first = await api.forward_backward(model, 1)
-        await until_async(lambda: Task.PASS in echo.tasks())
+        await until_async(lambda: "run_pass" in echo.tasks())
         saved = await api.step("save_weights", model_id=model, seq_id=2, path="x")
         # A save that does not wait is done before one that came later.
         later = await api.step("save_weights", model_id=other, seq_id=1, path="x")
         assert "path" in await api.result(later)
         row = await requests.get(saved)
-        assert row.status is Status.WAITING
+        assert row.outcome is None
     async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api, asyncio.timeout(20):
         await api.passed(first)
         assert "path" in await api.result(saved)

@@ -8,7 +8,8 @@ import pytest
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted, local_executor
 from serving import TINY
-from tinkex.server.executor import ModelNotLoaded, Outcome, Task, Work
+from tinkex.server.executor import ModelNotLoaded
+from tinkex.wire.proto.frames_pb2 import ClearGradients, Done, Drop, Order
 from waiting import until_async
 
 pytestmark = pytest.mark.anyio
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.anyio
 class Forgetful(EchoExecutor):
     """Raises the same error as a real engine when it does not have a model."""
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         try:
             return await super().run(base_model, work, incarnation=incarnation)
         except KeyError:
@@ -46,7 +47,7 @@ async def test_a_model_that_is_unloaded_during_its_rebuild_is_not_lost(
         assert (await api.result(unloaded))["model_id"] == model
         tasks = echo.tasks()
         # Nothing ran between the rebuild and the step.
-        assert tasks.index(Task.DROP) > tasks.index(Task.OPTIM_STEP, 4)
+        assert tasks.index("drop") > tasks.index("optim_step", 4)
         assert await api.value(await api.optim_step(model, 5)) == 20
 
 
@@ -71,10 +72,10 @@ async def test_an_engine_reports_that_it_does_not_have_a_model(
         api.base_model = TINY
         model = await api.model()
         await api.passed(await api.forward_backward(model, 1))
-        drop = Work(task=Task.DROP, model_id=model)
+        drop = Order(drop=Drop(model_id=model))
         await (await executor.send(TINY, drop))
         with pytest.raises(ModelNotLoaded, match="does not exist in this engine"):
-            await (await executor.send(TINY, Work(task=Task.CLEAR_GRADIENTS, model_id=model)))
+            await (await executor.send(TINY, Order(clear_gradients=ClearGradients(model_id=model))))
         await api.passed(await api.forward_backward(model, 2))
         assert "metrics" in await api.result(await api.optim_step(model, 3, learning_rate=1e-2))
 
@@ -93,7 +94,7 @@ async def test_no_model_is_unloaded_beside_an_isolated_request(tmp_path: Path) -
         async with isolation.attempt("isolated") as attempt:
             unloaded = await unloading(api, model)
             await until_async(lambda: bool(isolation._waiting))
-            assert Task.DROP not in echo.tasks()
+            assert "drop" not in echo.tasks()
             assert attempt.alone
         assert (await api.result(unloaded))["model_id"] == model
-        assert Task.DROP in echo.tasks()
+        assert "drop" in echo.tasks()

@@ -7,25 +7,27 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import pytest
 
 from processes import has_exited
 from server.dying_server import POISON
-from server.echo import BASE
+from server.echo import BASE, EchoExecutor
 from server.hosting import Api, connected, hosted
 from server.scheduler.test_crash_isolation import POISON as CRASH_POISON
 from server.scheduler.test_crash_isolation import CrashingExecutor
-from tinkex.server.executor import Outcome, Work
 from tinkex.server.scheduler import web_crash
 from tinkex.server.scheduler.crash_isolation import after_web_crash
 from tinkex.server.scheduler.web_crash import CrashFiles
+from tinkex.wire.proto.frames_pb2 import Done, Order
 
 pytestmark = pytest.mark.anyio
+
+T = TypeVar("T")
 
 SCRIPT = Path(__file__).parents[1] / "dying_server.py"
 
@@ -88,6 +90,21 @@ def test_a_file_with_other_content_is_ignored(tmp_path: Path, content: bytes) ->
     assert CrashFiles(tmp_path).find_crash(-signal.SIGSEGV) is None
 
 
+async def test_a_step_that_crashed_the_web_process_does_not_run_in_a_batch(tmp_path: Path) -> None:
+    executor = EchoExecutor()
+    async with hosted(executor, tmp_path) as api:
+        model = await api.model()
+        first, second, third = [await api.forward_backward(model, seq) for seq in (2, 3, 4)]
+        assert api.app
+        api.app.state.context.scheduler.engine(BASE).client.isolation.restore({}, second)
+        await api.passed(await api.forward_backward(model, 1))
+        await api.passed(first)
+        failed = await api.result(second)
+        await api.passed(third)
+    assert "the web process crashed together with it" in failed["error"]
+    assert len(executor.ran) == 4  # the creation and three passes
+
+
 @contextlib.contextmanager
 def dying(data: Path) -> Iterator[tuple[str, Callable[[str], "subprocess.Popen[bytes]"]]]:
     """A URL, and a function that starts a server there that ends in a given way."""
@@ -111,14 +128,17 @@ def dying(data: Path) -> Iterator[tuple[str, Callable[[str], "subprocess.Popen[b
                 process.wait()
 
 
-async def result_of(api: Api, request_id: str) -> dict[str, Any]:
+async def until_answered(call: Callable[[], Awaitable[T]]) -> T:
+    """Repeat a call while the server crashes and restarts."""
     while True:
         try:
-            answer: dict[str, Any] = await api.result(request_id)
+            return await call()
         except aiohttp.ClientError:
             await asyncio.sleep(0.02)
-        else:
-            return answer
+
+
+async def result_of(api: Api, request_id: str) -> dict[str, Any]:
+    return await until_answered(lambda: api.result(request_id))
 
 
 async def submitted(api: Api) -> tuple[list[str], list[str]]:
@@ -174,7 +194,7 @@ class Once(CrashingExecutor):
         super().die()
         self.open.clear()
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
         await self.open.wait()
         return await super().run(base_model, work, incarnation=incarnation)
 

@@ -10,7 +10,6 @@ import pytest
 
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
-from tinkex.server.executor import Task
 from tinkex.server.store import DatabaseRefused, open_store
 
 pytestmark = pytest.mark.anyio
@@ -58,7 +57,7 @@ async def test_a_damaged_snapshot_is_set_aside_and_the_one_before_it_used(
         echo.die()
         echo.ran.clear()
         assert await trained(api, model, 7) == 15
-        restored = [work.folder for work in echo.ran if work.task is Task.RESTORE]
+        restored = [work.restore.folder for work in echo.ran if work.HasField("restore")]
         assert restored == [str(older)]
         assert (tmp_path / "set-aside" / "snapshots" / model / newest.name).is_dir()
         assert "are not what was written" in caplog.text
@@ -73,7 +72,7 @@ async def test_a_damaged_first_snapshot_is_replaced_by_the_log(
         tear(await snapshot(api, model))
         echo.die()
         assert await trained(api, model, 3) == 3
-        assert Task.RESTORE not in echo.tasks()
+        assert "restore" not in echo.tasks()
 
 
 async def test_an_unreadable_snapshot_stays_and_affects_no_other_model(

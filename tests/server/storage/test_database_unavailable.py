@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from postgres import Postgres, binaries, postgres_server
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.store.test_store import a_model, step
-from server.stored_requests import unfinished
+from server.stored_requests import is_new, unfinished
 from server.tenants import with_key
 from tinkex.server.api import auth
-from tinkex.server.store import NewRequest, StorageError, Store, group_commit, open_store
+from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
+from tinkex.server.store import StorageError, Store, group_commit, open_store
 from tinkex.server.store.models import Sampler
-from tinkex.server.store.request_rows import failure, success
 
 pytestmark = pytest.mark.anyio
 
@@ -177,22 +178,24 @@ async def test_a_result_survives_a_long_database_outage(
 ) -> None:
     monkeypatch.setattr(group_commit, "RECONNECT_S", 0.3)
     model = await a_model(store)
-    ids = [(await store.requests.accept(step(model, seq_id))).request_id for seq_id in (1, 2)]
+    steps = [await store.requests.accept(step(model, seq_id)) for seq_id in (1, 2)]
     async with out_of_reach(own, stopped):
-        settling = [store.requests.finish_one(success(one, one.encode(), None)) for one in ids]
+        settling = [
+            store.requests.finish_one(one, Outcome(result=one.request_id.encode())) for one in steps
+        ]
         with pytest.raises(StorageError, match="cannot be reached"):
             await store.requests.accept(step(model, 3))
         with pytest.raises(StorageError, match="cannot be reached"):
-            await store.requests.get(ids[0])
+            await store.requests.get(steps[0].request_id)
         assert store.health.problem is not None
         assert store.health.problem.kind == "away"
         assert not any(one.done() for one in settling)
     async with asyncio.timeout(SOON_S):
         await asyncio.gather(*settling)
-    for one in ids:
-        assert await store.requests.result(one) == one.encode()
+    for one in steps:
+        assert await store.requests.result(one.request_id) == one.request_id.encode()
     assert store.health.problem is None
-    assert (await store.requests.accept(step(model, 3))).is_new
+    assert await is_new(store, step(model, 3))
 
 
 @contextmanager
@@ -230,10 +233,10 @@ async def a_sampler(store: Store, model: str) -> str:
     return sampler.sampling_session_id
 
 
-def sample(sampler: str, seq_id: int) -> NewRequest:
-    return NewRequest(
+def sample(sampler: str, seq_id: int) -> QueuedRequest:
+    return QueuedRequest(
         owner="local",
-        kind="sample",
+        kind=Kind.SAMPLE,
         base_model="b",
         payload=b"p",
         sampling_session_id=sampler,
@@ -248,15 +251,13 @@ async def test_a_commit_whose_response_was_lost_is_not_repeated(store: Store) ->
     with answer_lost(store):
         # If they counted as repeats, they would never run.
         accepted = await asyncio.gather(*(store.requests.accept(one) for one in new))
-    assert [one.is_new for one in accepted] == [True, True, True]
-    assert not any([(await store.requests.accept(one)).is_new for one in new])
+    assert all(first is one for first, one in zip(accepted, new, strict=True))
+    assert not any([await is_new(store, replace(one)) for one in new])
     assert len(await unfinished(store)) == len(new) + 1
     with answer_lost(store):
-        first = store.requests.finish_one(success(accepted[1].request_id, b"r", None))
-        again = store.requests.finish_one(
-            failure(accepted[1].request_id, "no", category="user", cause="work")
-        )
-        other = store.requests.finish_one(success(accepted[2].request_id, b"rr", None))
+        first = store.requests.finish_one(accepted[1], Outcome(result=b"r"))
+        again = store.requests.finish_one(accepted[1], Outcome(error="no", category="user"))
+        other = store.requests.finish_one(accepted[2], Outcome(result=b"rr"))
         events = await asyncio.gather(first, again, other)
     # A lost event would make its client wait forever; a repeated one would make it stop.
     assert events[1] is None
@@ -281,7 +282,7 @@ async def test_a_write_that_may_be_committed_is_not_refused(
     model = await a_model(store)
     try:
         with answer_lost(store, then=own.stop):
-            accepting = asyncio.create_task(store.requests.accept(step(model, 1)))
+            accepting = asyncio.create_task(is_new(store, step(model, 1)))
             async with asyncio.timeout(SOON_S):
                 await asyncio.to_thread(_until_trouble, store)
         with pytest.raises(StorageError, match="cannot be reached"):
@@ -290,4 +291,4 @@ async def test_a_write_that_may_be_committed_is_not_refused(
     finally:
         await asyncio.to_thread(own.start)
     async with asyncio.timeout(SOON_S):
-        assert (await accepting).is_new
+        assert await accepting

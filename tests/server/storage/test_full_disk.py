@@ -12,10 +12,11 @@ import pytest
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.storage.failing import FULL, READ_ONLY, FailingFileSystem
-from tinkex.server.executor import Outcome, Task, Work, WorkFailed
+from tinkex.server.executor import WorkFailed
 from tinkex.server.retry import Backoff
 from tinkex.server.scheduler import checkpoints
 from tinkex.server.store.storage_health import storage_problem
+from tinkex.wire.proto.frames_pb2 import Done, Order
 
 pytestmark = pytest.mark.anyio
 
@@ -97,8 +98,8 @@ class Cramped(EchoExecutor):
         super().__init__()
         self.refusals = 2
 
-    async def run(self, base_model: str, work: Work, *, incarnation: int | None = None) -> Outcome:
-        if work.task is Task.SAVE and self.refusals:
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
+        if work.HasField("save") and self.refusals:
             self.refusals -= 1
             raise WorkFailed("server", "the engine failed: No space left on device (os error 28)")
         return await super().run(base_model, work, incarnation=incarnation)

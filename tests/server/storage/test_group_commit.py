@@ -13,22 +13,24 @@ from typing import Any
 
 import pytest
 
-from server.stored_requests import unfinished
+from server.stored_requests import is_new, unfinished
+from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.server.store import (
-    NewRequest,
-    Status,
     StorageError,
     Store,
     group_commit,
     open_store,
     storage_health,
 )
-from tinkex.server.store.request_rows import failure, success
 from tinkex.server.store.storage_health import FILES, StorageHealth
 
 pytestmark = pytest.mark.anyio
 
-NEW = NewRequest(owner="o", kind="sample", base_model="b", payload=b"p")
+
+def new() -> QueuedRequest:
+    return QueuedRequest(owner="o", kind=Kind.SAMPLE, base_model="b", payload=b"p")
+
+
 #: More than the free pages of a new database hold.
 RESULT = b"r" * 60_000
 
@@ -63,50 +65,51 @@ def full(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 async def test_results_wait_in_order_and_new_requests_are_refused(store: Store) -> None:
-    first, second = [(await store.requests.accept(NEW)).request_id for _ in range(2)]
+    first, second = [await store.requests.accept(new()) for _ in range(2)]
     with full(await writing(store)):
-        large = store.requests.finish_one(success(first, RESULT, None))
+        large = store.requests.finish_one(first, Outcome(result=RESULT))
         # Small enough to be written, but it must not overtake: a crash now would change the order.
-        small = store.requests.finish_one(success(second, b"s", None))
+        small = store.requests.finish_one(second, Outcome(result=b"s"))
         with pytest.raises(StorageError, match="full"):
-            await store.requests.accept(NEW)
+            await store.requests.accept(new())
         assert store.health.problem is not None
         assert store.health.problem.kind == "full"
         rows = await unfinished(store)
-        assert {row.request_id for row in rows} == {first, second}
+        assert {row.request_id for row in rows} == {first.request_id, second.request_id}
         assert not large.done()
     async with asyncio.timeout(10):
         await asyncio.gather(large, small)
     assert store.health.problem is None
-    assert await store.requests.result(first) == RESULT
-    assert (await store.requests.accept(NEW)).is_new
+    assert await store.requests.result(first.request_id) == RESULT
+    assert await is_new(store, new())
 
 
 async def test_a_read_only_database_is_detected(store: Store) -> None:
     connection = await writing(store)
-    first = (await store.requests.accept(NEW)).request_id
+    first = await store.requests.accept(new())
     connection.execute("PRAGMA query_only = ON")
     with pytest.raises(StorageError, match="cannot write"):
-        await store.requests.accept(NEW)
-    failing = store.requests.finish_one(failure(first, "e", category="server", cause="work"))
+        await store.requests.accept(new())
+    failing = store.requests.finish_one(first, Outcome(error="e", category="server"))
     await store.probe()
     assert store.health.problem is not None
     assert store.health.problem.kind == "read_only"
     connection.execute("PRAGMA query_only = OFF")
     async with asyncio.timeout(10):
         await failing
-    row = await store.requests.get(first)
+    row = await store.requests.get(first.request_id)
     assert row is not None
-    assert row.status is Status.FAILED
+    assert row.outcome is not None
+    assert row.outcome.error == "e"
     assert store.health.problem is None
 
 
 async def test_a_store_on_a_full_disk_can_be_closed(store: Store) -> None:
-    first = (await store.requests.accept(NEW)).request_id
+    first = await store.requests.accept(new())
     with full(await writing(store)):
-        waiting = store.requests.finish_one(success(first, RESULT, None))
+        waiting = store.requests.finish_one(first, Outcome(result=RESULT))
         with pytest.raises(StorageError):
-            await store.requests.accept(NEW)
+            await store.requests.accept(new())
         await asyncio.to_thread(store.close)
         # It is computed again after a restart.
         with pytest.raises(StorageError):
@@ -120,15 +123,15 @@ async def test_a_disk_that_hangs_before_the_commit_is_detected(
     answers = threading.Event()
     store.health.before_commit = lambda: answers.wait() and None
     try:
-        waiting = asyncio.create_task(store.requests.accept(NEW))
+        waiting = asyncio.create_task(is_new(store, new()))
         async with asyncio.timeout(10):
             while store.health.problem is None:  # noqa: ASYNC110  there is no event to wait for
                 await asyncio.sleep(0.05)
         with pytest.raises(StorageError, match="has not responded"):
-            await store.requests.accept(NEW)
+            await store.requests.accept(new())
     finally:
         answers.set()
-    assert (await waiting).is_new
+    assert await waiting
     assert store.health.problem is None
 
 
@@ -146,7 +149,7 @@ async def test_a_caller_may_write_again_as_soon_as_a_slow_write_is_stored(
     # Called after the commit: to the writer, the database took this long to respond.
     monkeypatch.setattr(store.health, "clear", lambda: time.sleep(0.3))
     for _ in range(2):
-        assert (await store.requests.accept(NEW)).is_new
+        assert await is_new(store, new())
 
 
 class _Slow(dict[str, object]):

@@ -7,18 +7,20 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from server.echo import EchoExecutor
+from server.echo import EchoExecutor, content
 from server.hosting import Api, hosted
 from serving import TINY
 from tinkex.server.engine_process import LocalExecutor
-from tinkex.server.executor import Outcome, ServedModel, Task, Work
+from tinkex.server.executor import ServedModel
 from tinkex.server.maintenance import disk_monitor
 from tinkex.server.retry import Backoff
 from tinkex.server.scheduler import checkpoints
 from tinkex.wire.engine_settings import EngineSettings
+from tinkex.wire.proto.frames_pb2 import Done, Order
 from waiting import until_async
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
@@ -66,11 +68,9 @@ class Counting(LocalExecutor):
         super().__init__([ServedModel(name=TINY, folder=model)], [settings])
         self.saves: Counter[str | None] = Counter()
 
-    async def send(
-        self, base_model: str, work: Work, *, incarnation: int | None = None
-    ) -> asyncio.Future[Outcome]:
-        self.saves[work.model_id] += work.task is Task.SAVE
-        return await super().send(base_model, work, incarnation=incarnation)
+    async def send(self, base_model: str, work: Order, **options: Any) -> asyncio.Future[Done]:
+        self.saves[content(work).model_id] += work.HasField("save")
+        return await super().send(base_model, work, **options)
 
 
 async def test_saves_wait_for_free_space_and_log_it_once(

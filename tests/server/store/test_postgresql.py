@@ -11,8 +11,8 @@ from sqlalchemy import event
 
 from postgres import Postgres
 from server.store.test_store import a_model, check_repeats_and_invalid_requests, step
-from server.stored_requests import unfinished
-from tinkex.server.scheduler.step_queue import Kind
+from server.stored_requests import is_new, unfinished
+from tinkex.server.queued_request import Kind, Outcome
 from tinkex.server.store import (
     DatabaseRefused,
     StorageError,
@@ -21,7 +21,6 @@ from tinkex.server.store import (
     open_store,
     sql_dialects,
 )
-from tinkex.server.store.request_rows import success
 
 pytestmark = pytest.mark.anyio
 
@@ -82,9 +81,9 @@ async def test_lost_connections_are_replaced_and_nothing_runs_twice(
         first = await store.requests.accept(new)
         await cut(store)
         # The writing and the reading connections are lost.
-        await store.requests.finish_one(success(first.request_id, b"{}", None))
+        await store.requests.finish_one(first, Outcome(result=b"{}"))
         assert await store.requests.result(first.request_id) == b"{}"
-        assert not (await store.requests.accept(new)).is_new
+        assert not await is_new(store, replace(new))
     assert [row.seq_id for row in await store.requests.log(model)] == [1, 2, 3]
 
 
@@ -101,17 +100,17 @@ async def test_a_server_that_lost_its_lock_writes_nothing(
     other = await waiting
     monkeypatch.setattr(sql_dialects, "LOCK_WAIT_S", 0.2)
     monkeypatch.setattr(group_commit, "RECONNECT_S", 0.3)
-    first = (await unfinished(store))[0].request_id
-    settling = store.requests.finish_one(success(first, b"{}", None))
+    first = (await unfinished(store))[0]
+    settling = store.requests.finish_one(first, Outcome(result=b"{}"))
     # Retryable: the other server may have stopped by then.
     with pytest.raises(StorageError, match="another server"):
         await store.requests.accept(step(model, 1))
-    assert (await other.requests.accept(step(model, 1))).is_new
+    assert await is_new(other, step(model, 1))
     assert not settling.done()
     other.close()
     # The lock is free again.
-    assert not (await store.requests.accept(step(model, 1))).is_new
-    assert await store.requests.result(first) == b"{}"
+    assert not await is_new(store, step(model, 1))
+    assert await store.requests.result(first.request_id) == b"{}"
 
 
 async def _waits_for_lock(store: Store) -> bool:
@@ -145,7 +144,7 @@ async def test_writes_fail_when_the_database_stays_unavailable(
         with pytest.raises(StorageError, match="not currently accepting connections"):
             await store.requests.accept(step(model, 1))
         admin.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true".encode())
-    assert (await store.requests.accept(step(model, 1))).is_new
+    assert await is_new(store, step(model, 1))
 
 
 async def test_commits_are_durable_whatever_the_default_of_the_database(
@@ -175,7 +174,7 @@ async def test_many_writes_share_few_commits_and_few_statements(store: Store) ->
     )
     assert len({one.request_id for one in accepted}) == 200
     await asyncio.gather(
-        *(store.requests.finish_one(success(one.request_id, b"{}", None)) for one in accepted)
+        *(store.requests.finish_one(one, Outcome(result=b"{}")) for one in accepted)
     )
     assert store.commits - before < 50
     # Each statement is a round trip, which costs more than its execution.

@@ -11,7 +11,7 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.scheduler.test_pickup import numbered_sample
 from server.store.test_store import a_model, opened, step
-from tinkex.server.scheduler.step_queue import Kind
+from tinkex.server.queued_request import Kind
 from tinkex.server.store import Damaged
 
 pytestmark = pytest.mark.anyio

@@ -29,7 +29,7 @@ from server.store.machine.clients import Clients
 from server.store.machine.comparing import Comparing
 from server.store.machine.keys import Keys
 from server.store.machine.retention import Retention
-from tinkex.server.scheduler.step_queue import Kind
+from tinkex.server.queued_request import Kind, Outcome
 from tinkex.server.store import (
     checkpoint_catalog,
     checkpoints,
@@ -44,7 +44,6 @@ from tinkex.server.store import (
     snapshots,
 )
 from tinkex.server.store.keys import MARKER
-from tinkex.server.store.request_rows import success
 from tinkex.server.store.schema import metadata
 
 EXAMPLES = os.environ.get("TINKEX_PROPERTY_EXAMPLES")
@@ -135,7 +134,7 @@ class StoreMachine(Clients, Retention, Keys, Comparing):
                 new = self.step(model, seq_id, Kind.OPTIM_STEP)
                 unanswered.append(asyncio.ensure_future(self.store.requests.accept(new)))
             unanswered += [
-                self.store.requests.finish_one(success(one.request_id, b"never", None))
+                self.store.requests.finish_one(self.queued(one), Outcome(result=b"never"))
                 for one in self.world.waiting()[:3]
             ]
             for session_id in self.world.sessions:

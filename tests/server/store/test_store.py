@@ -11,12 +11,11 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import event
 
-from server.stored_requests import unfinished
-from tinkex.server.scheduler.step_queue import Kind
-from tinkex.server.store import Model, NewRequest, Status, Store, open_store
+from server.stored_requests import is_new, unfinished
+from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
+from tinkex.server.store import Model, Store, open_store
 from tinkex.server.store.database import Database
 from tinkex.server.store.group_commit import Writer
-from tinkex.server.store.request_rows import failure, success
 from tinkex.server.store.schema import requests
 
 pytestmark = pytest.mark.anyio
@@ -63,8 +62,8 @@ async def a_model(store: Store) -> str:
 
 def step(
     model_id: str, seq_id: int, kind: Kind = Kind.OPTIM_STEP, payload: bytes = b"{}"
-) -> NewRequest:
-    return NewRequest(
+) -> QueuedRequest:
+    return QueuedRequest(
         owner="local",
         kind=kind,
         base_model="b",
@@ -100,7 +99,7 @@ async def test_a_single_write_is_one_statement_and_is_not_delayed(store: Store) 
 
     event.listen(store._database._writing, "before_cursor_execute", asks)
     accepted = await store.requests.accept(step(model, 1))
-    await store.requests.finish_one(success(accepted.request_id, b"{}", None))
+    await store.requests.finish_one(accepted, Outcome(result=b"{}"))
     assert statements == ["BEGIN", "INSERT", "BEGIN", "UPDATE"]
 
 
@@ -112,8 +111,10 @@ async def check_repeats_and_invalid_requests(store: Store) -> None:
     again, first, second, orphan = await asyncio.gather(
         *(store.requests.accept(one) for one in new), return_exceptions=True
     )
-    assert (again.request_id, again.is_new) == (known.request_id, False)
-    assert (first.is_new, second.is_new) == (True, False)
+    assert isinstance(again, QueuedRequest)
+    assert again.request_id == known.request_id
+    assert isinstance(second, QueuedRequest)
+    assert first is new[1]
     assert first.request_id == second.request_id
     assert isinstance(orphan, sa.exc.IntegrityError)
 
@@ -172,11 +173,10 @@ async def test_many_writes_share_few_commits(store: Store) -> None:
 
 async def test_a_repeat_returns_the_first_request(store: Store) -> None:
     model = await a_model(store)
-    accepted = await asyncio.gather(
-        *(store.requests.accept(step(model, 1 + number % 5)) for number in range(50))
-    )
+    new = [step(model, 1 + number % 5) for number in range(50)]
+    accepted = await asyncio.gather(*(store.requests.accept(one) for one in new))
     assert len({one.request_id for one in accepted}) == 5
-    assert sum(one.is_new for one in accepted) == 5
+    assert sum(first is one for first, one in zip(accepted, new, strict=True)) == 5
 
 
 async def test_the_database_itself_refuses_a_second_step_of_one_number(store: Store) -> None:
@@ -196,7 +196,7 @@ async def test_the_database_itself_refuses_a_second_step_of_one_number(store: St
     with pytest.raises(sa.exc.IntegrityError):
         await store._database.write(lambda connection: connection.execute(requests.insert(), row))
     # The writer continues.
-    assert (await store.requests.accept(step(model, 2))).is_new
+    assert await is_new(store, step(model, 2))
 
 
 async def test_one_bad_write_undoes_only_itself(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ async def test_deferred_writes_are_written_at_close(tmp_path: Path) -> None:
     store = opened(tmp_path)
     model = await a_model(store)
     first = await store.requests.accept(step(model, 1))
-    await store.requests.finish_one(success(first.request_id, b"{}", None))
+    await store.requests.finish_one(first, Outcome(result=b"{}"))
     store.requests.mark_fetched(first.request_id)
     store.close()
     with sqlite3.connect(tmp_path / "tinkex.db") as connection:
@@ -238,12 +238,11 @@ async def test_deferred_writes_are_written_at_close(tmp_path: Path) -> None:
 async def test_a_finished_request_does_not_change(store: Store) -> None:
     model = await a_model(store)
     first = await store.requests.accept(step(model, 1))
-    await store.requests.finish_one(success(first.request_id, b"one", None))
-    await store.requests.finish_one(success(first.request_id, b"two", None))
-    await store.requests.finish_one(
-        failure(first.request_id, "three", category="server", cause="work")
-    )
+    await store.requests.finish_one(first, Outcome(result=b"one"))
+    await store.requests.finish_one(first, Outcome(result=b"two"))
+    await store.requests.finish_one(first, Outcome(error="three", category="server"))
     row = await store.requests.get(first.request_id)
     assert row is not None
-    assert row.status is Status.DONE
+    assert row.outcome is not None
+    assert row.outcome.error is None
     assert await store.requests.result(first.request_id) == b"one"

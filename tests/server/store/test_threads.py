@@ -7,6 +7,7 @@ are busy, and they record which threads use files of the data folder.
 
 import asyncio
 import dataclasses
+import enum
 import inspect
 import sys
 import threading
@@ -108,6 +109,8 @@ def made(kind: Any) -> Any:
         return tuple(made(one) for one in args if one is not ...)
     if origin in (abc.Callable, abc.Awaitable) or kind is Any:
         return lambda *_: False
+    if inspect.isclass(kind) and issubclass(kind, enum.Enum):
+        return next(iter(kind))
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         fields = [field for field in dataclasses.fields(kind) if field.init]

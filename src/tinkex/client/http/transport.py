@@ -31,6 +31,9 @@ CONNECT_S = 10.0
 #: Idle connections are closed earlier than common proxies and servers close them. If a server is
 #: faster, the request is retried.
 KEEP_ALIVE_S = 20.0
+#: Larger bodies are sent in pieces: asyncio copies the part that the socket does not take at once.
+MAX_BODY_AT_ONCE = 1024 * 1024
+PIECE_BYTES = 256 * 1024
 #: Redirects of one request that are followed; the next one is returned as the response.
 MAX_REDIRECTS = 20
 #: Statuses with a new location, and those of them that keep method and body.
@@ -303,11 +306,12 @@ class HttpTransport:
         session = self._sessions.get(request.kind) or self._open(request.kind)
         followed = 0
         while True:
+            body, headers = _body(request)
             answer = await session.request(
                 request.method,
                 request.url,
-                data=request.body,
-                headers=request.headers,
+                data=body,
+                headers=headers,
                 proxy=self._proxy,
                 allow_redirects=False,
             )
@@ -351,6 +355,20 @@ class HttpTransport:
         )
         self._sessions[kind] = session
         return session
+
+
+def _body(request: Request) -> tuple[bytes | AsyncIterator[memoryview] | None, Mapping[str, str]]:
+    """The body as aiohttp takes it, and the headers. With a length it is not sent as chunked."""
+    body = request.body
+    if body is None or len(body) <= MAX_BODY_AT_ONCE:
+        return body, request.headers
+
+    async def pieces() -> AsyncIterator[memoryview]:
+        view = memoryview(body)
+        for start in range(0, len(view), PIECE_BYTES):
+            yield view[start : start + PIECE_BYTES]
+
+    return pieces(), {**request.headers, "Content-Length": str(len(body))}
 
 
 @functools.cache

@@ -422,7 +422,9 @@ class Calls:
         if method != "GET":
             sent["Content-Type"] = content_type
             # The same for all attempts, so that a server can recognize a retry.
-            request_id = sent["X-Idempotency-Key"] = f"tinkex-{uuid.uuid4()}"
+            # Unique is enough: `uuid4` asks the kernel for random bytes each time.
+            key = uuid.UUID(int=self._rng.getrandbits(128), version=4)
+            request_id = sent["X-Idempotency-Key"] = f"tinkex-{key}"
         if headers:
             sent = merged(sent, headers)
         if self.tracing is not None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-import os
 import re
 import threading
 from collections import defaultdict
@@ -21,6 +20,7 @@ from functools import lru_cache
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tinkex.client.background_loop import after_fork
 from tinkex.client.errors import TinkerError
 from tinkex.extras import MissingExtra, needs
 
@@ -161,13 +161,10 @@ def _bounded(known: dict[tuple[str, str], Any], family: str, name: str) -> tuple
 METRICS = Metrics()
 
 
+@after_fork
 def _reset_after_fork() -> None:
     """In a forked child: the counts belong to the parent, and its lock may be held."""
     METRICS.__init__()  # type: ignore[misc]  # the object is referred to everywhere
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def metrics_snapshot() -> dict[str, Any]:

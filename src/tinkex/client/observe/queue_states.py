@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
+
+from tinkex.client.background_loop import after_fork
 
 __all__ = ["QueueState", "Watch", "on_queue_state", "paused", "publish"]
 
@@ -67,15 +68,12 @@ _watches: list[Watch] = []
 _paused: dict[str, QueueState] = {}
 
 
+@after_fork
 def _reset_after_fork() -> None:
     """In a forked child: nothing waits here, and the lock may be held."""
     global _lock
     _lock = threading.Lock()
     _paused.clear()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def on_queue_state(callback: Callback) -> Watch:

@@ -27,6 +27,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, get_args
 
+from tinkex.client.background_loop import after_fork
 from tinkex.client.errors import TinkerError
 from tinkex.client.http.retry import is_retryable, is_user_error
 from tinkex.client.http.transport import Kind
@@ -284,13 +285,10 @@ def own_frames(error: BaseException) -> str:
 _live: weakref.WeakSet[Telemetry] = weakref.WeakSet()
 
 
+@after_fork
 def _reset_after_fork() -> None:
     """In a forked child: these belong to sessions of the parent, which reports them."""
     _live.clear()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 async def end_all() -> None:

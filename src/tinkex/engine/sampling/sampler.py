@@ -22,13 +22,16 @@ from tinkex.engine.model.attention import (
     CachedPrefix,
     CacheLayer,
     CacheUse,
-    GatheredTable,
     Packing,
-    ReadRound,
-    SlotRange,
 )
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.lora import AdapterSegment, Layout, make_layout
+from tinkex.engine.sampling.cache_reads import (
+    gather_is_cheaper,
+    gathered_table,
+    plan_range_reads,
+    slots_of,
+)
 from tinkex.engine.sampling.kv_pages import Pages
 from tinkex.engine.sampling.prompt_logprobs import PromptLogprobResults
 from tinkex.engine.sampling.sample_checks import SampleChecks
@@ -37,11 +40,8 @@ from tinkex.engine.sampling.scheduler import (
     DecodeStep,
     PrefillChunk,
     PrefillStep,
-    RangeRound,
     Scheduler,
     adapter_ranges,
-    gather_is_cheaper,
-    plan_range_reads,
 )
 from tinkex.engine.sampling.sequences import (
     AdapterKey,
@@ -430,11 +430,9 @@ class Sampler:
             pages.slot(sequence.page_table, position)
             for sequence, position in zip(sequences, positions, strict=True)
         ]
-        rounds = None
-        if device.type == "cpu":
-            range_rounds = plan_range_reads(pages, sequences)
-            if not gather_is_cheaper(range_rounds, [sequence.length for sequence in sequences]):
-                rounds = to_read_rounds(range_rounds)
+        rounds = plan_range_reads(pages, sequences) if device.type == "cpu" else None
+        if rounds and gather_is_cheaper(rounds, [sequence.length for sequence in sequences]):
+            rounds = None
         cache = CacheUse(
             layers=self._layers,
             write_slots_T=torch.tensor(write, device=device),
@@ -520,44 +518,6 @@ def to_sampled_sequence(sequence: SampleSequence) -> SampledSequence:
         tokens_np=np.array(sequence.tokens, np.int32),
         logprobs_np=np.array(sequence.logprobs, np.float32),
         topk_logprobs_np=top,
-    )
-
-
-def slots_of(pages: Pages, chunk: PrefillChunk) -> Tensor:
-    """The cache slots of a prefill's tokens up to the end of the chunk."""
-    ranges = pages.slot_ranges(chunk.prefill.page_table, chunk.stop)
-    return torch.cat([torch.arange(start, stop) for start, stop in ranges])
-
-
-def to_read_rounds(rounds: Sequence[RangeRound]) -> list[ReadRound]:
-    return [
-        ReadRound(
-            [SlotRange(*slot_range) for slot_range in range_round.ranges],
-            torch.tensor(range_round.sequences) if depth else None,
-        )
-        for depth, range_round in enumerate(rounds)
-    ]
-
-
-def gathered_table(
-    pages: Pages, sequences: Sequence[SampleSequence], model: BaseModel
-) -> GatheredTable:
-    """All slots that a decode step reads, as one padded table."""
-    longest = max(sequence.length for sequence in sequences)
-    slots = np.zeros((len(sequences), longest), np.int64)
-    bias = np.zeros((len(sequences), longest), np.float32)
-    for at, sequence in enumerate(sequences):
-        begin = 0
-        for start, stop in pages.slot_ranges(sequence.page_table, sequence.length):
-            slots[at, begin : begin + stop - start] = np.arange(start, stop)
-            begin += stop - start
-        # Pad with an initialized slot: uninitialized cache may hold NaN, and masking does not
-        # remove NaN (0 * NaN = NaN).
-        slots[at, begin:] = slots[at, 0]
-        bias[at, begin:] = -np.inf
-    return GatheredTable(
-        torch.from_numpy(slots.reshape(-1)).to(model.device),
-        torch.from_numpy(bias[:, None, None, :]).to(model.device, model.dtype),
     )
 
 

@@ -12,9 +12,8 @@ from tinkex.server.api.auth import owner_of
 from tinkex.server.api.bodies import MessageRoute
 from tinkex.server.api.connection_limits import ON_DISCONNECT
 from tinkex.server.api.deps import Context, context_of, dialect_of, json_response
+from tinkex.server.queued_request import PASSES, Kind, QueuedRequest
 from tinkex.server.scheduler.fairness import QueueState
-from tinkex.server.scheduler.result_waiters import FinishedRequest
-from tinkex.server.scheduler.step_queue import PASSES, Kind
 from tinkex.server.store import Completion
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE, encode_json
 from tinkex.wire.content_digest import content_digest
@@ -61,22 +60,22 @@ _RESULT: dict[str, Any] = {
 )
 async def retrieve_future(request: Request, message: FutureRetrieveRequest) -> Response:
     context = context_of(request)
-    settled = await context.futures.wait(
+    finished = await context.futures.wait(
         message.request_id,
         owner=owner_of(request),
         within_s=context.settings.long_poll_s,
         on_disconnect=_on_disconnect(request),
     )
-    if settled is None:
+    if (outcome := finished.outcome) is None:
         return _try_again(context, message.request_id)
-    if settled.error is not None:
-        category = RequestErrorCategory.parse(settled.category)
+    if outcome.error is not None:
+        category = RequestErrorCategory.parse(outcome.category)
         context.store.requests.mark_fetched(message.request_id)
-        return json_response(RequestFailedResponse(error=settled.error, category=category))
-    size = len(settled.result)
+        return json_response(RequestFailedResponse(error=outcome.error, category=category))
+    size = len(outcome.result)
     if message.allow_metadata_only and size > context.settings.metadata_only_bytes:
         return json_response(CompleteMetadata(response_payload_size=size))
-    response = await _result(request, context, settled)
+    response = await _result(request, context, finished, outcome.result)
     context.store.requests.mark_fetched(message.request_id)
     return response
 
@@ -151,18 +150,23 @@ def _try_again(context: Context, request_id: str) -> Response:
     )
 
 
-async def _result(request: Request, context: Context, settled: FinishedRequest) -> Response:
-    if settled.kind not in PROTOBUF_RESULTS:
-        return Response(settled.result, media_type=JSON_TYPE)
+async def _result(
+    request: Request, context: Context, finished: QueuedRequest, result: bytes
+) -> Response:
+    if finished.kind not in PROTOBUF_RESULTS:
+        return Response(result, media_type=JSON_TYPE)
     session = None
-    if settled.session_id is not None:
-        session = await context.session(request, settled.session_id)
+    if finished.session_id is not None:
+        session = await context.session(request, finished.session_id)
     dialect = dialect_of(request, session)
-    if wants_protobuf(request.headers.get("accept")) and await _reads_protobuf(settled, dialect):
-        digest = {"Content-Digest": content_digest(settled.result)}
-        return Response(settled.result, media_type=PROTOBUF_TYPE, headers=digest)
+    is_sample = finished.kind is Kind.SAMPLE
+    if wants_protobuf(request.headers.get("accept")) and (
+        is_sample or await _reads_protobuf(result, dialect)
+    ):
+        digest = {"Content-Digest": content_digest(result)}
+        return Response(result, media_type=PROTOBUF_TYPE, headers=digest)
     try:
-        body = await _in_thread_if_large(settled, lambda: _as_json(settled, dialect))
+        body = await in_thread_if_large(result, lambda: _as_json(result, is_sample, dialect))
     except UserFailure as failure:
         return json_response(
             RequestFailedResponse(error=str(failure), category=RequestErrorCategory.User)
@@ -170,30 +174,27 @@ async def _result(request: Request, context: Context, settled: FinishedRequest) 
     return Response(body, media_type=JSON_TYPE)
 
 
-async def _in_thread_if_large(settled: FinishedRequest, function: Callable[[], T]) -> T:
+async def in_thread_if_large(result: bytes, function: Callable[[], T]) -> T:
     """Call `function`; in a thread if the result is large, to keep the event loop free."""
-    if len(settled.result) <= INLINE_ENCODE_BYTES:
+    if len(result) <= INLINE_ENCODE_BYTES:
         return function()
     return await asyncio.to_thread(function)
 
 
-async def _reads_protobuf(settled: FinishedRequest, dialect: SdkVersion) -> bool:
-    """Whether this SDK version reads this result as protobuf; some versions misread some results."""
-    if settled.kind is Kind.SAMPLE or dialect.reads_protobuf_only:
+async def _reads_protobuf(result: bytes, dialect: SdkVersion) -> bool:
+    """Whether this SDK version reads the result of a pass as protobuf; some misread some."""
+    if dialect.reads_protobuf_only:
         return True
-    return await _in_thread_if_large(
-        settled,
-        lambda: dialect.reads_as_protobuf(decode_forward_backward_output(settled.result)),
+    return await in_thread_if_large(
+        result, lambda: dialect.reads_as_protobuf(decode_forward_backward_output(result))
     )
 
 
-def _as_json(settled: FinishedRequest, dialect: SdkVersion) -> bytes:
+def _as_json(result: bytes, is_sample: bool, dialect: SdkVersion) -> bytes:
     """The result as JSON, for clients that do not read protobuf."""
-    if settled.kind is Kind.SAMPLE:
-        return encode_json(dialect.sample_json(decode_sample_response(settled.result)))
-    return encode_json(
-        dialect.forward_backward_json(decode_forward_backward_output(settled.result))
-    )
+    if is_sample:
+        return encode_json(dialect.sample_json(decode_sample_response(result)))
+    return encode_json(dialect.forward_backward_json(decode_forward_backward_output(result)))
 
 
 @router.post("/cancel_future")

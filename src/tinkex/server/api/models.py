@@ -13,8 +13,8 @@ from tinkex.server.api.bodies import MessageRoute
 from tinkex.server.api.deps import Context, context_of, json_response
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.submit import accept, future_response
-from tinkex.server.scheduler.step_queue import Kind
-from tinkex.server.store import Accepted, Model, NewRequest
+from tinkex.server.queued_request import Kind, QueuedRequest
+from tinkex.server.store import Model
 from tinkex.wire.codec import encode_json
 from tinkex.wire.custom_loss import CreateCustomLossRequest
 from tinkex.wire.errors import WireError
@@ -62,7 +62,7 @@ async def create_model(request: Request, message: CreateModelRequest) -> Respons
         user_metadata=message.user_metadata,
         created_s=time.time(),
     )
-    new = NewRequest(
+    new = QueuedRequest(
         owner=model.owner,
         kind=Kind.CREATE_MODEL,
         base_model=base.name,
@@ -75,7 +75,7 @@ async def create_model(request: Request, message: CreateModelRequest) -> Respons
 
 
 async def create_with_first_step(
-    request: Request, model: Model, number: int, new: NewRequest
+    request: Request, model: Model, number: int, new: QueuedRequest
 ) -> Response:
     """Store a model with its first step, or find the first one; returns the request id."""
     context = context_of(request)
@@ -86,12 +86,12 @@ async def create_with_first_step(
             model=model, model_seq_id=number, request=new
         ),
     )
-    if not first.is_new:
+    if first is not new:
         await _check_same_model(context, new, first)
     return future_response(new, first)
 
 
-async def _check_same_model(context: Context, new: NewRequest, first: Accepted) -> None:
+async def _check_same_model(context: Context, new: QueuedRequest, first: QueuedRequest) -> None:
     """
     Refuse a repeated model creation with other settings: the client would not notice the difference.
 
@@ -134,7 +134,7 @@ async def get_info(request: Request, message: GetInfoRequest) -> Response:
 async def unload_model(request: Request, message: UnloadModelRequest) -> Response:
     context = context_of(request)
     model = await context.model(request, message.model_id)
-    new = NewRequest(
+    new = QueuedRequest(
         owner=owner_of(request),
         kind=Kind.UNLOAD_MODEL,
         base_model=model.base_model,
@@ -163,7 +163,7 @@ async def create_custom_loss(request: Request, message: CreateCustomLossRequest)
         )
     # Any engine can check a graph.
     base_model = context.executor.served[0].name
-    new = NewRequest(
+    new = QueuedRequest(
         owner=session.owner,
         kind=Kind.CREATE_CUSTOM_LOSS,
         base_model=base_model,
@@ -175,6 +175,6 @@ async def create_custom_loss(request: Request, message: CreateCustomLossRequest)
         request,
         new,
         insert=lambda new: losses.create_custom_loss(custom_loss_seq_id=number, request=new),
-        find_repeat=lambda new: losses.find_custom_loss(session.session_id, number),
+        find_repeat=lambda new: losses.find_custom_loss(custom_loss_seq_id=number, request=new),
     )
     return future_response(new, first)

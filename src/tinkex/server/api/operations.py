@@ -106,8 +106,10 @@ class _ServerMetrics(Collector):
             "tinkex_engine_operations", "Operations engines finished", labels=["task"]
         )
         for task, (count, total_s) in self._context.scheduler.usage.by_task.items():
-            seconds.add_metric([task.name.lower()], total_s)
-            operations.add_metric([task.name.lower()], count)
+            # The field of a pass cannot be named `pass` in Python.
+            name = "pass" if task == "run_pass" else task
+            seconds.add_metric([name], total_s)
+            operations.add_metric([name], count)
         yield seconds
         yield operations
         yield from self._owner_metrics()

@@ -29,11 +29,11 @@ from tinkex.server.api.bodies import (
 )
 from tinkex.server.api.deps import Context, context_of, describe_body, json_response
 from tinkex.server.api.errors import Refusal
+from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.server.scheduler.fairness import Limits, over_limit, server_full
 from tinkex.server.scheduler.result_waiters import load_of
 from tinkex.server.scheduler.sample_worker import TokenStream
-from tinkex.server.scheduler.step_queue import Kind
-from tinkex.server.store import Accepted, Model, NewRequest, RequestRow, Status
+from tinkex.server.store import Model
 from tinkex.wire.checkpoints import (
     SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
@@ -63,12 +63,12 @@ _PROTOBUF_BODY = {
 
 async def accept(
     request: Request,
-    new: NewRequest,
+    new: QueuedRequest,
     *,
-    insert: Callable[[NewRequest], Awaitable[Accepted]] | None = None,
-    find_repeat: Callable[[NewRequest], Awaitable[Accepted | None]] | None = None,
+    insert: Callable[[QueuedRequest], Awaitable[QueuedRequest]] | None = None,
+    find_repeat: Callable[[QueuedRequest], Awaitable[QueuedRequest | None]] | None = None,
     token_stream: TokenStream | None = None,
-) -> Accepted:
+) -> QueuedRequest:
     """
     Admit, store and schedule a request, or find the first one that it repeats.
 
@@ -92,19 +92,17 @@ async def accept(
     if first is None:
         first = await (insert or requests.accept)(new)
     # Nothing may fail between the commit and the scheduler.
-    if first.refused is not None:
-        scheduler.creation_refused(new_row(new, first), first.refused)
-    elif first.is_new:
-        scheduler.submit(new_row(new, first), payload=new.payload, token_stream=token_stream)
-    else:
-        # The first request may be waiting without being known to the scheduler.
-        await scheduler.resubmit(first.request_id)
+    if first.outcome is None:
+        # A first request may also wait without being known to the scheduler.
+        scheduler.submit(first, token_stream=token_stream if first is new else None)
+    elif first is new:
+        scheduler.creation_refused(first, first.outcome)
     # The body is stored, and a stream may last for minutes.
     release_memory(request.scope)
     return first
 
 
-def _over_limit(request: Request, context: Context, new: NewRequest) -> str | None:
+def _over_limit(request: Request, context: Context, new: QueuedRequest) -> str | None:
     """The limit that a request exceeds; None for a step that later steps of its model wait for."""
     caller = caller_of(request)
     limits = Limits.of(context.settings, caller.limits)
@@ -122,7 +120,7 @@ def _over_limit(request: Request, context: Context, new: NewRequest) -> str | No
     return None if context.scheduler.is_blocked_by(new.model_id, new.seq_id or 0) else refusal
 
 
-def future_response(new: NewRequest, first: Accepted) -> Response:
+def future_response(new: QueuedRequest, first: QueuedRequest) -> Response:
     """The id of an accepted request."""
     return json_response(
         UntypedAPIFuture(
@@ -133,31 +131,9 @@ def future_response(new: NewRequest, first: Accepted) -> Response:
     )
 
 
-def sequence_ids(first: Accepted) -> list[str]:
+def sequence_ids(first: QueuedRequest) -> list[str]:
     """The ids of a sample's sequences, which are known before the sequences exist."""
     return [f"{first.request_id}-{index}" for index in range(first.sequences)]
-
-
-def new_row(new: NewRequest, first: Accepted) -> RequestRow:
-    """The row that was just written, without reading it back."""
-    return RequestRow(
-        request_id=first.request_id,
-        owner=new.owner,
-        session_id=new.session_id,
-        model_id=new.model_id,
-        sampling_session_id=new.sampling_session_id,
-        seq_id=new.seq_id,
-        kind=new.kind,
-        status=Status.WAITING,
-        base_model=new.base_model,
-        sequences=new.sequences,
-        version_id=new.version_id,
-        result_bytes=None,
-        error=None,
-        category=None,
-        cause=None,
-        tokens=new.tokens,
-    )
 
 
 def tokens_known(prompt: ModelInput) -> int:
@@ -200,11 +176,17 @@ async def _record_refusal(request: Request, kind: Kind, reason: str) -> None:
         return  # not this owner's model, or its session is finished: no step waits behind it
     if address.forward_only and kind is Kind.FORWARD_BACKWARD:
         kind = Kind.FORWARD
+    error = f"it was refused when it arrived: {redact(reason[:2000])}"
     await context.scheduler.refuse_step(
-        model.model_id,
-        address.seq_id,
-        kind,
-        f"it was refused when it arrived: {redact(reason[:2000])}",
+        QueuedRequest(
+            owner=model.owner,
+            kind=kind,
+            base_model=model.base_model,
+            session_id=model.session_id,
+            model_id=model.model_id,
+            seq_id=address.seq_id,
+            outcome=Outcome(error=error, category="user"),
+        )
     )
 
 
@@ -239,7 +221,7 @@ async def accept_step(
             "missing" if seq_id is None else "value_error",
         )
     await context_of(request).open_session(request, model.session_id)
-    new = NewRequest(
+    new = QueuedRequest(
         owner=model.owner,
         kind=kind,
         base_model=model.base_model,

@@ -11,21 +11,15 @@ from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of, reader_owners
 from tinkex.server.api.bodies import MessageRoute
-from tinkex.server.api.deps import (
-    Context,
-    context_of,
-    json_response,
-    readable_checkpoint,
-)
+from tinkex.server.api.deps import Context, context_of, json_response, readable_checkpoint
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.models import create_with_first_step
 from tinkex.server.api.submit import StepRoute, accept_step
+from tinkex.server.queued_request import Kind, QueuedRequest
 from tinkex.server.scheduler.checkpoints import check_ttl, refuse_external
-from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import (
     Model,
     NamedCheckpoint,
-    NewRequest,
     OverQuota,
     RunTaken,
     Session,
@@ -129,7 +123,7 @@ async def _create_model_from(
         user_metadata=message.user_metadata,
         created_s=time.time(),
     )
-    new = NewRequest(
+    new = QueuedRequest(
         owner=model.owner,
         kind=Kind.LOAD_WEIGHTS,
         base_model=model.base_model,

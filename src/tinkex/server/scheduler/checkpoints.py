@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from tinkex.server.executor import Outcome, Task, Work, WorkFailed
+from tinkex.server.executor import WorkFailed
+from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.server.retry import Backoff, retry
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
-from tinkex.server.scheduler.step_queue import Kind, Step
 from tinkex.server.store import Model, OverQuota, Sampler, Store, Version
 from tinkex.server.store.age_encryption import check_recipients, encrypt_files
 from tinkex.server.store.checkpoints import NameTaken, Naming, SamplerTaken
@@ -33,6 +33,7 @@ from tinkex.wire.checkpoints import (
 )
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.errors import UserFailure
+from tinkex.wire.proto.frames_pb2 import Done, Load, Order, Save
 from tinkex.wire.sdk_versions import SdkVersion
 
 log = logging.getLogger("tinkex.server.scheduler.checkpoints")
@@ -48,7 +49,7 @@ MAX_TTL_S = 10 * 365 * 24 * 3600
 # disk for a moment. Then the save fails.
 DISK_BACKOFF = Backoff(first_s=2.0, max_s=16.0, within_s=600.0)
 
-RunWork = Callable[[Work], Awaitable[Outcome]]
+RunOrder = Callable[[Order], Awaitable[Done]]
 
 
 class CheckpointSteps:
@@ -58,7 +59,7 @@ class CheckpointSteps:
         self._store = store
         self._base_check = base_check
 
-    async def save(self, model: Model, step: Step, payload: bytes, run: RunWork) -> bytes:
+    async def save(self, model: Model, step: QueuedRequest, payload: bytes, run: RunOrder) -> bytes:
         """Save and commit. The returned result is stored already."""
         if step.kind is Kind.SAVE_WEIGHTS:
             return await self._save_training(model, step, payload, run)
@@ -78,9 +79,9 @@ class CheckpointSteps:
         return result
 
     async def load(
-        self, model: Model, payload: bytes, run: RunWork, *, version_id: str | None
-    ) -> tuple[bytes, str]:
-        """Load a checkpoint. Returns the result and the version, which is `version_id` if given."""
+        self, model: Model, payload: bytes, run: RunOrder, *, version_id: str | None
+    ) -> Outcome:
+        """Load a checkpoint: this version, or the present one of its path."""
         request = decode_json(LoadWeightsRequest, payload)
         version = await self._version(model, request.path, version_id)
         refuse_external(version)
@@ -92,18 +93,12 @@ class CheckpointSteps:
                 "Load it without the optimizer, or load a checkpoint made by save_state."
             )
         folder = await self._store.checkpoints.open(version.version_id, required=True)
-        await run(
-            Work(
-                task=Task.LOAD,
-                model_id=model.model_id,
-                folder=folder,
-                optimizer=bool(request.optimizer),
-            )
-        )
+        load = Load(model_id=model.model_id, folder=folder, optimizer=bool(request.optimizer))
+        await run(Order(load=load))
         result = LoadWeightsResponse(
             path=request.path, model_id=model.model_id, type="load_weights"
         )
-        return encode_json(result), version.version_id
+        return Outcome(result=encode_json(result), version_id=version.version_id)
 
     async def _version(self, model: Model, path: str, version_id: str | None) -> Version:
         checkpoints = self._store.checkpoints
@@ -121,7 +116,9 @@ class CheckpointSteps:
             )
         return version
 
-    async def _save_training(self, model: Model, step: Step, payload: bytes, run: RunWork) -> bytes:
+    async def _save_training(
+        self, model: Model, step: QueuedRequest, payload: bytes, run: RunOrder
+    ) -> bytes:
         request = decode_json(SaveWeightsRequest, payload)
         # Old clients may save without a name; the step's number is unique in the run.
         name = request.path if request.path is not None else f"{step.seq_id:06d}"
@@ -131,7 +128,9 @@ class CheckpointSteps:
         await self._save_named(model, step, TRAINING, name, naming, result, run)
         return result
 
-    async def _save_external(self, model: Model, step: Step, payload: bytes, run: RunWork) -> bytes:
+    async def _save_external(
+        self, model: Model, step: QueuedRequest, payload: bytes, run: RunOrder
+    ) -> bytes:
         """Save files for other programs, encrypted if keys were given."""
         request = decode_json(SaveWeightsExternalRequest, payload)
         check_name(request.path)
@@ -148,9 +147,9 @@ class CheckpointSteps:
         folder = Path(checkpoints.folder(version))
         # Plaintext is written under a hidden name, so it cannot be downloaded before encryption.
         written = folder.with_name(f".{folder.name}.open") if recipients else folder
-        work = Work(task=Task.SAVE, model_id=model.model_id, folder=str(written))
-        outcome = await self._run_with_disk_retry(run, work)
-        size_bytes: int = json.loads(outcome.result)["size_bytes"]
+        save = Save(model_id=model.model_id, folder=str(written))
+        done = await self._run_with_disk_retry(run, save)
+        size_bytes: int = json.loads(done.result)["size_bytes"]
         if recipients:
             size_bytes = await asyncio.to_thread(encrypt_files, written, folder, recipients)
         path = tinker_path(model.model_id, EXTERNAL, request.path)
@@ -165,12 +164,12 @@ class CheckpointSteps:
     async def _save_named(
         self,
         model: Model,
-        step: Step,
+        step: QueuedRequest,
         kind: str,
         name: str,
         naming: Naming,
         result: bytes,
-        run: RunWork,
+        run: RunOrder,
     ) -> None:
         check_name(name)
         taken = await self._is_taken(model, kind, name)
@@ -195,7 +194,7 @@ class CheckpointSteps:
     async def _commit(
         self,
         version: Version,
-        step: Step,
+        step: QueuedRequest,
         result: bytes,
         *,
         naming: Naming | None = None,
@@ -210,8 +209,8 @@ class CheckpointSteps:
                 lambda: checkpoints.save(
                     version,
                     fingerprint=written,
-                    request_id=step.request_id,
-                    result=result,
+                    request=step,
+                    outcome=Outcome(result=result, version_id=version.version_id),
                     naming=naming,
                     sampler=sampler,
                 ),
@@ -221,7 +220,7 @@ class CheckpointSteps:
             raise
 
     async def _commit_named(
-        self, model: Model, step: Step, version: Version, naming: Naming, result: bytes
+        self, model: Model, step: QueuedRequest, version: Version, naming: Naming, result: bytes
     ) -> None:
         try:
             await self._commit(version, step, result, naming=naming)
@@ -229,7 +228,11 @@ class CheckpointSteps:
             raise UserFailure(_name_taken(model, version.kind, version.name or "")) from None
 
     async def _save_unnamed(
-        self, model: Model, step: Step, request: SaveWeightsForSamplerRequest, run: RunWork
+        self,
+        model: Model,
+        step: QueuedRequest,
+        request: SaveWeightsForSamplerRequest,
+        run: RunOrder,
     ) -> bytes:
         number = request.sampling_session_seq_id
         if number is None or number < 0:
@@ -267,23 +270,19 @@ class CheckpointSteps:
         return result
 
     async def _write_version(
-        self, model: Model, kind: str, name: str | None, run: RunWork
+        self, model: Model, kind: str, name: str | None, run: RunOrder
     ) -> Version:
         """The engine writes the files; they are not visible until the commit."""
         checkpoints = self._store.checkpoints
         version = checkpoints.new_version(
             owner=model.owner, model_id=model.model_id, kind=kind, name=name
         )
-        work = Work(
-            task=Task.SAVE,
-            model_id=model.model_id,
-            folder=checkpoints.folder(version),
-            optimizer=kind == TRAINING,
-        )
-        outcome = await self._run_with_disk_retry(run, work)
-        return version.with_size(json.loads(outcome.result)["size_bytes"])
+        folder = checkpoints.folder(version)
+        save = Save(model_id=model.model_id, folder=folder, optimizer=kind == TRAINING)
+        done = await self._run_with_disk_retry(run, save)
+        return version.with_size(json.loads(done.result)["size_bytes"])
 
-    async def _run_with_disk_retry(self, run: RunWork, work: Work) -> Outcome:
+    async def _run_with_disk_retry(self, run: RunOrder, save: Save) -> Done:
         """Run a save; retry while the disk is full. Only the first failure is logged."""
         waiting_since_s: float | None = None
 
@@ -299,22 +298,24 @@ class CheckpointSteps:
                 self._store.health.record(error, FILES)
                 log.error(
                     "a save of %s waits up to %.0f s: %s. %s",
-                    *(work.model_id, DISK_BACKOFF.within_s, failed.message, problem.advice),
+                    *(save.model_id, DISK_BACKOFF.within_s, failed.message, problem.advice),
                 )
             return problem is not None
 
         def log_end(how: str) -> None:
             if waiting_since_s is not None:
                 waited_s = time.monotonic() - waiting_since_s
-                log.warning("the save of %s %s after %.0f s", work.model_id, how, waited_s)
+                log.warning("the save of %s %s after %.0f s", save.model_id, how, waited_s)
 
         try:
-            outcome = await retry(lambda: run(work), DISK_BACKOFF, should_retry=should_retry)
+            done = await retry(
+                lambda: run(Order(save=save)), DISK_BACKOFF, should_retry=should_retry
+            )
         except WorkFailed:
             log_end("failed")
             raise
         log_end("was written")
-        return outcome
+        return done
 
 
 def check_name(name: str) -> None:

@@ -10,13 +10,13 @@ import contextlib
 from collections.abc import Callable
 
 from tinkex.server.executor import WorkFailed
+from tinkex.server.queued_request import Outcome
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
 from tinkex.server.scheduler.checkpoints import CheckpointSteps
 from tinkex.server.scheduler.execution import EngineClient, Execution
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits, TrainingSlots
 from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers
 from tinkex.server.scheduler.recovery import RebuildQueue, Recovery, Snapshots
-from tinkex.server.scheduler.result_waiters import RequestOutcome
 from tinkex.server.scheduler.sample_worker import SampleWorker
 from tinkex.server.scheduler.web_crash import CrashFiles
 from tinkex.wire.codec import encode_json
@@ -97,17 +97,17 @@ class EngineScheduler:
             )
         return QueueState(state="active")
 
-    async def unload(self, state: ModelState) -> RequestOutcome:
+    async def unload(self, state: ModelState) -> Outcome:
         """Free a model's memory; its next step rebuilds it from its log."""
         response = UnloadModelResponse(model_id=state.model.model_id)
-        outcome = RequestOutcome(result=encode_json(response))
+        outcome = Outcome(result=encode_json(response))
 
         async def unload() -> None:
             nonlocal outcome
             try:
                 await self.recovery.unload(state)
             except WorkFailed as failed:
-                outcome = RequestOutcome(error=failed.message, category=failed.category)
+                outcome = Outcome(error=failed.message, category=failed.category)
 
         # Between two steps: not while one runs, nor while the model is being rebuilt.
         while state.worker is not None:

@@ -10,36 +10,25 @@ import functools
 import logging
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinkex.server.executor import EngineLost, Executor, Outcome, Task, Work
+from tinkex.server.executor import EngineLost, Executor, OnTokens
+from tinkex.server.queued_request import PASSES, Cause, Kind, Outcome, QueuedRequest
 from tinkex.server.retry import Backoff, retry
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
 from tinkex.server.scheduler.crash_isolation import Attempt, CrashIsolation
 from tinkex.server.scheduler.fairness import Admission
-from tinkex.server.scheduler.result_waiters import (
-    FinishedRequest,
-    Futures,
-    RequestOutcome,
-    storage_failure,
-)
+from tinkex.server.scheduler.result_waiters import Futures, storage_failure
 from tinkex.server.scheduler.session_status import SessionFailures
-from tinkex.server.scheduler.step_queue import PASSES, Cause, Kind, Step
+from tinkex.server.scheduler.step_queue import number_of
 from tinkex.server.scheduler.web_crash import CrashFiles
-from tinkex.server.store import (
-    CustomLoss,
-    Model,
-    NewRequest,
-    RequestRow,
-    Store,
-    accepted_work,
-    request_rows,
-)
+from tinkex.server.store import CustomLoss, Model, Store, accepted_work
 from tinkex.server.store.requests import INLINE_BYTES
 from tinkex.wire.codec import encode_json
 from tinkex.wire.proto import frames_pb2
+from tinkex.wire.proto.frames_pb2 import Done, Order
 
 if TYPE_CHECKING:
     from tinkex.server.scheduler.model_worker import ModelState
@@ -53,101 +42,98 @@ STORE_BACKOFF = Backoff(first_s=0.5, max_s=30.0, retries=7)
 ENDED_WEB_PROCESS = "the web process crashed together with it"
 #: Owners on the metrics page: the ones that used an engine last.
 MAX_OWNERS = 1_000
-#: Small payloads up to this size in total are cached; the rest are read from the store.
-PAYLOAD_CACHE_BYTES = 128 * 2**20
+#: Small payloads up to this size in total are kept in memory.
+MAX_KEPT_BYTES = 128 * 2**20
 
 
-def create_work(model: Model) -> Work:
-    return Work(
-        task=Task.CREATE,
-        model_id=model.model_id,
-        lora_config=encode_json(dict(model.lora_config)),
-        optimizer_config=encode_json(dict(model.optimizer_config)),
+def create_order(model: Model) -> Order:
+    return Order(
+        create=frames_pb2.Create(
+            model_id=model.model_id,
+            lora_config=encode_json(dict(model.lora_config)),
+            optimizer_config=encode_json(dict(model.optimizer_config)),
+        )
     )
 
 
-def training_work(model: Model, kind: Kind, payload: bytes | Path) -> Work:
+def training_order(model: Model, kind: Kind, payload: bytes | Path) -> Order:
     """A forward pass, a forward and backward pass, or an optimizer step."""
-    return Work(
-        task=Task.OPTIM_STEP if kind is Kind.OPTIM_STEP else Task.PASS,
-        model_id=model.model_id,
-        backward=kind is Kind.FORWARD_BACKWARD,
-        session_id=model.session_id,
-        **_payload_fields(payload),
+    carried = _payload(payload)
+    if kind is Kind.OPTIM_STEP:
+        step = frames_pb2.OptimStep(model_id=model.model_id, payload=carried)
+        return Order(optim_step=step)
+    return Order(
+        run_pass=frames_pb2.Pass(
+            model_id=model.model_id,
+            payload=carried,
+            backward=kind is Kind.FORWARD_BACKWARD,
+            session_id=model.session_id,
+        )
     )
 
 
-def sample_work(
-    owner: str,
-    folder: str | None,
-    payload: bytes | Path,
-    on_tokens: Callable[[frames_pb2.Tokens], None] | None = None,
-) -> Work:
-    return Work(
-        task=Task.SAMPLE,
-        folder=folder,
-        owner=owner,
-        on_tokens=on_tokens,
-        **_payload_fields(payload),
+def sample_order(owner: str, folder: str | None, payload: bytes | Path, *, streams: bool) -> Order:
+    """`folder` is that of the adapter; None for the base model."""
+    return Order(
+        sample=frames_pb2.Sample(
+            payload=_payload(payload), adapter_folder=folder or "", owner=owner, streams=streams
+        )
     )
 
 
-def register_loss_work(loss: CustomLoss) -> Work:
-    return Work(
-        task=Task.REGISTER_LOSS,
-        loss_id=loss.loss_id,
-        session_id=loss.session_id,
-        payload=loss.definition,
+def register_loss_order(loss: CustomLoss) -> Order:
+    return Order(
+        register_loss=frames_pb2.RegisterLoss(
+            loss_id=loss.loss_id, session_id=loss.session_id, payload=_payload(loss.definition)
+        )
     )
 
 
-def forget_losses_work(session_id: str) -> Work:
-    return Work(task=Task.FORGET_LOSSES, session_id=session_id)
-
-
-def drop_work(model_id: str) -> Work:
-    return Work(task=Task.DROP, model_id=model_id)
-
-
-def clear_gradients_work(model_id: str) -> Work:
-    return Work(task=Task.CLEAR_GRADIENTS, model_id=model_id)
+def clear_gradients_order(model_id: str) -> Order:
+    return Order(clear_gradients=frames_pb2.ClearGradients(model_id=model_id))
 
 
 def payload_size(payload: bytes | Path) -> int:
     return payload.stat().st_size if isinstance(payload, Path) else len(payload)
 
 
-def _payload_fields(payload: bytes | Path) -> dict[str, Any]:
-    return {"payload_file": payload} if isinstance(payload, Path) else {"payload": payload}
+def _payload(payload: bytes | Path) -> frames_pb2.Payload:
+    if isinstance(payload, Path):
+        return frames_pb2.Payload(file=str(payload))
+    return frames_pb2.Payload(inline=payload)
 
 
-class PayloadCache:
-    """Payloads between acceptance and execution. Large ones are files, which engines read."""
+class Payloads:
+    """Keeps small payloads in memory until their requests ran. Engines read large ones from files."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._cache: dict[str, bytes] = {}
-        self._cache_bytes = 0
+        self._kept_bytes = 0
 
-    def add(self, request_id: str, payload: bytes) -> None:
-        fits = self._cache_bytes + len(payload) <= PAYLOAD_CACHE_BYTES
-        if len(payload) <= INLINE_BYTES and fits:
-            self._cache[request_id] = payload
-            self._cache_bytes += len(payload)
+    def keep(self, request: QueuedRequest) -> None:
+        """Keep the payload of a new request in memory if there is room."""
+        if request.payload is None:
+            return
+        size = len(request.payload)
+        if size > INLINE_BYTES or self._kept_bytes + size > MAX_KEPT_BYTES:
+            request.payload = None
+        else:
+            self._kept_bytes += size
 
-    async def get(self, request_id: str) -> bytes | Path:
+    async def get(self, request: QueuedRequest) -> bytes | Path:
         """The bytes, or the file that has them."""
-        if (payload := self._cache.get(request_id)) is not None:
-            return payload
-        return await self._store.requests.payload(request_id)
+        if request.payload is not None:
+            return request.payload
+        return await self._store.requests.payload(request.request_id)
 
-    async def read(self, request_id: str) -> bytes:
-        payload = await self.get(request_id)
+    async def read(self, request: QueuedRequest) -> bytes:
+        payload = await self.get(request)
         return await asyncio.to_thread(payload.read_bytes) if isinstance(payload, Path) else payload
 
-    def forget(self, request_id: str) -> None:
-        if (payload := self._cache.pop(request_id, None)) is not None:
-            self._cache_bytes -= len(payload)
+    def forget(self, request: QueuedRequest) -> None:
+        if request.payload is not None:
+            self._kept_bytes -= len(request.payload)
+            request.payload = None
 
 
 class _RecentOwners(defaultdict[str, float]):
@@ -164,12 +150,12 @@ class ComputeUsage:
     """What engines computed, for the metrics page."""
 
     def __init__(self) -> None:
-        #: Number of operations and seconds of compute.
-        self.by_task: dict[Task, tuple[int, float]] = {}
+        #: Number of operations and seconds of compute, by the name of the order.
+        self.by_task: dict[str, tuple[int, float]] = {}
         #: Seconds of compute.
         self.by_owner: defaultdict[str, float] = _RecentOwners(float)
 
-    def record(self, task: Task, owner: str, future: asyncio.Future[Outcome]) -> None:
+    def record(self, task: str, owner: str, future: asyncio.Future[Done]) -> None:
         if future.cancelled() or future.exception() is not None:
             return
         compute_s = future.result().compute_s
@@ -185,7 +171,7 @@ class Execution:
         self.store = store
         self.executor = executor
         self.futures = futures
-        self.payloads = PayloadCache(store)
+        self.payloads = Payloads(store)
         self.failures = SessionFailures(store)
         self.usage = ComputeUsage()
         #: Accepted requests that this process runs, until their results are stored.
@@ -195,12 +181,13 @@ class Execution:
         self._last_woken: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def claim(self, row: RequestRow) -> bool:
+    def claim(self, request: QueuedRequest) -> bool:
         """Mark a request as run by this process; False if it already is, or is finished."""
-        if row.request_id in self.claimed or self.futures.is_cached(row.request_id):
+        if request.request_id in self.claimed or self.futures.is_cached(request.request_id):
             return False
-        self.claimed.add(row.request_id)
-        self.futures.track(row)
+        self.claimed.add(request.request_id)
+        self.futures.track(request)
+        self.payloads.keep(request)
         return True
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -220,28 +207,21 @@ class Execution:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def finish(self, row: RequestRow, outcome: RequestOutcome) -> None:
+    async def finish(self, request: QueuedRequest, outcome: Outcome) -> None:
         """Store the outcome of a request that is not a step, and wake its polls."""
-        self.payloads.forget(row.request_id)
-        self.failures.update(
-            outcome,
-            request_id=row.request_id,
-            kind=Kind(row.kind),
-            session_id=row.session_id,
-            model_id=row.model_id,
-            sampling_session_id=row.sampling_session_id,
-        )
+        self.payloads.forget(request)
+        self.failures.update(request, outcome)
         while True:
             try:
                 return await self.store_with_retries(
-                    functools.partial(self._store_and_wake, row, outcome)
+                    functools.partial(self._store_and_wake, request, outcome)
                 )
             except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
                 outcome = storage_failure(error)
 
-    async def _store_and_wake(self, row: RequestRow, outcome: RequestOutcome) -> None:
-        write = await self.prepare_write(row.request_id, outcome)
-        commit = self.store.requests.finish_one(write)
+    async def _store_and_wake(self, request: QueuedRequest, outcome: Outcome) -> None:
+        outcome = await self.with_stored_result(outcome)
+        commit = self.store.requests.finish_one(request, outcome)
         previous, woken = self._last_woken, asyncio.get_running_loop().create_future()
         # No `await` since the commit was queued: polls are woken in the order of the commits.
         self._last_woken = woken
@@ -249,24 +229,19 @@ class Execution:
             event = await commit
             if previous is not None and not previous.done():
                 await asyncio.wait({previous})
-            self.wake(row.request_id, row.owner, Kind(row.kind), row.session_id, outcome)
+            self.wake(request, outcome)
             # After the result: a client that reads the event fetches the result immediately.
             if event is not None:
                 self.futures.completion_log.add(event)
         finally:
             woken.set_result(None)
 
-    async def prepare_write(
-        self, request_id: str, outcome: RequestOutcome
-    ) -> request_rows.FinalState:
-        """The row update of an outcome; a large result is written to a file here."""
+    async def with_stored_result(self, outcome: Outcome) -> Outcome:
+        """The outcome as it is committed; a large result is written to a file here."""
         if outcome.error is not None:
-            category = outcome.category or "server"
-            return request_rows.failure(
-                request_id, outcome.error, category=category, cause=outcome.cause
-            )
-        place = await self.store.requests.store_result(outcome.result)
-        return request_rows.success(request_id, outcome.result, place)
+            return outcome
+        key = await self.store.requests.store_result(outcome.result)
+        return outcome if key is None else replace(outcome, result_key=key)
 
     async def store_with_retries(self, attempt: Callable[[], Awaitable[None]]) -> None:
         """Raises the error of the last attempt."""
@@ -278,40 +253,15 @@ class Execution:
             ),
         )
 
-    def wake(
-        self,
-        request_id: str,
-        owner: str,
-        kind: Kind,
-        session_id: str | None,
-        outcome: RequestOutcome,
-    ) -> None:
-        """The result is stored: wake the polls that wait for it."""
-        self.claimed.discard(request_id)
-        self.futures.finish(
-            FinishedRequest(
-                request_id=request_id,
-                owner=owner,
-                kind=kind,
-                session_id=session_id,
-                result=outcome.result,
-                error=outcome.error,
-                category=outcome.category,
-            )
-        )
+    def wake(self, request: QueuedRequest, outcome: Outcome) -> None:
+        """The outcome is stored: wake the polls that wait for it."""
+        self.claimed.discard(request.request_id)
+        request.outcome = outcome
+        self.futures.finish(request)
 
 
-@dataclass(frozen=True, slots=True)
-class UnstoredResult:
-    step: Step
-    outcome: RequestOutcome
-    #: `StepQueue.gradient_error` before the step.
-    gradient_error: str | None
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the step arrived after its gap was closed, so that it was never in the queue."""
-        return self.outcome.cause is Cause.LATE
+#: A finished step whose outcome is not stored, and `StepQueue.gradient_error` before the step.
+Unstored = tuple[QueuedRequest, Outcome, str | None]
 
 
 class ResultWriter:
@@ -330,24 +280,16 @@ class ResultWriter:
     def add(
         self,
         state: "ModelState",
-        step: Step,
-        outcome: RequestOutcome,
+        step: QueuedRequest,
+        outcome: Outcome,
         *,
         gradient_error: str | None,
     ) -> None:
         """Queue the result of a step; `gradient_error` is the queue's value before the step."""
-        model = state.model
         if step.request_id:
-            self._execution.payloads.forget(step.request_id)
-            self._execution.failures.update(
-                outcome,
-                request_id=step.request_id,
-                kind=step.kind,
-                session_id=model.session_id,
-                model_id=model.model_id,
-                creates_model=step.kind is Kind.CREATE_MODEL or step.creates_model,
-            )
-        state.unstored.append(UnstoredResult(step, outcome, gradient_error))
+            self._execution.payloads.forget(step)
+            self._execution.failures.update(step, outcome)
+        state.unstored.append((step, outcome, gradient_error))
         if state.storing is None:
             state.storing = self._execution.spawn(self._store_all(state))
 
@@ -363,84 +305,70 @@ class ResultWriter:
         store = self._execution.store_with_retries
         try:
             try:
-                await store(lambda: self._commit(state, group))
+                await store(lambda: self._commit(group))
             except Exception:
                 if len(group) == 1:
                     raise
                 # Retry with the first result alone, so that a problem of a later one does not fail
                 # it.
                 group = group[:1]
-                await store(lambda: self._commit(state, group))
+                await store(lambda: self._commit(group))
         except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
             self._rewind(state, group[0], storage_failure(error))
             return
-        model = state.model
-        for one in group:
+        for step, outcome, _ in group:
             state.unstored.popleft()
-            step = one.step
             if step.request_id:
-                self._execution.wake(
-                    step.request_id, model.owner, step.kind, model.session_id, one.outcome
-                )
+                self._execution.wake(step, outcome)
 
-    async def _commit(self, state: "ModelState", group: Sequence[UnstoredResult]) -> None:
+    async def _commit(self, group: Sequence[Unstored]) -> None:
         """Store a group in one transaction."""
         requests = self._execution.store.requests
-        first = group[0]
-        if first.outcome.committed:
+        step, outcome, _ = group[0]
+        if outcome.committed:
             return
-        if not first.step.request_id:
-            model = state.model
-            new = NewRequest(
-                owner=model.owner,
-                kind=first.step.kind,
-                base_model=model.base_model,
-                payload=b"",
-                session_id=model.session_id,
-                model_id=model.model_id,
-                seq_id=first.step.seq_id,
-            )
-            await requests.store_refused(new, first.outcome.error or "", cause=Cause.WORK)
+        if not step.request_id:
+            await requests.store_refused(step, outcome)
             return
-        writes = [
-            await self._execution.prepare_write(one.step.request_id, one.outcome) for one in group
-        ]
-        await requests.finish_all(writes)
+        await requests.finish_all(
+            [
+                (step, await self._execution.with_stored_result(outcome))
+                for step, outcome, _ in group
+            ]
+        )
 
-    def _rewind(self, state: "ModelState", failed: UnstoredResult, outcome: RequestOutcome) -> None:
+    def _rewind(self, state: "ModelState", failed: Unstored, outcome: Outcome) -> None:
         """Fail the step, and requeue the steps that ran after it."""
-        if failed.outcome.error is not None:
+        step, before, gradient_error = failed
+        if before.error is not None:
             # A failed step changed nothing, so the results of the steps after it are still valid.
-            again = replace(outcome, cause=failed.outcome.cause)
-            state.unstored[0] = replace(failed, outcome=again)
+            state.unstored[0] = (step, replace(outcome, cause=before.cause), gradient_error)
             return
-        behind = [one for one in list(state.unstored)[1:] if not one.is_late]
-        late = [one for one in list(state.unstored)[1:] if one.is_late]
-        state.unstored = deque([replace(failed, outcome=outcome), *late])
+        # A late step was never in the queue.
+        behind = [one for one in list(state.unstored)[1:] if one[1].cause is not Cause.LATE]
+        late = [one for one in list(state.unstored)[1:] if one[1].cause is Cause.LATE]
+        state.unstored = deque([(step, outcome, gradient_error), *late])
         queue = state.queue
-        queue.gradient_error = failed.gradient_error
-        queue.apply_result(failed.step, outcome.error)
+        queue.gradient_error = gradient_error
+        queue.apply_result(step, outcome.error)
         # Not to the first requeued step: there may be a gap before it.
-        queue.rewind(failed.step.seq_id + 1)
-        for one in behind:
-            if one.step.request_id:
-                queue.requeue([one.step])
-            else:
-                queue.requeue_refused(one.step, one.outcome.error or "")
+        queue.rewind(number_of(step) + 1)
+        queue.requeue(requeued for requeued, _, _ in behind)
         state.loaded_in = None
         state.rewinding = True
         self._on_rewind(state)
 
 
-def _storable_together(unstored: Sequence[UnstoredResult]) -> list[UnstoredResult]:
+def _storable_together(unstored: Sequence[Unstored]) -> list[Unstored]:
     """
     The results to store in one transaction: all passes at the front, or else the first step.
 
     A step that is not a pass is stored in its own transaction, after all steps before it.
     """
-    group: list[UnstoredResult] = []
+    group: list[Unstored] = []
     for one in unstored:
-        alone = one.step.kind not in PASSES or not one.step.request_id or one.outcome.committed
+        step, outcome, _ = one
+        alone = step.kind not in PASSES or not step.request_id or outcome.committed
         if group and alone:
             break
         group.append(one)
@@ -479,45 +407,57 @@ class EngineClient:
         return await self._executor.ready(self.base_model)
 
     async def send(
-        self, work: Work, *, owner: str | None = None, incarnation: int | None = None
-    ) -> asyncio.Future[Outcome]:
+        self,
+        order: Order,
+        *,
+        owner: str | None = None,
+        incarnation: int | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> asyncio.Future[Done]:
         """
-        Send work, counted as usage of the owner if there is one. Returns a future of the outcome.
+        Send an order, counted as usage of the owner if there is one.
 
-        The engine has the work when this returns, before anything that is sent later.
+        The engine has the order when this returns, before anything that is sent later.
         """
-        future = await self._executor.send(self.base_model, work, incarnation=incarnation)
+        future = await self._executor.send(
+            self.base_model, order, incarnation=incarnation, on_tokens=on_tokens
+        )
         if owner is not None:
-            record = functools.partial(self._execution.usage.record, work.task, owner)
-            future.add_done_callback(record)
+            task = order.WhichOneof("work") or ""
+            future.add_done_callback(functools.partial(self._execution.usage.record, task, owner))
         return future
 
-    async def run_request(self, row: RequestRow, prepare: Callable[[], Awaitable[Work]]) -> Outcome:
+    async def run_request(
+        self,
+        request: QueuedRequest,
+        prepare: Callable[[], Awaitable[tuple[Order, OnTokens | None]]],
+    ) -> Done:
         """
         Run a request that is not a step, again after each loss until it is found to cause them.
 
-        The work is prepared after admission, so waiting requests take no memory.
+        The order is made after admission, so waiting requests take no memory.
         """
         try:
-            if self.isolation.must_fail(row.request_id):
+            if request.request_id == self.isolation.culprit:
                 raise EngineLost(ENDED_WEB_PROCESS)
             while True:
-                await self._admission.enter(row.owner)
+                await self._admission.enter(request.owner)
                 try:
-                    work = await prepare()
-                    async with self.isolation.attempt(row.request_id) as attempt:
+                    order, on_tokens = await prepare()
+                    async with self.isolation.attempt(request.request_id) as attempt:
                         try:
-                            return await (await self.send(work, owner=row.owner))
+                            sent = await self.send(order, owner=request.owner, on_tokens=on_tokens)
+                            return await sent
                         except EngineLost as lost:
                             if self._execution.closing:
                                 raise
                             self._admission.engine_lost()
-                            if self.count_loss(row.request_id, attempt, lost):
+                            if self.count_loss(request.request_id, attempt, lost):
                                 raise
                 finally:
-                    self._admission.leave(row.owner)
+                    self._admission.leave(request.owner)
         finally:
-            self.isolation.forget(row.request_id)
+            self.isolation.forget(request.request_id)
 
     def count_loss(self, request_id: str, attempt: Attempt, lost: EngineLost) -> bool:
         """Count a lost attempt of a request or rebuild; True if this ended the engine."""

@@ -22,10 +22,9 @@ from tinkex.server.executor import (
     EngineLost,
     EngineRefused,
     ModelNotLoaded,
-    Outcome,
-    Work,
     WorkFailed,
 )
+from tinkex.server.queued_request import Cause, Kind, Outcome, QueuedRequest
 from tinkex.server.scheduler.base_model_check import BaseModelChanged
 from tinkex.server.scheduler.checkpoints import CheckpointSteps
 from tinkex.server.scheduler.crash_isolation import Attempt
@@ -34,27 +33,26 @@ from tinkex.server.scheduler.execution import (
     EngineClient,
     Execution,
     ResultWriter,
-    UnstoredResult,
-    clear_gradients_work,
-    create_work,
+    Unstored,
+    clear_gradients_order,
+    create_order,
     payload_size,
-    training_work,
+    training_order,
 )
 from tinkex.server.scheduler.fairness import TrainingSlots
 from tinkex.server.scheduler.recovery import RebuildQueue, Recovery, Snapshots
-from tinkex.server.scheduler.result_waiters import RequestOutcome, crash_outcome, internal_error
+from tinkex.server.scheduler.result_waiters import crash_outcome, internal_error
 from tinkex.server.scheduler.step_queue import (
-    Cause,
     Gap,
-    Kind,
-    Step,
     StepBatch,
     StepQueue,
     arrived_late,
+    number_of,
 )
-from tinkex.server.store import Damaged, Model, RequestRow, StorageError
+from tinkex.server.store import Damaged, Model, StorageError
 from tinkex.wire.codec import encode_json
 from tinkex.wire.errors import UserFailure
+from tinkex.wire.proto.frames_pb2 import Done, Order
 from tinkex.wire.training import CreateModelResponse
 
 log = logging.getLogger("tinkex.server.scheduler")
@@ -77,7 +75,7 @@ class ModelState:
     worker: asyncio.Task[None] | None = None
     gap_timer: asyncio.TimerHandle | None = None
     #: Results in the order of their steps, and the task that stores them.
-    unstored: deque[UnstoredResult] = field(default_factory=deque)
+    unstored: deque[Unstored] = field(default_factory=deque)
     storing: asyncio.Task[None] | None = None
     #: Whether a result could not be stored. Then running steps are requeued, and the model is
     #: rebuilt.
@@ -101,17 +99,17 @@ class ModelState:
         return self.worker is None and self.storing is None and not has_steps
 
     async def send(
-        self, engine: EngineClient, work: Work, incarnation: int
-    ) -> asyncio.Future[Outcome]:
-        """Send work for this model to the incarnation that has it."""
-        future = await engine.send(work, owner=self.model.owner, incarnation=incarnation)
+        self, engine: EngineClient, order: Order, incarnation: int
+    ) -> asyncio.Future[Done]:
+        """Send an order for this model to the incarnation that has it."""
+        future = await engine.send(order, owner=self.model.owner, incarnation=incarnation)
         future.add_done_callback(self._count_compute)
         return future
 
-    async def run(self, engine: EngineClient, work: Work, incarnation: int) -> Outcome:
-        return await (await self.send(engine, work, incarnation))
+    async def run(self, engine: EngineClient, order: Order, incarnation: int) -> Done:
+        return await (await self.send(engine, order, incarnation))
 
-    def _count_compute(self, future: asyncio.Future[Outcome]) -> None:
+    def _count_compute(self, future: asyncio.Future[Done]) -> None:
         if not future.cancelled() and future.exception() is None:
             self.compute_s += future.result().compute_s
 
@@ -125,16 +123,6 @@ class ModelState:
         if self.snapshot_task is not None:
             await asyncio.wait({self.snapshot_task})
             self.snapshot_task = None
-
-
-def step_of(row: RequestRow) -> Step:
-    return Step(
-        seq_id=row.seq_id or 0,
-        request_id=row.request_id,
-        kind=Kind(row.kind),
-        creates_model=row.kind == Kind.LOAD_WEIGHTS and row.seq_id == 0,
-        tokens=row.tokens,
-    )
 
 
 class StepRunner:
@@ -155,7 +143,7 @@ class StepRunner:
     async def begin(
         self,
         state: ModelState,
-        step: Step,
+        step: QueuedRequest,
         payload: bytes | Path | BaseException,
         incarnation: int,
     ) -> asyncio.Task[None]:
@@ -165,14 +153,14 @@ class StepRunner:
         The engine has a pass when this returns, so passes reach it in order. The task raises
         EngineLost if the step has to run again.
         """
-        outcome: Awaitable[RequestOutcome]
+        outcome: Awaitable[Outcome]
         if isinstance(payload, BaseException):
             outcome = _raise(payload)
         elif step.kind in PIPELINED:
             try:
                 state.bytes_since_snapshot += payload_size(payload)
-                work = training_work(state.model, step.kind, payload)
-                outcome = _outcome_of(await state.send(self._engine, work, incarnation))
+                order = training_order(state.model, step.kind, payload)
+                outcome = _outcome_of(await state.send(self._engine, order, incarnation))
             except Exception as error:  # noqa: BLE001  handled like an error of the engine
                 outcome = _raise(error)
         else:
@@ -180,16 +168,16 @@ class StepRunner:
         return asyncio.create_task(self._wait_and_finish(state, step, outcome))
 
     async def _wait_and_finish(
-        self, state: ModelState, step: Step, waiting: Awaitable[RequestOutcome]
+        self, state: ModelState, step: QueuedRequest, waiting: Awaitable[Outcome]
     ) -> None:
         try:
             outcome = await waiting
         except EngineLost:
             raise  # the worker decides whether the step runs again
         except WorkFailed as failed:
-            outcome = RequestOutcome(error=failed.message, category=failed.category)
+            outcome = Outcome(error=failed.message, category=failed.category)
         except UserFailure as failed:
-            outcome = RequestOutcome(error=str(failed), category="user")
+            outcome = Outcome(error=str(failed), category="user")
         except Exception as error:  # noqa: BLE001  a bug must fail one step, not stop the model
             outcome = internal_error(error)
         if outcome.category == "server":
@@ -197,69 +185,54 @@ class StepRunner:
             state.loaded_in = None
         await self.finish(state, step, outcome)
 
-    async def _run_other(self, state: ModelState, step: Step, incarnation: int) -> RequestOutcome:
+    async def _run_other(self, state: ModelState, step: QueuedRequest, incarnation: int) -> Outcome:
         """Create, save and load."""
         model = state.model
-        requests, payloads = self._execution.store.requests, self._execution.payloads
+        payloads = self._execution.payloads
 
-        async def run(work: Work) -> Outcome:
-            return await state.run(self._engine, work, incarnation)
+        async def run(order: Order) -> Done:
+            return await state.run(self._engine, order, incarnation)
 
         match step.kind:
             case Kind.CREATE_MODEL:
-                await run(create_work(model))
+                await run(create_order(model))
                 response = CreateModelResponse(model_id=model.model_id)
-                return RequestOutcome(result=encode_json(response))
+                return Outcome(result=encode_json(response))
             case Kind.SAVE_WEIGHTS | Kind.SAVE_FOR_SAMPLER | Kind.SAVE_EXTERNAL:
-                payload = await payloads.read(step.request_id)
+                payload = await payloads.read(step)
                 result = await self._checkpoints.save(model, step, payload, run)
-                return RequestOutcome(result=result, committed=True)
+                return Outcome(result=result, committed=True)
             case Kind.LOAD_WEIGHTS:
                 if step.creates_model:
-                    await run(create_work(model))
-                payload = await payloads.read(step.request_id)
+                    await run(create_order(model))
                 # For another owner's checkpoint, the version was resolved on acceptance.
-                row = await requests.get(step.request_id)
-                known = None if row is None else row.version_id
-                result, version_id = await self._checkpoints.load(
-                    model, payload, run, version_id=known
+                return await self._checkpoints.load(
+                    model, await payloads.read(step), run, version_id=step.version_id
                 )
-                await requests.finish_load(step.request_id, result, version_id)
-                return RequestOutcome(result=result, committed=True)
             case _:
                 raise ValueError(f"{step.kind} is not a step of a model")
 
-    async def finish(self, state: ModelState, step: Step, outcome: RequestOutcome) -> None:
+    async def finish(self, state: ModelState, step: QueuedRequest, outcome: Outcome) -> None:
         """Give the result to the writer. Unless the kind is PIPELINED, wait until it is stored."""
         self._engine.isolation.forget(step.request_id)
         if state.rewinding:
             # The step used the effect of a step whose result could not be stored.
             state.queue.requeue([step])
             return
-        self._add_result(state, step, outcome)
-        state.after_optim_step = step.kind is Kind.OPTIM_STEP
-        if step.kind not in PIPELINED:
-            await state.results_stored()
-
-    def finish_refused(self, state: ModelState, step: Step, reason: str) -> None:
-        """Fail a step that was refused on arrival. It has no row, and no poll waits for it."""
-        if state.rewinding:
-            state.queue.requeue_refused(step, reason)
-        else:
-            self._add_result(state, step, RequestOutcome(error=reason, category="user"))
-
-    def _add_result(self, state: ModelState, step: Step, outcome: RequestOutcome) -> None:
         gradient_error = state.queue.gradient_error
         state.queue.finish(step, failure=outcome.error)
         state.steps_since_snapshot += 1
         self._results.add(state, step, outcome, gradient_error=gradient_error)
+        state.after_optim_step = step.kind is Kind.OPTIM_STEP
+        if step.kind not in PIPELINED:
+            await state.results_stored()
 
 
-async def _outcome_of(future: asyncio.Future[Outcome]) -> RequestOutcome:
-    return RequestOutcome(result=(await future).result)
+async def _outcome_of(future: asyncio.Future[Done]) -> Outcome:
+    return Outcome(result=(await future).result)
 
 
-async def _raise(error: BaseException) -> RequestOutcome:
+async def _raise(error: BaseException) -> Outcome:
     raise error
 
 
@@ -290,25 +263,23 @@ class ModelWorkers:
         self._gap_s = gap_s
         self._clock = clock
 
-    def add_step(self, state: ModelState, step: Step) -> None:
+    def add_step(self, state: ModelState, step: QueuedRequest) -> None:
         """Queue a step; it fails if the queue has already passed its number."""
         if state.queue.add(step, now_s=self._clock()):
             self._start_worker(state)
         else:
-            late = RequestOutcome(
-                error=arrived_late(step.seq_id), category="user", cause=Cause.LATE
-            )
+            late = Outcome(error=arrived_late(number_of(step)), category="user", cause=Cause.LATE)
             self._results.add(state, step, late, gradient_error=None)
 
     async def add_waiting_steps(self, state: ModelState) -> None:
         """Queue the steps of this model that are in the store and not here."""
         for row in await self._execution.store.requests.waiting_steps(state.model.model_id):
             if self._execution.claim(row):
-                self.add_step(state, step_of(row))
+                self.add_step(state, row)
 
-    def refuse_step(self, state: ModelState, seq_id: int, kind: Kind, reason: str) -> None:
+    def refuse_step(self, state: ModelState, step: QueuedRequest) -> None:
         """Record a malformed step, so that later steps do not wait for its number."""
-        state.queue.refuse(seq_id, kind, reason)
+        state.queue.refuse(step)
         self._start_worker(state)
 
     def run_between_steps(
@@ -352,9 +323,10 @@ class ModelWorkers:
 
     def _max_passes(self, state: ModelState) -> int | None:
         """1 if the next step was lost before, to find the step that crashes the engine."""
-        first = state.queue.waiting.get(state.queue.next_seq)
-        lost = first is not None and self._engine.isolation.attempts(first.request_id)
-        return 1 if lost else None
+        first, isolation = state.queue.waiting.get(state.queue.next_seq), self._engine.isolation
+        lost = first is not None and isolation.attempts(first.request_id)
+        # A step that must not run must be the first of its batch.
+        return 1 if lost or isolation.culprit is not None else None
 
     async def _process(self, state: ModelState, batch: StepBatch) -> None:
         """Run, refuse or fail a batch. Never raises because of its content."""
@@ -363,7 +335,7 @@ class ModelWorkers:
             if batch.refusal is not None:
                 await self._refuse(state, batch)
                 return
-            if isolation.must_fail(batch.steps[0].request_id):
+            if batch.steps[0].request_id == isolation.culprit:
                 await self._fail(state, batch, crash_outcome(ENDED_WEB_PROCESS))
                 return
             if batch.steps[0].kind not in PIPELINED:
@@ -385,15 +357,15 @@ class ModelWorkers:
                 except EngineLost as lost:
                     await self._handle_loss(state, batch, attempt, lost)
         except BaseModelChanged as changed:
-            await self._fail(state, batch, RequestOutcome(error=str(changed), category="user"))
+            await self._fail(state, batch, Outcome(error=str(changed), category="user"))
         except EngineRefused as refused:
-            outcome = RequestOutcome(error=str(refused), category="server", permanent=True)
+            outcome = Outcome(error=str(refused), category="server", permanent=True)
             await self._fail(state, batch, outcome)
         except WorkFailed as failed:
             # The rebuild of the model failed, not a step. The next step tries to rebuild it again.
             state.loaded_in = None
             text = f"this model could not be rebuilt from its log: {failed.message}"
-            outcome = RequestOutcome(error=text, category="server", permanent=True)
+            outcome = Outcome(error=text, category="server", permanent=True)
             await self._fail(state, batch, outcome)
         except Damaged as damaged:
             state.loaded_in = None
@@ -408,7 +380,7 @@ class ModelWorkers:
         # Read all payloads before any step starts: while a large one is being read, a small one
         # behind it would reach the engine first.
         payloads = await asyncio.gather(
-            *(self._execution.payloads.get(step.request_id) for step in batch.steps),
+            *(self._execution.payloads.get(step) for step in batch.steps),
             return_exceptions=True,
         )
         if state.rewinding:
@@ -442,14 +414,11 @@ class ModelWorkers:
         else:
             state.queue.requeue(unfinished)
 
-    async def _fail(self, state: ModelState, batch: StepBatch, outcome: RequestOutcome) -> None:
+    async def _fail(self, state: ModelState, batch: StepBatch, outcome: Outcome) -> None:
         for step in batch.steps:
-            if step.seq_id not in state.queue.running:
-                continue
-            if batch.has_no_row:
-                self._steps.finish_refused(state, step, batch.refusal or "")
-            else:
-                await self._steps.finish(state, step, outcome)
+            if step.seq_id in state.queue.running:
+                # A step that was refused on arrival fails with that reason.
+                await self._steps.finish(state, step, step.outcome or outcome)
 
     async def _refuse(self, state: ModelState, batch: StepBatch) -> None:
         if batch.clears_gradients and state.queue.creation_error is None:
@@ -459,13 +428,10 @@ class ModelWorkers:
             async with self._engine.isolation.attempt(model_id) as attempt:
                 with contextlib.suppress(EngineLost):
                     incarnation = await self._recovery.ensure_loaded(state, attempt)
-                    work = clear_gradients_work(model_id)
-                    await state.run(self._engine, work, incarnation)
+                    order = clear_gradients_order(model_id)
+                    await state.run(self._engine, order, incarnation)
         for step in batch.steps:
-            if batch.has_no_row:
-                self._steps.finish_refused(state, step, batch.refusal or "")
-                continue
-            refused = RequestOutcome(error=batch.refusal, category="user", cause=batch.cause)
+            refused = Outcome(error=batch.refusal, category="user", cause=batch.cause)
             await self._steps.finish(state, step, refused)
 
     def _start_gap_timer(self, state: ModelState) -> None:

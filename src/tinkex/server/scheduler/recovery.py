@@ -13,32 +13,25 @@ from collections import defaultdict
 from collections.abc import Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
-from tinkex.server.executor import EngineLost, EngineRefused, Outcome, Task, Work, WorkFailed
+from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
+from tinkex.server.queued_request import PASSES, Kind, QueuedRequest
 from tinkex.server.scheduler.base_model_check import BaseModelChanged
 from tinkex.server.scheduler.checkpoints import CheckpointSteps
 from tinkex.server.scheduler.crash_isolation import MAX_ATTEMPTS, Attempt
 from tinkex.server.scheduler.execution import (
     EngineClient,
     Execution,
-    clear_gradients_work,
-    create_work,
-    drop_work,
-    forget_losses_work,
+    clear_gradients_order,
+    create_order,
     payload_size,
-    register_loss_work,
-    training_work,
+    register_loss_order,
+    training_order,
 )
 from tinkex.server.scheduler.fairness import TrainingSlots
-from tinkex.server.scheduler.step_queue import (
-    PASSES,
-    Cause,
-    Kind,
-    Replay,
-    Step,
-    StepBatch,
-    replay_of,
-)
-from tinkex.server.store import Damaged, RequestRow, Status, StorageError
+from tinkex.server.scheduler.step_queue import Replay, StepBatch, replay_of
+from tinkex.server.store import Damaged, StorageError
+from tinkex.wire.proto import frames_pb2
+from tinkex.wire.proto.frames_pb2 import Done, Order
 
 if TYPE_CHECKING:
     from tinkex.server.scheduler.model_worker import ModelState
@@ -56,7 +49,7 @@ MAX_REPLAY_TOKENS = 32_768
 MAX_DELAY_FRACTION = 10
 
 
-def _cost(step: Step | RequestRow) -> int:
+def _cost(step: QueuedRequest) -> int:
     """The approximate work of a step, in tokens."""
     return step.tokens + STEP_TOKENS
 
@@ -215,7 +208,11 @@ class Recovery:
                 if incarnation is not None:
                     # Like all work, it must not run beside an isolated request.
                     async with self._engine.isolation.attempt():
-                        await state.run(self._engine, drop_work(model.model_id), incarnation)
+                        await state.run(
+                            self._engine,
+                            Order(drop=frames_pb2.Drop(model_id=model.model_id)),
+                            incarnation,
+                        )
         finally:
             self._loaded[model.session_id].discard(model.model_id)
             if not self._loaded[model.session_id]:
@@ -242,8 +239,8 @@ class Recovery:
                     if session_id in self._loaded or session_id not in self._with_losses:
                         return
                     self._with_losses.discard(session_id)
-                    work = forget_losses_work(session_id)
-                    future = await self._engine.send(work, incarnation=incarnation)
+                    order = Order(forget_losses=frames_pb2.ForgetLosses(session_id=session_id))
+                    future = await self._engine.send(order, incarnation=incarnation)
                 await future
 
     async def _register_losses(self, state: "ModelState", incarnation: int) -> None:
@@ -251,7 +248,7 @@ class Recovery:
             self._with_losses.add(state.model.session_id)
             # A loss that was refused is refused again; no request can use it.
             with contextlib.suppress(WorkFailed):
-                await state.run(self._engine, register_loss_work(loss), incarnation)
+                await state.run(self._engine, register_loss_order(loss), incarnation)
 
     async def _replay(self, state: "ModelState", incarnation: int) -> None:
         """Restore the last snapshot and run the steps of the log since then."""
@@ -260,27 +257,25 @@ class Recovery:
         snapshot = await self._store.snapshots.newest_intact(model_id)
         if snapshot is not None:
             folder = await self._store.snapshots.open(snapshot)
-            await state.run(self._engine, create_work(state.model), incarnation)
-            work = Work(task=Task.RESTORE, model_id=model_id, folder=folder)
-            await state.run(self._engine, work, incarnation)
+            await state.run(self._engine, create_order(state.model), incarnation)
+            restore = frames_pb2.Restore(model_id=model_id, folder=folder)
+            await state.run(self._engine, Order(restore=restore), incarnation)
         after = -1 if snapshot is None else snapshot.seq_id
         rows = await self._store.requests.log(model_id, after=after)
         if rows:
             log.info("rebuilding %s: replaying %d steps of its log", model_id, len(rows))
         left = sum(map(_cost, rows))
         free, sent_tokens = asyncio.Semaphore(MAX_REPLAY_PASSES), 0
-        passes: list[asyncio.Future[Outcome]] = []
+        passes: list[asyncio.Future[Done]] = []
         try:
             for row in rows:
                 self._rebuilds.set_left(state, left)
                 left -= _cost(row)
-                kind = Kind(row.kind)
-                failed = None if row.status is Status.DONE else Cause(row.cause or Cause.WORK)
-                action = replay_of(kind, failed)
+                action = replay_of(row)
                 if action is Replay.SKIP:
                     continue
                 await self._rebuilds.may_continue(state)
-                if kind in PASSES and action is Replay.RUN:
+                if row.kind in PASSES and action is Replay.RUN:
                     # Several passes are on the engine at the same time; they are sent in order.
                     if sent_tokens + row.tokens > MAX_REPLAY_TOKENS:
                         await asyncio.gather(*passes)
@@ -288,10 +283,10 @@ class Recovery:
                         sent_tokens = 0
                     sent_tokens += row.tokens
                     await free.acquire()
-                    payload = await self._payloads.get(row.request_id)
+                    payload = await self._payloads.get(row)
                     state.bytes_since_snapshot += payload_size(payload)
-                    work = training_work(state.model, kind, payload)
-                    passes.append(await state.send(self._engine, work, incarnation))
+                    order = training_order(state.model, row.kind, payload)
+                    passes.append(await state.send(self._engine, order, incarnation))
                     passes[-1].add_done_callback(lambda _: free.release())
                     continue
                 # Everything else waits for the passes before it.
@@ -305,28 +300,27 @@ class Recovery:
                 one.cancel()
 
     async def _replay_one(
-        self, state: "ModelState", row: RequestRow, action: Replay, incarnation: int
+        self, state: "ModelState", row: QueuedRequest, action: Replay, incarnation: int
     ) -> None:
-        kind = Kind(row.kind)
         model = state.model
 
-        async def run(work: Work) -> Outcome:
-            return await state.run(self._engine, work, incarnation)
+        async def run(order: Order) -> Done:
+            return await state.run(self._engine, order, incarnation)
 
         match action:
             case Replay.CLEAR_GRADIENTS:
-                await run(clear_gradients_work(model.model_id))
-            case Replay.RUN if kind is Kind.CREATE_MODEL:
-                await run(create_work(model))
-            case Replay.RUN if kind is Kind.LOAD_WEIGHTS:
-                if row.seq_id == 0:
-                    await run(create_work(model))
-                request = await self._payloads.read(row.request_id)
+                await run(clear_gradients_order(model.model_id))
+            case Replay.RUN if row.kind is Kind.CREATE_MODEL:
+                await run(create_order(model))
+            case Replay.RUN if row.kind is Kind.LOAD_WEIGHTS:
+                if row.creates_model:
+                    await run(create_order(model))
+                request = await self._payloads.read(row)
                 await self._checkpoints.load(model, request, run, version_id=row.version_id)
             case Replay.RUN:
-                payload = await self._payloads.get(row.request_id)
+                payload = await self._payloads.get(row)
                 state.bytes_since_snapshot += payload_size(payload)
-                await run(training_work(model, kind, payload))
+                await run(training_order(model, row.kind, payload))
 
 
 class Snapshots:
@@ -404,8 +398,8 @@ class Snapshots:
             if state.loaded_in != incarnation:  # a result could not be stored
                 return None
             place, folder = self._execution.store.snapshots.new_key(model_id)
-            work = Work(task=Task.SNAPSHOT, model_id=model_id, folder=folder)
-            future = await state.send(self._engine, work, incarnation)
+            order = Order(snapshot=frames_pb2.Snapshot(model_id=model_id, folder=folder))
+            future = await state.send(self._engine, order, incarnation)
             saving = self._save(
                 model_id, future, place, state.queue.next_seq - 1, state.queue.gradient_error
             )
@@ -418,18 +412,18 @@ class Snapshots:
     async def _save(
         self,
         model_id: str,
-        future: asyncio.Future[Outcome],
+        future: asyncio.Future[Done],
         place: str,
         seq_id: int,
         gradient_error: str | None,
     ) -> bool:
         try:
-            outcome = await future
+            done = await future
             return await self._execution.store.snapshots.save(
                 model_id=model_id,
                 seq_id=seq_id,
                 place=place,
-                size_bytes=json.loads(outcome.result)["size_bytes"],
+                size_bytes=json.loads(done.result)["size_bytes"],
                 spoiled=gradient_error,
             )
         except (EngineLost, EngineRefused) as lost:

@@ -1,7 +1,6 @@
 """
 Results of requests, and the polls that wait for them.
 
-- `RequestOutcome` is what became of a request, before it is stored.
 - `Futures` holds the unfinished requests of this process and a cache of finished ones. A poll waits
   here and is woken by the commit of the result; nothing polls the database.
 - `CompletionLog` does the same for clients that wait for many samples with one poll.
@@ -16,18 +15,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.server.scheduler.crash_isolation import MAX_ATTEMPTS
 from tinkex.server.scheduler.fairness import Load
-from tinkex.server.scheduler.step_queue import Cause, Kind
-from tinkex.server.store import (
-    Completion,
-    Damaged,
-    NewRequest,
-    RequestRow,
-    Status,
-    StorageError,
-    Store,
-)
+from tinkex.server.store import Completion, Damaged, StorageError, Store
 from tinkex.server.store.request_rows import issued_s
 from tinkex.server.store.requests import ResultGone
 
@@ -54,23 +45,9 @@ NO_LOAD = Load()
 OnDisconnect = Callable[[Callable[[], None]], None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestOutcome:
-    """The result of a request, or its error."""
-
-    result: bytes = b""
-    error: str | None = None
-    category: str | None = None
-    cause: Cause = Cause.WORK
-    #: Whether the result is already committed, in one transaction with other rows.
-    committed: bool = False
-    #: Whether the next request of this kind would fail in the same way.
-    permanent: bool = False
-
-
-def crash_outcome(reason: str) -> RequestOutcome:
+def crash_outcome(reason: str) -> Outcome:
     """The failure of a request that crashes the engine: it must not run again."""
-    return RequestOutcome(
+    return Outcome(
         error=f"the engine died {MAX_ATTEMPTS} times while this request was running, the last time "
         f"with no other request running, so it is not run again: {reason}. "
         "The server's log has more details.",
@@ -78,43 +55,30 @@ def crash_outcome(reason: str) -> RequestOutcome:
     )
 
 
-def storage_failure(error: Exception) -> RequestOutcome:
+def storage_failure(error: Exception) -> Outcome:
     """The result was computed and could not be stored."""
     error_id = secrets.token_hex(4)
     log.error("a result could not be stored (%s)", error_id, exc_info=error)
-    return RequestOutcome(
+    return Outcome(
         error=f"its result could not be stored ({type(error).__name__}), so the request failed. "
         f"Send the work again. The server's log has the details under the id {error_id}.",
         category="server",
     )
 
 
-def internal_error(error: Exception) -> RequestOutcome:
+def internal_error(error: Exception) -> Outcome:
     """An unexpected error; the log has it under the id that the user sees."""
     error_id = secrets.token_hex(4)
     if isinstance(error, Damaged):
         log.error("damaged data %s: %s", error_id, error)
         text = f"{error}. The server's log has this under the id {error_id}."
-        return RequestOutcome(error=text, category="server")
+        return Outcome(error=text, category="server")
     log.error("bug %s", error_id, exc_info=error)
-    return RequestOutcome(
+    return Outcome(
         error=f"the server failed unexpectedly ({type(error).__name__}). "
         f"Its log has the details under the id {error_id}.",
         category="server",
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FinishedRequest:
-    """A stored result, or the error."""
-
-    request_id: str
-    owner: str
-    kind: Kind
-    session_id: str | None
-    result: bytes = b""
-    error: str | None = None
-    category: str | None = None
 
 
 class UnknownRequest(LookupError):
@@ -158,10 +122,7 @@ def _wake_one(waiter: "asyncio.Future[None]") -> None:
 
 @dataclass(slots=True)
 class _Unfinished:
-    owner: str
-    base_model: str
-    load: Load
-    finished: FinishedRequest | None = None
+    request: QueuedRequest
     #: How many polls have begun to wait for it.
     polls: int = 0
     waiters: Waiters = field(default_factory=Waiters)
@@ -176,7 +137,7 @@ class Futures:
         self._retention_s = retention_s
         self._unfinished: dict[str, _Unfinished] = {}
         self._loads: dict[str, Load] = {}
-        self._cache: OrderedDict[str, FinishedRequest] = OrderedDict()
+        self._cache: OrderedDict[str, QueuedRequest] = OrderedDict()
         self._cache_bytes = 0
         #: The server is stopping: polls return immediately.
         self.closing = False
@@ -185,26 +146,23 @@ class Futures:
     async def start(self) -> None:
         await self.completion_log.start()
 
-    def track(self, row: RequestRow) -> None:
+    def track(self, request: QueuedRequest) -> None:
         """This process will finish the request."""
-        if row.request_id in self._unfinished:
+        if request.request_id in self._unfinished:
             return
-        load = load_of(row)
-        self._unfinished[row.request_id] = _Unfinished(
-            owner=row.owner, base_model=row.base_model, load=load
-        )
-        self._loads[row.owner] = self.load(row.owner) + load
+        self._unfinished[request.request_id] = _Unfinished(request)
+        self._loads[request.owner] = self.load(request.owner) + load_of(request)
 
-    def finish(self, finished: FinishedRequest) -> None:
-        """The result is stored: wake the polls that wait for it."""
-        unfinished = self._unfinished.pop(finished.request_id, None)
+    def finish(self, request: QueuedRequest) -> None:
+        """Its outcome is stored: wake the polls that wait for it."""
+        unfinished = self._unfinished.pop(request.request_id, None)
         if unfinished is not None:
-            unfinished.finished = finished
+            unfinished.request = request
             unfinished.waiters.wake()
-            self._loads[unfinished.owner] -= unfinished.load
-            if not self._loads[unfinished.owner].requests:
-                del self._loads[unfinished.owner]
-        self._cache_result(finished)
+            self._loads[request.owner] -= load_of(request)
+            if not self._loads[request.owner].requests:
+                del self._loads[request.owner]
+        self._cache_result(request)
 
     async def wait(
         self,
@@ -213,26 +171,25 @@ class Futures:
         owner: str,
         within_s: float,
         on_disconnect: OnDisconnect | None = None,
-    ) -> FinishedRequest | None:
-        """The finished request; None if it is not finished within the time."""
+    ) -> QueuedRequest:
+        """The request; without an outcome if it is not finished within the time."""
         if (cached := self._cache.get(request_id)) is not None:
             if cached.owner != owner:
                 raise UnknownRequest(request_id)
             return cached
         unfinished = self._unfinished.get(request_id)
         if unfinished is None:
-            finished = await self._read(request_id, owner)
-            if finished is not None:
-                return finished
+            found = await self._read(request_id, owner)
+            if found.outcome is not None:
+                return found
             # The scheduler has not picked it up yet, and will.
             unfinished = self._unfinished[request_id]
-        if unfinished.owner != owner:
+        if unfinished.request.owner != owner:
             raise UnknownRequest(request_id)
         unfinished.polls += 1
-        if within_s <= 0 or self.closing:
-            return unfinished.finished
-        await unfinished.waiters.wait(within_s, on_disconnect)
-        return unfinished.finished
+        if within_s > 0 and not self.closing:
+            await unfinished.waiters.wait(within_s, on_disconnect)
+        return unfinished.request
 
     @property
     def loads(self) -> Mapping[str, Load]:
@@ -259,7 +216,7 @@ class Futures:
     def base_model(self, request_id: str) -> str | None:
         """The base model of an unfinished request."""
         unfinished = self._unfinished.get(request_id)
-        return None if unfinished is None else unfinished.base_model
+        return None if unfinished is None else unfinished.request.base_model
 
     def __len__(self) -> int:
         """The number of unfinished requests."""
@@ -278,41 +235,42 @@ class Futures:
             if (dropped := self._cache.pop(request_id, None)) is not None:
                 self._cache_bytes -= _weight(dropped)
 
-    async def _read(self, request_id: str, owner: str) -> FinishedRequest | None:
-        row = await self._store.requests.get(request_id)
-        if row is None and _may_be_deleted(request_id, self._retention_s):
+    async def _read(self, request_id: str, owner: str) -> QueuedRequest:
+        request = await self._store.requests.get(request_id)
+        if request is None and _may_be_deleted(request_id, self._retention_s):
             raise ResultGone(request_id)
-        if row is None or row.owner != owner:
+        if request is None or request.owner != owner:
             raise UnknownRequest(request_id)
-        if row.status is Status.WAITING:
+        if request.outcome is None:
             # It may have finished since it was read.
-            if (cached := self._cache.get(request_id)) is None:
-                self.track(row)
-            return cached
-        result = b""
-        if row.status is Status.DONE:
+            if (cached := self._cache.get(request_id)) is not None:
+                return cached
+            self.track(request)
+            return request
+        if request.outcome.error is None:
             try:
                 result = await self._store.requests.result(request_id)
+                request.outcome = replace(request.outcome, result=result)
             except Damaged as damaged:
                 log.error("%s", damaged)
-                row = replace(row, error=f"{damaged}. The work was done.", category="server")
-        finished = _finished_from(row, result)
-        self._cache_result(finished)
-        return finished
+                text = f"{damaged}. The work was done."
+                request.outcome = Outcome(error=text, category="server")
+        self._cache_result(request)
+        return request
 
-    def _cache_result(self, finished: FinishedRequest) -> None:
-        if finished.request_id in self._cache:
+    def _cache_result(self, request: QueuedRequest) -> None:
+        if request.request_id in self._cache:
             return
-        self._cache[finished.request_id] = finished
-        self._cache_bytes += _weight(finished)
+        self._cache[request.request_id] = request
+        self._cache_bytes += _weight(request)
         while self._cache_bytes > CACHE_BYTES:
             _, dropped = self._cache.popitem(last=False)
             self._cache_bytes -= _weight(dropped)
 
 
-def load_of(request: NewRequest | RequestRow) -> Load:
+def load_of(request: QueuedRequest) -> Load:
     """The load that a request adds to its owner."""
-    samples = request.sequences if request.kind == Kind.SAMPLE else 0
+    samples = request.sequences if request.kind is Kind.SAMPLE else 0
     return Load(requests=1, tokens=request.tokens, samples=samples)
 
 
@@ -322,21 +280,9 @@ def _may_be_deleted(request_id: str, retention_s: float) -> bool:
     return at_s is not None and EARLIEST_REQUEST_S < at_s < time.time() - retention_s
 
 
-def _finished_from(row: RequestRow, result: bytes) -> FinishedRequest:
-    return FinishedRequest(
-        request_id=row.request_id,
-        owner=row.owner,
-        kind=Kind(row.kind),
-        session_id=row.session_id,
-        result=result,
-        error=row.error,
-        category=row.category,
-    )
-
-
-def _weight(finished: FinishedRequest) -> int:
+def _weight(request: QueuedRequest) -> int:
     # The fixed part bounds the number of very small results.
-    return len(finished.result) + 1024
+    return (len(request.outcome.result) if request.outcome else 0) + 1024
 
 
 _Client = tuple[str, int]

@@ -5,20 +5,20 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tinkex.server.executor import EngineLost, EngineRefused, Work, WorkFailed
+from tinkex.server.executor import EngineLost, EngineRefused, OnTokens, WorkFailed
+from tinkex.server.queued_request import Outcome, QueuedRequest
 from tinkex.server.scheduler.base_model_check import BaseModelChanged
 from tinkex.server.scheduler.execution import (
     EngineClient,
     Execution,
-    register_loss_work,
-    sample_work,
+    register_loss_order,
+    sample_order,
 )
-from tinkex.server.scheduler.result_waiters import RequestOutcome, crash_outcome, internal_error
-from tinkex.server.store import RequestRow
+from tinkex.server.scheduler.result_waiters import crash_outcome, internal_error
 from tinkex.wire.codec import encode_json
 from tinkex.wire.custom_loss import CreateCustomLossResponse
 from tinkex.wire.partial_sample import PartialSample
-from tinkex.wire.proto import frames_pb2
+from tinkex.wire.proto.frames_pb2 import Order, Tokens
 
 if TYPE_CHECKING:
     from tinkex.server.scheduler.engine_scheduler import EngineScheduler
@@ -33,7 +33,7 @@ class TokenStream:
         #: Done at the next token, and then replaced.
         self.changed = self._new_future()
 
-    def add(self, tokens: frames_pb2.Tokens) -> None:
+    def add(self, tokens: Tokens) -> None:
         """A restarted engine sends everything again; only new tokens count."""
         if self.growing.add(tokens.sequence, tokens.tokens, tokens.logprobs, start=tokens.start):
             changed, self.changed = self.changed, self._new_future()
@@ -50,7 +50,7 @@ class SampleWorker:
         self._execution = execution
         self._engine = engine
         #: By request id: the owner, and the task whose cancellation cancels the sample.
-        self._running: dict[str, tuple[str, asyncio.Task[RequestOutcome]]] = {}
+        self._running: dict[str, tuple[str, asyncio.Task[Outcome]]] = {}
         self._token_streams: dict[str, TokenStream] = {}
 
     def __contains__(self, request_id: str) -> bool:
@@ -78,10 +78,10 @@ class SampleWorker:
         if futures.poll_count(request_id) == polls and not futures.is_polled(request_id):
             self.cancel(request_id, owner=owner)
 
-    async def run(self, row: RequestRow) -> None:
+    async def run(self, request: QueuedRequest) -> None:
         """Run a sample and store its outcome."""
-        task = asyncio.create_task(self._sample(row))
-        self._running[row.request_id] = (row.owner, task)
+        task = asyncio.create_task(self._sample(request))
+        self._running[request.request_id] = (request.owner, task)
         try:
             await asyncio.wait({task})
             outcome = task.result()
@@ -90,13 +90,13 @@ class SampleWorker:
                 # This task was cancelled because the server stops: the sample runs again later.
                 task.cancel()
                 raise
-            outcome = RequestOutcome(error="cancelled: the client gave up on it.", category="user")
+            outcome = Outcome(error="cancelled: the client gave up on it.", category="user")
         except BaseModelChanged as changed:
-            outcome = RequestOutcome(error=str(changed), category="user")
+            outcome = Outcome(error=str(changed), category="user")
         except (WorkFailed, EngineRefused) as failed:
             refused = isinstance(failed, EngineRefused)
             category = failed.category if isinstance(failed, WorkFailed) else "server"
-            outcome = RequestOutcome(error=str(failed), category=category, permanent=refused)
+            outcome = Outcome(error=str(failed), category=category, permanent=refused)
         except EngineLost as lost:
             if self._execution.closing:
                 return
@@ -104,23 +104,24 @@ class SampleWorker:
         except Exception as error:  # noqa: BLE001  a bug must fail one sample and be logged
             outcome = internal_error(error)
         finally:
-            del self._running[row.request_id]
-            self._token_streams.pop(row.request_id, None)
-        await self._execution.finish(row, outcome)
+            del self._running[request.request_id]
+            self._token_streams.pop(request.request_id, None)
+        await self._execution.finish(request, outcome)
 
-    async def _sample(self, row: RequestRow) -> RequestOutcome:
-        outcome = await self._engine.run_request(row, functools.partial(self._prepare, row))
-        return RequestOutcome(result=outcome.result)
+    async def _sample(self, request: QueuedRequest) -> Outcome:
+        done = await self._engine.run_request(request, functools.partial(self._prepare, request))
+        return Outcome(result=done.result)
 
-    async def _prepare(self, row: RequestRow) -> Work:
+    async def _prepare(self, request: QueuedRequest) -> tuple[Order, OnTokens | None]:
         folder = None
-        if row.version_id is not None:
+        if request.version_id is not None:
             if (check := self._engine.base_check) is not None:
-                await check.check_version(row.version_id, await self._engine.ready())
-            folder = await self._execution.store.checkpoints.open_cached(row.version_id)
-        payload = await self._execution.payloads.get(row.request_id)
-        stream = self._token_streams.get(row.request_id)
-        return sample_work(row.owner, folder, payload, None if stream is None else stream.add)
+                await check.check_version(request.version_id, await self._engine.ready())
+            folder = await self._execution.store.checkpoints.open_cached(request.version_id)
+        payload = await self._execution.payloads.get(request)
+        stream = self._token_streams.get(request.request_id)
+        order = sample_order(request.owner, folder, payload, streams=stream is not None)
+        return order, None if stream is None else stream.add
 
 
 class CustomLossWorker:
@@ -136,26 +137,26 @@ class CustomLossWorker:
         self._models = models
         self._engine_of = engine_of
 
-    async def run(self, row: RequestRow) -> None:
+    async def run(self, request: QueuedRequest) -> None:
         """Check and register the loss, and store the outcome."""
         try:
-            outcome = await self._register(row)
+            outcome = await self._register(request)
         except (WorkFailed, EngineRefused) as failed:
             category = failed.category if isinstance(failed, WorkFailed) else "server"
-            outcome = RequestOutcome(error=str(failed), category=category)
+            outcome = Outcome(error=str(failed), category=category)
         except EngineLost as lost:
             if self._execution.closing:
                 return
             outcome = crash_outcome(str(lost))
         except Exception as error:  # noqa: BLE001  a bug must fail one request and be logged
             outcome = internal_error(error)
-        await self._execution.finish(row, outcome)
+        await self._execution.finish(request, outcome)
 
-    async def _register(self, row: RequestRow) -> RequestOutcome:
-        loss = await self._execution.store.models.custom_loss(row.request_id)
+    async def _register(self, request: QueuedRequest) -> Outcome:
+        loss = await self._execution.store.models.custom_loss(request.request_id)
 
-        async def prepare() -> Work:
-            return register_loss_work(loss)
+        async def prepare() -> tuple[Order, None]:
+            return register_loss_order(loss), None
 
         # An engine that loads a model of this session later registers its losses then.
         base_models = {
@@ -165,10 +166,10 @@ class CustomLossWorker:
             # A model that is being loaded may have read the losses before this one was stored.
             and (state.loaded_in is not None or state.worker is not None)
         }
-        for base_model in sorted(base_models | {row.base_model}):
+        for base_model in sorted(base_models | {request.base_model}):
             engine = self._engine_of(base_model)
             try:
-                await engine.client.run_request(row, prepare)
+                await engine.client.run_request(request, prepare)
             finally:
                 await engine.recovery.loss_was_checked(loss.session_id)
-        return RequestOutcome(result=encode_json(CreateCustomLossResponse(loss_id=loss.loss_id)))
+        return Outcome(result=encode_json(CreateCustomLossResponse(loss_id=loss.loss_id)))

@@ -6,7 +6,6 @@ The scheduler: runs accepted requests.
 """
 
 import asyncio
-import contextlib
 import functools
 import logging
 import time
@@ -15,18 +14,19 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from tinkex.server.executor import Executor
+from tinkex.server.queued_request import Cause, Kind, Outcome, QueuedRequest
 from tinkex.server.retry import run_periodically
 from tinkex.server.scheduler.base_model_check import BaseModelChecks
 from tinkex.server.scheduler.crash_isolation import after_web_crash
 from tinkex.server.scheduler.engine_scheduler import EngineScheduler
 from tinkex.server.scheduler.execution import Execution
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits
-from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers, step_of
-from tinkex.server.scheduler.result_waiters import Futures, RequestOutcome
+from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers
+from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.sample_worker import CustomLossWorker, TokenStream
-from tinkex.server.scheduler.step_queue import Cause, Kind, model_deleted, restore_queue
+from tinkex.server.scheduler.step_queue import model_deleted, number_of, restore_queue
 from tinkex.server.scheduler.web_crash import CrashFiles
-from tinkex.server.store import RequestRow, Status, StorageError, Store
+from tinkex.server.store import StorageError, Store
 
 log = logging.getLogger("tinkex.server.scheduler")
 
@@ -73,10 +73,10 @@ class ModelStates:
             snapshot = await self._store.snapshots.newest(model_id)
             after = -1 if snapshot is None else snapshot.seq_id
             finished = [
-                (step_of(row), row.error if row.status is Status.FAILED else None)
-                for row in await self._store.requests.log(model_id, after=after)
+                step
+                for step in await self._store.requests.log(model_id, after=after)
                 # The queue had already passed a late step.
-                if row.cause != Cause.LATE
+                if step.outcome is not None and step.outcome.cause is not Cause.LATE
             ]
             gradient_error = None if snapshot is None else snapshot.spoiled
             queue = restore_queue(finished, next_seq=after + 1, gradient_error=gradient_error)
@@ -200,9 +200,8 @@ class Scheduler:
 
     def submit(
         self,
-        row: RequestRow,
+        request: QueuedRequest,
         *,
-        payload: bytes | None = None,
         token_stream: TokenStream | None = None,
     ) -> None:
         """
@@ -211,41 +210,29 @@ class Scheduler:
         Reads nothing, so it cannot fail between the commit and here. The tokens of a sample go to
         the stream as they are drawn.
         """
-        request_id, execution = row.request_id, self._execution
+        request_id, execution = request.request_id, self._execution
         if execution.futures.is_cached(request_id):
             return
         # Even if it is known: `Pickup`, which has no stream, may have found the request first.
         if token_stream is not None:
-            self.engine(row.base_model).samples.add_token_stream(request_id, token_stream)
+            self.engine(request.base_model).samples.add_token_stream(request_id, token_stream)
         if request_id in execution.claimed:
             return
         # Before it is claimed: a step may have to wait until its model is read.
-        execution.futures.track(row)
-        if payload is not None:
-            execution.payloads.add(request_id, payload)
-        match Kind(row.kind):
+        execution.futures.track(request)
+        match request.kind:
             case Kind.SAMPLE:
-                self._run(row, self.engine(row.base_model).samples.run(row))
+                self._run(request, self.engine(request.base_model).samples.run(request))
             case Kind.UNLOAD_MODEL:
-                self._run(row, self._unload(row))
+                self._run(request, self._unload(request))
             case Kind.CREATE_CUSTOM_LOSS:
-                self._run(row, self._losses.run(row))
+                self._run(request, self._losses.run(request))
             case _:
-                self._add_step(row)
+                self._add_step(request)
 
-    async def resubmit(self, request_id: str) -> None:
-        """A client repeated a request: schedule it if it waits and is not here."""
-        if request_id in self._execution.claimed or self._execution.futures.is_cached(request_id):
-            return
-        # If it cannot be read now, `Pickup` finds it later.
-        with contextlib.suppress(StorageError):
-            row = await self._store.requests.get(request_id)
-            if row is not None and row.status is Status.WAITING:
-                self.submit(row)
-
-    def _run(self, row: RequestRow, work: Coroutine[Any, Any, None]) -> None:
+    def _run(self, request: QueuedRequest, work: Coroutine[Any, Any, None]) -> None:
         """Run a request that is not a step. If it ends in an error, `Pickup` finds it again."""
-        if not self._execution.claim(row):
+        if not self._execution.claim(request):
             work.close()
             return
 
@@ -253,21 +240,21 @@ class Scheduler:
             try:
                 await work
             except Exception:
-                self._execution.claimed.discard(row.request_id)
+                self._execution.claimed.discard(request.request_id)
                 raise
 
         self._execution.spawn(run())
 
-    def _add_step(self, row: RequestRow) -> None:
-        if row.model_id is None or row.seq_id is None:
-            raise ValueError(f"request {row.request_id} is not a step of a model")
-        state = self._models.get(row.model_id)
+    def _add_step(self, step: QueuedRequest) -> None:
+        if step.model_id is None or step.seq_id is None:
+            raise ValueError(f"request {step.request_id} is not a step of a model")
+        state = self._models.get(step.model_id)
         if state is None:
-            if row.model_id not in self._opening:
-                self._opening.add(row.model_id)
-                self._execution.spawn(self._open_with_steps(row.model_id, row.seq_id))
-        elif self._execution.claim(row):
-            self._workers(state).add_step(state, step_of(row))
+            if step.model_id not in self._opening:
+                self._opening.add(step.model_id)
+                self._execution.spawn(self._open_with_steps(step.model_id, step.seq_id))
+        elif self._execution.claim(step):
+            self._workers(state).add_step(state, step)
 
     async def _open_with_steps(self, model_id: str, first_seq: int) -> None:
         """Open a model; opening it adds all its stored steps."""
@@ -288,21 +275,14 @@ class Scheduler:
     def _workers(self, state: ModelState) -> ModelWorkers:
         return self.engine(state.model.base_model).workers
 
-    def creation_refused(self, row: RequestRow, error: str) -> None:
+    def creation_refused(self, request: QueuedRequest, outcome: Outcome) -> None:
         """A model was refused on acceptance: mark its session as failed."""
-        self._execution.failures.update(
-            RequestOutcome(error=error, category="user"),
-            request_id=row.request_id,
-            kind=Kind(row.kind),
-            session_id=row.session_id,
-            model_id=row.model_id,
-            creates_model=True,
-        )
+        self._execution.failures.update(request, outcome)
 
-    async def refuse_step(self, model_id: str, seq_id: int, kind: Kind, reason: str) -> None:
-        """Record a refused step. It fails with this reason if its client sends later steps."""
-        state = await self._open(model_id, first_seq=seq_id)
-        self._workers(state).refuse_step(state, seq_id, kind, reason)
+    async def refuse_step(self, step: QueuedRequest) -> None:
+        """Record a refused step with its outcome. It fails so if its client sends later steps."""
+        state = await self._open(step.model_id or "", first_seq=number_of(step))
+        self._workers(state).refuse_step(state, step)
 
     def is_blocked_by(self, model_id: str, seq_id: int) -> bool:
         """Whether later steps of a model wait for this one."""
@@ -335,12 +315,12 @@ class Scheduler:
         base_model = self._execution.futures.base_model(request_id)
         return None if base_model is None else self._engines.get(base_model)
 
-    async def _unload(self, row: RequestRow) -> None:
-        if (model_id := row.model_id) is None:
-            raise ValueError(f"request {row.request_id} names no model")
+    async def _unload(self, request: QueuedRequest) -> None:
+        if (model_id := request.model_id) is None:
+            raise ValueError(f"request {request.request_id} names no model")
         state = await self._open(model_id)
         outcome = await self.engine(state.model.base_model).unload(state)
-        await self._execution.finish(row, outcome)
+        await self._execution.finish(request, outcome)
 
     def unload_session(self, session_id: str) -> None:
         """Unload the models of a session; the next step of each rebuilds it."""
@@ -373,7 +353,7 @@ class Pickup:
     were committed and did not reach the scheduler, because a read failed or the connection ended.
     """
 
-    def __init__(self, execution: Execution, submit: Callable[[RequestRow], None]) -> None:
+    def __init__(self, execution: Execution, submit: Callable[[QueuedRequest], None]) -> None:
         self._execution = execution
         self._submit = submit
 

@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tinkex.server.queued_request import Outcome, QueuedRequest
 from tinkex.server.retry import PeriodicTask
-from tinkex.server.scheduler.result_waiters import RequestOutcome
-from tinkex.server.scheduler.step_queue import Kind
 from tinkex.server.store import Store
 from tinkex.wire.sessions import (
     ClientSessionFinished,
@@ -93,18 +92,9 @@ class SessionFailures:
     async def start(self) -> None:
         self._failed = set(await self._store.sessions.failed_sessions())
 
-    def update(
-        self,
-        outcome: RequestOutcome,
-        *,
-        request_id: str,
-        kind: Kind,
-        session_id: str | None,
-        model_id: str | None = None,
-        sampling_session_id: str | None = None,
-        creates_model: bool = False,
-    ) -> None:
+    def update(self, request: QueuedRequest, outcome: Outcome) -> None:
         """Called for each outcome before it is stored, so that both are written together."""
+        session_id = request.session_id
         if session_id is None:
             return
         if outcome.error is None:
@@ -112,17 +102,18 @@ class SessionFailures:
                 self._failed.discard(session_id)
                 self._store.sessions.mark_failed(session_id, None)
             return
-        if outcome.category != "server" and not creates_model:
+        if outcome.category != "server" and not request.creates_model:
             return
         reason: dict[str, Any] = {
             "type": "request",
-            "request_id": request_id,
-            "request_type": kind.value,
+            "request_id": request.request_id,
+            "request_type": request.kind.value,
         }
-        if model_id is not None and (creates_model or outcome.permanent):
-            reason = {"type": "training_run", "training_run_id": model_id}
-        elif sampling_session_id is not None and outcome.permanent:
-            reason = {"type": "sampling_session", "sampling_session_id": sampling_session_id}
+        sampler_id = request.sampling_session_id
+        if request.model_id is not None and (request.creates_model or outcome.permanent):
+            reason = {"type": "training_run", "training_run_id": request.model_id}
+        elif sampler_id is not None and outcome.permanent:
+            reason = {"type": "sampling_session", "sampling_session_id": sampler_id}
         self._failed.add(session_id)
         failure = {
             "category": "user" if outcome.category == "user" else "internal",

@@ -10,6 +10,8 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from tinkex.server.queued_request import PASSES, Cause, Kind, QueuedRequest
+
 # Maximum passes of one model that the engine has at the same time: enough that it is never idle,
 # and few enough that the batch of another model starts soon.
 MAX_PASSES_PER_BATCH = 4
@@ -17,61 +19,16 @@ MAX_PASSES_PER_BATCH = 4
 MAX_REFUSED = 1000
 
 
-class Kind(enum.StrEnum):
-    """The operation a request asks for; also the `kind` column of its row."""
-
-    CREATE_MODEL = "create_model"  # step 0 of every model
-    FORWARD = "forward"
-    FORWARD_BACKWARD = "forward_backward"
-    OPTIM_STEP = "optim_step"
-    SAVE_WEIGHTS = "save_weights"
-    SAVE_FOR_SAMPLER = "save_weights_for_sampler"
-    SAVE_EXTERNAL = "save_weights_external"
-    LOAD_WEIGHTS = "load_weights"
-    UNLOAD_MODEL = "unload_model"  # not a step: runs outside the queue
-    SAMPLE = "sample"  # not a step
-    CREATE_CUSTOM_LOSS = "create_custom_loss"  # not a step
-
-
-class Cause(enum.StrEnum):
-    """Why a step failed; also the `cause` column of its row."""
-
-    WORK = "work"  # it ran and failed, or was refused for its content
-    # An optim_step after a failed forward_backward. The value is stored in the database, where
-    # rows of tinkex 0.1 have it too; so it keeps its original spelling.
-    INCOMPLETE_GRADIENTS = "spoiled"
-    GAP = "gap"  # an earlier number never arrived
-    LATE = "late"  # it arrived after its gap was closed
-
-
-PASSES = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """One numbered request of one model."""
-
-    seq_id: int
-    request_id: str
-    kind: Kind
-    #: A `load_weights` with number 0 creates its model from a checkpoint.
-    creates_model: bool = False
-    #: Number of tokens in the examples of a pass.
-    tokens: int = 0
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatch:
     """Consecutive steps that run together, or fail without running."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[QueuedRequest, ...]
     #: Why they must not run: they fail with this text, in the category `user`.
     refusal: str | None = None
     cause: Cause = Cause.WORK
     #: The engine must drop the gradients it holds for this model.
     clears_gradients: bool = False
-    #: The step was refused on arrival, so it has no row yet.
-    has_no_row: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,13 +52,13 @@ CHANGES_MODEL = frozenset(
 )
 
 
-def replay_of(kind: Kind, failed: Cause | None) -> Replay:
-    """What a rebuild does with a finished step; `failed` is None for one that succeeded."""
-    if failed is None:
-        return Replay.RUN if kind in CHANGES_MODEL else Replay.SKIP
-    if failed is Cause.GAP:
+def replay_of(step: QueuedRequest) -> Replay:
+    """What a rebuild does with a finished step."""
+    if step.outcome is None or step.outcome.error is None:
+        return Replay.RUN if step.kind in CHANGES_MODEL else Replay.SKIP
+    if step.outcome.cause is Cause.GAP:
         return Replay.CLEAR_GRADIENTS
-    if kind is Kind.OPTIM_STEP and failed is not Cause.LATE:
+    if step.kind is Kind.OPTIM_STEP and step.outcome.cause is not Cause.LATE:
         return Replay.CLEAR_GRADIENTS
     return Replay.SKIP
 
@@ -113,32 +70,34 @@ class StepQueue:
     #: The number that runs next.
     next_seq: int = 0
     #: Steps that have arrived and not started, by number.
-    waiting: dict[int, Step] = field(default_factory=dict)
+    waiting: dict[int, QueuedRequest] = field(default_factory=dict)
     #: Steps that have started and not finished.
-    running: dict[int, Step] = field(default_factory=dict)
-    #: Numbers whose requests were refused on arrival, with the reason. The client may send the
-    #: same number again, until a later number arrives.
-    refused: dict[int, tuple[Kind, str]] = field(default_factory=dict)
+    running: dict[int, QueuedRequest] = field(default_factory=dict)
+    #: Steps that were refused on arrival, each with its outcome. The client may send the same
+    #: number again, until a later number arrives.
+    refused: dict[int, QueuedRequest] = field(default_factory=dict)
     #: Why the gradients are incomplete: a pass since the last optimizer step failed.
     gradient_error: str | None = None
     #: Why the model does not exist: its creation failed.
     creation_error: str | None = None
     _gap_since_s: float | None = None
 
-    def add(self, step: Step, *, now_s: float) -> bool:
+    def add(self, step: QueuedRequest, *, now_s: float) -> bool:
         """Add a step; False when the queue has already passed its number."""
-        if step.seq_id < self.next_seq:
+        number = number_of(step)
+        if number < self.next_seq:
             return False
-        self.waiting[step.seq_id] = step
-        self.refused.pop(step.seq_id, None)
+        self.waiting[number] = step
+        self.refused.pop(number, None)
         self._update_gap(now_s)
         return True
 
-    def refuse(self, seq_id: int, kind: Kind, reason: str) -> None:
-        """Record a malformed step: later steps do not wait for its number."""
-        known = seq_id in self.waiting or seq_id < self.next_seq
+    def refuse(self, step: QueuedRequest) -> None:
+        """Record a malformed step with its outcome: later steps do not wait for its number."""
+        number = number_of(step)
+        known = number in self.waiting or number < self.next_seq
         if not known and len(self.refused) < MAX_REFUSED:
-            self.refused[seq_id] = (kind, reason)
+            self.refused[number] = step
 
     def next_batch(self, *, now_s: float, max_passes: int | None = None) -> StepBatch | None:
         """Start the next steps; None while some are running or the next has not arrived."""
@@ -151,8 +110,8 @@ class StepQueue:
             return None
         steps = tuple(self._first_steps(max_passes or MAX_PASSES_PER_BATCH))
         for step in steps:
-            self.running[step.seq_id] = self.waiting.pop(step.seq_id)
-        self.next_seq = steps[-1].seq_id + 1
+            self.running[number_of(step)] = self.waiting.pop(number_of(step))
+        self.next_seq = number_of(steps[-1]) + 1
         self._gap_since_s = None
         self._update_gap(now_s)
         if self.creation_error is not None:
@@ -166,32 +125,30 @@ class StepQueue:
             )
         return StepBatch(steps=steps)
 
-    def finish(self, step: Step, *, failure: str | None) -> None:
+    def finish(self, step: QueuedRequest, *, failure: str | None) -> None:
         """A running step succeeded, or failed with this reason."""
-        self.running.pop(step.seq_id, None)
+        self.running.pop(number_of(step), None)
         self.apply_result(step, failure)
 
-    def apply_result(self, step: Step, failure: str | None) -> None:
+    def apply_result(self, step: QueuedRequest, failure: str | None) -> None:
         """Record what a finished step means for later steps: incomplete gradients, no model."""
-        if failure is not None and (step.kind is Kind.CREATE_MODEL or step.creates_model):
+        if failure is not None and step.creates_model:
             self.creation_error = f"this model was not created: {failure}"
         elif step.kind is Kind.FORWARD_BACKWARD and failure is not None:
-            self.gradient_error = self.gradient_error or incomplete_gradients(step.seq_id, failure)
+            self.gradient_error = self.gradient_error or incomplete_gradients(
+                number_of(step), failure
+            )
         elif step.kind is Kind.OPTIM_STEP or (step.kind is Kind.LOAD_WEIGHTS and failure is None):
             self.gradient_error = None
 
-    def requeue(self, steps: Iterable[Step]) -> None:
+    def requeue(self, steps: Iterable[QueuedRequest]) -> None:
         """Put steps that were lost with their engine back at the front."""
         for step in steps:
-            self.running.pop(step.seq_id, None)
-            self.waiting[step.seq_id] = step
-            self.next_seq = min(self.next_seq, step.seq_id)
-
-    def requeue_refused(self, step: Step, reason: str) -> None:
-        """The same for a number whose request was refused: it fails once more, later."""
-        self.running.pop(step.seq_id, None)
-        self.next_seq = min(self.next_seq, step.seq_id)
-        self.refused[step.seq_id] = (step.kind, reason)
+            number = number_of(step)
+            self.running.pop(number, None)
+            # A step that was refused on arrival fails once more, later.
+            (self.waiting if step.request_id else self.refused)[number] = step
+            self.next_seq = min(self.next_seq, number)
 
     def rewind(self, next_seq: int) -> None:
         """Continue from an earlier number; the caller requeues the steps that ran since then."""
@@ -216,7 +173,7 @@ class StepQueue:
         steps = []
         while step := self.waiting.pop(self.next_seq, None):
             steps.append(step)
-            self.running[step.seq_id] = step
+            self.running[number_of(step)] = step
             self.next_seq += 1
         self.refused = {n: why for n, why in self.refused.items() if n >= self.next_seq}
         self._gap_since_s = None
@@ -233,21 +190,19 @@ class StepQueue:
 
     def _next_refused(self, now_s: float) -> StepBatch:
         """Fail a refused number, because a later number has arrived."""
-        kind, reason = self.refused.pop(self.next_seq)
-        step = Step(seq_id=self.next_seq, request_id="", kind=kind)
-        self.running[step.seq_id] = step
+        step = self.refused.pop(self.next_seq)
+        self.running[self.next_seq] = step
         self.next_seq += 1
         self._gap_since_s = None
         self._update_gap(now_s)
         return StepBatch(
             steps=(step,),
-            refusal=reason,
+            refusal=step.outcome.error if step.outcome else "",
             # A failed optimizer step always clears the gradients.
-            clears_gradients=kind is Kind.OPTIM_STEP,
-            has_no_row=True,
+            clears_gradients=step.kind is Kind.OPTIM_STEP,
         )
 
-    def _first_steps(self, max_passes: int) -> Iterable[Step]:
+    def _first_steps(self, max_passes: int) -> Iterable[QueuedRequest]:
         """The next step, and if it is a pass, the passes that follow it without a gap."""
         first = self.waiting[self.next_seq]
         yield first
@@ -268,17 +223,22 @@ class StepQueue:
 
 
 def restore_queue(
-    finished: Sequence[tuple[Step, str | None]],
+    finished: Sequence[QueuedRequest],
     *,
     next_seq: int = 0,
     gradient_error: str | None = None,
 ) -> StepQueue:
     """The queue of a model after its finished steps, in order; after a snapshot if given."""
     queue = StepQueue(next_seq=next_seq, gradient_error=gradient_error)
-    for step, failure in finished:
-        queue.apply_result(step, failure)
-        queue.next_seq = max(queue.next_seq, step.seq_id + 1)
+    for step in finished:
+        queue.apply_result(step, step.outcome.error if step.outcome else None)
+        queue.next_seq = max(queue.next_seq, number_of(step) + 1)
     return queue
+
+
+def number_of(step: QueuedRequest) -> int:
+    """The number of a step in its model."""
+    return step.seq_id or 0
 
 
 def incomplete_gradients(seq_id: int, failure: str) -> str:

@@ -22,8 +22,8 @@ from tinkex.server.store.keys import ApiKey, Keys, refuse_lost_keys
 from tinkex.server.store.models import BaseHashes, CustomLoss, Model, Models, RunTaken, Sampler
 from tinkex.server.store.ownership import refuse_wrong_database
 from tinkex.server.store.quotas import OverQuota, Quota, Quotas
-from tinkex.server.store.request_rows import Accepted, Completion, NewRequest
-from tinkex.server.store.requests import Attempts, RequestRow, Requests
+from tinkex.server.store.request_rows import Completion
+from tinkex.server.store.requests import Attempts, Requests
 from tinkex.server.store.retention import Retention
 from tinkex.server.store.schema import Status
 from tinkex.server.store.sessions import Session, Sessions
@@ -38,7 +38,6 @@ from tinkex.server.store.storage_health import (
 from tinkex.server.store.usage import Usage
 
 __all__ = [
-    "Accepted",
     "ApiKey",
     "Checkpoints",
     "Completion",
@@ -49,10 +48,8 @@ __all__ = [
     "Model",
     "Models",
     "NamedCheckpoint",
-    "NewRequest",
     "OverQuota",
     "Quota",
-    "RequestRow",
     "Requests",
     "RunTaken",
     "Sampler",

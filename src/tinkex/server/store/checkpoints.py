@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
+from tinkex.server.queued_request import Outcome, QueuedRequest
 from tinkex.server.store import events, request_rows
 from tinkex.server.store.blobs import Files, fingerprint, folder_problem
 from tinkex.server.store.conditions import name_is, not_expired
@@ -196,12 +197,12 @@ class Checkpoints:
         version: Version,
         *,
         fingerprint: str,
-        request_id: str,
-        result: bytes,
+        request: QueuedRequest,
+        outcome: Outcome,
         naming: Naming | None = None,
         sampler: tuple[Sampler, int] | None = None,
     ) -> None:
-        """Add the version, its name or sampler, and the request's result in one transaction."""
+        """Add the version, its name or sampler, and the outcome of the request in one transaction."""
 
         def operation(connection: sa.Connection) -> None:
             insert_version(connection, version, fingerprint)
@@ -212,7 +213,7 @@ class Checkpoints:
             if sampler is not None and insert_sampler(connection, *sampler) != sampler[0]:
                 raise SamplerTaken
             note_saved(connection, version, "checkpoint.saved")
-            request_rows.set_done(connection, request_id, result, version_id=version.version_id)
+            request_rows.finish(connection, request, outcome)
 
         await self._database.write(operation, required=True)
 

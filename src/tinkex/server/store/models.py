@@ -7,11 +7,11 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from tinkex.server.queued_request import Outcome, QueuedRequest
 from tinkex.server.store import request_rows
 from tinkex.server.store.database import Database, columns, every, one, scalar, values
 from tinkex.server.store.keys import random_id
 from tinkex.server.store.quotas import Quotas
-from tinkex.server.store.request_rows import Accepted, NewRequest
 from tinkex.server.store.schema import (
     checkpoint_versions,
     custom_losses,
@@ -79,16 +79,16 @@ class Models:
         *,
         model: Model,
         model_seq_id: int,
-        request: NewRequest,
-    ) -> Accepted:
+        request: QueuedRequest,
+    ) -> QueuedRequest:
         """
         Insert a model and its step 0 in one transaction; a repeat returns the first.
 
-        If the owner is over quota, step 0 is stored as failed, so that its future has the error.
+        If the owner is over quota, step 0 is stored as failed and has an outcome.
         Raises RunTaken if the run is a copied checkpoint, which has no step 0.
         """
 
-        def operation(connection: sa.Connection) -> Accepted:
+        def operation(connection: sa.Connection) -> QueuedRequest:
             known = connection.execute(
                 sa.select(models.c.last_request_s).where(
                     models.c.session_id == model.session_id,
@@ -98,19 +98,18 @@ class Models:
             if known is None:
                 row = {**values(model), "model_seq_id": model_seq_id}
                 connection.execute(models.insert(), row)
-            accepted = request_rows.insert(connection, request)
-            if known is not None and accepted.is_new and known.last_request_s is None:
+            first = request_rows.insert(connection, request)
+            if first is not request:
+                return first
+            if known is not None and known.last_request_s is None:
                 raise RunTaken(model.model_id)  # it never had a step 0, not even a deleted one
-            if accepted.is_new:
-                try:
-                    self._quotas.check(connection, model.owner, runs=1)
-                except UserFailure as over:
-                    final = request_rows.failure(
-                        accepted.request_id, str(over), category="user", cause="work"
-                    )
-                    request_rows.finish(connection, final)
-                    return replace(accepted, refused=str(over))
-            return accepted
+            request.outcome = None
+            try:
+                self._quotas.check(connection, model.owner, runs=1)
+            except UserFailure as over:
+                request.outcome = Outcome(error=str(over), category="user")
+                request_rows.finish(connection, request, request.outcome)
+            return request
 
         return await self._database.write(operation)
 
@@ -138,14 +137,16 @@ class Models:
         )
         return await self._database.write(scalar(statement))
 
-    async def create_custom_loss(self, *, custom_loss_seq_id: int, request: NewRequest) -> Accepted:
+    async def create_custom_loss(
+        self, *, custom_loss_seq_id: int, request: QueuedRequest
+    ) -> QueuedRequest:
         """Insert a loss and its request in one transaction; a repeat returns the first."""
 
-        def operation(connection: sa.Connection) -> Accepted:
-            first = _first_loss(connection, request.session_id, custom_loss_seq_id)
+        def operation(connection: sa.Connection) -> QueuedRequest:
+            first = _first_loss(connection, request, custom_loss_seq_id)
             if first is not None:
                 return first
-            accepted = request_rows.insert(connection, request)
+            request_rows.insert(connection, request)
             connection.execute(
                 custom_losses.insert(),
                 {
@@ -153,19 +154,21 @@ class Models:
                     "owner": request.owner,
                     "session_id": request.session_id,
                     "custom_loss_seq_id": custom_loss_seq_id,
-                    "request_id": accepted.request_id,
+                    "request_id": request.request_id,
                     "definition": request.payload,
                     "created_s": time.time(),
                 },
             )
-            return accepted
+            return request
 
         return await self._database.write(operation)
 
-    async def find_custom_loss(self, session_id: str, custom_loss_seq_id: int) -> Accepted | None:
+    async def find_custom_loss(
+        self, *, custom_loss_seq_id: int, request: QueuedRequest
+    ) -> QueuedRequest | None:
         """The request that created the custom loss with this number; writes nothing."""
         return await self._database.read(
-            lambda connection: _first_loss(connection, session_id, custom_loss_seq_id)
+            lambda connection: _first_loss(connection, request, custom_loss_seq_id)
         )
 
     async def custom_loss(self, request_id: str) -> CustomLoss:
@@ -183,17 +186,19 @@ class Models:
 
 
 def _first_loss(
-    connection: sa.Connection, session_id: str | None, custom_loss_seq_id: int
-) -> Accepted | None:
+    connection: sa.Connection, request: QueuedRequest, custom_loss_seq_id: int
+) -> QueuedRequest | None:
     request_id = connection.scalar(
         sa.select(custom_losses.c.request_id).where(
-            custom_losses.c.session_id == session_id,
+            custom_losses.c.session_id == request.session_id,
             custom_losses.c.custom_loss_seq_id == custom_loss_seq_id,
         )
     )
     if request_id is None:
         return None
-    return Accepted(request_id=request_id, kind="create_custom_loss", sequences=0, is_new=False)
+    row = request_rows.find(connection, request_id)
+    # Without a row: its result was deleted after its retention time.
+    return row or replace(request, request_id=request_id, outcome=Outcome())
 
 
 def insert_sampler(

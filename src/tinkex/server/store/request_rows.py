@@ -8,12 +8,13 @@ import base64
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
+from tinkex.server.queued_request import PASSES, Cause, Kind, Outcome, QueuedRequest
 from tinkex.server.store.schema import Status, completions, requests, usage
 from tinkex.server.store.sql_dialects import in_list, list_parameter
 from tinkex.wire.errors import WireError
@@ -54,8 +55,6 @@ PREFILL = "prefill"  # computed prompt tokens
 CACHED = "cached"  # prompt tokens from the prefix cache
 SAMPLED = "sampled"  # generated tokens
 
-_PASSES = frozenset({"forward", "forward_backward"})
-_SAMPLE = "sample"
 _TOKEN_COUNTS = "usage"
 
 _KEY = ("owner", "hour", "session_id", "base_model", "what")
@@ -67,23 +66,14 @@ _ADD = (
 _INSERT_USAGE = usage.insert()
 
 
-def count_tokens(
-    connection: sa.Connection,
-    *,
-    owner: str,
-    session_id: str | None,
-    base_model: str,
-    kind: str,
-    tokens: int,
-    result: bytes,
-) -> None:
+def count_tokens(connection: sa.Connection, request: QueuedRequest, result: bytes) -> None:
     """Count the tokens of a request that this transaction finishes."""
     hour = int(time.time()) // HOUR_S
     counts: dict[tuple[str, int, str, str, str], int] = connection.info.setdefault(
         _TOKEN_COUNTS, {}
     )
-    for what, amount in _amounts(kind, tokens, result):
-        key = (owner, hour, session_id or "", base_model, what)
+    for what, amount in _amounts(request, result):
+        key = (request.owner, hour, request.session_id or "", request.base_model, what)
         counts[key] = counts.get(key, 0) + amount
 
 
@@ -102,10 +92,11 @@ def discard_token_counts(connection: sa.Connection) -> None:
     connection.info.pop(_TOKEN_COUNTS, None)
 
 
-def _amounts(kind: str, tokens: int, result: bytes) -> Iterator[tuple[str, int]]:
-    if kind in _PASSES and tokens:
+def _amounts(request: QueuedRequest, result: bytes) -> Iterator[tuple[str, int]]:
+    tokens = request.tokens
+    if request.kind in PASSES and tokens:
         yield TRAINING, tokens
-    if kind == _SAMPLE:
+    if request.kind == Kind.SAMPLE:
         try:
             hits, sampled = count_sample_tokens(result)
         except WireError:
@@ -117,47 +108,47 @@ def _amounts(kind: str, tokens: int, result: bytes) -> Iterator[tuple[str, int]]
                 yield what, amount
 
 
+# -- reading ---------------------------------------------------------------------------------------
+
+#: The columns of a row as a `QueuedRequest`.
+ROW = (
+    requests.c.request_id,
+    requests.c.owner,
+    requests.c.session_id,
+    requests.c.model_id,
+    requests.c.sampling_session_id,
+    requests.c.seq_id,
+    requests.c.kind,
+    requests.c.base_model,
+    requests.c.sequences,
+    requests.c.version_id,
+    requests.c.tokens,
+    requests.c.status,
+    requests.c.error,
+    requests.c.category,
+    requests.c.cause,
+)
+
+
+def request_of(row: sa.Row[*tuple[Any, ...]]) -> QueuedRequest:
+    """The request of a row; payload and result are read when they are needed."""
+    values = {column.name: row._mapping[column.name] for column in ROW}
+    status, error, category, cause = (
+        values.pop(name) for name in ("status", "error", "category", "cause")
+    )
+    request = QueuedRequest(**{**values, "kind": Kind(values["kind"])})
+    if status != Status.WAITING:
+        cause = Cause(cause) if cause else Cause.WORK
+        request.outcome = Outcome(error=error, category=category, cause=cause)
+    return request
+
+
+def find(connection: sa.Connection, request_id: str) -> QueuedRequest | None:
+    row = connection.execute(sa.select(*ROW).where(requests.c.request_id == request_id)).first()
+    return None if row is None else request_of(row)
+
+
 # -- idempotent insert: a repeated (model or sampler, seq_id) returns the first request -----------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NewRequest:
-    """A request that is about to be accepted."""
-
-    owner: str
-    kind: str
-    base_model: str
-    payload: bytes
-    session_id: str | None = None
-    model_id: str | None = None
-    sampling_session_id: str | None = None
-    seq_id: int | None = None
-    sequences: int = 0
-    version_id: str | None = None
-    #: Tokens in the examples of a pass, or in the prompt of a sample.
-    tokens: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Accepted:
-    """The request with this (model or sampler, seq_id): the new one, or an earlier one."""
-
-    request_id: str
-    kind: str
-    sequences: int
-    is_new: bool
-    #: The error, if the request failed when it was accepted.
-    refused: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RequestInsert:
-    """A row to insert."""
-
-    new: NewRequest
-    #: The storage key of a large payload.
-    payload_key: str | None
-    request_id: str = field(default_factory=lambda: new_request_id(time.time()))
 
 
 # The columns of a request that is not finished.
@@ -201,22 +192,25 @@ _INSERT_ARRAYS = (
     .on_conflict_do_nothing()
     .returning(requests.c.request_id)
 )
-_BY_SEQ_ID = sa.select(requests.c.request_id, requests.c.kind, requests.c.sequences).where(
-    requests.c.seq_id == sa.bindparam("wanted_seq_id")
-)
+_BY_SEQ_ID = sa.select(*ROW).where(requests.c.seq_id == sa.bindparam("wanted_seq_id"))
 _STEP_BY_SEQ_ID = _BY_SEQ_ID.where(requests.c.model_id == sa.bindparam("parent_id"))
 _SAMPLE_BY_SEQ_ID = _BY_SEQ_ID.where(requests.c.sampling_session_id == sa.bindparam("parent_id"))
 
 
-def insert(connection: sa.Connection, new: NewRequest) -> Accepted:
+def insert(connection: sa.Connection, new: QueuedRequest) -> QueuedRequest:
     """Insert a request with a small payload, unless it is a repeat."""
     # The search comes first, so that a repeat succeeds while new rows are refused.
-    return find_earlier(connection, new) or insert_many(connection, [RequestInsert(new, None)])[0]
+    if (first := find_earlier(connection, new)) is not None:
+        return first
+    new.request_id = new_request_id(time.time())
+    return insert_many(connection, [(new, None)])[0]
 
 
-def insert_many(connection: sa.Connection, group: Sequence[RequestInsert]) -> list[Accepted]:
-    """Insert requests, except repeats."""
-    rows = [_values(row) for row in group]
+def insert_many(
+    connection: sa.Connection, group: Sequence[tuple[QueuedRequest, str | None]]
+) -> list[QueuedRequest]:
+    """Insert requests, each with the storage key of a large payload; repeats return the first."""
+    rows = [_values(new, key) for new, key in group]
     if connection.dialect.name == "sqlite":
         found = connection.scalars(_INSERT, [dict(zip(_NEW, row, strict=True)) for row in rows])
     else:
@@ -225,24 +219,13 @@ def insert_many(connection: sa.Connection, group: Sequence[RequestInsert]) -> li
             _INSERT_ARRAYS, {name: list(column) for name, column in zip(_NEW, columns, strict=True)}
         )
     added = set(found)
-    return [
-        Accepted(
-            request_id=row.request_id,
-            kind=row.new.kind,
-            sequences=row.new.sequences,
-            is_new=True,
-        )
-        if row.request_id in added
-        else _existing(connection, row.new)
-        for row in group
-    ]
+    return [new if new.request_id in added else _existing(connection, new) for new, _ in group]
 
 
-def _values(row: RequestInsert) -> tuple[object, ...]:
+def _values(new: QueuedRequest, payload_key: str | None) -> tuple[object, ...]:
     """The values of a row, in the order of `_NEW`."""
-    new = row.new
     return (
-        row.request_id,
+        new.request_id,
         new.owner,
         new.session_id,
         new.model_id,
@@ -251,8 +234,8 @@ def _values(row: RequestInsert) -> tuple[object, ...]:
         new.kind,
         Status.WAITING,
         new.base_model,
-        new.payload if row.payload_key is None else None,
-        row.payload_key,
+        (new.payload or b"") if payload_key is None else None,
+        payload_key,
         new.sequences,
         new.version_id,
         new.tokens,
@@ -260,7 +243,7 @@ def _values(row: RequestInsert) -> tuple[object, ...]:
     )
 
 
-def find_earlier(connection: sa.Connection, new: NewRequest) -> Accepted | None:
+def find_earlier(connection: sa.Connection, new: QueuedRequest) -> QueuedRequest | None:
     """The request that already has this (model or sampler, seq_id), if there is one."""
     if new.seq_id is None:
         return None
@@ -268,10 +251,10 @@ def find_earlier(connection: sa.Connection, new: NewRequest) -> Accepted | None:
     parent_id = new.model_id or new.sampling_session_id
     values = {"wanted_seq_id": new.seq_id, "parent_id": parent_id}
     row = connection.execute(statement, values).first()
-    return None if row is None else Accepted(**row._mapping, is_new=False)
+    return None if row is None else request_of(row)
 
 
-def _existing(connection: sa.Connection, new: NewRequest) -> Accepted:
+def _existing(connection: sa.Connection, new: QueuedRequest) -> QueuedRequest:
     """The earlier request whose constraint prevented this insert."""
     if (found := find_earlier(connection, new)) is None:
         raise LookupError(f"step {new.seq_id} was not inserted, and no earlier one exists")
@@ -296,142 +279,93 @@ class Completion:
     result_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class FinalState:
-    """What is written when a request finishes."""
-
-    #: The columns; the request id is in `finished`.
-    values: dict[str, Any]
-    #: None if it failed.
-    result: bytes | None
-
-
-# The columns that token counts and completion events need.
-_FINISHED = (
-    requests.c.owner,
-    requests.c.session_id,
-    requests.c.base_model,
-    requests.c.kind,
-    requests.c.tokens,
-    requests.c.sampling_session_id,
-    requests.c.seq_id,
-)
 # Built once: building a statement takes longer than SQLite takes to run it.
-_FINISH_EACH = requests.update().where(
+_FINISH = requests.update().where(
     requests.c.request_id == sa.bindparam("finished"), requests.c.status == Status.WAITING
 )
-_FINISH = _FINISH_EACH.returning(*_FINISHED)
 # For many at once: first find those that still wait, then update each. The status is filtered in
 # Python: with `status = 'waiting'` in the query SQLite would scan all waiting rows by that index.
-_CHOSEN = sa.select(requests.c.request_id, requests.c.status, *_FINISHED).where(
+_CHOSEN = sa.select(requests.c.request_id, requests.c.status).where(
     in_list(requests.c.request_id, sa.bindparam("finished", type_=sa.Text))
 )
 _COMPLETE = completions.insert().returning(completions.c.position, sort_by_parameter_order=True)
 
 
-def set_done(
-    connection: sa.Connection,
-    request_id: str,
-    result: bytes,
-    *,
-    version_id: str,
-) -> None:
-    """Finish a request with its result and its checkpoint version."""
-    final = success(request_id, result, None)
-    finish(connection, replace(final, values={**final.values, "version_id": version_id}))
+def finish(
+    connection: sa.Connection, request: QueuedRequest, outcome: Outcome
+) -> Completion | None:
+    """
+    Move a request from waiting to finished. A finished one stays unchanged.
 
-
-def success(request_id: str, result: bytes, result_key: str | None) -> FinalState:
-    """The final state of a request with a result; a large one is on disk under `result_key`."""
-    values = {
-        "finished": request_id,
-        "status": Status.DONE,
-        "result": result if result_key is None else None,
-        "result_place": result_key,
-        "result_bytes": len(result),
-        "error": None,
-        "category": None,
-        "cause": None,
-        "finished_s": time.time(),
-    }
-    return FinalState(values, result)
-
-
-def failure(request_id: str, error: str, *, category: str, cause: str) -> FinalState:
-    """The final state of a request that failed; `category` says whose error it was."""
-    values = {
-        "finished": request_id,
-        "status": Status.FAILED,
-        "result": None,
-        "result_place": None,
-        "result_bytes": None,
-        "error": error,
-        "category": category,
-        "cause": cause,
-        "finished_s": time.time(),
-    }
-    return FinalState(values, None)
-
-
-def finish(connection: sa.Connection, final: FinalState) -> Completion | None:
-    """Move a request from waiting to finished; None if it was finished before."""
-    row = connection.execute(_FINISH, final.values).first()
-    return _finished(connection, [final], [row])[0]
+    Returns the event of a sample; None for other requests.
+    """
+    return finish_many(connection, [(request, outcome)])[0]
 
 
 def finish_many(
-    connection: sa.Connection, finals: Sequence[FinalState]
+    connection: sa.Connection, group: Sequence[tuple[QueuedRequest, Outcome]]
 ) -> Sequence[Completion | None]:
     """Like `finish`, for many, with few statements. The first of two for a request counts."""
-    if len(finals) == 1:
-        return [finish(connection, finals[0])]
-    ids = [final.values["finished"] for final in finals]
-    chosen = connection.execute(_CHOSEN, {"finished": list_parameter(ids)})
-    waiting = {row.request_id: row for row in chosen if row.status == Status.WAITING}
-    rows = [waiting.pop(request_id, None) for request_id in ids]
-    steps = [final.values for final, row in zip(finals, rows, strict=True) if row is not None]
-    if steps:
-        connection.execute(_FINISH_EACH, steps)
-    return _finished(connection, finals, rows)
+    now_s = time.time()
+    if len(group) == 1:
+        written = connection.execute(_FINISH, _final_values(*group[0], now_s)).rowcount
+        finished = group if written else []
+    else:
+        ids = [request.request_id for request, _ in group]
+        chosen = connection.execute(_CHOSEN, {"finished": list_parameter(ids)})
+        waiting = {row.request_id for row in chosen if row.status == Status.WAITING}
+        finished = []
+        for request, outcome in group:
+            if request.request_id in waiting:
+                waiting.remove(request.request_id)
+                finished.append((request, outcome))
+        if finished:
+            connection.execute(_FINISH, [_final_values(*pair, now_s) for pair in finished])
+    for request, outcome in finished:
+        if outcome.error is None:
+            count_tokens(connection, request, outcome.result)
+    events = [_event(*pair, now_s) for pair in finished if _has_event(pair[0])]
+    positions = connection.scalars(_COMPLETE, events) if events else ()
+    completed = {
+        event["request_id"]: _completion(position, event)
+        for position, event in zip(positions, events, strict=True)
+    }
+    # A second outcome of one request has no event.
+    return [completed.pop(request.request_id, None) for request, _ in group]
 
 
-def _finished(
-    connection: sa.Connection,
-    finals: Sequence[FinalState],
-    rows: Sequence[sa.Row[*tuple[Any, ...]] | None],
-) -> list[Completion | None]:
-    """Count tokens and add completion events; a row of None was finished before."""
-    events: list[dict[str, Any] | None] = []
-    for final, row in zip(finals, rows, strict=True):
-        if row is not None and final.result is not None:
-            count_tokens(
-                connection,
-                owner=row.owner,
-                session_id=row.session_id,
-                base_model=row.base_model,
-                kind=row.kind,
-                tokens=row.tokens,
-                result=final.result,
-            )
-        events.append(None if row is None else _event(final, row))
-    new = [event for event in events if event is not None]
-    positions = iter(connection.scalars(_COMPLETE, new) if new else ())
-    return [None if event is None else _completion(next(positions), event) for event in events]
+def _final_values(request: QueuedRequest, outcome: Outcome, now_s: float) -> dict[str, Any]:
+    failed = outcome.error is not None
+    inline = not failed and outcome.result_key is None
+    return {
+        "finished": request.request_id,
+        "status": Status.FAILED if failed else Status.DONE,
+        "result": outcome.result if inline else None,
+        "result_place": outcome.result_key,
+        "result_bytes": None if failed else len(outcome.result),
+        "error": outcome.error,
+        "category": (outcome.category or "server") if failed else None,
+        "cause": outcome.cause if failed else None,
+        "version_id": outcome.version_id or request.version_id,
+        "finished_s": now_s,
+    }
+
+
+def _has_event(request: QueuedRequest) -> bool:
+    """Whether its client waits for events: it is a numbered sample."""
+    return request.sampling_session_id is not None and request.seq_id is not None
+
+
+def _event(request: QueuedRequest, outcome: Outcome, now_s: float) -> dict[str, Any]:
+    return {
+        "sampling_session_id": request.sampling_session_id,
+        "clone_id": (request.seq_id or 0) // SAMPLES_PER_CLONE,
+        "request_id": request.request_id,
+        "result_bytes": None if outcome.error is not None else len(outcome.result),
+        "at_s": now_s,
+    }
 
 
 def _completion(position: int, event: dict[str, Any]) -> Completion:
     fields = {name: value for name, value in event.items() if name != "at_s"}
     return Completion(position=position, **fields)
-
-
-def _event(final: FinalState, row: sa.Row[*tuple[Any, ...]]) -> dict[str, Any] | None:
-    """The completion event of a sample; None for other requests."""
-    if row.sampling_session_id is None or row.seq_id is None:
-        return None
-    return {
-        "sampling_session_id": row.sampling_session_id,
-        "clone_id": row.seq_id // SAMPLES_PER_CLONE,
-        "request_id": final.values["finished"],
-        "result_bytes": None if final.result is None else len(final.result),
-        "at_s": final.values["finished_s"],
-    }

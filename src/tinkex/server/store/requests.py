@@ -6,27 +6,26 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 
+from tinkex.server.queued_request import Outcome, QueuedRequest
 from tinkex.server.store.blobs import Files
 from tinkex.server.store.database import Database
 from tinkex.server.store.request_rows import (
-    Accepted,
+    ROW,
     Completion,
-    FinalState,
-    NewRequest,
-    RequestInsert,
-    failure,
+    find,
     find_earlier,
     finish,
     finish_many,
     insert,
     insert_many,
-    set_done,
+    new_request_id,
+    request_of,
 )
 from tinkex.server.store.schema import Status, completions, requests
 from tinkex.server.store.storage_health import FILES, Damaged
@@ -41,48 +40,6 @@ MAX_FETCHED_PENDING = 10_000
 class ResultGone(LookupError):
     """The result was deleted after its retention time."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestRow:
-    """A request without its payload and result."""
-
-    request_id: str
-    owner: str
-    session_id: str | None
-    model_id: str | None
-    sampling_session_id: str | None
-    seq_id: int | None
-    kind: str
-    status: Status
-    base_model: str
-    sequences: int
-    version_id: str | None
-    result_bytes: int | None
-    error: str | None
-    category: str | None
-    cause: str | None
-    #: Tokens in the examples of a pass, or in the prompt of a sample.
-    tokens: int = 0
-
-
-_ROW = (
-    requests.c.request_id,
-    requests.c.owner,
-    requests.c.session_id,
-    requests.c.model_id,
-    requests.c.sampling_session_id,
-    requests.c.seq_id,
-    requests.c.kind,
-    requests.c.status,
-    requests.c.base_model,
-    requests.c.sequences,
-    requests.c.version_id,
-    requests.c.result_bytes,
-    requests.c.error,
-    requests.c.category,
-    requests.c.cause,
-    requests.c.tokens,
-)
 
 _COMPLETION = (
     completions.c.sampling_session_id,
@@ -107,34 +64,35 @@ class Requests:
         self._fetched_pending: Counter[str] = Counter()
         self._fetched_lock = threading.Lock()
 
-    async def accept(self, new: NewRequest) -> Accepted:
+    async def accept(self, new: QueuedRequest) -> QueuedRequest:
         """Accept a request; it is on disk when this returns. A repeat returns the first request."""
-        key = None
-        if len(new.payload) > INLINE_BYTES:
+        key, payload = None, new.payload or b""
+        if len(payload) > INLINE_BYTES:
             self._database.health.refuse_new_data()
-            key = await self._put("payloads", new.payload)
-        return await self._database.write_batched(insert_many, RequestInsert(new, key))
+            key = await self._put("payloads", payload)
+        new.request_id = new_request_id(time.time())
+        return await self._database.write_batched(insert_many, (new, key))
 
-    async def find_repeat(self, new: NewRequest) -> Accepted | None:
+    async def find_repeat(self, new: QueuedRequest) -> QueuedRequest | None:
         """The earlier request with the same (model or sampler, seq_id); writes nothing."""
         if new.seq_id is None:
             return None
         return await self._database.read(lambda connection: find_earlier(connection, new))
 
-    async def store_refused(self, new: NewRequest, error: str, *, cause: str) -> None:
-        """Store a refused step as failed (category `user`), so that its seq_id is used up."""
+    async def store_refused(self, refused: QueuedRequest, outcome: Outcome) -> None:
+        """Store a refused step as failed, so that its seq_id is used up."""
 
         def operation(connection: sa.Connection) -> None:
-            first = insert(connection, new)
-            if first.is_new:
-                final = failure(first.request_id, error, category="user", cause=cause)
-                finish(connection, final)
+            # A copy, so that a step which could not be stored still has no id.
+            new = replace(refused)
+            if insert(connection, new) is new:
+                finish(connection, new, outcome)
 
         await self._database.write(operation, required=True)
 
     async def store_result(self, result: bytes) -> str | None:
         """
-        Write a large result to a file; returns its key for `success`, or None for a small one.
+        Write a large result to a file; returns its key for `Outcome`, or None for a small one.
 
         While the disk refuses writes, this waits, because the request was already accepted.
         """
@@ -154,30 +112,19 @@ class Requests:
         except Damaged as error:
             raise Damaged(f"the {what} of request {request_id} {error}") from error
 
-    def finish_one(self, final: FinalState) -> asyncio.Future[Completion | None]:
-        """
-        Write what `success` or `failure` returned, in the order of the calls.
+    def finish_one(
+        self, request: QueuedRequest, outcome: Outcome
+    ) -> asyncio.Future[Completion | None]:
+        """Finish a request, in the order of the calls; a finished one stays unchanged."""
+        return self._database.write_batched(finish_many, (request, outcome), required=True)
 
-        A request that is already finished stays unchanged.
-        """
-        return self._database.write_batched(finish_many, final, required=True)
-
-    async def finish_all(self, finals: Sequence[FinalState]) -> None:
+    async def finish_all(self, group: Sequence[tuple[QueuedRequest, Outcome]]) -> None:
         """Finish several steps of a model in one transaction."""
-        if len(finals) == 1:
+        if len(group) == 1:
             # Shares its statements with those of other models.
-            await self.finish_one(finals[0])
+            await self.finish_one(*group[0])
             return
-        await self._database.write(
-            lambda connection: finish_many(connection, finals), required=True
-        )
-
-    async def finish_load(self, request_id: str, result: bytes, version_id: str) -> None:
-        """Finish a load, with the version that recovery must load again."""
-        await self._database.write(
-            lambda connection: set_done(connection, request_id, result, version_id=version_id),
-            required=True,
-        )
+        await self._database.write(lambda connection: finish_many(connection, group), required=True)
 
     async def completions(
         self,
@@ -211,10 +158,12 @@ class Requests:
             lambda connection: connection.execute(statement).scalar_one()
         )
 
-    async def get(self, request_id: str) -> RequestRow | None:
-        statement = sa.select(*_ROW).where(requests.c.request_id == request_id)
+    async def get(self, request_id: str) -> QueuedRequest | None:
+        return await self._database.read(lambda connection: find(connection, request_id))
+
+    async def _requests(self, statement: sa.Select[*tuple[Any, ...]]) -> list[QueuedRequest]:
         return await self._database.read(
-            lambda connection: _row(connection.execute(statement).first())
+            lambda connection: [request_of(row) for row in connection.execute(statement)]
         )
 
     async def payload(self, request_id: str) -> bytes | Path:
@@ -269,11 +218,11 @@ class Requests:
 
     async def waiting_of(
         self, owner: str, *, after: tuple[float, str] | None, limit: int
-    ) -> tuple[list[RequestRow], tuple[float, str] | None]:
+    ) -> tuple[list[QueuedRequest], tuple[float, str] | None]:
         """The next rows of one owner, oldest first, and the next `after`; None at the end."""
         position = sa.tuple_(requests.c.created_s, requests.c.request_id)
         statement = (
-            sa.select(requests.c.created_s, *_ROW)
+            sa.select(requests.c.created_s, *ROW)
             .where(requests.c.status == Status.WAITING, requests.c.owner == owner)
             .order_by(requests.c.created_s, requests.c.request_id)
             .limit(limit)
@@ -284,18 +233,17 @@ class Requests:
 
         def operation(
             connection: sa.Connection,
-        ) -> tuple[list[RequestRow], tuple[float, str] | None]:
+        ) -> tuple[list[QueuedRequest], tuple[float, str] | None]:
             found = connection.execute(statement).all()
-            rows = [_request_row(dict(one._mapping)) for one in found]
             last = (found[-1].created_s, found[-1].request_id) if len(found) == limit else None
-            return rows, last
+            return [request_of(row) for row in found], last
 
         return await self._database.read(operation)
 
-    async def waiting_steps(self, model_id: str) -> list[RequestRow]:
+    async def waiting_steps(self, model_id: str) -> list[QueuedRequest]:
         """The unfinished steps of one model, in order."""
         statement = (
-            sa.select(*_ROW)
+            sa.select(*ROW)
             .where(
                 requests.c.model_id == model_id,
                 requests.c.seq_id.is_not(None),
@@ -303,12 +251,12 @@ class Requests:
             )
             .order_by(requests.c.seq_id)
         )
-        return await self._database.read(lambda connection: _rows(connection, statement))
+        return await self._requests(statement)
 
-    async def log(self, model_id: str, *, after: int = -1) -> list[RequestRow]:
+    async def log(self, model_id: str, *, after: int = -1) -> list[QueuedRequest]:
         """The finished steps of a model after `after`, in order. Recovery replays them."""
         statement = (
-            sa.select(*_ROW)
+            sa.select(*ROW)
             .where(
                 requests.c.model_id == model_id,
                 requests.c.seq_id > after,
@@ -316,7 +264,7 @@ class Requests:
             )
             .order_by(requests.c.seq_id)
         )
-        return await self._database.read(lambda connection: _rows(connection, statement))
+        return await self._requests(statement)
 
     async def has_steps(self, model_id: str) -> bool:
         """Whether a model's step 0 is stored."""
@@ -357,21 +305,6 @@ class Requests:
             connection.execute(_ALL_FETCHED, values)
 
         self._database.write_deferred(operation, on_dropped=not_pending)
-
-
-def _rows(connection: sa.Connection, statement: sa.Select[*tuple[object, ...]]) -> list[RequestRow]:
-    return [row for found in connection.execute(statement) if (row := _row(found)) is not None]
-
-
-def _row(found: sa.Row[*tuple[object, ...]] | None) -> RequestRow | None:
-    if found is None:
-        return None
-    return _request_row(dict(found._mapping))
-
-
-def _request_row(values: dict[str, Any]) -> RequestRow:
-    values.pop("created_s", None)
-    return RequestRow(**{**values, "status": Status(values["status"])})
 
 
 _WAITING = requests.c.status == Status.WAITING

@@ -10,7 +10,7 @@ from hypothesis.stateful import precondition, rule
 from server.store import reference_model as expected
 from server.store.machine.base import BASE, PICK
 from server.store.machine.requests import Requests
-from tinkex.server.scheduler.step_queue import Kind
+from tinkex.server.queued_request import Kind, Outcome
 from tinkex.server.store import Sampler
 from tinkex.server.store.checkpoints import NameTaken, Naming, SamplerTaken
 
@@ -81,8 +81,8 @@ class Checkpoints(Requests):
         saving = self.store.checkpoints.save(
             version,
             fingerprint=self.run(self.store.checkpoints.store_files(version)),
-            request_id=request.request_id,
-            result=b"saved",
+            request=self.queued(request),
+            outcome=Outcome(result=b"saved", version_id=version.version_id),
             naming=naming,
             sampler=None
             if sampler is None or sampler_number is None
@@ -145,7 +145,12 @@ class Checkpoints(Requests):
         request = self.take(new, self.run(self.store.requests.accept(new)), now_s)
         if request.status != "waiting" or request.kind != Kind.LOAD_WEIGHTS:
             return
-        self.run(self.store.requests.finish_load(request.request_id, b"{}", named.version_id))
+        loaded = Outcome(result=b"{}", version_id=named.version_id)
+
+        async def finish() -> None:
+            await self.store.requests.finish_one(self.queued(request), loaded)
+
+        self.run(finish())
         self.world.finish(request, b"{}", None, now_s)
         request.version_id = named.version_id
 

@@ -6,7 +6,7 @@ from hypothesis.stateful import precondition, rule
 from server.store import reference_model as expected
 from server.store.machine.base import AGES_S, BASE, OWNERS, PICK
 from server.store.machine.requests import Requests
-from tinkex.server.scheduler.step_queue import Kind
+from tinkex.server.queued_request import Kind
 from tinkex.server.store import Model, Sampler
 
 

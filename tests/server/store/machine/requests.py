@@ -11,9 +11,9 @@ from hypothesis.stateful import precondition, rule
 
 from server.store import reference_model as expected
 from server.store.machine.base import BASE, OWNERS, PICK, Base
-from tinkex.server.scheduler.step_queue import Kind
-from tinkex.server.store import Accepted, Completion, NewRequest, Status
-from tinkex.server.store.request_rows import SAMPLES_PER_CLONE, failure, success
+from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
+from tinkex.server.store import Completion
+from tinkex.server.store.request_rows import SAMPLES_PER_CLONE
 from tinkex.server.store.requests import INLINE_BYTES, ResultGone
 from tinkex.wire.protobuf import encode_sample_response
 from tinkex.wire.sampling import SampledSequence, SampleResponse
@@ -42,8 +42,8 @@ class Requests(Base):
         *,
         payload: bytes = b"",
         tokens: int = 0,
-    ) -> NewRequest:
-        return NewRequest(
+    ) -> QueuedRequest:
+        return QueuedRequest(
             owner=model.owner,
             kind=kind,
             base_model=BASE,
@@ -54,17 +54,32 @@ class Requests(Base):
             tokens=tokens,
         )
 
-    def take(self, new: NewRequest, accepted: Accepted, now_s: float) -> expected.Request:
+    def queued(self, one: expected.Request) -> QueuedRequest:
+        """The request as the scheduler has it."""
+        return QueuedRequest(
+            request_id=one.request_id,
+            owner=one.owner,
+            kind=Kind(one.kind),
+            base_model=BASE,
+            session_id=one.session_id,
+            model_id=one.model_id,
+            sampling_session_id=one.sampling_session_id,
+            seq_id=one.seq_id,
+            version_id=one.version_id,
+            tokens=one.tokens,
+        )
+
+    def take(self, new: QueuedRequest, accepted: QueuedRequest, now_s: float) -> expected.Request:
         """Apply an accepted request to the model."""
         place = new.model_id or new.sampling_session_id
         assert place is not None
         assert new.seq_id is not None
         assert new.session_id is not None
         first = self.world.at(place, new.seq_id)
-        assert accepted.is_new == (first is None)
+        assert (accepted is new) == (first is None)
         if first is not None:
             assert (accepted.request_id, accepted.kind) == (first.request_id, first.kind)
-            if len(new.payload) > INLINE_BYTES:
+            if len(new.payload or b"") > INLINE_BYTES:
                 self.left.append("payloads")
             return first
         assert accepted.request_id not in self.world.requests
@@ -97,12 +112,12 @@ class Requests(Base):
         payload = LARGE if large else b""
         new = [self.step(model, one, kind, payload=payload, tokens=one) for one in seq_ids]
 
-        async def act() -> list[Accepted]:
+        async def act() -> list[QueuedRequest]:
             return await asyncio.gather(*(self.store.requests.accept(one) for one in new))
 
         answers = zip(new, self.run(act()), strict=True)
         # The store decides which of concurrent repeats is the first.
-        for one, accepted in sorted(answers, key=lambda pair: not pair[1].is_new):
+        for one, accepted in sorted(answers, key=lambda pair: pair[0] is not pair[1]):
             self.take(one, accepted, now_s)
 
     @precondition(lambda self: self.world.models)
@@ -111,15 +126,15 @@ class Requests(Base):
         now_s = self.later()
         model = self.some_model(number)
         new = self.step(model, seq_id, Kind.OPTIM_STEP)
-        self.run(self.store.requests.store_refused(new, "bad", cause="refused"))
+        self.run(self.store.requests.store_refused(new, Outcome(error="bad", category="user")))
         if self.world.at(model.model_id, seq_id) is None:
             [row] = [
                 one
                 for one in self.run(self.store.requests.log(model.model_id))
                 if one.seq_id == seq_id
             ]
-            accepted = Accepted(request_id=row.request_id, kind=row.kind, sequences=0, is_new=True)
-            request = self.take(new, accepted, now_s)
+            new.request_id = row.request_id
+            request = self.take(new, new, now_s)
             self.world.finish(request, None, "bad", now_s)
 
     @precondition(lambda self: self.world.samplers)
@@ -128,7 +143,7 @@ class Requests(Base):
         now_s = self.later()
         sampler = self.pick(list(self.world.samplers.values()), number)
         for seq_id in seq_ids[:3]:
-            new = NewRequest(
+            new = QueuedRequest(
                 owner=sampler.owner,
                 kind=Kind.SAMPLE,
                 base_model=BASE,
@@ -178,17 +193,16 @@ class Requests(Base):
             for number, one in enumerate(chosen):
                 if outcome == "failed":
                     failing = self.store.requests.finish_one(
-                        failure(one.request_id, "no", category="server", cause="work")
+                        self.queued(one), Outcome(error="no", category="server")
                     )
                     futures.append((None, failing))
                     continue
                 result = sampled(2, 3) if one.kind == Kind.SAMPLE else f"{now_s} {number}".encode()
                 if outcome == "large" and one.kind != Kind.SAMPLE:
                     result += LARGE
-                place = await self.store.requests.store_result(result)
-                futures.append(
-                    (result, self.store.requests.finish_one(success(one.request_id, result, place)))
-                )
+                key = await self.store.requests.store_result(result)
+                done = Outcome(result=result, result_key=key)
+                futures.append((result, self.store.requests.finish_one(self.queued(one), done)))
             return futures
 
         for one, (result, event) in zip(chosen, self.run(act()), strict=True):
@@ -255,7 +269,9 @@ class Requests(Base):
         one = self.pick(list(self.world.requests.values()), number)
         row = self.run(self.store.requests.get(one.request_id))
         assert row is not None
-        assert (row.status, row.error) == (Status(one.status), one.error)
+        assert (row.outcome is None) == (one.status == "waiting")
+        if row.outcome is not None:
+            assert row.outcome.error == one.error
         if one.result is None:
             with pytest.raises(ResultGone):
                 self.run(self.store.requests.result(one.request_id))
