@@ -26,26 +26,6 @@ if TYPE_CHECKING:
     from tinkex.wire.errors import RequestErrorCategory
 
 # The names are those of the official client.
-__all__ = [
-    "APIConnectionError",
-    "APIError",
-    "APIResponseValidationError",
-    "APIStatusError",
-    "APITimeoutError",
-    "AuthenticationError",
-    "BadRequestError",
-    "BillingError",
-    "ConflictError",
-    "ExperimentalWarning",
-    "InternalServerError",
-    "NotFoundError",
-    "PermissionDeniedError",
-    "RateLimitError",
-    "RequestFailedError",
-    "TinkerError",
-    "UnprocessableEntityError",
-    "status_error",
-]
 
 
 class ExperimentalWarning(FutureWarning):

@@ -135,8 +135,7 @@ class RestClient(Sessionless):
             "training_runs",
             answer=TrainingRunsResponse,
             query={
-                "limit": validation.count("limit", limit),
-                "offset": validation.count("offset", offset),
+                **validation.page(limit, offset),
                 "access_scope": validation.scope(access_scope),
                 "project_id": project_id,
             },
@@ -181,8 +180,7 @@ class RestClient(Sessionless):
             "checkpoints",
             answer=CheckpointsListResponse,
             query={
-                "limit": validation.count("limit", limit),
-                "offset": validation.count("offset", offset),
+                **validation.page(limit, offset),
             },
             about="listing checkpoints",
         )
@@ -390,8 +388,7 @@ class RestClient(Sessionless):
             "sessions",
             answer=ListSessionsResponse,
             query={
-                "limit": validation.count("limit", limit),
-                "offset": validation.count("offset", offset),
+                **validation.page(limit, offset),
                 "access_scope": validation.scope(access_scope),
             },
             about="listing sessions",

@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from urllib.parse import urlencode
 
@@ -215,24 +214,14 @@ class Sessionless:
         self._open_holder()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         refuse_to_block(f"leaving `with {type(self).__name__}`", "client.close")
         self.close().block()
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
-from types import TracebackType
 from typing import Any, Self
 
 from tinkex.client.errors import (
@@ -166,23 +165,13 @@ class SampleStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from tinkex.client import custom_loss
@@ -368,20 +367,10 @@ class ServiceClient:
     async def __aenter__(self) -> Self:
         return self.__enter__()
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         await self.close(*_reason(exc_type))
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         refuse_to_block("leaving `with ServiceClient`", "service.close")
         self.close(*_reason(exc_type)).block()
 

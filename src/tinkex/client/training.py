@@ -13,6 +13,7 @@ from tinkex.client.futures import Promise, awaits, refuse_to_block, submits, wai
 from tinkex.client.http.polling import ExpectedResult, QueueLog
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.http.transport import Kind
+from tinkex.client.observe.instrumentation import operation_name
 from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.session import Session
 from tinkex.client.submission import Part, StepSubmitter, pass_parts, pass_result
@@ -52,6 +53,10 @@ R = TypeVar("R", bound=BaseModel | Payload)
 T = TypeVar("T")
 
 LossConfig = dict[str, float] | dict[str, str] | dict[str, float | str]
+
+
+def _same(value: R) -> R:
+    return value
 
 
 class TrainingClient(TextMixin):
@@ -153,13 +158,7 @@ class TrainingClient(TextMixin):
                 f"optim_step() needs optimizer parameters, such as "
                 f"AdamParams(learning_rate=1e-4), not {type(params).__name__}."
             )
-
-        def encode(seq_id: int) -> bytes:
-            return encode_json(
-                OptimStepRequest(optim_params=params, model_id=self.model_id, seq_id=seq_id)
-            )
-
-        return self._single("optim_step", encode, "OptimStep", OptimStepResponse, _same)
+        return self._single(OptimStepRequest, OptimStepResponse, optim_params=params)
 
     optim_step_async = submits(optim_step)
 
@@ -173,20 +172,14 @@ class TrainingClient(TextMixin):
         user_metadata: dict[str, str] | None = None,
     ) -> Promise[SaveWeightsResponse]:
         """Save weights and optimizer state, to resume training from."""
-
-        def encode(seq_id: int) -> bytes:
-            return encode_json(
-                SaveWeightsRequest(
-                    model_id=self.model_id,
-                    path=name,
-                    seq_id=seq_id,
-                    ttl_seconds=ttl_seconds,
-                    overwrite=overwrite,
-                    user_metadata=user_metadata,
-                )
-            )
-
-        return self._single("save_weights", encode, "SaveWeights", SaveWeightsResponse, _same)
+        return self._single(
+            SaveWeightsRequest,
+            SaveWeightsResponse,
+            path=name,
+            ttl_seconds=ttl_seconds,
+            overwrite=overwrite,
+            user_metadata=user_metadata,
+        )
 
     save_state_async = submits(save_state)
 
@@ -197,24 +190,12 @@ class TrainingClient(TextMixin):
         user_metadata: dict[str, str] | None = None,
     ) -> Promise[SaveWeightsForSamplerResponse]:
         """Save weights under a name, to sample from."""
-
-        def encode(seq_id: int) -> bytes:
-            return encode_json(
-                SaveWeightsForSamplerRequest(
-                    model_id=self.model_id,
-                    path=name,
-                    seq_id=seq_id,
-                    ttl_seconds=ttl_seconds,
-                    user_metadata=user_metadata,
-                )
-            )
-
         return self._single(
-            "save_weights_for_sampler",
-            encode,
-            "SaveWeightsForSampler",
+            SaveWeightsForSamplerRequest,
             SaveWeightsForSamplerResponse,
-            _same,
+            path=name,
+            ttl_seconds=ttl_seconds,
+            user_metadata=user_metadata,
         )
 
     save_weights_for_sampler_async = submits(save_weights_for_sampler)
@@ -232,24 +213,12 @@ class TrainingClient(TextMixin):
         owners of the matching secret keys can read them.
         """
         recipients = list(age_encryption_recipients) if age_encryption_recipients else None
-
-        def encode(seq_id: int) -> bytes:
-            return encode_json(
-                SaveWeightsExternalRequest(
-                    model_id=self.model_id,
-                    path=name,
-                    seq_id=seq_id,
-                    ttl_seconds=ttl_seconds,
-                    age_encryption_recipients=recipients,
-                )
-            )
-
         return self._single(
-            "save_weights_external",
-            encode,
-            "SaveWeightsExternal",
+            SaveWeightsExternalRequest,
             SaveWeightsExternalResponse,
-            _same,
+            path=name,
+            ttl_seconds=ttl_seconds,
+            age_encryption_recipients=recipients,
         )
 
     save_weights_external_async = submits(save_weights_external)
@@ -268,15 +237,6 @@ class TrainingClient(TextMixin):
                 DeprecationWarning,
             )
 
-        def encode(seq_id: int) -> bytes:
-            return encode_json(
-                SaveWeightsForSamplerRequest(
-                    model_id=self.model_id,
-                    sampling_session_seq_id=self.holder.next_sampler_number(),
-                    seq_id=seq_id,
-                )
-            )
-
         def sampler(saved: SaveWeightsForSamplerResponseInternal) -> SamplingClient:
             if saved.sampling_session_id is None:
                 raise ValueError(
@@ -291,11 +251,11 @@ class TrainingClient(TextMixin):
             )
 
         return self._single(
-            "save_weights_for_sampler",
-            encode,
-            "SaveWeightsForSampler",
+            SaveWeightsForSamplerRequest,
             SaveWeightsForSamplerResponseInternal,
             sampler,
+            # Numbered when it is sent.
+            sampling_session_seq_id=self.holder.next_sampler_number,
         )
 
     save_weights_and_get_sampling_client = waits(_save_weights_and_get_sampling_client)
@@ -322,18 +282,13 @@ class TrainingClient(TextMixin):
     def _load(
         self, path: str, *, optimizer: bool, weights_access_token: str | None
     ) -> Promise[LoadWeightsResponse]:
-        def encode(seq_id: int) -> bytes:
-            return encode_json(
-                LoadWeightsRequest(
-                    model_id=self.model_id,
-                    seq_id=seq_id,
-                    path=path,
-                    optimizer=optimizer,
-                    weights_access_token=weights_access_token,
-                )
-            )
-
-        return self._single("load_weights", encode, "LoadWeights", LoadWeightsResponse, _same)
+        return self._single(
+            LoadWeightsRequest,
+            LoadWeightsResponse,
+            path=path,
+            optimizer=optimizer,
+            weights_access_token=weights_access_token,
+        )
 
     def _create_sampling_client(
         self,
@@ -419,21 +374,23 @@ class TrainingClient(TextMixin):
 
     def _single(
         self,
-        path: str,
-        encode: Callable[[int], bytes],
-        request_type: str,
+        request: Callable[..., BaseModel],
         answer: type[R],
-        finish: Callable[[R], T],
+        finish: Callable[[R], T] = _same,  # type: ignore[assignment]
+        **fields: Any,
     ) -> Promise[T]:
+        """A step of one request. Its type names it; fields that are functions are called late."""
+        request_type = request.__name__.removesuffix("Request")
+
+        def encode(seq_id: int) -> bytes:
+            given = {name: each() if callable(each) else each for name, each in fields.items()}
+            return encode_json(request(model_id=self.model_id, seq_id=seq_id, **given))
+
         return self._steps.submit(
-            lambda _: [Part(path=path, encode=encode)],
+            lambda _: [Part(path=operation_name(request_type), encode=encode)],
             ExpectedResult(request_type=request_type, answer=answer),
             lambda results: finish(results[0]),
         )
-
-
-def _same(value: R) -> R:
-    return value
 
 
 def _deprecated(name: str, instead: str) -> None:

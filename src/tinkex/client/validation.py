@@ -68,6 +68,10 @@ def count(name: str, value: object) -> int:
     return value
 
 
+def page(limit: object, offset: object) -> dict[str, int]:
+    return {"limit": count("limit", limit), "offset": count("offset", offset)}
+
+
 def ttl(value: object) -> int | None:
     """Checks the type only; the service checks the range."""
     if value is None:

@@ -16,6 +16,7 @@ from tinkex.server.api import (
     openapi,
     operations,
     runs_and_checkpoints,
+    sample_stream,
     sampling,
     sessions,
     submit,
@@ -42,6 +43,7 @@ ROUTERS = (
     submit.router,
     submit.save_router,
     sampling.router,
+    sample_stream.router,
     account.audit_router,
     account.key_router,
     account.router,
@@ -104,8 +106,9 @@ def create_app(
         )
         disk_monitor = DiskMonitor(settings, store)
         await disk_monitor.start()
-        await scheduler.start()
         await session_timeouts.start()
+        # Last: requests run from now on, so a failure counts as a crash of this process.
+        await scheduler.start()
         cleanup = Cleanup(settings=settings, store=store, scheduler=scheduler, futures=results)
         cleanup.start()
         app.state.cleanup = cleanup

@@ -16,7 +16,7 @@ import pytest
 
 from processes import has_exited
 from server.dying_server import POISON
-from server.echo import BASE
+from server.echo import BASE, EchoExecutor
 from server.hosting import Api, connected, hosted
 from server.scheduler.test_crash_isolation import POISON as CRASH_POISON
 from server.scheduler.test_crash_isolation import CrashingExecutor
@@ -88,6 +88,21 @@ def test_the_loss_of_the_machine_is_no_crash(
 def test_a_file_with_other_content_is_ignored(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "running").write_bytes(content)
     assert CrashFiles(tmp_path).find_crash(-signal.SIGSEGV) is None
+
+
+async def test_a_step_that_crashed_the_web_process_does_not_run_in_a_batch(tmp_path: Path) -> None:
+    executor = EchoExecutor()
+    async with hosted(executor, tmp_path) as api:
+        model = await api.model()
+        first, second, third = [await api.forward_backward(model, seq) for seq in (2, 3, 4)]
+        assert api.app
+        api.app.state.context.scheduler.engine(BASE).client.isolation.restore({}, second)
+        await api.passed(await api.forward_backward(model, 1))
+        await api.passed(first)
+        failed = await api.result(second)
+        await api.passed(third)
+    assert "the web process crashed together with it" in failed["error"]
+    assert len(executor.ran) == 4  # the creation and three passes
 
 
 @contextlib.contextmanager

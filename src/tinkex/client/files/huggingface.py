@@ -138,29 +138,32 @@ def adapter_config(folder: Path) -> dict[str, Any]:
 
 def card(path: str, config: dict[str, Any]) -> str:
     """The model card that the hub shows."""
+    hub = _hub()
     base = config.get("base_model_name_or_path")
     # A local folder of the training machine is not published.
     known = isinstance(base, str) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base) is not None
-    head = [f"base_model: {json.dumps(base)}"] if known else []
-    head += [
-        "library_name: peft",
-        "tags:",
-        "- tinker",
-        "- lora",
-        f"tinker_path: {json.dumps(path, ensure_ascii=False)}",
-    ]
+    data = hub.ModelCardData(
+        base_model=base if known else None,
+        library_name="peft",
+        tags=["tinker", "lora"],
+        tinker_path=path,
+    )
     of = f" over `{base}`" if known else ""
     rank = f" of rank {config['r']}" if isinstance(config.get("r"), int) else ""
-    lines = ["---", *head, "---", "", f"# {path.rpartition('/')[2]}", ""]
-    lines += [f"A LoRA adapter{rank}{of}, from checkpoint `{path}`.", ""]
-    return "\n".join(lines)
+    title = path.rpartition("/")[2]
+    return (
+        f"---\n{data.to_yaml()}\n---\n\n# {title}\n\n"
+        f"A LoRA adapter{rank}{of}, from checkpoint `{path}`.\n"
+    )
 
 
 def check_card(path: str, text: str | None, where: str) -> None:
     """Raise if the card names another checkpoint."""
-    # Cards from tinkex have it in a line of its own; others may only mention it.
-    ours = re.findall(r'^tinker_path: "(.+)"$', text or "", re.MULTILINE)
-    named = ours or re.findall(r"tinker://[^\s\"'`<>()]+", text or "")
+    # Cards from tinkex have it as a field; others may only mention it.
+    field = _hub().ModelCard(text or "", ignore_metadata_errors=True).data.to_dict()
+    named = re.findall(r"tinker://[^\s\"'`<>()]+", text or "")
+    if isinstance(field.get("tinker_path"), str):
+        named = [field["tinker_path"]]
     if named and path not in named:
         raise HubError(
             f"The model card of {where} names another checkpoint, {named[0]}. Choose another "
@@ -172,17 +175,14 @@ def select_files(
     names: Iterable[str], allow: Sequence[str] | None, ignore: Sequence[str] | None
 ) -> list[str]:
     """The files that match the patterns; a pattern ending in `/` matches all files below it."""
-    from fnmatch import fnmatchcase
+    with needs("Pushing to the Hugging Face hub"):
+        from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
-    def fits(name: str, patterns: Sequence[str]) -> bool:
-        return any(
-            fnmatchcase(name, f"{each}*" if each.endswith("/") else each) for each in patterns
-        )
-
+    ignored = [*IGNORED_FILES, *(ignore or ())]
     return sorted(
-        name
-        for name in names
-        if (not allow or fits(name, allow)) and not fits(name, [*IGNORED_FILES, *(ignore or ())])
+        filter_repo_objects(
+            names, allow_patterns=list(allow or ()) or None, ignore_patterns=ignored
+        )
     )
 
 

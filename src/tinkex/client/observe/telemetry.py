@@ -118,6 +118,11 @@ class Telemetry:
             PendingEvent(kind=kind, fields=fields, index=next(self._indexes), severity=severity)
         )
 
+    def _record_generic(self, severity: Severity, name: str, data: Mapping[str, Any]) -> None:
+        self._record(
+            GenericEvent, severity, event="GENERIC_EVENT", event_name=name, event_data=data
+        )
+
     # -- recording -------------------------------------------------------------------------------
 
     def log(
@@ -138,13 +143,7 @@ class Telemetry:
             text = json.dumps(dict(event_data or {}), allow_nan=False)
             if len(text) > MAX_DATA_BYTES or severity not in get_args(Severity):
                 raise ValueError(f"{len(text)} bytes at severity {severity!r}")
-            self._record(
-                GenericEvent,
-                severity,
-                event="GENERIC_EVENT",
-                event_name=str(event_name),
-                event_data=json.loads(text),
-            )
+            self._record_generic(severity, str(event_name), json.loads(text))
         except (TypeError, ValueError, RecursionError) as error:
             log.debug("event %r was not accepted: %s", event_name, error)
             return False
@@ -154,17 +153,12 @@ class Telemetry:
         """Record the type of an error, not its message."""
         status, category = getattr(error, "status_code", None), getattr(error, "category", None)
         if is_user_error(error):
-            self._record(
-                GenericEvent,
-                "WARNING",
-                event="GENERIC_EVENT",
-                event_name="user_error",
-                event_data={
-                    "error_type": type(error).__name__,
-                    "status_code": status if isinstance(status, int) else None,
-                    "category": None if category is None else str(category),
-                },
-            )
+            data = {
+                "error_type": type(error).__name__,
+                "status_code": status if isinstance(status, int) else None,
+                "category": None if category is None else str(category),
+            }
+            self._record_generic("WARNING", "user_error", data)
         else:
             cause = f"status {status}" if isinstance(status, int) else f"category {category}"
             self._record(
@@ -188,24 +182,11 @@ class Telemetry:
 
     def _record_waits(self) -> None:
         if self._rate_limited:
-            self._record(
-                GenericEvent,
-                "INFO",
-                event="GENERIC_EVENT",
-                event_name="backpressure",
-                event_data={
-                    "rate_limited": self._rate_limited,
-                    "longest_wait_s": round(self._longest_wait_s, 3),
-                },
-            )
+            longest_s = round(self._longest_wait_s, 3)
+            data = {"rate_limited": self._rate_limited, "longest_wait_s": longest_s}
+            self._record_generic("INFO", "backpressure", data)
         if self._queue_states:
-            self._record(
-                GenericEvent,
-                "INFO",
-                event="GENERIC_EVENT",
-                event_name="queue_states",
-                event_data=dict(self._queue_states),
-            )
+            self._record_generic("INFO", "queue_states", dict(self._queue_states))
         self._rate_limited, self._longest_wait_s = 0, 0.0
         self._queue_states.clear()
 

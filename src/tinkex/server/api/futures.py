@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.bodies import MessageRoute
-from tinkex.server.api.connection_limits import ON_DISCONNECT
+from tinkex.server.api.connection_limits import connection_of
 from tinkex.server.api.deps import Context, context_of, dialect_of, json_response
 from tinkex.server.queued_request import PASSES, Kind, QueuedRequest
 from tinkex.server.scheduler.fairness import QueueState
@@ -118,10 +118,11 @@ async def retrieve_futures(request: Request, message: FuturesRetrieveRequest) ->
 
 def _on_disconnect(request: Request) -> Callable[[Callable[[], None]], None]:
     """Registers a function that ends a poll when its client disconnects (see `connection_limits`)."""
-    scope = request.scope
+    connection = connection_of(request.scope)
 
     def register(end_poll: Callable[[], None]) -> None:
-        scope[ON_DISCONNECT] = end_poll
+        if connection is not None:
+            connection.on_disconnect = end_poll
 
     return register
 
@@ -166,7 +167,7 @@ async def _result(
         digest = {"Content-Digest": content_digest(result)}
         return Response(result, media_type=PROTOBUF_TYPE, headers=digest)
     try:
-        body = await _in_thread_if_large(result, lambda: _as_json(result, is_sample, dialect))
+        body = await in_thread_if_large(result, lambda: _as_json(result, is_sample, dialect))
     except UserFailure as failure:
         return json_response(
             RequestFailedResponse(error=str(failure), category=RequestErrorCategory.User)
@@ -174,7 +175,7 @@ async def _result(
     return Response(body, media_type=JSON_TYPE)
 
 
-async def _in_thread_if_large(result: bytes, function: Callable[[], T]) -> T:
+async def in_thread_if_large(result: bytes, function: Callable[[], T]) -> T:
     """Call `function`; in a thread if the result is large, to keep the event loop free."""
     if len(result) <= INLINE_ENCODE_BYTES:
         return function()
@@ -185,7 +186,7 @@ async def _reads_protobuf(result: bytes, dialect: SdkVersion) -> bool:
     """Whether this SDK version reads the result of a pass as protobuf; some misread some."""
     if dialect.reads_protobuf_only:
         return True
-    return await _in_thread_if_large(
+    return await in_thread_if_large(
         result, lambda: dialect.reads_as_protobuf(decode_forward_backward_output(result))
     )
 

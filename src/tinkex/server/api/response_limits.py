@@ -11,8 +11,9 @@ import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, ParamSpec
+from typing import Annotated, Any, Literal, ParamSpec
 
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,6 +30,13 @@ MAX_REPORT_BYTES = 32 * 2**20
 MAX_REPORTS_PER_OWNER = 1
 #: Entries of one response of a route without pages.
 MAX_REPORT_ENTRIES = 20_000
+
+# Query parameters of lists.
+MAX_PAGE_SIZE = 10_000
+PageSize = Annotated[int, Query(ge=0, le=MAX_PAGE_SIZE)]
+Offset = Annotated[int, Query(ge=0, le=2**53)]
+#: `accessible`: also what other owners have published, and only that.
+Access = Annotated[Literal["owned", "accessible"], Query()]
 
 Params = ParamSpec("Params")
 Route = Callable[Params, Awaitable[Response]]

@@ -3,9 +3,9 @@
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,7 +13,15 @@ from tinkex.server.api.auth import owner_of
 from tinkex.server.api.bodies import MessageRoute, read_body
 from tinkex.server.api.deps import context_of, describe_body, dialect_of, json_response
 from tinkex.server.api.errors import Refusal, not_found
-from tinkex.server.api.response_limits import MAX_REPORT_ENTRIES, bounded, report
+from tinkex.server.api.response_limits import (
+    MAX_PAGE_SIZE,
+    MAX_REPORT_ENTRIES,
+    Access,
+    Offset,
+    PageSize,
+    bounded,
+    report,
+)
 from tinkex.server.scheduler.checkpoints import (
     EXTERNAL,
     SAMPLER,
@@ -36,12 +44,6 @@ from tinkex.wire.sessions import TrainingRun, TrainingRunsResponse
 
 router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=MessageRoute)
 
-MAX_PAGE_SIZE = 10_000
-Limit = Annotated[int, Query(ge=0, le=MAX_PAGE_SIZE)]
-Offset = Annotated[int, Query(ge=0, le=2**53)]
-# `accessible`: also what other owners have published, and only that.
-Scope = Annotated[Literal["owned", "accessible"], Query()]
-
 CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
@@ -49,9 +51,9 @@ CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 @bounded(entries=MAX_PAGE_SIZE)
 async def list_training_runs(
     request: Request,
-    limit: Limit = 20,
+    limit: PageSize = 20,
     offset: Offset = 0,
-    access_scope: Scope = "owned",
+    access_scope: Access = "owned",
     project_id: str | None = None,
 ) -> Response:
     """Newest first."""
@@ -74,14 +76,14 @@ async def list_training_runs(
 
 
 @router.get("/training_runs/{run}")
-async def get_training_run(request: Request, run: str, access_scope: Scope = "owned") -> Response:
+async def get_training_run(request: Request, run: str, access_scope: Access = "owned") -> Response:
     return json_response(_run(await _readable(request, run, access_scope)))
 
 
 @router.get("/training_runs/{run}/checkpoints")
 @bounded(entries=MAX_REPORT_ENTRIES)
 async def list_run_checkpoints(
-    request: Request, run: str, access_scope: Scope = "owned"
+    request: Request, run: str, access_scope: Access = "owned"
 ) -> Response:
     """All checkpoints of a run, newest first."""
     await _readable(request, run, access_scope)
@@ -107,7 +109,7 @@ async def list_run_checkpoints(
 @router.get("/checkpoints")
 @bounded(entries=MAX_PAGE_SIZE)
 async def list_checkpoints(
-    request: Request, limit: Limit = 100, offset: Offset = 0, access_scope: Scope = "owned"
+    request: Request, limit: PageSize = 100, offset: Offset = 0, access_scope: Access = "owned"
 ) -> Response:
     """All checkpoints of an owner, newest first."""
     found, total = await context_of(request).store.checkpoint_catalog.checkpoints(
@@ -163,7 +165,7 @@ async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
     )
 
 
-async def _readable(request: Request, run: str, access_scope: Scope) -> RunSummary:
+async def _readable(request: Request, run: str, access_scope: Access) -> RunSummary:
     """A run of the caller or, with `accessible`, one with a published checkpoint."""
     context = context_of(request)
     if access_scope == "owned":

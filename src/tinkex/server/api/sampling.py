@@ -1,30 +1,11 @@
-"""
-The routes of sampling: sampling sessions, samples, and samples as a stream.
+"""The routes of sampling: sampling sessions, and samples whose results are polled."""
 
-`asample` returns a request id. `stream_sample` returns server-sent events:
-
-    accepted   {"request_id", "sample_sequence_ids"}: the sample is stored from here on
-    token      {"sequence", "tokens", "logprobs"}: new tokens
-    done       the complete response as JSON, with "sample_sequence_ids"
-    error      {"error", "category"}: instead of `done`
-
-A broken stream loses nothing: the result can be fetched by its request id, and a repeated request
-reads the same sample. A stream without `done` or `error` at its end means that the server stopped;
-the sample continues after the next start.
-"""
-
-import asyncio
-import contextlib
-import math
 import secrets
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.bodies import RECEIVED_BODY, MessageRoute, read_data
@@ -32,29 +13,16 @@ from tinkex.server.api.deps import (
     Context,
     context_of,
     describe_body,
-    dialect_of,
     json_response,
     readable_checkpoint,
 )
 from tinkex.server.api.errors import Refusal
-from tinkex.server.api.futures import INLINE_ENCODE_BYTES
-from tinkex.server.api.submit import (
-    FUTURE,
-    accept,
-    future_response,
-    sequence_ids,
-    tokens_known,
-)
-from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
+from tinkex.server.api.submit import FUTURE, accept, future_response, tokens_known
+from tinkex.server.queued_request import Kind, QueuedRequest
 from tinkex.server.scheduler.checkpoints import refuse_external
-from tinkex.server.scheduler.result_waiters import UnknownRequest, internal_error
-from tinkex.server.scheduler.sample_worker import TokenStream
 from tinkex.server.store import Sampler
-from tinkex.server.store.requests import ResultGone
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.errors import UserFailure, WireError
-from tinkex.wire.partial_sample import PartialSample, PartialSampleReader, SampledTokens
-from tinkex.wire.protobuf import decode_sample_response
 from tinkex.wire.redaction import redact
 from tinkex.wire.sampling import (
     CreateSamplingSessionRequest,
@@ -63,9 +31,7 @@ from tinkex.wire.sampling import (
     JoinSamplingSessionRequest,
     JoinSamplingSessionResponse,
     SampleRequest,
-    SampleResponse,
 )
-from tinkex.wire.sdk_versions import SdkVersion
 
 router = APIRouter(prefix="/api/v1", tags=["sampling"], route_class=MessageRoute)
 
@@ -74,27 +40,6 @@ router = APIRouter(prefix="/api/v1", tags=["sampling"], route_class=MessageRoute
 MAX_SEQUENCES = 1024
 # A cloned sampling client numbers its samples from its clone id times 10^9, and ids go up to 10^9.
 MAX_SAMPLE_SEQ_ID = 2**63 - 1
-
-EVENT_STREAM = "text/event-stream"
-_EVENTS = {
-    EVENT_STREAM: {
-        "schema": {
-            "type": "string",
-            "description": "Events `accepted` (`request_id`, `sample_sequence_ids`), `token` "
-            "(`sequence`, `tokens`, `logprobs`) as they are sampled, and `done` (the response as JSON) or "
-            "`error` (`error`, `category`).",
-        }
-    }
-}
-# Proxies must neither cache nor buffer the events.
-STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-# Sent while there are no tokens, so that proxies and clients do not close the connection as idle.
-KEEP_ALIVE_S = 10.0
-KEEP_ALIVE = b": keep-alive\n\n"
-STOPPING = b": the server is stopping; the result can be fetched by its request id\n\n"
-# The last event of a long sample may have megabytes. It is sent in slices, so that a slow reader
-# keeps only one slice in memory.
-SLICE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -314,161 +259,3 @@ async def _named_source(
         )
     base = context.base_model(run.base_model)
     return _Source(base_model=base.name, version_id=version.version_id, model_path=model_path)
-
-
-@router.post(
-    "/stream_sample",
-    operation_id="streamSample",
-    dependencies=[describe_body(SampleRequest)],
-    summary="Sample sequences, as a stream",
-    response_class=StreamingResponse,
-    responses={200: {"content": _EVENTS}},
-)
-async def stream_sample(request: Request) -> Response:
-    context = context_of(request)
-    new = await read_sample(request)
-    first = await accept(request, new, token_stream=TokenStream())
-    session = None
-    if new.session_id is not None:
-        session = await context.session(request, new.session_id)
-    sample = _SampleEvents(
-        context, first, owner=owner_of(request), dialect=dialect_of(request, session)
-    )
-    return _EventStream(sample.events())
-
-
-class _EventStream(StreamingResponse):
-    """Closes its event generator when the client disconnects, so that the sample is abandoned."""
-
-    def __init__(self, events: AsyncGenerator[bytes]) -> None:
-        self._events, self._slices = events, slices(events)
-        super().__init__(self._slices, media_type=EVENT_STREAM, headers=STREAM_HEADERS)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._events), contextlib.aclosing(self._slices):
-            await super().__call__(scope, receive, send)
-
-
-async def slices(pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """The same bytes in pieces of at most `SLICE_BYTES`."""
-    async for piece in pieces:
-        for start in range(0, len(piece), SLICE_BYTES):
-            yield piece[start : start + SLICE_BYTES]
-
-
-class _SampleEvents:
-    """The events of one sample for one client."""
-
-    def __init__(
-        self, context: Context, first: QueuedRequest, *, owner: str, dialect: SdkVersion
-    ) -> None:
-        self._context = context
-        self._request_id = first.request_id
-        self._ids = sequence_ids(first)
-        self._owner = owner
-        self._dialect = dialect
-        # None if the sample is finished or was started by `asample`: then all tokens come at the end.
-        self._tap = context.scheduler.token_stream(first.request_id)
-        self._growing = PartialSample() if self._tap is None else self._tap.growing
-        self._reader = PartialSampleReader(self._growing)
-        self._outcome: Outcome | None = None
-
-    async def events(self) -> AsyncGenerator[bytes]:
-        ended = False
-        try:
-            accepted = {"request_id": self._request_id, "sample_sequence_ids": self._ids}
-            yield event("accepted", accepted)
-            async with contextlib.aclosing(self._tokens_until_settled()) as pieces:
-                async for piece in pieces:
-                    yield piece
-            if self._outcome is None:
-                ended = True
-                yield STOPPING
-                return
-            for piece in await self._ending(self._outcome):
-                yield piece
-            ended = True
-            self._context.store.requests.mark_fetched(self._request_id)
-        except (UnknownRequest, ResultGone):
-            ended = True
-            yield error_event("the result has expired: request a new sample.", "user")
-        except Exception as failure:  # noqa: BLE001  too late for an HTTP status
-            ended = True
-            ending = internal_error(failure)
-            yield error_event(ending.error or "", ending.category)
-        finally:
-            # A sample that `asample` started may have other clients that wait for it.
-            if not ended and self._tap is not None:
-                self._context.scheduler.cancel_unless_polled(
-                    self._request_id,
-                    owner=self._owner,
-                    after_s=self._context.settings.stream_grace_s,
-                )
-
-    async def _tokens_until_settled(self) -> AsyncGenerator[bytes]:
-        """Token events until the sample is finished or the server stops."""
-        futures = self._context.futures
-        keep_alive_s = min(KEEP_ALIVE_S, self._context.settings.long_poll_s or KEEP_ALIVE_S)
-        while True:
-            waiting = asyncio.ensure_future(
-                futures.wait(self._request_id, owner=self._owner, within_s=keep_alive_s)
-            )
-            try:
-                async for piece in self._new_tokens_until(waiting):
-                    yield piece
-                self._outcome = (await waiting).outcome
-                if self._outcome is not None or futures.closing:
-                    return
-            finally:
-                waiting.cancel()
-            yield KEEP_ALIVE
-
-    async def _new_tokens_until(self, waiting: asyncio.Future[Any]) -> AsyncGenerator[bytes]:
-        while not waiting.done():
-            # Get the future before sending, so that no token that arrives meanwhile is missed.
-            changed = set() if self._tap is None else {self._tap.changed}
-            for news in self._reader.read_new():
-                yield token_event(news)
-            await asyncio.wait({waiting} | changed, return_when=asyncio.FIRST_COMPLETED)
-
-    async def _ending(self, outcome: Outcome) -> list[bytes]:
-        """Events for the remaining tokens and the complete response."""
-        if outcome.error is not None:
-            return [error_event(outcome.error, outcome.category)]
-        try:
-            if len(outcome.result) <= INLINE_ENCODE_BYTES:
-                return self._answer(outcome.result)
-            return await asyncio.to_thread(self._answer, outcome.result)
-        except UserFailure as failure:  # numbers that JSON cannot represent
-            return [error_event(str(failure), "user")]
-
-    def _answer(self, result: bytes) -> list[bytes]:
-        response = decode_sample_response(result, self._ids)
-        for index, sequence in enumerate(response.sequences):
-            self._growing.add(index, sequence.tokens, sequence.logprobs, start=0)
-        done = event(
-            "done", {**complete_json(response, self._dialect), "sample_sequence_ids": self._ids}
-        )
-        return [*(token_event(news) for news in self._reader.read_new()), done]
-
-
-def complete_json(response: SampleResponse, dialect: SdkVersion) -> dict[str, Any]:
-    """The JSON response of a poll, with the top-k logprobs added."""
-    answer = dialect.sample_json(response)
-    for encoded, sequence in zip(answer["sequences"], response.sequences, strict=True):
-        if sequence.topk_logprobs is not None:
-            encoded["topk_logprobs"] = sequence.topk_logprobs
-    return answer
-
-
-def token_event(news: SampledTokens) -> bytes:
-    logprobs = [number if math.isfinite(number) else None for number in news.logprobs]
-    return event("token", {"sequence": news.sequence, "tokens": news.tokens, "logprobs": logprobs})
-
-
-def error_event(text: str, category: str | None) -> bytes:
-    return event("error", {"error": text, "category": category or "unknown"})
-
-
-def event(name: str, data: Any) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), encode_json(data))

@@ -5,9 +5,9 @@ import json
 import time
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,7 +15,15 @@ from tinkex.server.api.auth import caller_of, owner_of
 from tinkex.server.api.bodies import MessageRoute
 from tinkex.server.api.deps import context_of, json_response
 from tinkex.server.api.errors import Refusal, not_found
-from tinkex.server.api.response_limits import MAX_REPORT_ENTRIES, bounded, report
+from tinkex.server.api.response_limits import (
+    MAX_PAGE_SIZE,
+    MAX_REPORT_ENTRIES,
+    Access,
+    Offset,
+    PageSize,
+    bounded,
+    report,
+)
 from tinkex.server.scheduler.session_status import session_status
 from tinkex.server.store.sessions import MAX_SPANS, CheckpointTotals, SessionDetails, Span
 from tinkex.wire.base import StrictModel
@@ -57,12 +65,7 @@ MAX_FINISH_DETAIL_LENGTH = 4_000
 #: The project of sessions without one.
 NO_PROJECT = "default"
 
-MAX_PAGE_SIZE = 10_000
 MAX_SEARCH_PAGE_SIZE = 200
-Limit = Annotated[int, Query(ge=0, le=MAX_PAGE_SIZE)]
-Offset = Annotated[int, Query(ge=0, le=2**53)]
-# `accessible`: also other owners' sessions with a published checkpoint, showing only that.
-Scope = Annotated[Literal["owned", "accessible"], Query()]
 
 
 class SetSessionProjectRequest(StrictModel):
@@ -147,7 +150,7 @@ async def finish_session(
 @router.get("/sessions")
 @bounded(entries=MAX_PAGE_SIZE)
 async def list_sessions(
-    request: Request, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "owned"
+    request: Request, limit: PageSize = 20, offset: Offset = 0, access_scope: Access = "owned"
 ) -> Response:
     """Newest first."""
     found = await context_of(request).store.sessions.list_ids(
@@ -195,7 +198,9 @@ async def search_sessions(request: Request, message: SessionSearchRequest) -> Re
 
 @router.get("/sessions/{session_id}")
 @bounded(entries=2 * MAX_REPORT_ENTRIES)
-async def get_session(request: Request, session_id: str, access_scope: Scope = "owned") -> Response:
+async def get_session(
+    request: Request, session_id: str, access_scope: Access = "owned"
+) -> Response:
     session = await _session(request, session_id, published=access_scope == "accessible")
     runs, samplers = await context_of(request).store.sessions.contents(
         session_id, reader=owner_of(request), limit=MAX_REPORT_ENTRIES + 1

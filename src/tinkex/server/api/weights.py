@@ -11,12 +11,7 @@ from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of, reader_owners
 from tinkex.server.api.bodies import MessageRoute
-from tinkex.server.api.deps import (
-    Context,
-    context_of,
-    json_response,
-    readable_checkpoint,
-)
+from tinkex.server.api.deps import Context, context_of, json_response, readable_checkpoint
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.models import create_with_first_step
 from tinkex.server.api.submit import StepRoute, accept_step

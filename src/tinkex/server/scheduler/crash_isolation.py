@@ -72,8 +72,8 @@ class CrashIsolation:
     def __init__(self, files: CrashFiles | None = None) -> None:
         self._files = files
         self._attempts: dict[str, int] = {}
-        #: The request that crashed the last web process. It must not run again.
-        self._culprit: str | None = None
+        #: The request that crashed the last web process, until it has failed. It must not run.
+        self.culprit: str | None = None
         self._running: set[Attempt] = set()
         self._isolated_running = 0
         #: In order of arrival.
@@ -118,11 +118,7 @@ class CrashIsolation:
     def restore(self, attempts: Mapping[str, int], culprit: str | None) -> None:
         """Set the counts of an earlier process, and the request that it found to crash engines."""
         self._attempts = dict(attempts)
-        self._culprit = culprit
-
-    def must_fail(self, request_id: str) -> bool:
-        """Whether this request crashed the last web process and must not run again."""
-        return request_id == self._culprit
+        self.culprit = culprit
 
     def is_held(self, request_id: str) -> bool:
         """Whether it waits because of an isolated request, or because it is one."""
@@ -131,6 +127,8 @@ class CrashIsolation:
     def forget(self, request_id: str) -> None:
         """The request is finished."""
         self._attempts.pop(request_id, None)
+        if request_id == self.culprit:
+            self.culprit = None
 
     def _admit(self) -> None:
         # Strictly in order, so neither isolated requests nor the others wait forever.

@@ -438,7 +438,7 @@ class EngineClient:
         The order is made after admission, so waiting requests take no memory.
         """
         try:
-            if self.isolation.must_fail(request.request_id):
+            if request.request_id == self.isolation.culprit:
                 raise EngineLost(ENDED_WEB_PROCESS)
             while True:
                 await self._admission.enter(request.owner)

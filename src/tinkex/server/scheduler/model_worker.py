@@ -323,9 +323,10 @@ class ModelWorkers:
 
     def _max_passes(self, state: ModelState) -> int | None:
         """1 if the next step was lost before, to find the step that crashes the engine."""
-        first = state.queue.waiting.get(state.queue.next_seq)
-        lost = first is not None and self._engine.isolation.attempts(first.request_id)
-        return 1 if lost else None
+        first, isolation = state.queue.waiting.get(state.queue.next_seq), self._engine.isolation
+        lost = first is not None and isolation.attempts(first.request_id)
+        # A step that must not run must be the first of its batch.
+        return 1 if lost or isolation.culprit is not None else None
 
     async def _process(self, state: ModelState, batch: StepBatch) -> None:
         """Run, refuse or fail a batch. Never raises because of its content."""
@@ -334,7 +335,7 @@ class ModelWorkers:
             if batch.refusal is not None:
                 await self._refuse(state, batch)
                 return
-            if isolation.must_fail(batch.steps[0].request_id):
+            if batch.steps[0].request_id == isolation.culprit:
                 await self._fail(state, batch, crash_outcome(ENDED_WEB_PROCESS))
                 return
             if batch.steps[0].kind not in PIPELINED:
