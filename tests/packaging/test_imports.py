@@ -46,7 +46,7 @@ ALLOWED_IMPORTS = {
     "server.process_end": "wire",
     "server.store": "durable_files wire server.queued_request server.retry server.store sqlalchemy alembic fsspec ~aiobotocore ~botocore ~pyrage",
     "server.store.folder_lock": "server.settings server.store",
-    "server.api.connection_limits": "uvicorn",
+    "server.api.connection_limits": "starlette httptools",
     "server.executor": "wire",
     "server.engine_process": "wire server.executor server.process_end server.retry",
     "server.api": "wire server.queued_request server.store server.scheduler server.executor server.settings fastapi starlette pydantic prometheus_client jwt",

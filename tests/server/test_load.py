@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
@@ -200,7 +201,7 @@ async def test_stalled_connections_are_closed(
     tmp_path: Path, parser: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if parser == "h11":
-        monkeypatch.setattr(web_process, "limited_protocol", lambda: "h11")
+        monkeypatch.setattr(web_process, "HttpToolsProtocol", H11Protocol)
     async with hosted(Held(), tmp_path, head_s=0.4, stall_s=0.4) as api:
         assert api.server is not None
         state = api.server.server_state

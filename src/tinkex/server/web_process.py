@@ -11,6 +11,7 @@ pipe closes, because then the supervisor is gone.
 import argparse
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -25,10 +26,11 @@ from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tinkex.models.resolve import ModelSource, describe
 from tinkex.server import process_setup
-from tinkex.server.api.connection_limits import limited_protocol, with_timeouts
+from tinkex.server.api.connection_limits import LimitedProtocol, ReportingApp
 from tinkex.server.api.deps import Context
 from tinkex.server.app import create_app
 from tinkex.server.engine_process import LocalExecutor
@@ -152,9 +154,12 @@ async def _start_engines(
 
 def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     """Uvicorn's configuration, with the limits of `connection_limits`."""
+    http = functools.partial(
+        LimitedProtocol, HttpToolsProtocol, head_s=settings.head_s, stall_s=settings.stall_s
+    )
     return uvicorn.Config(
-        app,
-        http=with_timeouts(limited_protocol(), head_s=settings.head_s, stall_s=settings.stall_s),
+        ReportingApp(app),
+        http=cast("type[asyncio.Protocol]", http),
         # No route uses WebSocket.
         ws="none",
         lifespan="on",

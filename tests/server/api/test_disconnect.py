@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from server.api.test_owner_limits import sample, sampler
 from server.echo import EchoExecutor
@@ -36,7 +37,7 @@ async def test_polls_end_when_their_client_disconnects(
     parser: str, echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if parser == "h11":
-        monkeypatch.setattr(web_process, "limited_protocol", lambda: "h11")
+        monkeypatch.setattr(web_process, "HttpToolsProtocol", H11Protocol)
     async with hosted(echo, tmp_path, long_poll_s=HELD_S) as api:
         mine = await sampler(api)
         echo.open.clear()

@@ -15,6 +15,7 @@ from server.api.test_custom_losses import loss
 from server.echo import EchoExecutor
 from server.hosting import hosted
 from tinkex.server import scheduler
+from tinkex.server.retry import Backoff
 from tinkex.server.scheduler import checkpoints
 from tinkex.server.store import StorageError, database
 from tinkex.server.store.storage_health import UNREACHABLE, StorageProblem
@@ -49,7 +50,7 @@ def failed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     read = database.Database.read
 
     async def first_fails(self: Any, act: Callable[[Any], Any]) -> Any:
-        name = act.__qualname__.partition(".<locals>")[0]
+        name = sys._getframe(1).f_code.co_qualname
         if not is_for_accepted_work():
             return await read(self, act)
 
@@ -63,7 +64,7 @@ def failed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
         return await read(self, once)
 
-    monkeypatch.setattr(database, "READ_RETRY_S", 0.01)
+    monkeypatch.setattr(database, "ACCEPTED_BACKOFF", Backoff.every(0.01))
     monkeypatch.setattr(database.Database, "read", first_fails)
     return done
 

@@ -1,24 +1,28 @@
 """
 Limits on HTTP connections that uvicorn does not have.
 
-Sizes (`limited_protocol`): uvicorn's httptools parser buffers headers, trailers and pipelined
-requests without limit. A client could fill the memory with them, without a key. The h11 parser,
-used where httptools is not installed, has limits of its own.
+uvicorn buffers headers, trailers and pipelined requests without limit, and waits forever for a
+first request, for the rest of a request, and for a client that does not read its response.
 
-Timeouts (`with_timeouts`): uvicorn closes a connection that is idle after a response. But it
-waits forever for a first request, for the rest of a request, and for a client that does not read
-its response.
+`LimitedProtocol` stands between the transport and uvicorn's protocol. It parses the requests
+itself, refuses what is too long before uvicorn sees it, and closes connections that make no
+progress. It uses nothing of uvicorn but asyncio's protocol interface. What the application does
+with a request is reported by `ReportingApp`:
+
+    http = partial(LimitedProtocol, HttpToolsProtocol, head_s=30, stall_s=60)
+    uvicorn.Config(ReportingApp(app), http=http)
 """
 
 import asyncio
+import contextlib
 import enum
 import socket
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
+import httptools
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 #: Bytes of the request line and headers together; also of anything else that is not a body.
 MAX_HEAD_BYTES = 64 * 1024
@@ -30,9 +34,8 @@ MIN_PROGRESS_BYTES = 4096
 # TCP keep-alive detects a peer that vanished (power, network) after about this long.
 DEAD_PEER_S = 60
 
-#: Key in the request scope: a function to call when the client disconnects. Waiting for ASGI's
-#: disconnect message instead would need a task for each of thousands of polls.
-ON_DISCONNECT = "tinkex.on_disconnect"
+#: Key in the state of a request: the `LimitedProtocol` of its connection.
+CONNECTION = "tinkex.connection"
 
 _TOO_LONG = (
     "431 Request Header Fields Too Large",
@@ -62,94 +65,74 @@ def ambiguous_framing(
     return None
 
 
-def limited_protocol() -> str | type[asyncio.Protocol]:
-    """Uvicorn's HTTP protocol with size limits, for `uvicorn.Config(http=...)`."""
-    try:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-    except ImportError:
-        return "h11"
+class RequestReader:
+    """Follows the requests of one connection, and finds the ones to refuse. Pure: no sockets."""
 
-    class LimitedProtocol(HttpToolsProtocol):
-        """Counts the received bytes that are not part of a body."""
+    def __init__(self) -> None:
+        self._parser = httptools.HttpRequestParser(self)
+        # As in uvicorn: both must find the same requests.
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        #: Status and reason, once something is refused.
+        self.refusal: tuple[str, str] | None = None
+        #: Requests whose head is complete and that the application has not finished.
+        self.unanswered = 0
+        #: Number of headers of each request that the application has not started.
+        self.header_counts: deque[int] = deque()
+        #: Whether the last request is incomplete, and whether its head is complete.
+        self.in_request = False
+        self.in_body = False
+        self._url_bytes = 0
+        self._headers: list[tuple[bytes, bytes]] = []
+        # Bytes since the last complete head, piece of a body, or end of a request.
+        self._overhead_bytes = 0
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._in_head = True
-            # Bytes since the last complete head, piece of a body, or end of a request.
-            self._overhead_bytes = 0
-            self._refused = False
+    def feed(self, data: bytes) -> None:
+        # Check before adding: a body may arrive in one piece with its head.
+        if self._overhead_bytes > MAX_HEAD_BYTES:
+            self.refusal = _TOO_LONG
+            return
+        self._overhead_bytes += len(data)
+        # uvicorn finds the same errors and answers them; it ignores upgrades.
+        with contextlib.suppress(httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._parser.feed_data(data)
 
-        def data_received(self, data: bytes) -> None:
-            if self._refused:
-                return
-            # Check before adding: a body may arrive in one piece with its head.
-            if self._overhead_bytes > MAX_HEAD_BYTES:
-                self._refuse(_TOO_LONG)
-                return
-            self._overhead_bytes += len(data)
-            super().data_received(data)
+    def close(self) -> None:
+        """Break the reference cycle with the parser: garbage collections are rare."""
+        del self._parser
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            # Break reference cycles with this object: garbage collections are rare.
-            self.pipeline.clear()
+    def on_message_begin(self) -> None:
+        self.in_request = True
+        self._overhead_bytes = self._url_bytes = 0
+        self._headers = []
 
-        def on_message_begin(self) -> None:
-            if not self._refused:
-                self._in_head = True
-                self._overhead_bytes = 0
-                super().on_message_begin()
+    def on_url(self, url: bytes) -> None:
+        self._url_bytes += len(url)
 
-        def on_header(self, name: bytes, value: bytes) -> None:
-            # Trailers are not used, and must not be taken for headers.
-            if self._in_head and not self._refused:
-                super().on_header(name, value)
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.in_body:  # otherwise it is a trailer
+            self._headers.append((name.lower(), value))
 
-        def on_headers_complete(self) -> None:
-            if self._refused:
-                return
-            self._in_head = False
-            self._overhead_bytes = 0
-            size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-            version = self.parser.get_http_version()
-            if size > MAX_HEAD_BYTES or len(self.pipeline) >= MAX_PIPELINED:
-                self._refuse(_TOO_LONG)
-            elif (fault := ambiguous_framing(self.headers, version)) is not None:
-                self._refuse(fault)
-            else:
-                super().on_headers_complete()
+    def on_headers_complete(self) -> None:
+        self.in_body = True
+        self._overhead_bytes = 0
+        if self.refusal is not None:
+            return
+        size = self._url_bytes + sum(len(name) + len(value) + 4 for name, value in self._headers)
+        if size > MAX_HEAD_BYTES or self.unanswered > MAX_PIPELINED:
+            self.refusal = _TOO_LONG
+        else:
+            version = self._parser.get_http_version()
+            self.refusal = ambiguous_framing(self._headers, version)
+        if self.refusal is None:
+            self.unanswered += 1
+            self.header_counts.append(len(self._headers))
 
-        def on_body(self, body: bytes) -> None:
-            if not self._refused:
-                self._overhead_bytes = 0
-                super().on_body(body)
+    def on_body(self, body: bytes) -> None:
+        self._overhead_bytes = 0
 
-        def on_message_complete(self) -> None:
-            if not self._refused:
-                self._in_head = True
-                self._overhead_bytes = 0
-                super().on_message_complete()
-
-        def send_400_response(self, msg: str) -> None:
-            # Bytes after a refused head are not a request and get no response.
-            if not self._refused:
-                super().send_400_response(msg)
-
-        def _refuse(self, reason: tuple[str, str]) -> None:
-            self._refused = True
-            # While an earlier request is running, this would be read as its response.
-            earlier: Any = self.cycle  # None before the first request, whatever its type says
-            if earlier is None or earlier.response_complete:
-                status, text = reason
-                head = (
-                    f"HTTP/1.1 {status}\r\ncontent-type: text/plain; charset=utf-8\r\n"
-                    f"connection: close\r\ncontent-length: {len(text)}\r\n\r\n"
-                )
-                self.transport.write((head + text).encode())
-            self.pipeline.clear()
-            self.transport.close()
-
-    return LimitedProtocol
+    def on_message_complete(self) -> None:
+        self.in_request = self.in_body = False
+        self._overhead_bytes = 0
 
 
 class Phase(enum.Enum):
@@ -185,74 +168,144 @@ class StallTimer:
         return 0 < limit_s <= now_s - self._since_s
 
 
-def with_timeouts(
-    base: "str | type[asyncio.Protocol]", *, head_s: float, stall_s: float
-) -> type[asyncio.Protocol]:
-    """A uvicorn protocol with timeouts; 0 is no limit."""
-    if isinstance(base, str):
-        from uvicorn.protocols.http.h11_impl import H11Protocol
+class LimitedProtocol(asyncio.Protocol):
+    """Limits one connection. `make_inner` makes the protocol that serves it; 0 is no limit."""
 
-        base = H11Protocol
-    limits = [limit_s for limit_s in (head_s, stall_s) if limit_s > 0]
-    check_s = min(limits) / 4 if limits else 0.0
+    def __init__(
+        self,
+        make_inner: Callable[..., asyncio.Protocol],
+        *,
+        head_s: float,
+        stall_s: float,
+        app_state: dict[str, Any],
+        **options: Any,
+    ) -> None:
+        # The state of each request is a copy of this.
+        self._app_state = {**app_state, CONNECTION: self}
+        self._inner = make_inner(app_state=self._app_state, **options)
+        self._reader = RequestReader()
+        self._stall_timer = StallTimer(head_s=head_s, stall_s=stall_s)
+        limits = [limit_s for limit_s in (head_s, stall_s) if limit_s > 0]
+        self._check_s = min(limits) / 4 if limits else 0.0
+        self._next_check: asyncio.TimerHandle | None = None
+        self._transport: Any = None
+        self._requests = 0
+        self._received = 0
+        self._is_idle = False
+        self._write_paused = False
+        #: Called when the client disconnects before its response. Waiting for ASGI's disconnect
+        #: message instead would need a task for each of thousands of polls.
+        self.on_disconnect: Callable[[], None] | None = None
 
-    # Both protocols of uvicorn have the attributes that are used here.
-    class TimeoutProtocol(cast("type[HttpToolsProtocol]", base)):  # type: ignore[misc]
-        """Checks its own progress every few seconds."""
+    # What the application reports.
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._stall_timer = StallTimer(head_s=head_s, stall_s=stall_s)
-            self._received = 0
-            self._requests = 0
-            self._last: object = None
-            self._next_check: asyncio.TimerHandle | None = None
+    def request_started(self) -> int | None:
+        """The number of headers of the request, without trailers."""
+        self._requests += 1
+        counts = self._reader.header_counts
+        return counts.popleft() if counts else None
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            _enable_keepalive(transport.get_extra_info("socket"))
+    def request_finished(self) -> None:
+        self._reader.unanswered -= 1
+        self._is_idle = not self._reader.unanswered and not self._reader.in_request
+        self.on_disconnect = None
+
+    # What the transport reports.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        _enable_keepalive(transport.get_extra_info("socket"))
+        self._inner.connection_made(transport)
+        if self._check_s:
             self._check()
 
-        def data_received(self, data: bytes) -> None:
-            self._received += len(data)
-            super().data_received(data)
+    def data_received(self, data: bytes) -> None:
+        if self._reader.refusal is not None:
+            return
+        self._received += len(data)
+        self._is_idle = False
+        self._reader.feed(data)
+        if self._reader.refusal is None:
+            self._inner.data_received(data)
+        else:
+            self._refuse(*self._reader.refusal)
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            waiting = self.cycle is not None and not self.cycle.response_complete
-            super().connection_lost(exc)
-            if waiting and (on_disconnect := self.cycle.scope.get(ON_DISCONNECT)) is not None:
-                on_disconnect()
-            self._unset_keepalive_if_required()
-            if self._next_check is not None:
-                self._next_check.cancel()
-            # Break the reference cycle with the parser: garbage collections are rare.
-            self.__dict__.pop("parser", None)
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received()
 
-        def _check(self) -> None:
-            if not check_s:
-                return
-            phase, moved = self._phase()
-            if self.cycle is not self._last:
-                self._last = self.cycle
-                self._requests += 1
-            now_s = self.loop.time()
-            if self._stall_timer.is_over(phase, request=self._requests, moved=moved, now_s=now_s):
-                self.transport.abort()
-                return
-            self._next_check = self.loop.call_later(check_s, self._check)
+    def pause_writing(self) -> None:
+        self._write_paused = True
+        self._inner.pause_writing()
 
-        def _phase(self) -> tuple[Phase, int]:
-            """The phase of this connection, and the bytes moved in it."""
-            answered = self.cycle is None or self.cycle.response_complete
-            unread = self.transport.get_write_buffer_size()
-            # While writing is paused, and after the response, nothing is added to the write buffer.
-            if unread and (answered or self.flow.write_paused):
-                return Phase.ANSWER, -unread
-            if not answered:
-                return (Phase.BODY if self.cycle.more_body else Phase.WORK), self._received
-            return (Phase.HEAD if self.timeout_keep_alive_task is None else Phase.IDLE), 0
+    def resume_writing(self) -> None:
+        self._write_paused = False
+        self._inner.resume_writing()
 
-    return TimeoutProtocol
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._next_check is not None:
+            self._next_check.cancel()
+        # With an error, uvicorn would not stop its keep-alive timer, which holds the connection.
+        self._inner.connection_lost(None)
+        if self.on_disconnect is not None:
+            self.on_disconnect()
+        # Break reference cycles: garbage collections are rare.
+        self._app_state.clear()
+        self._reader.close()
+
+    def _refuse(self, status: str, reason: str) -> None:
+        # While an earlier request is running, this would be read as its response.
+        if not self._reader.unanswered:
+            head = (
+                f"HTTP/1.1 {status}\r\ncontent-type: text/plain; charset=utf-8\r\n"
+                f"connection: close\r\ncontent-length: {len(reason)}\r\n\r\n"
+            )
+            self._transport.write((head + reason).encode())
+        self._transport.close()
+
+    def _check(self) -> None:
+        """Abort the connection if it made no progress for too long; else check again later."""
+        loop = asyncio.get_running_loop()
+        phase, moved = self._phase()
+        if self._stall_timer.is_over(phase, request=self._requests, moved=moved, now_s=loop.time()):
+            self._transport.abort()
+        else:
+            self._next_check = loop.call_later(self._check_s, self._check)
+
+    def _phase(self) -> tuple[Phase, int]:
+        """The phase of this connection, and the bytes moved in it."""
+        unanswered = self._reader.unanswered
+        unread = self._transport.get_write_buffer_size()
+        # While writing is paused, and after the response, nothing is added to the write buffer.
+        if unread and (self._write_paused or not unanswered):
+            return Phase.ANSWER, -unread
+        if unanswered:
+            return (Phase.BODY if self._reader.in_body else Phase.WORK), self._received
+        return (Phase.IDLE if self._is_idle else Phase.HEAD), 0
+
+
+class ReportingApp:
+    """Middleware that tells the connection of a request when the application starts and ends."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection = connection_of(scope)
+        if connection is None:
+            await self._app(scope, receive, send)
+            return
+        # uvicorn appends trailers to the headers of the request.
+        scope["headers"] = scope["headers"][: connection.request_started()]
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            connection.request_finished()
+
+
+def connection_of(scope: Scope) -> LimitedProtocol | None:
+    """The connection of a request; None for what is not a request of a `LimitedProtocol`."""
+    connection: LimitedProtocol | None = scope.get("state", {}).get(CONNECTION)
+    return connection
 
 
 def _enable_keepalive(sock: Any) -> None:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.bodies import MessageRoute
-from tinkex.server.api.connection_limits import ON_DISCONNECT
+from tinkex.server.api.connection_limits import connection_of
 from tinkex.server.api.deps import Context, context_of, dialect_of, json_response
 from tinkex.server.queued_request import PASSES, Kind, QueuedRequest
 from tinkex.server.scheduler.fairness import QueueState
@@ -118,10 +118,11 @@ async def retrieve_futures(request: Request, message: FuturesRetrieveRequest) ->
 
 def _on_disconnect(request: Request) -> Callable[[Callable[[], None]], None]:
     """Registers a function that ends a poll when its client disconnects (see `connection_limits`)."""
-    scope = request.scope
+    connection = connection_of(request.scope)
 
     def register(end_poll: Callable[[], None]) -> None:
-        scope[ON_DISCONNECT] = end_poll
+        if connection is not None:
+            connection.on_disconnect = end_poll
 
     return register
 

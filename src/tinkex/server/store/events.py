@@ -1,7 +1,9 @@
 """
 Event rows: the audit log of changes, and the telemetry that clients send.
 
-`note_audit` adds an entry inside the transaction that makes the change.
+    events.note_audit(connection, owner=..., event="checkpoint.published", details={...})
+
+inside the transaction that makes the change.
 """
 
 import time
@@ -12,12 +14,21 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store.database import Database, note_audit
+from tinkex.server.store.database import Database, every, execute
 from tinkex.server.store.schema import audit, telemetry
 from tinkex.wire.redaction import redact as without_secrets
 
+#: The values of `GET audit?event_type=`, by the first word of an event.
+TOPICS = {
+    "checkpoint": "checkpoints",
+    "project": "projects",
+    "session": "sessions",
+    "key": "organizations",
+}
 # Maximum number of entries in one response, which covers one day.
 MAX_ENTRIES = 10_000
+
+_INSERT_AUDIT = audit.insert()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +36,22 @@ class AuditEntry:
     at_s: float
     event: str
     details: Mapping[str, Any]
+
+
+def note_audit(
+    connection: sa.Connection, *, owner: str, event: str, details: Mapping[str, Any]
+) -> None:
+    """Add an entry inside a transaction. The details must not contain secrets."""
+    connection.execute(
+        _INSERT_AUDIT,
+        {
+            "owner": owner,
+            "at_s": time.time(),
+            "topic": TOPICS[event.partition(".")[0]],
+            "event": event,
+            "details": dict(details),
+        },
+    )
 
 
 class Audit:
@@ -51,9 +78,7 @@ class Audit:
         )
         if topic is not None:
             statement = statement.where(audit.c.topic == topic)
-        found = await self._database.read_report(
-            lambda connection: [AuditEntry(**row._mapping) for row in connection.execute(statement)]
-        )
+        found = await self._database.read_report(every(AuditEntry, statement))
         return found[::-1]
 
 
@@ -117,9 +142,7 @@ class Telemetry:
         ]
         rows = rows[: self._count_allowed(owner, rows, hour=int(now_s // HOUR_S))]
         if rows:
-            self._database.write_deferred(
-                lambda connection: connection.execute(_INSERT_TELEMETRY, rows)
-            )
+            self._database.write_deferred(execute(_INSERT_TELEMETRY, rows))
 
     def _count_allowed(self, owner: str, rows: Sequence[Mapping[str, Any]], *, hour: int) -> int:
         """How many of these rows fit into the owner's limit for this hour."""

@@ -20,7 +20,9 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from tinkex.durable_files import write_file
-from tinkex.server.store.database import Database, any_key, note_audit
+from tinkex.server.store import events
+from tinkex.server.store.connections import any_key
+from tinkex.server.store.database import Database, every, execute, one
 from tinkex.server.store.schema import api_keys
 from tinkex.server.store.storage_health import DatabaseRefused
 
@@ -117,7 +119,9 @@ class Keys:
             connection.execute(api_keys.insert(), values)
             mine = sa.select(*_KEY).where(api_keys.c.hash == values["hash"])
             key = ApiKey(**connection.execute(mine).one()._mapping)
-            note_audit(connection, owner=owner, event="key.created", details=_audit_details(key))
+            events.note_audit(
+                connection, owner=owner, event="key.created", details=_audit_details(key)
+            )
             return key
 
         key = await self._database.write(operation)
@@ -126,9 +130,7 @@ class Keys:
 
     async def all(self) -> list[ApiKey]:
         statement = sa.select(*_KEY).order_by(api_keys.c.key_id)
-        return await self._database.read(
-            lambda connection: [ApiKey(**row._mapping) for row in connection.execute(statement)]
-        )
+        return await self._database.read(every(ApiKey, statement))
 
     async def any(self) -> bool:
         """Whether a key was ever created; from then on the server requires one."""
@@ -155,7 +157,7 @@ class Keys:
         def operation(connection: sa.Connection) -> None:
             if (row := connection.execute(statement).first()) is not None:
                 key = ApiKey(**row._mapping)
-                note_audit(
+                events.note_audit(
                     connection, owner=key.owner, event="key.revoked", details=_audit_details(key)
                 )
 
@@ -164,18 +166,11 @@ class Keys:
     def mark_used(self, key_id: int) -> None:
         """Record, with a deferred write, that a key was used."""
         statement = api_keys.update().where(api_keys.c.key_id == key_id).values(used_s=time.time())
-        self._database.write_deferred(
-            lambda connection: connection.execute(statement), key=("key", key_id)
-        )
+        self._database.write_deferred(execute(statement), key=("key", key_id))
 
     async def _one(self, which: sa.ColumnElement[bool]) -> ApiKey | None:
         statement = sa.select(*_KEY).where(which)
-
-        def operation(connection: sa.Connection) -> ApiKey | None:
-            row = connection.execute(statement).first()
-            return None if row is None else ApiKey(**row._mapping)
-
-        return await self._database.read_key(operation)
+        return await self._database.read_key(one(ApiKey, statement))
 
 
 MARKER = "keys.made"
