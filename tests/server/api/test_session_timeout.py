@@ -118,14 +118,15 @@ async def test_heartbeats_requests_and_waiting_work_keep_a_session_alive(tmp_pat
         await session_timeouts.check()
         assert freed == []
         now_s += 3600
-        session_timeouts.touch(asking)
+        session_timeouts.last_request_s[asking] = time.monotonic()
         await session_timeouts.check()
         assert freed == [silent]
         assert await store.sessions.lapsed_sessions() == [silent]
         # The state survives a restart, and ends when the client sends a request.
         again = SessionTimeouts(store, Unloads(), grace_s=1800.0)  # type: ignore[arg-type]
         await again.start()
-        again.touch(silent)
+        assert silent in again.timed_out
+        again.revive(silent)
         await again.close()
         await store.sessions.finish_session(asking, "success", None)
         assert await store.sessions.lapsed_sessions() == []

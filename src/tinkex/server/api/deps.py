@@ -119,7 +119,10 @@ class Context:
             raise Refusal(
                 410, f"session {session_id} was finished by its client. Create a new session."
             )
-        self.session_timeouts.touch(session_id)
+        timeouts = self.session_timeouts
+        timeouts.last_request_s[session_id] = time.monotonic()
+        if session_id in timeouts.timed_out:
+            timeouts.revive(session_id)
         return session
 
     def forget_session(self, session_id: str) -> None:

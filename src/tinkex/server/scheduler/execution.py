@@ -21,7 +21,6 @@ from tinkex.server.scheduler.base_model_check import BaseModelCheck
 from tinkex.server.scheduler.crash_isolation import Attempt, CrashIsolation
 from tinkex.server.scheduler.fairness import Admission
 from tinkex.server.scheduler.result_waiters import Futures, storage_failure
-from tinkex.server.scheduler.session_status import SessionFailures
 from tinkex.server.scheduler.step_queue import number_of
 from tinkex.server.scheduler.web_crash import CrashFiles
 from tinkex.server.store import CustomLoss, Model, Store, accepted_work
@@ -40,6 +39,8 @@ log = logging.getLogger("tinkex.server.scheduler")
 STORE_BACKOFF = Backoff(first_s=0.5, max_s=30.0, retries=7)
 #: Why a request must not run that was running alone when the web process crashed.
 ENDED_WEB_PROCESS = "the web process crashed together with it"
+#: The longest error text of a failed session.
+MAX_MESSAGE_CHARS = 2000
 #: Owners on the metrics page: the ones that used an engine last.
 MAX_OWNERS = 1_000
 #: Small payloads up to this size in total are kept in memory.
@@ -162,6 +163,53 @@ class ComputeUsage:
         count, seconds = self.by_task.get(task, (0, 0.0))
         self.by_task[task] = (count + 1, seconds + compute_s)
         self.by_owner[owner] += compute_s
+
+
+class SessionFailures:
+    """
+    Marks sessions as failed, with the reason, until one of their requests succeeds.
+
+    A session has failed when the server could not do its work, or when one of its models was not
+    created. An error that the user can fix in the next request, such as an unknown loss, fails only
+    that request.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._failed: set[str] = set()
+
+    async def start(self) -> None:
+        self._failed = set(await self._store.sessions.failed_sessions())
+
+    def update(self, request: QueuedRequest, outcome: Outcome) -> None:
+        """Called for each outcome before it is stored, so that both are written together."""
+        session_id = request.session_id
+        if session_id is None:
+            return
+        if outcome.error is None:
+            if session_id in self._failed:
+                self._failed.discard(session_id)
+                self._store.sessions.mark_failed(session_id, None)
+            return
+        if outcome.category != "server" and not request.creates_model:
+            return
+        reason: dict[str, Any] = {
+            "type": "request",
+            "request_id": request.request_id,
+            "request_type": request.kind.value,
+        }
+        sampler_id = request.sampling_session_id
+        if request.model_id is not None and (request.creates_model or outcome.permanent):
+            reason = {"type": "training_run", "training_run_id": request.model_id}
+        elif sampler_id is not None and outcome.permanent:
+            reason = {"type": "sampling_session", "sampling_session_id": sampler_id}
+        self._failed.add(session_id)
+        failure = {
+            "category": "user" if outcome.category == "user" else "internal",
+            "message": outcome.error[:MAX_MESSAGE_CHARS],
+            "reason": reason,
+        }
+        self._store.sessions.mark_failed(session_id, failure)
 
 
 class Execution:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tinkex.server.queued_request import Outcome, QueuedRequest
 from tinkex.server.retry import PeriodicTask
 from tinkex.server.store import Store
 from tinkex.wire.sessions import (
@@ -33,7 +32,6 @@ log = logging.getLogger("tinkex.server.scheduler.session_status")
 
 # How often sessions are checked; more often when the grace period is short.
 CHECK_INTERVAL_S = 30.0
-MAX_MESSAGE_CHARS = 2000
 
 _FINISH_REASONS = {
     "success": ClientSessionFinishSuccess,
@@ -76,53 +74,6 @@ def session_status(
     return SessionActive()
 
 
-class SessionFailures:
-    """
-    Marks sessions as failed, with the reason, until one of their requests succeeds.
-
-    A session has failed when the server could not do its work, or when one of its models was not
-    created. An error that the user can fix in the next request, such as an unknown loss, fails only
-    that request.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._failed: set[str] = set()
-
-    async def start(self) -> None:
-        self._failed = set(await self._store.sessions.failed_sessions())
-
-    def update(self, request: QueuedRequest, outcome: Outcome) -> None:
-        """Called for each outcome before it is stored, so that both are written together."""
-        session_id = request.session_id
-        if session_id is None:
-            return
-        if outcome.error is None:
-            if session_id in self._failed:
-                self._failed.discard(session_id)
-                self._store.sessions.mark_failed(session_id, None)
-            return
-        if outcome.category != "server" and not request.creates_model:
-            return
-        reason: dict[str, Any] = {
-            "type": "request",
-            "request_id": request.request_id,
-            "request_type": request.kind.value,
-        }
-        sampler_id = request.sampling_session_id
-        if request.model_id is not None and (request.creates_model or outcome.permanent):
-            reason = {"type": "training_run", "training_run_id": request.model_id}
-        elif sampler_id is not None and outcome.permanent:
-            reason = {"type": "sampling_session", "sampling_session_id": sampler_id}
-        self._failed.add(session_id)
-        failure = {
-            "category": "user" if outcome.category == "user" else "internal",
-            "message": outcome.error[:MAX_MESSAGE_CHARS],
-            "reason": reason,
-        }
-        self._store.sessions.mark_failed(session_id, failure)
-
-
 class SessionTimeouts:
     """Marks sessions without heartbeats. Call `start` before use, `close` after."""
 
@@ -138,13 +89,13 @@ class SessionTimeouts:
         self._scheduler = scheduler
         self._grace_s = grace_s
         self._clock = clock
-        self._timed_out: set[str] = set()
+        self.timed_out: set[str] = set()
         #: When sessions last sent a request, for clients that send no heartbeats.
-        self._last_request_s: dict[str, float] = {}
+        self.last_request_s: dict[str, float] = {}
         self._task = PeriodicTask()
 
     async def start(self) -> None:
-        self._timed_out = set(await self._store.sessions.lapsed_sessions())
+        self.timed_out = set(await self._store.sessions.lapsed_sessions())
         self._task.start(
             self.check,
             min(CHECK_INTERVAL_S, self._grace_s / 2),
@@ -157,39 +108,35 @@ class SessionTimeouts:
     async def close(self) -> None:
         await self._task.close()
 
-    def touch(self, session_id: str) -> None:
-        """The client of a session sent something."""
-        self._last_request_s[session_id] = time.monotonic()
-        if session_id in self._timed_out:
-            self._timed_out.discard(session_id)
-            self._store.sessions.mark_active(session_id)
-            log.info("session %s is active again", session_id)
+    def revive(self, session_id: str) -> None:
+        """The client of a session that timed out sent something."""
+        self.timed_out.discard(session_id)
+        self._store.sessions.mark_active(session_id)
+        log.info("session %s is active again", session_id)
 
     def finish(self, session_id: str) -> None:
         """The client of a session finished it."""
-        self._last_request_s.pop(session_id, None)
-        self._timed_out.discard(session_id)
+        self.last_request_s.pop(session_id, None)
+        self.timed_out.discard(session_id)
         self._scheduler.unload_session(session_id)
 
     async def check(self) -> None:
         """Mark the sessions whose grace period is over, and unload their models."""
         oldest_s = time.monotonic() - self._grace_s
-        self._last_request_s = {
-            session_id: at_s
-            for session_id, at_s in self._last_request_s.items()
-            if at_s >= oldest_s
+        self.last_request_s = {
+            session_id: at_s for session_id, at_s in self.last_request_s.items() if at_s >= oldest_s
         }
         # Rows outlive this process, so their times are of the system clock.
         silent = await self._store.sessions.inactive_sessions(self._clock() - self._grace_s)
-        timed_out = [one for one in silent if one not in self._last_request_s]
+        timed_out = [one for one in silent if one not in self.last_request_s]
         if not timed_out:
             return
         await self._store.sessions.mark_lapsed(timed_out)
         for session_id in timed_out:
             # A request may have come while the mark was written.
-            if session_id in self._last_request_s:
+            if session_id in self.last_request_s:
                 self._store.sessions.mark_active(session_id)
                 continue
-            self._timed_out.add(session_id)
+            self.timed_out.add(session_id)
             self._scheduler.unload_session(session_id)
             log.info("session %s timed out after %.0f s", session_id, self._grace_s)

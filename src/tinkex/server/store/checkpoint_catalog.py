@@ -7,7 +7,6 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store import events
 from tinkex.server.store.checkpoints import (
     VERSION_COLUMNS,
     Version,
@@ -15,13 +14,15 @@ from tinkex.server.store.checkpoints import (
     insert_version,
     note_saved,
 )
-from tinkex.server.store.conditions import (
+from tinkex.server.store.database import (
+    Database,
     has_published_checkpoint,
     name_is,
     not_expired,
+    note_audit,
+    values,
     was_created,
 )
-from tinkex.server.store.database import Database, values
 from tinkex.server.store.models import MODEL_COLUMNS, Model, RunTaken
 from tinkex.server.store.quotas import Quotas
 from tinkex.server.store.schema import (
@@ -281,7 +282,7 @@ class CheckpointCatalog:
             if not connection.execute(statement).rowcount:
                 return connection.execute(existing).first() is not None
             owner = connection.execute(owned_by).scalar_one()
-            events.note_audit(connection, owner=owner, event=event, details={**identity, **details})
+            note_audit(connection, owner=owner, event=event, details={**identity, **details})
             return True
 
         return await self._database.write(operation, reserve=reserve)

@@ -19,10 +19,18 @@ import sqlalchemy as sa
 
 from tinkex.durable_files import fingerprint
 from tinkex.server.queued_request import Outcome, QueuedRequest
-from tinkex.server.store import events, request_rows
+from tinkex.server.store import request_rows
 from tinkex.server.store.blobs import Files, folder_problem
-from tinkex.server.store.conditions import name_is, not_expired
-from tinkex.server.store.database import Database, columns, one, scalar, values
+from tinkex.server.store.database import (
+    Database,
+    columns,
+    name_is,
+    not_expired,
+    note_audit,
+    one,
+    scalar,
+    values,
+)
 from tinkex.server.store.models import Sampler, insert_sampler
 from tinkex.server.store.quotas import Quotas
 from tinkex.server.store.schema import (
@@ -341,7 +349,7 @@ def note_saved(connection: sa.Connection, version: Version, event: str) -> None:
         "tinker_path": version.tinker_path,
         "size_bytes": version.size_bytes,
     }
-    events.note_audit(connection, owner=version.owner, event=event, details=details)
+    note_audit(connection, owner=version.owner, event=event, details=details)
 
 
 def _assign_name(connection: sa.Connection, version: Version, naming: Naming) -> bool:

@@ -21,6 +21,14 @@ from tinkex.server.retry import Backoff, retry, retry_blocking
 from tinkex.server.store import group_commit, migrations, request_rows, sql_dialects
 from tinkex.server.store.connections import as_refusal, check_integrity, connection_pools
 from tinkex.server.store.group_commit import BatchWrite, Writer
+from tinkex.server.store.schema import (
+    Status,
+    audit,
+    checkpoint_names,
+    models,
+    requests,
+    sessions,
+)
 from tinkex.server.store.storage_health import (
     DATABASE_FILE,
     FILES,
@@ -344,3 +352,71 @@ def execute(
 ) -> Callable[[sa.Connection], sa.CursorResult[Any]]:
     """Executes a change, once for each mapping of values."""
     return lambda connection: connection.execute(statement, given)
+
+
+# -- SQL that the queries and transactions of several tables share ---------------------------------
+
+#: The values of `GET audit?event_type=`, by the first word of an event.
+TOPICS = {
+    "checkpoint": "checkpoints",
+    "project": "projects",
+    "session": "sessions",
+    "key": "organizations",
+}
+_INSERT_AUDIT = audit.insert()
+
+
+def note_audit(
+    connection: sa.Connection, *, owner: str, event: str, details: Mapping[str, Any]
+) -> None:
+    """Add an entry inside a transaction. The details must not contain secrets."""
+    connection.execute(
+        _INSERT_AUDIT,
+        {
+            "owner": owner,
+            "at_s": time.time(),
+            "topic": TOPICS[event.partition(".")[0]],
+            "event": event,
+            "details": dict(details),
+        },
+    )
+
+
+def name_is(model_id: str, kind: str, name: str | None) -> sa.ColumnElement[bool]:
+    """SQL: the row of this name."""
+    return sa.and_(
+        checkpoint_names.c.model_id == model_id,
+        checkpoint_names.c.kind == kind,
+        checkpoint_names.c.name == name,
+    )
+
+
+def not_expired(now_s: float) -> sa.ColumnElement[bool]:
+    """SQL: the name has not expired."""
+    expires_s = checkpoint_names.c.expires_s
+    return sa.or_(expires_s.is_(None), expires_s > now_s)
+
+
+def has_published_checkpoint(now_s: float) -> sa.ColumnElement[bool]:
+    """SQL: the model has a published checkpoint."""
+    return sa.exists().where(
+        checkpoint_names.c.model_id == models.c.model_id,
+        checkpoint_names.c.public,
+        not_expired(now_s),
+    )
+
+
+def was_created() -> sa.ColumnElement[bool]:
+    """SQL: the model's creation did not fail. A failed one has a row for repeats, but is no run."""
+    return sa.not_(
+        sa.exists().where(
+            requests.c.model_id == models.c.model_id,
+            requests.c.seq_id == 0,
+            requests.c.status == Status.FAILED,
+        )
+    )
+
+
+def session_ended(abandoned_before_s: float) -> sa.ColumnElement[bool]:
+    """SQL: the session was finished or abandoned."""
+    return sa.or_(sessions.c.finished_s.is_not(None), sessions.c.seen_s < abandoned_before_s)

@@ -1,9 +1,7 @@
 """
 Event rows: the audit log of changes, and the telemetry that clients send.
 
-    events.note_audit(connection, owner=..., event="checkpoint.published", details={...})
-
-inside the transaction that makes the change.
+`database.note_audit` adds an entry inside the transaction that makes the change.
 """
 
 import time
@@ -14,21 +12,12 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store.database import Database, every, execute
+from tinkex.server.store.database import Database, every, execute, note_audit
 from tinkex.server.store.schema import audit, telemetry
 from tinkex.wire.redaction import redact as without_secrets
 
-#: The values of `GET audit?event_type=`, by the first word of an event.
-TOPICS = {
-    "checkpoint": "checkpoints",
-    "project": "projects",
-    "session": "sessions",
-    "key": "organizations",
-}
 # Maximum number of entries in one response, which covers one day.
 MAX_ENTRIES = 10_000
-
-_INSERT_AUDIT = audit.insert()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,22 +25,6 @@ class AuditEntry:
     at_s: float
     event: str
     details: Mapping[str, Any]
-
-
-def note_audit(
-    connection: sa.Connection, *, owner: str, event: str, details: Mapping[str, Any]
-) -> None:
-    """Add an entry inside a transaction. The details must not contain secrets."""
-    connection.execute(
-        _INSERT_AUDIT,
-        {
-            "owner": owner,
-            "at_s": time.time(),
-            "topic": TOPICS[event.partition(".")[0]],
-            "event": event,
-            "details": dict(details),
-        },
-    )
 
 
 class Audit:

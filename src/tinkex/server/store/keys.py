@@ -20,9 +20,8 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from tinkex.durable_files import write_file
-from tinkex.server.store import events
 from tinkex.server.store.connections import any_key
-from tinkex.server.store.database import Database, every, execute, one
+from tinkex.server.store.database import Database, every, execute, note_audit, one
 from tinkex.server.store.schema import api_keys
 from tinkex.server.store.storage_health import DatabaseRefused
 
@@ -119,9 +118,7 @@ class Keys:
             connection.execute(api_keys.insert(), values)
             mine = sa.select(*_KEY).where(api_keys.c.hash == values["hash"])
             key = ApiKey(**connection.execute(mine).one()._mapping)
-            events.note_audit(
-                connection, owner=owner, event="key.created", details=_audit_details(key)
-            )
+            note_audit(connection, owner=owner, event="key.created", details=_audit_details(key))
             return key
 
         key = await self._database.write(operation)
@@ -157,7 +154,7 @@ class Keys:
         def operation(connection: sa.Connection) -> None:
             if (row := connection.execute(statement).first()) is not None:
                 key = ApiKey(**row._mapping)
-                events.note_audit(
+                note_audit(
                     connection, owner=key.owner, event="key.revoked", details=_audit_details(key)
                 )
 

@@ -14,8 +14,7 @@ from typing import TypeVar
 
 import sqlalchemy as sa
 
-from tinkex.server.store.conditions import not_expired, session_ended, was_created
-from tinkex.server.store.database import Database
+from tinkex.server.store.database import Database, not_expired, session_ended, was_created
 from tinkex.server.store.retention import Retention
 from tinkex.server.store.schema import (
     api_keys,

@@ -15,9 +15,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store.blobs import PREFIX_DEPTHS, Files
-from tinkex.server.store.conditions import session_ended
-from tinkex.server.store.database import Database, every, scalars
-from tinkex.server.store.events import note_audit
+from tinkex.server.store.database import Database, every, note_audit, scalars, session_ended
 from tinkex.server.store.ownership import session_ids_in, storage_ownership
 from tinkex.server.store.schema import (
     Status,

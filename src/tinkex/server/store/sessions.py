@@ -7,10 +7,20 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store import events
 from tinkex.server.store.checkpoint_catalog import batches, metadata_characters
-from tinkex.server.store.conditions import has_published_checkpoint, not_expired, was_created
-from tinkex.server.store.database import Database, columns, every, execute, one, scalars, values
+from tinkex.server.store.database import (
+    Database,
+    columns,
+    every,
+    execute,
+    has_published_checkpoint,
+    not_expired,
+    note_audit,
+    one,
+    scalars,
+    values,
+    was_created,
+)
 from tinkex.server.store.keys import random_id
 from tinkex.server.store.schema import (
     Status,
@@ -169,7 +179,7 @@ class Sessions:
                 },
             )
             details = {"session_id": new.session_id, "sdk_version": sdk_version}
-            events.note_audit(connection, owner=owner, event="session.created", details=details)
+            note_audit(connection, owner=owner, event="session.created", details=details)
             return new
 
         return await self._database.write(operation)
@@ -240,9 +250,7 @@ class Sessions:
 
         def operation(connection: sa.Connection) -> None:
             if (row := connection.execute(statement).first()) is not None:
-                events.note_audit(
-                    connection, owner=row.owner, event="session.finished", details=details
-                )
+                note_audit(connection, owner=row.owner, event="session.finished", details=details)
 
         # May use the disk reserve: data of a finished session can be deleted.
         await self._database.write(operation, reserve=True)
@@ -391,9 +399,7 @@ class Sessions:
 
         def operation(connection: sa.Connection) -> None:
             connection.execute(statement)
-            events.note_audit(
-                connection, owner=owner, event="project.session_moved", details=details
-            )
+            note_audit(connection, owner=owner, event="project.session_moved", details=details)
 
         await self._database.write(operation)
 

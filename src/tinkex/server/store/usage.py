@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from tinkex.server.store.checkpoint_catalog import within_metadata_budget
-from tinkex.server.store.conditions import not_expired
-from tinkex.server.store.database import Database, every
+from tinkex.server.store.database import Database, every, not_expired
 from tinkex.server.store.schema import (
     checkpoint_names,
     checkpoint_versions,
