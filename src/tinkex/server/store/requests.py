@@ -71,7 +71,7 @@ class Requests:
             self._database.health.refuse_new_data()
             key = await self._put("payloads", payload)
         new.request_id = new_request_id(time.time())
-        return await self._database.submit_batched(insert_many, (new, key))
+        return await self._database.write_batched(insert_many, (new, key))
 
     async def find_repeat(self, new: QueuedRequest) -> QueuedRequest | None:
         """The earlier request with the same (model or sampler, seq_id); writes nothing."""
@@ -116,7 +116,7 @@ class Requests:
         self, request: QueuedRequest, outcome: Outcome
     ) -> asyncio.Future[Completion | None]:
         """Finish a request, in the order of the calls; a finished one stays unchanged."""
-        return self._database.submit_batched(finish_many, (request, outcome), required=True)
+        return self._database.write_batched(finish_many, (request, outcome), required=True)
 
     async def finish_all(self, group: Sequence[tuple[QueuedRequest, Outcome]]) -> None:
         """Finish several steps of a model in one transaction."""
