@@ -51,7 +51,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class CheckedDatum:
+class Row:
     model: str
     case: str
     way: str
@@ -168,7 +168,7 @@ def grouped(vocabulary: int, repeat: int, scale: float) -> list[Ask]:
     return [Ask(prompt=prompt, new=int(32 * scale), seed=number) for number in range(GROUP)]
 
 
-def measure(name: str, folder: Path, *, repeats: int, scale: float) -> list[CheckedDatum]:
+def measure(name: str, folder: Path, *, repeats: int, scale: float) -> list[Row]:
     def engine(prefix_cache: bool) -> Engine:
         return Engine(
             EngineSettings(
@@ -198,7 +198,7 @@ def measure(name: str, folder: Path, *, repeats: int, scale: float) -> list[Chec
 
     def add(case: str, work: dict[str, Callable[[int], int]]) -> None:
         for way, found in rates(work, repeats).items():
-            rows.append(CheckedDatum(name, case, way, found))
+            rows.append(Row(name, case, way, found))
             print(f"{name:9} {case:40} {way:30} {rows[-1].median:8.1f} tokens/CPU-s", flush=True)
 
     add(
@@ -238,7 +238,7 @@ def measure(name: str, folder: Path, *, repeats: int, scale: float) -> list[Chec
 # -- report ---------------------------------------------------------------------------------------
 
 
-def report(rows: list[CheckedDatum], command: str, commit: str) -> str:
+def report(rows: list[Row], command: str, commit: str) -> str:
     by = {(row.model, row.case, row.way): row for row in rows}
     today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
     lines = [
@@ -283,7 +283,7 @@ def main() -> None:
         text=True,
         check=True,
     ).stdout.strip()
-    rows: list[CheckedDatum] = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as place:
         for name in options.models.split(","):
             folder = ensure_embedded() if name == "embedded" else small_model(Path(place) / name)

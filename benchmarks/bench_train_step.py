@@ -48,7 +48,7 @@ Step = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckedDatum:
+class Row:
     model: str
     case: str
     ours: float
@@ -163,7 +163,7 @@ def cpu_seconds(steps: Sequence[Step], rounds: int) -> list[float]:
     return best
 
 
-def measure(name: str, folder: Path, rounds: int) -> list[CheckedDatum]:
+def measure(name: str, folder: Path, rounds: int) -> list[Row]:
     engine = Engine(EngineSettings(name=name, folder=folder, device="cpu", threads=1))
     vocabulary = engine.facts.vocab_size
     with warnings.catch_warnings():
@@ -182,7 +182,7 @@ def measure(name: str, folder: Path, rounds: int) -> list[CheckedDatum]:
         ours, theirs = cpu_seconds([our_step(engine, tokens), peft_step(model, tokens)], rounds)
         total = sum(lengths)
         rows.append(
-            CheckedDatum(
+            Row(
                 model=name,
                 case=f"{case}: {len(lengths)} x {min(lengths)} to {max(lengths)}",
                 ours=total / ours,
@@ -201,7 +201,7 @@ def measure(name: str, folder: Path, rounds: int) -> list[CheckedDatum]:
         [our_pass(engine, tokens, ["one"]), our_pass(engine, tokens, ids)], rounds
     )
     rows.append(
-        CheckedDatum(
+        Row(
             model=name,
             case=f"{MANY} adapters beside one: one batch of {MANY} x 128",
             ours=MANY * 128 / many,
@@ -214,7 +214,7 @@ def measure(name: str, folder: Path, rounds: int) -> list[CheckedDatum]:
     return rows
 
 
-def table(rows: Sequence[CheckedDatum]) -> str:
+def table(rows: Sequence[Row]) -> str:
     lines = [
         "| model | case | tinkex | beside it | ratio | bar | |",
         "|---|---|---:|---:|---:|---:|---|",
@@ -228,7 +228,7 @@ def table(rows: Sequence[CheckedDatum]) -> str:
     return "\n".join(lines)
 
 
-def report(rows: Sequence[CheckedDatum], rounds: int) -> str:
+def report(rows: Sequence[Row], rounds: int) -> str:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
         cwd=ROOT,

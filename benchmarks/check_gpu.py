@@ -31,6 +31,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tinkex.engine import Engine, EngineSettings
+from tinkex.engine.adapters.checkpoints import write
 from tinkex.engine.adapters.memory_plan import Tier
 from tinkex.models.tiny_model import write_tiny_model
 from tinkex.wire.custom_loss import CustomLossGraph, CustomLossInput
@@ -224,7 +225,7 @@ class Check:
 
     def gradient(self, engine: Engine, model_id: str = "m") -> torch.Tensor:
         folder = self.new()
-        engine.snapshot(model_id, folder, {})
+        write(engine.copy_snapshot(model_id), folder)
         tensors = load_file(folder / "gradients.safetensors")
         return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 

@@ -15,6 +15,15 @@ pytest_plugins = ["no_skips"]
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+#: Folders whose tests start many processes and take longest.
+LONG = {"together", "chaos", "faults", "docs", "numerics"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files come first, so that at the end no worker waits for another one's long file."""
+    items.sort(key=lambda item: LONG.isdisjoint(item.path.parts))
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random Llama with its own tokenizer; 60 training steps memorize the test data."""

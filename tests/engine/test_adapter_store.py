@@ -331,7 +331,7 @@ def host_store(engine: Engine, one_adapter: int) -> Iterator[AdapterStore]:
         clock=iter(range(1, 99)).__next__,
     )
     yield shelf
-    for name in list(shelf):
+    for name in list(shelf._entries):
         del shelf[name]
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import re
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tinkex.server import engine_process, supervisor
+from tinkex.server import retry as module
 from tinkex.server.retry import (
     Backoff,
     Crashed,
@@ -114,7 +116,7 @@ def test_an_engine_was_stable_if_it_finished_work_or_ran_for_long(
     monkeypatch.setattr(engine_process, "STABLE_S", -lived_s)
 
     async def test() -> None:
-        engine = engine_process._Engine(EngineSettings(name="a", folder=Path("a")), None)
+        engine = engine_process._Engine(EngineSettings(name="a", folder=Path("a")))
 
         async def run_once() -> None:
             engine._finished_work = finished_work
@@ -237,3 +239,15 @@ def test_a_periodic_task_goes_on_after_a_failure(caplog: pytest.LogCaptureFixtur
 
 def test_a_periodic_task_that_never_started_can_be_closed() -> None:
     in_loop(PeriodicTask().close)
+
+
+def test_the_docstring_lists_all_users() -> None:
+    package = Path(module.__file__).parent
+    users = {
+        ".".join(file.relative_to(package).with_suffix("").parts)
+        for file in package.rglob("*.py")
+        if "from tinkex.server.retry import" in file.read_text()
+    }
+    table = (module.__doc__ or "").partition("|---|---|\n")[2].partition("\n\n")[0]
+    named = [name for line in table.splitlines() for name in re.findall(r"`([\w.]+)`", line)]
+    assert sorted(named) == sorted(users)

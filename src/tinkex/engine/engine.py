@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -219,25 +218,19 @@ class Engine:
         """
         checkpoints.load(self._adapter(model_id), folder, optimizer=optimizer)
 
-    def snapshot(self, model_id: str, folder: Path, meta: Mapping[str, Any]) -> int:
-        """Writes a checkpoint that also has the accumulated gradients and the caller's metadata."""
-        return checkpoints.snapshot(
-            self._adapter(model_id), folder, base_model=self.settings.name, meta=meta
-        )
-
-    def copy_snapshot(self, model_id: str, meta: Mapping[str, Any]) -> checkpoints.Files:
+    def copy_snapshot(self, model_id: str) -> checkpoints.Files:
         """Copies the contents of a snapshot, so that another thread can write them later."""
         adapter = self._adapter(model_id)
-        return checkpoints.copy_snapshot(adapter, base_model=self.settings.name, meta=meta)
+        return checkpoints.copied(checkpoints.snapshot_files(adapter, self.settings.name))
 
-    def restore(self, model_id: str, folder: Path) -> dict[str, Any]:
-        """Restores a snapshot, creating the model if necessary; returns the caller's metadata."""
+    def restore(self, model_id: str, folder: Path) -> None:
+        """Restores a snapshot, creating the model if necessary."""
         if not self.has(model_id):
             info = checkpoints.read_snapshot_info(folder)
             lora = LoraConfig.model_validate(info["lora_config"])
             family = {"type": info.get("optimizer", "adamw")}
             self.create(model_id, lora, optimizer_config_from(family))
-        return checkpoints.restore(self._adapter(model_id), folder)
+        checkpoints.restore(self._adapter(model_id), folder)
 
     # -- sampling ---------------------------------------------------------------------------------
 

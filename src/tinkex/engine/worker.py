@@ -277,7 +277,7 @@ class Worker:
     def _snapshot(self, model_id: str, job: Job) -> None:
         """Copies the model now. Another thread writes the copy while other work continues."""
         try:
-            copied = self._engine.copy_snapshot(model_id, {})
+            copied = self._engine.copy_snapshot(model_id)
         except Exception as error:  # noqa: BLE001  reported as the failure of this order
             self._fail(model_id, job, error)
             return

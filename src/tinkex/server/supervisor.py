@@ -225,7 +225,7 @@ def open_socket(settings: Settings) -> socket.socket:
 def _has_keys(settings: Settings) -> bool:
     """Whether the database has API keys. The only database access of this process."""
     from tinkex.server.store import DatabaseRefused
-    from tinkex.server.store.database import has_keys
+    from tinkex.server.store.connections import has_keys
 
     try:
         return has_keys(settings.db_url)

@@ -12,7 +12,7 @@ from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, revoke, with_key
 from tinkex.server.store import checkpoints
-from tinkex.server.store.checkpoints import Quota, owner_quota
+from tinkex.server.store.quotas import Quota, owner_quota
 from tinkex.wire.proto.frames_pb2 import Done, Order
 
 pytestmark = pytest.mark.anyio

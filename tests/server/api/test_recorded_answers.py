@@ -5,6 +5,16 @@ from pathlib import Path
 import pytest
 
 from qa.fuzz import recorded_answers
+from tinkex.server.api.bodies import MessageRoute
+from tinkex.server.app import ROUTERS
+
+
+def test_every_route_with_a_body_is_recorded() -> None:
+    recorded = {route.replace(" ", "/").rpartition("/")[2] for route in recorded_answers.GOOD}
+    for router in ROUTERS:
+        for route in router.routes:
+            if isinstance(route, MessageRoute) and route.body_field is not None:
+                assert route.path.rpartition("/")[2] in recorded
 
 
 @pytest.mark.anyio

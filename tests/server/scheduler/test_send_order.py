@@ -98,7 +98,7 @@ async def test_completions_are_published_in_commit_order(
         assert api.app
         context = api.app.state.context
         database, published = context.store._database, []
-        submit_batched, add = database.submit_batched, context.futures.completion_log.add
+        write_batched, add = database.write_batched, context.futures.completion_log.add
 
         async def delayed(promise: asyncio.Future[Any]) -> Any:
             answer = await promise
@@ -106,7 +106,7 @@ async def test_completions_are_published_in_commit_order(
             return answer
 
         def submit(many: Any, item: Any, *, required: bool = False) -> asyncio.Future[Any]:
-            return asyncio.ensure_future(delayed(submit_batched(many, item, required=required)))
+            return asyncio.ensure_future(delayed(write_batched(many, item, required=required)))
 
         def adds(event: Any) -> None:
             published.append(event.position)
@@ -115,7 +115,7 @@ async def test_completions_are_published_in_commit_order(
         session = await api.session()
         body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
         assert (await api.post("create_sampling_session", body)).status == 200
-        monkeypatch.setattr(database, "submit_batched", submit)
+        monkeypatch.setattr(database, "write_batched", submit)
         monkeypatch.setattr(context.futures.completion_log, "add", adds)
         asked = [{**numbered_sample(session), "seq_id": number} for number in range(1, 41)]
         answers = await asyncio.gather(*(api.post("asample", one) for one in asked))

@@ -15,6 +15,7 @@ from server.api.test_custom_losses import loss
 from server.echo import EchoExecutor
 from server.hosting import hosted
 from tinkex.server import scheduler
+from tinkex.server.retry import Backoff
 from tinkex.server.scheduler import checkpoints
 from tinkex.server.store import StorageError, database
 from tinkex.server.store.storage_health import UNREACHABLE, StorageProblem
@@ -27,7 +28,7 @@ API = str(Path(scheduler.__file__).parents[1] / "api")
 KNOWN = {
     *("Checkpoints.version", "Checkpoints._fingerprint", "Checkpoints._named"),
     *("Models.custom_loss", "Models.custom_losses", "Sessions.session", "Models.model"),
-    *("Quotas.refuse_save", "Requests.get", "Requests.log", "Snapshots.newest"),
+    *("Quotas.refuse_save", "Requests._requests", "Snapshots.newest"),
 }
 
 
@@ -49,7 +50,7 @@ def failed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     read = database.Database.read
 
     async def first_fails(self: Any, act: Callable[[Any], Any]) -> Any:
-        name = act.__qualname__.partition(".<locals>")[0]
+        name = sys._getframe(1).f_code.co_qualname
         if not is_for_accepted_work():
             return await read(self, act)
 
@@ -63,7 +64,7 @@ def failed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
         return await read(self, once)
 
-    monkeypatch.setattr(database, "READ_RETRY_S", 0.01)
+    monkeypatch.setattr(database, "ACCEPTED_BACKOFF", Backoff.every(0.01))
     monkeypatch.setattr(database.Database, "read", first_fails)
     return done
 
@@ -98,7 +99,7 @@ async def test_each_read_of_accepted_work_may_fail_once(tmp_path: Path, failed: 
             body = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, **whose}
             request = (await api.post("asample", body)).json["request_id"]
             assert (await api.result(request))["sequences"][0]["tokens"] == [3]
-        failed -= {"Models.custom_losses", "Requests.log", "Snapshots.newest"}
+        failed -= {"Models.custom_losses", "Requests._requests", "Snapshots.newest"}
         echo.die()
         assert await api.value(await api.optim_step(model, 7)) == 6
         await api.result(await api.step("unload_model", model_id=model))

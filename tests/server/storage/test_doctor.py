@@ -104,7 +104,10 @@ async def test_orphans_are_deleted_and_secrets_are_made_private(tmp_path: Path) 
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("left")
     (tmp_path / "tokens.key").chmod(0o640)
-    assert "deleted 3 orphaned files" in (await repaired(tmp_path))[0]
+    assert await repaired(tmp_path) == [
+        "made tokens.key readable only by its owner",
+        "deleted 3 orphaned files and folders",
+    ]
     assert not any(file.exists() for file in left)
     assert (tmp_path / "tokens.key").stat().st_mode & 0o777 == 0o600
     assert problems(tmp_path) == []

@@ -36,7 +36,7 @@ def not_responding(store: Store) -> Iterator[None]:
         received.set()
         responds.wait(30)
 
-    promise = store._database.submit(act)
+    promise = store._database.write(act)
     assert received.wait(10)
     try:
         yield
@@ -116,7 +116,7 @@ async def test_fetched_marks_are_dropped_while_the_disk_is_full(store: Store) ->
     def full(_: sa.Connection) -> None:
         raise sa.exc.OperationalError("", {}, Exception("database or disk is full"))
 
-    writing = store._database.submit(full)
+    writing = store._database.write(full)
     store.requests.mark_all_fetched(["a", "b"], owner="alice")
     with pytest.raises(Exception, match="full"):
         await writing
@@ -140,7 +140,7 @@ async def test_fetched_marks_of_two_threads_are_all_counted(store: Store) -> Non
     store.requests._fetched_pending = _Slow()
     for number in range(50):
         store.requests.mark_all_fetched([str(number)], owner="alice")
-        store._database.submit(lambda _: None)
+        store._database.write(lambda _: None)
         await asyncio.sleep(0)
     await store.keys.create(owner="alice")
     assert store.requests._fetched_pending == {}

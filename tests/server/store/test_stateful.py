@@ -36,6 +36,7 @@ from tinkex.server.store import (
     events,
     keys,
     models,
+    quotas,
     request_rows,
     requests,
     retention,
@@ -50,7 +51,7 @@ STEPS = 50
 
 #: The modules of the store that use the clock.
 TIMED = (
-    *(checkpoint_catalog, checkpoints, events, keys, models),
+    *(checkpoint_catalog, checkpoints, events, keys, models, quotas),
     *(request_rows, requests, retention, sessions, snapshots),
 )
 
@@ -64,7 +65,10 @@ class StoreMachine(Clients, Retention, Keys, Comparing):
             for table in reversed(metadata.sorted_tables):
                 connection.execute(table.delete())
 
-        self.run(self.store._database.write(act))
+        async def write() -> None:
+            await self.store._database.write(act)
+
+        self.run(write())
         # The keys of an earlier example were deleted with its rows.
         (self.folder / MARKER).unlink(missing_ok=True)
         # Most operations need something to work on.
@@ -117,7 +121,7 @@ class StoreMachine(Clients, Retention, Keys, Comparing):
             async with self.one_transaction():
                 submit(unanswered)
                 await asyncio.sleep(0)
-                unanswered.append(database.submit(die))
+                unanswered.append(database.write(die))
             await asyncio.to_thread(database.writer._thread.join, 30)
             assert not any(one.done() for one in unanswered)
             for one in unanswered:

@@ -11,7 +11,7 @@ import logging
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -101,12 +101,6 @@ class AdapterStore:
 
     def __contains__(self, model_id: str) -> bool:
         return model_id in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def __getitem__(self, model_id: str) -> TrainingAdapter:
         """The adapter, loaded onto the device if necessary, which may evict others."""
@@ -246,7 +240,7 @@ class AdapterStore:
         self._spills += 1
         folder = self._spill_folder() / str(self._spills)
         log.info("adapter of model %s written to disk (%s)", model_id, format_bytes(entry.size))
-        checkpoints.snapshot(entry.adapter, folder, base_model=self._base_model, meta={})
+        checkpoints.write(checkpoints.snapshot_files(entry.adapter, self._base_model), folder)
         entry.adapter.release()
         entry.tier, entry.folder = Tier.DISK, folder
 

@@ -7,7 +7,7 @@ of a sampler cannot change.
     adapter_config.json         the PEFT config, with rank and alpha
     optimizer.safetensors       m (and v) of every tensor, the step count, and the optimizer family
     gradients.safetensors       snapshots only: gradients accumulated since the last step, if any
-    snapshot.json               snapshots only: how the model was created, and the caller's metadata
+    snapshot.json               snapshots only: how the model was created
 """
 
 from __future__ import annotations
@@ -61,16 +61,8 @@ def save(adapter: TrainingAdapter, folder: Path, *, base_model: str, optimizer: 
     return write(files, folder)
 
 
-def snapshot(
-    adapter: TrainingAdapter, folder: Path, *, base_model: str, meta: Mapping[str, Any]
-) -> int:
-    """Writes a checkpoint that also has the gradients, so that training resumes exactly."""
-    return write(_snapshot_files(adapter, base_model, meta), folder)
-
-
-def copy_snapshot(adapter: TrainingAdapter, *, base_model: str, meta: Mapping[str, Any]) -> Files:
-    """Copies the contents of a snapshot, for a thread that writes it while training continues."""
-    files = _snapshot_files(adapter, base_model, meta)
+def copied(files: Files) -> Files:
+    """A copy that is independent of the model, to be written while training continues."""
     return {name: file.copied() for name, file in files.items()}
 
 
@@ -136,15 +128,14 @@ def memory_bytes(files: Files) -> int:
     return sum(flat.nbytes for file in files.values() for flat in file.flat.values())
 
 
-def _snapshot_files(adapter: TrainingAdapter, base_model: str, meta: Mapping[str, Any]) -> Files:
-    """The files of a snapshot."""
+def snapshot_files(adapter: TrainingAdapter, base_model: str) -> Files:
+    """A checkpoint that also has the gradients, so that training resumes exactly."""
     # Compare bytes, which is fastest. An optimizer step leaves +0.0, never -0.0.
     has_gradients = bool(adapter.grad.view(torch.uint8).any())
     info = {
         "lora_config": adapter.lora.model_dump(),
         "optimizer": adapter.optimizer,
         "gradients": has_gradients,
-        "meta": dict(meta),
     }
     files = {
         WEIGHTS: _weights(adapter),
@@ -177,8 +168,8 @@ def load(adapter: TrainingAdapter, folder: Path, *, optimizer: bool) -> None:
     adapter.refresh_live()
 
 
-def restore(adapter: TrainingAdapter, folder: Path) -> dict[str, Any]:
-    """Loads a snapshot into a model of the same shape; returns the caller's metadata."""
+def restore(adapter: TrainingAdapter, folder: Path) -> None:
+    """Loads a snapshot into a model of the same shape."""
     info = read_snapshot_info(folder)
     # Snapshots of older versions always have gradients and do not have this key.
     has_gradients = info.get("gradients", True)
@@ -186,8 +177,6 @@ def restore(adapter: TrainingAdapter, folder: Path) -> dict[str, Any]:
     load(adapter, folder, optimizer=True)
     if gradients is not None:
         copy_pairs(adapter.grad, adapter.layout, gradients)
-    meta: dict[str, Any] = info["meta"]
-    return meta
 
 
 def read_snapshot_info(folder: Path) -> dict[str, Any]:

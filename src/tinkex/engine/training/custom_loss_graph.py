@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,6 @@ from tinkex.engine.training.custom_loss_parser import (
 from tinkex.engine.training.custom_loss_sizes import (
     MAX_RANK,
     Refused,
-    Rule,
     check_extents,
     elements,
     shown,
@@ -173,6 +172,10 @@ def _first_line(error: BaseException) -> str:
     return lines[0][:300]
 
 
+#: What torch and Python raise for wrong arguments.
+_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
 def _run_step(
     step: Step,
     operation: Operation,
@@ -186,9 +189,10 @@ def _run_step(
         if operation.extents:
             check_extents((*args, *kwargs.values()))
         size = operation.size(*args, **kwargs)
-        kept = _elements(operation.kept, args, kwargs)
-        work = _elements(operation.work, args, kwargs)
-        budget.allow(size, kept, work + _numel((*args, *kwargs.values())))
+        kept = operation.kept(*args, **kwargs) if operation.kept else 0
+        work = operation.work(*args, **kwargs) if operation.work else 0
+        read = sum(tensor.numel() for tensor in tensors_in((*args, *kwargs.values())))
+        budget.allow(size, kept, read + work)
         if operation.makes:
             kwargs["device"] = device
         result = checked_result(operation.call(*args, **kwargs))
@@ -197,25 +201,9 @@ def _run_step(
         raise  # a failure of the server, not of the user
     except Refused as refusal:
         raise Refused(f"{step.where}: {refusal}") from None
-    except (
-        ArithmeticError,
-        AttributeError,
-        IndexError,
-        KeyError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except _ERRORS as error:
         raise Refused(f"{step.where}: {_first_line(error)}") from None
     return result
-
-
-def _numel(values: Iterable[Any]) -> int:
-    return sum(tensor.numel() for tensor in tensors_in(values))
-
-
-def _elements(rule: Rule | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    return 0 if rule is None else rule(*args, **kwargs)
 
 
 def _resolve(arg: Any, values: Mapping[str, Any], device: torch.device) -> Any:

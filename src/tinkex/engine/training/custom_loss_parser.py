@@ -46,25 +46,17 @@ NODE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 METRIC_NAME = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 DEVICE = re.compile(r"(cpu|cuda|mps|xpu|meta)(:[0-9]{1,3})?")
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "bfloat16": torch.bfloat16,
-    "bool": torch.bool,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
+#: Names in torch that an argument may have, by its key.
+TORCH_NAMES: Mapping[str, tuple[str, ...]] = {
+    "dtype": (
+        *("bfloat16", "bool", "float16", "float32", "float64"),
+        *("int16", "int32", "int64", "int8", "uint8"),
+    ),
+    "layout": ("strided",),
+    "memory_format": ("contiguous_format", "preserve_format"),
 }
-LAYOUTS: Mapping[str, torch.layout] = {"strided": torch.strided}
 #: Texts besides devices, attributes and equations of `einsum`.
 MODES = ("batchmean", "constant", "floor", "fro", "mean", "none", "sum", "tanh", "trunc")
-MEMORY_FORMATS: Mapping[str, torch.memory_format] = {
-    "contiguous_format": torch.contiguous_format,
-    "preserve_format": torch.preserve_format,
-}
 
 
 class Ref(NamedTuple):
@@ -339,12 +331,12 @@ class _ArgumentReader:
                 if value not in ("inf", "-inf", "nan"):
                     raise Refused(f"float {shown(value)}; allowed are 'inf', '-inf' and 'nan'")
                 return float(value)
-            case "dtype":
-                return _lookup("dtype", value, DTYPES)
-            case "layout":
-                return _lookup("layout", value, LAYOUTS)
-            case "memory_format":
-                return _lookup("memory_format", value, MEMORY_FORMATS)
+            case "dtype" | "layout" | "memory_format":
+                name = value.removeprefix("torch.") if isinstance(value, str) else None
+                if name not in TORCH_NAMES[tag]:
+                    allowed = ", ".join(TORCH_NAMES[tag])
+                    raise Refused(f"{tag} {shown(value)}; allowed are {allowed}")
+                return getattr(torch, name)
             case "device":
                 if not isinstance(value, str) or not DEVICE.fullmatch(value):
                     raise Refused(
@@ -356,10 +348,3 @@ class _ArgumentReader:
                     f"argument with the key {shown(tag)}; allowed are ref, tuple, slice, "
                     "ellipsis, float, dtype, device, layout and memory_format"
                 )
-
-
-def _lookup(what: str, value: Any, table: Mapping[str, Any]) -> Any:
-    known = table.get(value.removeprefix("torch.")) if isinstance(value, str) else None
-    if known is None:
-        raise Refused(f"{what} {shown(value)}; allowed are {', '.join(table)}")
-    return known

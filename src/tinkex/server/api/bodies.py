@@ -351,6 +351,7 @@ class MessageRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         if self.dependant.query_params:
+            assert not self.dependant.body_params, f"FastAPI would read the body of {self.path}"
             return super().get_route_handler()
         endpoint: Callable[..., Awaitable[Response]] = self.endpoint
         request_name = self.dependant.request_param_name or ""

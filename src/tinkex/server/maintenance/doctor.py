@@ -9,13 +9,14 @@
 
 import asyncio
 import enum
+import functools
 import os
 import re
 import shutil
 import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tinkex.server.api.auth import LINK_KEY_FILE as SIGNING_KEY
@@ -35,7 +36,6 @@ from tinkex.server.store.inspection import (
     Inspection,
     inspect,
     rebuild_indexes,
-    remove,
 )
 from tinkex.server.store.keys import MARKER
 from tinkex.server.store.migrations import unsupported
@@ -62,14 +62,8 @@ class Level(enum.StrEnum):
     PROBLEM = "problem"
 
 
-class Repair(enum.Enum):
-    """The repairs that `--repair` can do."""
-
-    MIGRATE = enum.auto()
-    INDEXES = enum.auto()
-    SNAPSHOTS = enum.auto()
-    ORPHANS = enum.auto()
-    KEYS = enum.auto()
+#: Repairs a finding, and returns what was done.
+Repair = Callable[[Settings], str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +74,20 @@ class Finding:
     about: str
     text: str
     advice: str = ""
+    #: What `--repair` does about it.
     repair: Repair | None = None
+
+
+def _fine(about: str, text: str) -> Finding:
+    return Finding(level=Level.FINE, about=about, text=text)
+
+
+def _note(about: str, text: str, advice: str, repair: Repair | None = None) -> Finding:
+    return Finding(level=Level.NOTE, about=about, text=text, advice=advice, repair=repair)
+
+
+def _problem(about: str, text: str, advice: str, repair: Repair | None = None) -> Finding:
+    return Finding(level=Level.PROBLEM, about=about, text=text, advice=advice, repair=repair)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,22 +156,20 @@ def diagnose(state: FolderState, facts: Inspection, *, reserve_mb: float) -> Ite
     yield from _about_folder(state, reserve_mb)
     yield from _about_database(facts, is_full=state.free_bytes < MEBIBYTE)
     if state.wal_lost:
-        yield Finding(
-            level=Level.PROBLEM,
-            about="database",
-            text=f"{DATABASE}-shm exists without {DATABASE}-wal: a server was killed, and the file "
+        yield _problem(
+            "database",
+            f"{DATABASE}-shm exists without {DATABASE}-wal: a server was killed, and the file "
             "with its newest commits is missing",
-            advice="If you have the file, put it back before a server or any other program opens "
+            "If you have the file, put it back before a server or any other program opens "
             "the database. Without it, the database is consistent, but the newest commits are lost: "
             "clients are told that their newest requests are unknown.",
         )
     is_known = not facts.damage and facts.version in (None, facts.newest_version)
     if state.keys_created and is_known and not facts.has_keys:
-        yield Finding(
-            level=Level.PROBLEM,
-            about="keys",
-            text=f"API keys were created for this server (see {MARKER}), but the database has none",
-            advice="The database was lost, or --db names another database. The server refuses to "
+        yield _problem(
+            "keys",
+            f"API keys were created for this server (see {MARKER}), but the database has none",
+            "The database was lost, or --db names another database. The server refuses to "
             "start with it, because without keys it would accept everyone on this machine. Check "
             "--db, or restore a backup with `tinkex restore`. To continue with this database, create "
             f"a new key with `tinkex key create`; to run without keys, delete {MARKER}.",
@@ -183,117 +188,105 @@ def diagnose(state: FolderState, facts: Inspection, *, reserve_mb: float) -> Ite
 def _about_folder(state: FolderState, reserve_mb: float) -> Iterator[Finding]:
     about = "folder"
     if state.read_only:
-        yield Finding(
-            level=Level.PROBLEM,
-            about=about,
-            text=f"{state.folder} is on a file system that is mounted read-only",
-            advice="A server cannot use it. Systems mount a disk read-only after errors: check the "
+        yield _problem(
+            about,
+            f"{state.folder} is on a file system that is mounted read-only",
+            "A server cannot use it. Systems mount a disk read-only after errors: check the "
             "system log, then mount it writable. `tinkex backup` can still copy the folder.",
         )
     elif not state.writable:
-        yield Finding(
-            level=Level.PROBLEM,
-            about=about,
-            text=f"{state.folder}, owned by {_owner(state.folder)}, cannot be read and written by "
+        yield _problem(
+            about,
+            f"{state.folder}, owned by {_owner(state.folder)}, cannot be read and written by "
             "this user",
-            advice="Run this as the user that runs the server, or change its owner to that user.",
+            "Run this as the user that runs the server, or change its owner to that user.",
         )
     else:
-        yield Finding(level=Level.FINE, about=about, text=f"{state.folder} is writable")
+        yield _fine(about, f"{state.folder} is writable")
     if state.inaccessible:
-        yield Finding(
-            level=Level.PROBLEM,
-            about="permissions",
-            text=f"this user may not read and write {_some(state.inaccessible, ', ')}",
-            advice="A server needs its whole folder. Run this as the user that runs the server, or "
+        yield _problem(
+            "permissions",
+            f"this user may not read and write {_some(state.inaccessible, ', ')}",
+            "A server needs its whole folder. Run this as the user that runs the server, or "
             "change the owner of everything to that user.",
         )
     if state.holder is not None:
-        yield Finding(
-            level=Level.NOTE,
-            about="lock",
-            text=f"a server (process {state.holder}) is using it",
-            advice="Files of the last hour are not reported as orphans.",
+        yield _note(
+            "lock",
+            f"a server (process {state.holder}) is using it",
+            "Files of the last hour are not reported as orphans.",
         )
     free = f"{state.free_bytes / MEBIBYTE:,.0f} MiB are free"
     if state.free_bytes < reserve_mb * MEBIBYTE:
-        yield Finding(
-            level=Level.PROBLEM,
-            about="disk",
-            text=f"{free}, and a server refuses new work with less than {reserve_mb:g} MiB",
-            advice="Free some space, or lower the setting reserve_mb.",
+        yield _problem(
+            "disk",
+            f"{free}, and a server refuses new work with less than {reserve_mb:g} MiB",
+            "Free some space, or lower the setting reserve_mb.",
         )
     else:
-        yield Finding(level=Level.FINE, about="disk", text=free)
+        yield _fine("disk", free)
     if state.open_secrets:
-        yield Finding(
-            level=Level.PROBLEM,
-            about="keys",
-            text=f"other users of this machine can read {', '.join(state.open_secrets)}",
-            advice="The server signs links and tokens with them, so nobody else may read them. --repair "
+        yield _problem(
+            "keys",
+            f"other users of this machine can read {', '.join(state.open_secrets)}",
+            "The server signs links and tokens with them, so nobody else may read them. --repair "
             "makes them readable only by their owner.",
-            repair=Repair.KEYS,
+            repair=functools.partial(_hide_secrets, state.open_secrets),
         )
 
 
 def _about_database(facts: Inspection, *, is_full: bool) -> Iterator[Finding]:
     about = "database"
     if facts.refused is not None and is_full:
-        yield Finding(
-            level=Level.PROBLEM,
-            about=about,
-            text=f"it cannot be opened on a full disk: {facts.refused}",
-            advice="Free some space first, then run this again.",
+        yield _problem(
+            about,
+            f"it cannot be opened on a full disk: {facts.refused}",
+            "Free some space first, then run this again.",
         )
     elif facts.refused is not None:
-        yield Finding(
-            level=Level.PROBLEM,
-            about=about,
-            text=f"it cannot be opened: {facts.refused}",
-            advice="Check --data and --db. If the database is lost, restore a backup with `tinkex "
+        yield _problem(
+            about,
+            f"it cannot be opened: {facts.refused}",
+            "Check --data and --db. If the database is lost, restore a backup with `tinkex "
             "restore`.",
         )
     elif facts.damage:
         only_indexes = all(_INDEX.search(line) for line in facts.damage)
-        yield Finding(
-            level=Level.PROBLEM,
-            about=about,
-            text=f"it is damaged: {_some(facts.damage, '; ')}",
-            advice="Only indexes are damaged; --repair rebuilds them."
+        yield _problem(
+            about,
+            f"it is damaged: {_some(facts.damage, '; ')}",
+            "Only indexes are damaged; --repair rebuilds them."
             if only_indexes
             else "Keep a copy of the folder, and restore a backup with `tinkex restore`.",
-            repair=Repair.INDEXES if only_indexes else None,
+            repair=_rebuild_indexes if only_indexes else None,
         )
     elif facts.is_wrong_database:
         empty = "it is empty" if facts.version is None else "it has none of their sessions"
-        yield Finding(
-            level=Level.PROBLEM,
-            about=about,
-            text=f"there are checkpoints or snapshots in the storage, and {empty}",
-            advice="The stored files belong to another database. Check --data and --db. If the "
+        yield _problem(
+            about,
+            f"there are checkpoints or snapshots in the storage, and {empty}",
+            "The stored files belong to another database. Check --data and --db. If the "
             "database was lost, restore a backup with `tinkex restore`. Nothing was deleted. A "
             "server refuses to start on this folder.",
         )
     elif facts.version == facts.newest_version:
-        yield Finding(level=Level.FINE, about=about, text=f"intact, version {facts.version}")
+        yield _fine(about, f"intact, version {facts.version}")
     elif facts.version is not None and facts.version not in facts.known_versions:
         problem, advice = unsupported(facts.version)
-        yield Finding(level=Level.PROBLEM, about=about, text=f"it {problem}", advice=advice)
+        yield _problem(about, f"it {problem}", advice)
     elif facts.version is None:
-        yield Finding(
-            level=Level.PROBLEM,
-            about=about,
-            text="it is empty: no server has used it",
-            advice="--repair, or the first start of a server, creates its tables.",
-            repair=Repair.MIGRATE,
+        yield _problem(
+            about,
+            "it is empty: no server has used it",
+            "--repair, or the first start of a server, creates its tables.",
+            repair=_upgrade,
         )
     else:
-        yield Finding(
-            level=Level.PROBLEM,
-            about=about,
-            text=f"it has schema version {facts.version}, and the newest is {facts.newest_version}",
-            advice="--repair, or the next start of the server, upgrades it.",
-            repair=Repair.MIGRATE,
+        yield _problem(
+            about,
+            f"it has schema version {facts.version}, and the newest is {facts.newest_version}",
+            "--repair, or the next start of the server, upgrades it.",
+            repair=_upgrade,
         )
 
 
@@ -332,56 +325,51 @@ def _advice(item: DamagedItem, *, repairable: bool) -> str:
 def _about_files(facts: Inspection) -> Iterator[Finding]:
     for item in facts.damaged:
         repairable = can_fall_back(item, facts)
-        yield Finding(
-            level=Level.PROBLEM,
-            about=item.what,
-            text=f"{_NAMES[item.what].format(item.name)} {item.problem}",
-            advice=_advice(item, repairable=repairable),
-            repair=Repair.SNAPSHOTS if repairable else None,
+        yield _problem(
+            item.what,
+            f"{_NAMES[item.what].format(item.name)} {item.problem}",
+            _advice(item, repairable=repairable),
+            repair=functools.partial(_set_aside, item.name) if repairable else None,
         )
     if not facts.damaged:
         counted = f"{facts.checked} files and folders are intact"
-        yield Finding(level=Level.FINE, about="files", text=counted)
+        yield _fine("files", counted)
     if facts.orphans:
         prefixes = Counter(key.partition("/")[0] for key in facts.orphans)
         counts = ", ".join(f"{count} in {prefix}" for prefix, count in sorted(prefixes.items()))
-        yield Finding(
-            level=Level.NOTE,
-            about="orphans",
-            text=f"nothing refers to {counts}",
-            advice="The server deletes them after an hour; --repair deletes them now.",
-            repair=Repair.ORPHANS,
+        yield _note(
+            "orphans",
+            f"nothing refers to {counts}",
+            "The server deletes them after an hour; --repair deletes them now.",
+            repair=functools.partial(_delete_orphans, facts.orphans),
         )
     if facts.unknown_sessions:
-        yield Finding(
-            level=Level.PROBLEM,
-            about="unknown files",
-            text=f"{len(facts.unknown_sessions)} sessions have checkpoints or snapshots here and "
+        yield _problem(
+            "unknown files",
+            f"{len(facts.unknown_sessions)} sessions have checkpoints or snapshots here and "
             f"are not in the database: {_some(facts.unknown_sessions, ', ')}",
-            advice="They belong to another database, or are newer than this one. They are never "
+            "They belong to another database, or are newer than this one. They are never "
             "deleted automatically. Restore a backup into a new folder, or move these files to another "
             "folder.",
         )
     if facts.set_aside:
-        yield Finding(
-            level=Level.NOTE,
-            about="set aside",
-            text=f"{facts.set_aside} damaged snapshots are in set-aside",
-            advice="Nothing uses them: delete the folder when you do not need them for inspection.",
+        yield _note(
+            "set aside",
+            f"{facts.set_aside} damaged snapshots are in set-aside",
+            "Nothing uses them: delete the folder when you do not need them for inspection.",
         )
 
 
 def _about_logs(facts: Inspection) -> Iterator[Finding]:
     for gap in facts.log_gaps:
-        yield Finding(
-            level=Level.PROBLEM,
-            about="log",
-            text=f"steps {_some([str(number) for number in gap.seq_ids], ', ')} of "
+        yield _problem(
+            "log",
+            f"steps {_some([str(number) for number in gap.seq_ids], ', ')} of "
             f"{gap.model_id} are missing",
-            advice="The model cannot be rebuilt if its newest snapshot is lost too.",
+            "The model cannot be rebuilt if its newest snapshot is lost too.",
         )
     if not facts.log_gaps:
-        yield Finding(level=Level.FINE, about="logs", text="no step of any model is missing")
+        yield _fine("logs", "no step of any model is missing")
 
 
 def can_fall_back(item: DamagedItem, facts: Inspection) -> bool:
@@ -396,69 +384,76 @@ def _some(names: Sequence[str], between: str) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _facts(settings: Settings, *, held: bool) -> Inspection:
-    return inspect(
-        settings.db_url,
-        Files(settings.storage_url),
-        young_s=MIN_ORPHAN_AGE_S if held else 0.0,
-        abandoned_s=settings.abandoned_s,
-    )
-
-
-def examine(settings: Settings) -> list[Finding]:
-    """Check everything, without changing it."""
+def examine(settings: Settings, *, is_locked: bool = False) -> list[Finding]:
+    """Check everything, without changing it. `is_locked`: this process holds the locks."""
     state = folder_state(settings)
     if not state.exists:
-        text = f"there is no folder {state.folder}"
-        return [Finding(level=Level.PROBLEM, about="folder", text=text, advice="Check --data.")]
+        return [_problem("folder", f"there is no folder {state.folder}", "Check --data.")]
     if not state.readable:
         return list(_about_folder(state, settings.reserve_mb))
-    facts = _facts(settings, held=state.holder is not None)
+    if is_locked:
+        state = replace(state, holder=None)
+    facts = inspect(
+        settings.db_url,
+        Files(settings.storage_url),
+        young_s=0.0 if state.holder is None else MIN_ORPHAN_AGE_S,
+        abandoned_s=settings.abandoned_s,
+    )
     return list(diagnose(state, facts, reserve_mb=settings.reserve_mb))
 
 
 def repair(settings: Settings) -> list[str]:
     """Repair what can be repaired safely; returns what was done. Raises if a server runs."""
     done: list[str] = []
-    state = folder_state(settings)
-    if state.holder is None and not any(finding.repair for finding in examine(settings)):
+    if folder_state(settings).holder is None and not _repairs(settings):
         # Creates no lock file in a folder that is not a data folder.
         return done
     with lock_folder(settings.folder), lock_database(settings):
-        wanted = {finding.repair for finding in examine(settings)}
-        if Repair.INDEXES in wanted:
-            rebuild_indexes(settings.db_url)
-            done.append("rebuilt the indexes of the database")
-        if Repair.MIGRATE in wanted:
-            _open(settings).close()
-            done.append("upgraded the database")
-        # Inspect again: these repairs may reveal more.
-        facts = _facts(settings, held=False)
-        done += _repair_snapshots(settings, facts)
-        if facts.orphans:
-            remove(Files(settings.storage_url), facts.orphans)
-            done.append(f"deleted {len(facts.orphans)} orphaned files and folders")
-        for name in folder_state(settings).open_secrets:
-            (settings.folder / name).chmod(0o600)
-            done.append(f"made {name} readable only by its owner")
+        # Sound indexes show the version of the tables, and the newest tables show which files
+        # are missing or orphaned.
+        for _ in range(3):
+            repairs = _repairs(settings, is_locked=True)
+            done += [each(settings) for each in repairs]
+            if not repairs:
+                break
     return done
 
 
-def _repair_snapshots(settings: Settings, facts: Inspection) -> list[str]:
-    models = [item.name for item in facts.damaged if can_fall_back(item, facts)]
-    if not models:
-        return []
+def _repairs(settings: Settings, *, is_locked: bool = False) -> list[Repair]:
+    findings = examine(settings, is_locked=is_locked)
+    return [finding.repair for finding in findings if finding.repair is not None]
+
+
+def _rebuild_indexes(settings: Settings) -> str:
+    rebuild_indexes(settings.db_url)
+    return "rebuilt the indexes of the database"
+
+
+def _upgrade(settings: Settings) -> str:
+    _open(settings).close()
+    return "upgraded the database"
+
+
+def _set_aside(model_id: str, settings: Settings) -> str:
     store = _open(settings)
-
-    async def fall_back() -> None:
-        for model_id in models:
-            await store.snapshots.newest_intact(model_id)
-
     try:
-        asyncio.run(fall_back())
+        asyncio.run(store.snapshots.newest_intact(model_id))
     finally:
         store.close()
-    return [f"moved the damaged snapshot of {model_id} to set-aside" for model_id in models]
+    return f"moved the damaged snapshot of {model_id} to set-aside"
+
+
+def _delete_orphans(orphans: Sequence[str], settings: Settings) -> str:
+    files = Files(settings.storage_url)
+    for key in orphans:
+        files.remove(key)
+    return f"deleted {len(orphans)} orphaned files and folders"
+
+
+def _hide_secrets(names: Sequence[str], settings: Settings) -> str:
+    for name in names:
+        (settings.folder / name).chmod(0o600)
+    return f"made {', '.join(names)} readable only by its owner"
 
 
 def _open(settings: Settings) -> Store:

@@ -17,7 +17,7 @@ from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.server.retry import Backoff, retry
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
 from tinkex.server.store import Model, OverQuota, Sampler, Store, Version
-from tinkex.server.store.blobs import check_recipients, encrypt_files
+from tinkex.server.store.age_encryption import check_recipients, encrypt_files
 from tinkex.server.store.checkpoints import NameTaken, Naming, SamplerTaken
 from tinkex.server.store.storage_health import FILES, os_error_in, storage_problem
 from tinkex.wire.checkpoints import (

@@ -15,14 +15,16 @@ import sqlalchemy as sa
 
 from tinkex.server.store.blobs import Files
 from tinkex.server.store.checkpoint_catalog import CheckpointCatalog, NamedCheckpoint
-from tinkex.server.store.checkpoints import Checkpoints, OverQuota, Quota, Quotas, Version
+from tinkex.server.store.checkpoints import Checkpoints, Version
 from tinkex.server.store.database import Database, accepted_work
 from tinkex.server.store.events import Audit, Telemetry
 from tinkex.server.store.keys import ApiKey, Keys, refuse_lost_keys
 from tinkex.server.store.models import BaseHashes, CustomLoss, Model, Models, RunTaken, Sampler
+from tinkex.server.store.ownership import refuse_wrong_database
+from tinkex.server.store.quotas import OverQuota, Quota, Quotas
 from tinkex.server.store.request_rows import Completion
 from tinkex.server.store.requests import Attempts, Requests
-from tinkex.server.store.retention import Retention, refuse_wrong_database
+from tinkex.server.store.retention import Retention
 from tinkex.server.store.schema import Status
 from tinkex.server.store.sessions import Session, Sessions
 from tinkex.server.store.snapshots import Snapshots

@@ -10,13 +10,20 @@ import sqlalchemy as sa
 from tinkex.server.store import events
 from tinkex.server.store.checkpoints import (
     VERSION_COLUMNS,
-    Quotas,
     Version,
-    not_expired,
+    insert_name,
+    insert_version,
     note_saved,
 )
-from tinkex.server.store.database import Database
-from tinkex.server.store.models import MODEL_COLUMNS, Model, RunTaken, was_created
+from tinkex.server.store.conditions import (
+    has_published_checkpoint,
+    name_is,
+    not_expired,
+    was_created,
+)
+from tinkex.server.store.database import Database, values
+from tinkex.server.store.models import MODEL_COLUMNS, Model, RunTaken
+from tinkex.server.store.quotas import Quotas
 from tinkex.server.store.schema import (
     checkpoint_names,
     checkpoint_versions,
@@ -115,7 +122,7 @@ class CheckpointCatalog:
         return await self._database.read_report(operation)
 
     async def checkpoint(self, *, model_id: str, kind: str, name: str) -> NamedCheckpoint | None:
-        statement = _SAVED.where(_name_is(model_id, kind, name), not_expired(time.time()))
+        statement = _SAVED.where(name_is(model_id, kind, name), not_expired(time.time()))
 
         def operation(connection: sa.Connection) -> NamedCheckpoint | None:
             row = connection.execute(statement).first()
@@ -178,7 +185,7 @@ class CheckpointCatalog:
     async def delete(self, *, model_id: str, kind: str, name: str) -> bool:
         """Delete a name; whether it existed. The cleanup deletes unused files later."""
         statement = checkpoint_names.delete().where(
-            _name_is(model_id, kind, name), not_expired(time.time())
+            name_is(model_id, kind, name), not_expired(time.time())
         )
         return await self._change(
             statement, "checkpoint.deleted", (model_id, kind, name), reserve=True
@@ -187,7 +194,7 @@ class CheckpointCatalog:
     async def set_public(self, public: bool, *, model_id: str, kind: str, name: str) -> bool:
         """Publish or unpublish a name; whether it exists. Audited only if it changes."""
         statement = checkpoint_names.update().where(
-            _name_is(model_id, kind, name),
+            name_is(model_id, kind, name),
             not_expired(time.time()),
             checkpoint_names.c.public.is_(not public),
         )
@@ -204,7 +211,7 @@ class CheckpointCatalog:
         self, expires_s: float | None, *, model_id: str, kind: str, name: str
     ) -> bool:
         statement = checkpoint_names.update().where(
-            _name_is(model_id, kind, name), not_expired(time.time())
+            name_is(model_id, kind, name), not_expired(time.time())
         )
         return await self._change(
             statement.values(expires_s=expires_s),
@@ -237,28 +244,15 @@ class CheckpointCatalog:
         def operation(connection: sa.Connection) -> Version:
             if (first := _earlier_copy(connection, version, fingerprint)) is not None:
                 return first
-            connection.execute(
-                models.insert(),
-                {
-                    **{column.name: getattr(model, column.name) for column in MODEL_COLUMNS},
-                    "model_seq_id": model_seq_id,
-                    "base_hash": connection.scalar(base_hash),
-                },
-            )
-            values = {column.name: getattr(version, column.name) for column in VERSION_COLUMNS}
-            connection.execute(checkpoint_versions.insert(), {**values, "fingerprint": fingerprint})
-            connection.execute(
-                checkpoint_names.insert(),
-                {
-                    "model_id": version.model_id,
-                    "kind": version.kind,
-                    "name": version.name,
-                    "version_id": version.version_id,
-                    "saved_s": version.created_s,
-                    "expires_s": expires_s,
-                    "user_metadata": None if like is None else like.user_metadata,
-                    "public": False,
-                },
+            more = {"model_seq_id": model_seq_id, "base_hash": connection.scalar(base_hash)}
+            connection.execute(models.insert(), {**values(model), **more})
+            insert_version(connection, version, fingerprint)
+            insert_name(
+                connection,
+                version,
+                saved_s=version.created_s,
+                expires_s=expires_s,
+                user_metadata=None if like is None else like.user_metadata,
             )
             self._quotas.check(
                 connection, version.owner, size_bytes=version.size_bytes, checkpoints=1, runs=1
@@ -281,9 +275,7 @@ class CheckpointCatalog:
         model_id, kind, name = key
         identity = {"model_id": model_id, "tinker_path": tinker_path(model_id, kind, name)}
         owned_by = sa.select(models.c.owner).where(models.c.model_id == model_id)
-        existing = sa.select(checkpoint_names.c.name).where(
-            _name_is(*key), not_expired(time.time())
-        )
+        existing = sa.select(checkpoint_names.c.name).where(name_is(*key), not_expired(time.time()))
 
         def operation(connection: sa.Connection) -> bool:
             if not connection.execute(statement).rowcount:
@@ -311,7 +303,7 @@ def _earlier_copy(connection: sa.Connection, version: Version, fingerprint: str)
         return None
     copy = connection.execute(
         _SAVED.where(
-            _name_is(version.model_id, version.kind, version.name or ""),
+            name_is(version.model_id, version.kind, version.name),
             checkpoint_versions.c.fingerprint == fingerprint,
             not_expired(time.time()),
         )
@@ -319,23 +311,6 @@ def _earlier_copy(connection: sa.Connection, version: Version, fingerprint: str)
     if copy is None or run.trained or run.last_request_s is not None:
         raise RunTaken(version.model_id)
     return _saved(copy).version
-
-
-def has_published_checkpoint(now_s: float) -> sa.ColumnElement[bool]:
-    """SQL: the model has a published checkpoint."""
-    return sa.exists().where(
-        checkpoint_names.c.model_id == models.c.model_id,
-        checkpoint_names.c.public,
-        not_expired(now_s),
-    )
-
-
-def _name_is(model_id: str, kind: str, name: str) -> sa.ColumnElement[bool]:
-    return sa.and_(
-        checkpoint_names.c.model_id == model_id,
-        checkpoint_names.c.kind == kind,
-        checkpoint_names.c.name == name,
-    )
 
 
 def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[RunSummary]:
@@ -355,11 +330,10 @@ def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Ru
         newest.setdefault(saved.model_id, {})[saved.kind] = saved
     found = {}
     for row in connection.execute(chosen):
-        values = dict(row._mapping)
-        last_s = values.pop("last_s") or values["last_request_s"] or values["created_s"]
-        del values["last_request_s"]
-        failed = (values.pop("failure") or {}).get("reason", {}).get("training_run_id")
-        model = Model(**values)
+        named = row._mapping
+        model = Model(**{column.name: named[column.name] for column in MODEL_COLUMNS})
+        last_s = row.last_s or row.last_request_s or model.created_s
+        failed = (row.failure or {}).get("reason", {}).get("training_run_id")
         if model.owner != reader:
             model = replace(model, user_metadata=None)
             failed = None
@@ -406,11 +380,11 @@ def _newest(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[
 
 
 def _saved(row: sa.Row[*tuple[Any, ...]]) -> NamedCheckpoint:
-    values = row._mapping
+    named = row._mapping
     return NamedCheckpoint(
-        version=Version(**{column.name: values[column.name] for column in VERSION_COLUMNS}),
-        **{column.name: values[f"named_{column.name}"] for column in _NAME},
-        **{column.name: values[f"key_{column.name}"] for column in _KEY},
+        version=Version(**{column.name: named[column.name] for column in VERSION_COLUMNS}),
+        **{column.name: named[f"named_{column.name}"] for column in _NAME},
+        **{column.name: named[f"key_{column.name}"] for column in _KEY},
     )
 
 

@@ -1,5 +1,5 @@
 """
-Checkpoints: immutable versions, the names that refer to them, and the quotas of their owners.
+Checkpoints: immutable versions, and the names that refer to them.
 
 A save writes the files first, then adds the version, its name and the request's result in one
 transaction, which also checks the quota.
@@ -10,8 +10,8 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,15 +20,13 @@ import sqlalchemy as sa
 from tinkex.server.queued_request import Outcome, QueuedRequest
 from tinkex.server.store import events, request_rows
 from tinkex.server.store.blobs import Files, fingerprint, folder_problem
-from tinkex.server.store.database import Database
-from tinkex.server.store.models import Sampler, insert_sampler, was_created
-from tinkex.server.store.retention import Retention, session_ended
+from tinkex.server.store.conditions import name_is, not_expired
+from tinkex.server.store.database import Database, columns, one, scalar, values
+from tinkex.server.store.models import Sampler, insert_sampler
+from tinkex.server.store.quotas import Quotas
 from tinkex.server.store.schema import (
-    api_keys,
     checkpoint_names,
     checkpoint_versions,
-    models,
-    sessions,
 )
 from tinkex.server.store.storage_health import FILES, Damaged, StorageError
 from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath, tinker_path
@@ -80,14 +78,13 @@ class Naming:
     user_metadata: Mapping[str, Any] | None
 
 
-_INTERNAL = ("discarded_s", "fingerprint")
-VERSION_COLUMNS = tuple(column for column in checkpoint_versions.c if column.name not in _INTERNAL)
+VERSION_COLUMNS = columns(Version, checkpoint_versions)
 
 
 class Checkpoints:
     """The rows and files of checkpoint versions."""
 
-    def __init__(self, database: Database, files: Files, folder: Path, quotas: "Quotas") -> None:
+    def __init__(self, database: Database, files: Files, folder: Path, quotas: Quotas) -> None:
         self._database = database
         self._files = files
         self._quotas = quotas
@@ -180,7 +177,7 @@ class Checkpoints:
         statement = sa.select(checkpoint_versions.c.fingerprint).where(
             checkpoint_versions.c.version_id == version.version_id
         )
-        return await self._database.read(lambda connection: connection.scalar(statement))
+        return await self._database.read(scalar(statement))
 
     async def is_taken(self, *, model_id: str, kind: str, name: str) -> bool:
         version, _ = await self._named(model_id, kind, name)
@@ -208,8 +205,7 @@ class Checkpoints:
         """Add the version, its name or sampler, and the outcome of the request in one transaction."""
 
         def operation(connection: sa.Connection) -> None:
-            values = {column.name: getattr(version, column.name) for column in VERSION_COLUMNS}
-            connection.execute(checkpoint_versions.insert(), {**values, "fingerprint": fingerprint})
+            insert_version(connection, version, fingerprint)
             named = naming is not None and _assign_name(connection, version, naming)
             self._quotas.check(
                 connection, version.owner, size_bytes=version.size_bytes, checkpoints=int(named)
@@ -262,21 +258,16 @@ class Checkpoints:
                 checkpoint_names,
                 checkpoint_names.c.version_id == checkpoint_versions.c.version_id,
             )
-            .where(
-                checkpoint_names.c.model_id == model_id,
-                checkpoint_names.c.kind == kind,
-                checkpoint_names.c.name == name,
-                not_expired(time.time()),
-            )
+            .where(name_is(model_id, kind, name), not_expired(time.time()))
         )
 
         def operation(connection: sa.Connection) -> tuple[Version | None, bool]:
             row = connection.execute(statement).first()
             if row is None:
                 return None, False
-            values = dict(row._mapping)
-            public = bool(values.pop("public"))
-            return Version(**values), public
+            found = dict(row._mapping)
+            public = bool(found.pop("public"))
+            return Version(**found), public
 
         return await self._database.read(operation)
 
@@ -286,7 +277,7 @@ class Checkpoints:
             checkpoint_versions.c.version_id == version_id,
             checkpoint_versions.c.discarded_s.is_(None),
         )
-        return await self._database.read(lambda connection: _version(connection, statement))
+        return await self._database.read(one(Version, statement))
 
     async def fingerprint(self, version: Version) -> str:
         """The fingerprint of a saved version; raises Damaged if its files differ."""
@@ -308,10 +299,33 @@ class Checkpoints:
         health.clear(FILES)
 
 
-def not_expired(now_s: float) -> sa.ColumnElement[bool]:
-    """SQL: the name has not expired."""
-    expires_s = checkpoint_names.c.expires_s
-    return sa.or_(expires_s.is_(None), expires_s > now_s)
+def insert_version(connection: sa.Connection, version: Version, fingerprint: str) -> None:
+    row = {**values(version), "fingerprint": fingerprint}
+    connection.execute(checkpoint_versions.insert(), row)
+
+
+def insert_name(
+    connection: sa.Connection,
+    version: Version,
+    *,
+    saved_s: float,
+    expires_s: float | None,
+    user_metadata: Mapping[str, Any] | None,
+) -> None:
+    """Give a version its name, which is not published."""
+    connection.execute(
+        checkpoint_names.insert(),
+        {
+            "model_id": version.model_id,
+            "kind": version.kind,
+            "name": version.name,
+            "version_id": version.version_id,
+            "saved_s": saved_s,
+            "expires_s": expires_s,
+            "user_metadata": user_metadata,
+            "public": False,
+        },
+    )
 
 
 def _damaged(version: Version, problem: str) -> Damaged:
@@ -331,11 +345,7 @@ def note_saved(connection: sa.Connection, version: Version, event: str) -> None:
 def _assign_name(connection: sa.Connection, version: Version, naming: Naming) -> bool:
     """Make a name refer to a version; whether this adds a checkpoint."""
     is_new = True
-    mine = sa.and_(
-        checkpoint_names.c.model_id == version.model_id,
-        checkpoint_names.c.kind == version.kind,
-        checkpoint_names.c.name == version.name,
-    )
+    mine = name_is(version.model_id, version.kind, version.name)
     now_s = time.time()
     known = connection.execute(sa.select(checkpoint_names.c.expires_s).where(mine)).first()
     if known is not None:
@@ -344,207 +354,11 @@ def _assign_name(connection: sa.Connection, version: Version, naming: Naming) ->
             raise NameTaken
         is_new = expired
         connection.execute(checkpoint_names.delete().where(mine))
-    connection.execute(
-        checkpoint_names.insert(),
-        {
-            "model_id": version.model_id,
-            "kind": version.kind,
-            "name": version.name,
-            "version_id": version.version_id,
-            "saved_s": now_s,
-            "expires_s": naming.expires_s,
-            "user_metadata": naming.user_metadata and dict(naming.user_metadata),
-            "public": False,
-        },
+    insert_name(
+        connection,
+        version,
+        saved_s=now_s,
+        expires_s=naming.expires_s,
+        user_metadata=naming.user_metadata,
     )
     return is_new
-
-
-def _version(
-    connection: sa.Connection, statement: sa.Select[*tuple[object, ...]]
-) -> Version | None:
-    row = connection.execute(statement).first()
-    return None if row is None else Version(**row._mapping)
-
-
-# -- quotas --------------------------------------------------------------------------------------
-#
-# What counts:
-#
-# * bytes: the files of all saves and copies, also unnamed ones. A save that was deleted or
-#   overwritten counts until nothing uses its files.
-# * checkpoints: those that are listed: with a name, and not expired.
-# * runs: those whose session is open, or that have a checkpoint.
-
-_WHAT = {
-    "max_checkpoint_bytes": "bytes of checkpoints",
-    "max_checkpoints": "checkpoints",
-    "max_runs": "training runs",
-}
-_ADVICE = {
-    "max_checkpoint_bytes": "Delete checkpoints that you do not need (`tinkex checkpoint delete`), "
-    "or save with `ttl_seconds`. Unnamed saves for sampling are deleted when their session ends.",
-    "max_checkpoints": "Delete some that you do not need (`tinkex checkpoint delete`), or save with "
-    "`ttl_seconds`.",
-    "max_runs": "A run counts until its client is closed and its checkpoints are deleted or have "
-    "expired (`tinkex checkpoint delete`).",
-}
-
-
-class OverQuota(UserFailure):
-    """An owner would store more than allowed; the text has usage, limit, and what to do."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Quota:
-    """What one owner may store; 0 is unlimited."""
-
-    max_checkpoint_bytes: int = 0
-    max_checkpoints: int = 0
-    max_runs: int = 0
-
-    @classmethod
-    def of(cls, settings: object) -> "Quota":
-        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
-
-
-def owner_quota(server: Quota, keys: Iterable[Mapping[str, int]]) -> Quota:
-    """
-    The quota of an owner whose API keys have these limits.
-
-    Checkpoints belong to owners, not to keys, so the highest limit among their keys counts.
-    """
-    of_keys = list(keys) or [{}]
-    most = {}
-    for field in fields(Quota):
-        numbers = [key.get(field.name, getattr(server, field.name)) for key in of_keys]
-        most[field.name] = 0 if 0 in numbers else max(numbers)
-    return Quota(**most)
-
-
-def over_quota_message(name: str, *, used: int, new: int, limit: int) -> str | None:
-    """Why `new` more is over the quota; None if it fits. 0 is an unknown size."""
-    if not limit or used + max(new, 1) <= limit:
-        return None
-    more = f", this needs {new} more" if new else ""
-    return (
-        f"over quota: you have {used} {_WHAT[name]}{more}, and {limit} are allowed ({name}). "
-        f"{_ADVICE[name]} The operator of the server can allow more."
-    )
-
-
-class Quotas:
-    """Checks what owners store against their quota."""
-
-    def __init__(self, database: Database, retention: Retention) -> None:
-        self._database = database
-        self._retention = retention
-        #: The quota of owners whose keys set none.
-        self.server = Quota()
-        #: A session without activity for this long counts as ended.
-        self.abandoned_s = float("inf")
-
-    def check(
-        self,
-        connection: sa.Connection,
-        owner: str,
-        *,
-        size_bytes: int = 0,
-        checkpoints: int = 0,
-        runs: int = 0,
-    ) -> None:
-        """Raise OverQuota inside the transaction that has added this much, if it is too much."""
-        added = {
-            "max_checkpoint_bytes": size_bytes,
-            "max_checkpoints": checkpoints,
-            "max_runs": runs,
-        }
-        new = {name: count for name, count in added.items() if count}
-        quota = self._allowed(connection, owner)
-        for name, used in self._used(connection, owner, quota, new):
-            _refuse_over_quota(name, used=used - new[name], new=new[name], quota=quota)
-
-    async def refuse_save(self, owner: str, *, checkpoints: int) -> None:
-        """Called before files are written: raise OverQuota if not even an empty save would fit."""
-        new = {"max_checkpoint_bytes": 0}
-        if checkpoints:
-            new["max_checkpoints"] = checkpoints
-
-        def operation(connection: sa.Connection) -> None:
-            quota = self._allowed(connection, owner)
-            for name, used in self._used(connection, owner, quota, new):
-                _refuse_over_quota(name, used=used, new=new[name], quota=quota)
-
-        await self._database.read(operation)
-
-    async def within(self, owner: str, function: Callable[[], Awaitable[T]]) -> T:
-        """
-        The result of `function`. On OverQuota, delete the owner's unused files and retry once.
-
-        The cleanup would delete them a little later; the user cannot delete them earlier.
-        """
-        try:
-            return await function()
-        except OverQuota:
-            abandoned_before_s = time.time() - self.abandoned_s
-            await self._retention.drop_versions(abandoned_before_s=abandoned_before_s, owner=owner)
-        return await function()
-
-    def _allowed(self, connection: sa.Connection, owner: str) -> Quota:
-        keys = sa.select(api_keys.c.limits).where(
-            api_keys.c.owner == owner,
-            api_keys.c.revoked_s.is_(None),
-            sa.or_(api_keys.c.expires_s.is_(None), api_keys.c.expires_s > time.time()),
-        )
-        return owner_quota(self.server, connection.scalars(keys))
-
-    def _used(
-        self, connection: sa.Connection, owner: str, quota: Quota, names: Collection[str]
-    ) -> Iterator[tuple[str, int]]:
-        """The name and usage of each of these quotas that has a limit."""
-        now_s = time.time()
-        # Built only when needed: a save does not count runs.
-        statements: dict[str, Callable[[], sa.Select[int]]] = {
-            "max_checkpoint_bytes": lambda: _bytes(owner),
-            "max_checkpoints": lambda: _checkpoints(owner, now_s),
-            "max_runs": lambda: _runs(owner, now_s, now_s - self.abandoned_s),
-        }
-        for name, statement in statements.items():
-            if name in names and getattr(quota, name):
-                yield name, int(connection.scalar(statement()) or 0)
-
-
-def _refuse_over_quota(name: str, *, used: int, new: int, quota: Quota) -> None:
-    if (
-        reason := over_quota_message(name, used=used, new=new, limit=getattr(quota, name))
-    ) is not None:
-        raise OverQuota(reason)
-
-
-def _bytes(owner: str) -> sa.Select[int]:
-    return sa.select(sa.func.sum(checkpoint_versions.c.size_bytes)).where(
-        checkpoint_versions.c.owner == owner, checkpoint_versions.c.discarded_s.is_(None)
-    )
-
-
-def _checkpoints(owner: str, now_s: float) -> sa.Select[int]:
-    return (
-        sa.select(sa.func.count())
-        .select_from(checkpoint_names)
-        .join(models, models.c.model_id == checkpoint_names.c.model_id)
-        .where(models.c.owner == owner, not_expired(now_s))
-    )
-
-
-def _runs(owner: str, now_s: float, abandoned_before_s: float) -> sa.Select[int]:
-    named = sa.exists().where(checkpoint_names.c.model_id == models.c.model_id, not_expired(now_s))
-    return (
-        sa.select(sa.func.count())
-        .select_from(models)
-        .join(sessions, sessions.c.session_id == models.c.session_id)
-        .where(
-            models.c.owner == owner,
-            was_created(),
-            sa.or_(sa.not_(session_ended(abandoned_before_s)), named),
-        )
-    )

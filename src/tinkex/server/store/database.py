@@ -1,18 +1,16 @@
 """
-The database: one connection that writes, a few that read, and the checks and upgrades at opening.
+The database: one connection that writes, and a few that read.
 
 Writes go through the group-commit thread. Reads and file work run in thread pools, one for each kind
 of work, so that no kind waits for another.
 """
 
 import asyncio
-import contextlib
-import logging
-import shutil
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, ContextVar, copy_context
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,28 +19,18 @@ from sqlalchemy import event
 
 from tinkex.server.retry import Backoff, retry, retry_blocking
 from tinkex.server.store import group_commit, migrations, request_rows, sql_dialects
+from tinkex.server.store.connections import as_refusal, check_integrity, connection_pools
 from tinkex.server.store.group_commit import BatchWrite, Writer
-from tinkex.server.store.schema import api_keys
 from tinkex.server.store.storage_health import (
     DATABASE_FILE,
-    FAILING,
     FILES,
-    FULL,
-    READ_ONLY,
     DatabaseFileChanged,
-    DatabaseLocked,
     DatabaseRefused,
     StorageError,
     StorageHealth,
-    storage_problem,
 )
 
-log = logging.getLogger("tinkex.server.store")
-
 T = TypeVar("T")
-
-# With less free space SQLite cannot even start.
-FULL_BYTES = 2**20
 Item = TypeVar("Item")
 
 # Threads for short reads.
@@ -56,24 +44,12 @@ FILE_THREADS = 4
 # For whole folders: hashing, copying, uploading, downloading, deleting orphans. May take minutes.
 FOLDER_THREADS = 4
 
-# Per connection. SQLite's default of 2,000 KiB fills up over hours and makes nothing faster.
-PAGE_CACHE_KIB = 256
-
-# How often a read for accepted work is retried while the database is unavailable.
-READ_RETRY_S = 0.5
+# For accepted work while the database or the files are unavailable.
+ACCEPTED_BACKOFF = Backoff.every(0.5)
 _ONCE_MORE = Backoff.every(0.0, retries=1)
 
 #: Whether the current task does accepted work.
 _accepted: ContextVar[bool] = ContextVar("accepted", default=False)
-
-_ADVICE = "Check that it runs and accepts this machine, or choose another with --db."
-# A server that starts exits on these problems; a running server would retry. So the advice differs.
-_ADVICE_BY_KIND = {
-    FULL: "Free some space on its disk, and start again.",
-    READ_ONLY: "Make it and its folder writable for the server's user, and start again.",
-    FAILING: "Check the disk and the system log, and start again.",
-}
-ALLOWED = "Use sqlite:///FILE or postgresql+psycopg://USER:PASSWORD@HOST/NAME."
 
 
 def accepted_work() -> Context:
@@ -96,15 +72,17 @@ class Database:
     """
 
     def __init__(self, url: str, *, exclusive: bool = False) -> None:
-        self._writing, self._reading = _engines(url, exclusive=exclusive)
+        self._writing, self._reading = connection_pools(
+            url, exclusive=exclusive, readers=READERS + KEY_READERS + REPORTERS
+        )
         self._exclusive = exclusive
         #: Whether the current operation may not insert rows while new data is refused.
         self._refuses_inserts = False
         event.listen(self._writing, "before_cursor_execute", self._refuse_new_rows)
         self.health = StorageHealth()
-        with _as_refusal(self._writing):
+        with as_refusal(self._writing):
             if exclusive:
-                _check_integrity(self._writing)
+                check_integrity(self._writing)
             found = migrations.outdated(self._writing)
             if found is not None and not (found.is_empty or exclusive):
                 raise DatabaseRefused(
@@ -132,42 +110,32 @@ class Database:
             health=self.health,
         )
 
-    async def write(
+    def write(
         self,
         operation: Callable[[sa.Connection], T],
         *,
         required: bool = False,
         reserve: bool = False,
-    ) -> T:
+    ) -> asyncio.Future[T]:
         """
-        Run `operation` in a transaction; returns its result once the transaction is on disk.
+        Run `operation` in a transaction. The future gets its result once the transaction is on disk.
 
-        While the disk refuses writes, this raises StorageError, or waits if the write is
-        `required`.
+        The operation is queued by this call, not by the await. While the disk refuses writes, the
+        future raises StorageError, or waits if the write is `required`.
 
         While free space is below the disk reserve, new rows are refused. Exceptions are `required`
         writes and writes with `reserve`, which free space or belong to accepted work. The refusal
         happens at the first INSERT, so an operation that only finds an existing row succeeds.
         """
-        return await self.submit(operation, required=required, reserve=reserve)
-
-    def submit(
-        self,
-        operation: Callable[[sa.Connection], T],
-        *,
-        required: bool = False,
-        reserve: bool = False,
-    ) -> asyncio.Future[T]:
-        """Like `write`, but the operation is queued by this call, not by the await."""
         return self.writer.submit(
             operation if required or reserve else self._without_new_rows(operation),
             required=required,
         )
 
-    def submit_batched(
+    def write_batched(
         self, many: BatchWrite[Item, T], item: Item, *, required: bool = False
     ) -> asyncio.Future[T]:
-        """Like `submit`, but writes of the same kind share their statements (`Writer`)."""
+        """Like `write`, but writes of the same kind share their statements (`Writer`)."""
         if not required:
             # Checked before queueing: one INSERT has the rows of many callers, so refusing it would
             # refuse all of them.
@@ -212,7 +180,7 @@ class Database:
         """
         return await retry(
             lambda: self._with_timeout(_run(self._readers, lambda: self._read(operation))),
-            Backoff.every(READ_RETRY_S),
+            ACCEPTED_BACKOFF,
             should_retry=_waits_for_database,
         )
 
@@ -283,7 +251,7 @@ class Database:
             return True
 
         return await retry(
-            lambda: _run(threads, function), Backoff.every(READ_RETRY_S), should_retry=should_retry
+            lambda: _run(threads, function), ACCEPTED_BACKOFF, should_retry=should_retry
         )
 
     def close(self) -> None:
@@ -329,169 +297,50 @@ def _run(threads: ThreadPoolExecutor, function: Callable[[], T]) -> asyncio.Futu
     return asyncio.get_running_loop().run_in_executor(threads, function)
 
 
-@contextlib.contextmanager
-def _as_refusal(engine: sa.Engine) -> Iterator[None]:
-    """Turns errors of opening a database into DatabaseRefused."""
-    try:
-        yield
-    except DatabaseLocked as error:
-        raise DatabaseRefused(str(error)) from None
-    except sa.exc.OperationalError as error:
-        reason = str(error.orig).strip().partition("\n")[0]
-        problem = storage_problem(error)
-        kind = FULL if _is_full(engine) else problem and problem.kind
-        advice = _ADVICE_BY_KIND.get(kind or "", _ADVICE)
-        raise DatabaseRefused(
-            f"the database {engine.url!r} cannot be used: {reason}. {advice}"
-        ) from error
-    except sa.exc.DatabaseError as error:
-        raise _damaged(engine, str(error.orig)) from error
+# -- statements as functions of a connection, for `read`, `write` and the rest -------------------
+#
+# Rows become dataclasses, whose fields have the names of the columns:
+#
+#     await database.read(one(Model, sa.select(*columns(Model, models)).where(...)))
 
 
-def outdated(url: str) -> migrations.Outdated | None:
-    """How a schema differs from the newest, without changing it; None if it does not."""
-    with _opened_read_only(url) as engine:
-        if engine is None:
-            return migrations.Outdated(None, migrations.known_versions()[0])
-        return migrations.outdated(engine)
+def columns(kind: type, table: sa.Table) -> tuple[sa.Column[Any], ...]:
+    """The columns of a table that a dataclass has, in the order of its fields."""
+    return tuple(table.c[field.name] for field in fields(kind))
 
 
-def has_keys(url: str) -> bool:
-    """Whether a database has API keys; does not upgrade its schema."""
-    with _opened_read_only(url) as engine:
-        if engine is None:
-            return False
-        with engine.connect() as connection:
-            has_table: bool = sa.inspect(connection).has_table("api_keys")
-            return has_table and any_key(connection)
+def values(row: object) -> dict[str, Any]:
+    """The fields of a dataclass by name, to insert it."""
+    return {field.name: getattr(row, field.name) for field in fields(row)}  # type: ignore[arg-type]
 
 
-def any_key(connection: sa.Connection) -> bool:
-    """Whether a key was ever created: rows of revoked keys stay."""
-    return connection.execute(sa.select(api_keys.c.key_id).limit(1)).first() is not None
+def one(kind: type[T], statement: sa.Executable) -> Callable[[sa.Connection], T | None]:
+    """The first row as a dataclass; None if there is none."""
+
+    def operation(connection: sa.Connection) -> T | None:
+        row = connection.execute(statement).first()
+        return None if row is None else kind(**row._mapping)
+
+    return operation
 
 
-@contextlib.contextmanager
-def _opened_read_only(url: str) -> Iterator[sa.Engine | None]:
-    """An engine to read a database of any version; None if there is no file (none is created)."""
-    writing, reading = _engines(url, exclusive=False)
-    try:
-        file = writing.url.database if writing.dialect.name == "sqlite" else None
-        if file is not None and not Path(file).exists():
-            yield None
-            return
-        if file is not None:
-            _warn_of_lost_wal(Path(file))
-        with _as_refusal(reading):
-            yield reading
-    finally:
-        writing.dispose()
-        reading.dispose()
+def every(kind: type[T], statement: sa.Executable) -> Callable[[sa.Connection], list[T]]:
+    """All rows as dataclasses."""
+    return lambda connection: [kind(**row._mapping) for row in connection.execute(statement)]
 
 
-def _check_integrity(engine: sa.Engine) -> None:
-    """Refuse a SQLite file whose pages are inconsistent: queries may return wrong results."""
-    if engine.dialect.name != "sqlite":
-        return
-    if engine.url.database:
-        _warn_of_lost_wal(Path(engine.url.database))
-    try:
-        with engine.connect() as connection:
-            found = connection.exec_driver_sql("PRAGMA quick_check(3)").scalars().all()
-    except sa.exc.DatabaseError as error:
-        if isinstance(error, sa.exc.OperationalError):
-            raise
-        found = [str(error.orig)]
-    if found != ["ok"]:
-        raise _damaged(engine, "; ".join(map(str, found)))
+def scalar(statement: sa.Executable) -> Callable[[sa.Connection], Any]:
+    """The first value; None if there is no row."""
+    return lambda connection: connection.scalar(statement)
 
 
-def _warn_of_lost_wal(file: Path) -> None:
-    if sql_dialects.is_wal_lost(file):
-        log.error(
-            "%s-wal is missing or truncated, and it contained the newest commits: clients will "
-            "be told that their newest requests are unknown. To put it back, stop this server "
-            "first.",
-            file,
-        )
+def scalars(statement: sa.Executable) -> Callable[[sa.Connection], list[Any]]:
+    """The first value of each row."""
+    return lambda connection: list(connection.scalars(statement))
 
 
-def _is_full(engine: sa.Engine) -> bool:
-    """On a full disk SQLite may report an I/O error instead, because it cannot write its index."""
-    if engine.dialect.name != "sqlite" or not engine.url.database:
-        return False
-    try:
-        return shutil.disk_usage(Path(engine.url.database).parent).free < FULL_BYTES
-    except OSError:
-        return False
-
-
-def _damaged(engine: sa.Engine, reason: str) -> DatabaseRefused:
-    return DatabaseRefused(
-        f"the database {engine.url.database} is damaged: {reason}. Run "
-        "`tinkex doctor --data DIR` to see what is left, and `tinkex restore` to restore a backup."
-    )
-
-
-def _engines(url: str, *, exclusive: bool) -> tuple[sa.Engine, sa.Engine]:
-    """The SQLAlchemy engine that writes, and the one that reads."""
-    try:
-        backend = sa.make_url(url).get_backend_name()
-        if backend not in ("sqlite", "postgresql"):
-            raise DatabaseRefused(
-                f"--db names a {backend} database, which is not supported. {ALLOWED}"
-            )
-        # `hide_parameters`: errors are logged, and parameters are user data.
-        shared: dict[str, Any] = {"hide_parameters": True, "max_overflow": 0}
-        if backend == "postgresql":
-            shared["connect_args"] = sql_dialects.timeouts(sa.make_url(url))
-        writing = sa.create_engine(url, pool_size=1, **shared)
-        reading = sa.create_engine(url, pool_size=READERS + KEY_READERS + REPORTERS, **shared)
-    except ModuleNotFoundError as error:
-        raise DatabaseRefused(
-            f"the database needs {error.name}, which is not installed. "
-            "Run `pip install 'tinkex[postgres]'`, or leave out --db for SQLite."
-        ) from error
-    except sa.exc.ArgumentError as error:
-        raise DatabaseRefused(f"--db is not a database URL. {ALLOWED}") from error
-    if backend == "sqlite":
-        _prepare_sqlite(writing, "BEGIN IMMEDIATE", writes=True)
-        _prepare_sqlite(reading, "BEGIN", writes=False)
-    else:
-        sql_dialects.prepare_writer(writing, exclusive=exclusive)
-        sql_dialects.replace_nul_characters(writing)
-        sql_dialects.replace_nul_characters(reading)
-        # All statements of one read see the same snapshot, as in SQLite.
-        reading = reading.execution_options(
-            isolation_level="REPEATABLE READ", postgresql_readonly=True
-        )
-    return writing, reading
-
-
-def _prepare_sqlite(engine: sa.Engine, begin: str, *, writes: bool) -> None:
-    """Sets the pragmas for durability and concurrency."""
-
-    @event.listens_for(engine, "connect")
-    def _connected(connection: Any, _record: object) -> None:
-        # Turns off the driver's implicit transactions; `begin` below starts them.
-        connection.isolation_level = None
-        cursor = connection.cursor()
-        # First, because the next pragmas may have to wait for a lock.
-        cursor.execute("PRAGMA busy_timeout = 10000")
-        if writes:
-            # Must precede the first table. Lets `Retention.free_pages` shrink the file in steps.
-            # It waits for a running writer, so read-only connections do not set it.
-            cursor.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        cursor.execute(
-            "PRAGMA journal_mode = WAL"
-        )  # readers and the writer do not block each other
-        cursor.execute("PRAGMA synchronous = FULL")  # a commit is on disk when it returns
-        cursor.execute("PRAGMA journal_size_limit = 8388608")
-        cursor.execute("PRAGMA foreign_keys = ON")
-        # A cache per connection; the operating system caches the pages anyway.
-        cursor.execute(f"PRAGMA cache_size = -{PAGE_CACHE_KIB}")
-        cursor.close()
-
-    @event.listens_for(engine, "begin")
-    def _begun(connection: sa.Connection) -> None:
-        connection.exec_driver_sql(begin)
+def execute(
+    statement: sa.Executable, given: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+) -> Callable[[sa.Connection], sa.CursorResult[Any]]:
+    """Executes a change, once for each mapping of values."""
+    return lambda connection: connection.execute(statement, given)

@@ -14,7 +14,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store.database import Database
+from tinkex.server.store.database import Database, every, execute
 from tinkex.server.store.schema import audit, telemetry
 from tinkex.wire.redaction import redact as without_secrets
 
@@ -78,9 +78,7 @@ class Audit:
         )
         if topic is not None:
             statement = statement.where(audit.c.topic == topic)
-        found = await self._database.read_report(
-            lambda connection: [AuditEntry(**row._mapping) for row in connection.execute(statement)]
-        )
+        found = await self._database.read_report(every(AuditEntry, statement))
         return found[::-1]
 
 
@@ -144,9 +142,7 @@ class Telemetry:
         ]
         rows = rows[: self._count_allowed(owner, rows, hour=int(now_s // HOUR_S))]
         if rows:
-            self._database.write_deferred(
-                lambda connection: connection.execute(_INSERT_TELEMETRY, rows)
-            )
+            self._database.write_deferred(execute(_INSERT_TELEMETRY, rows))
 
     def _count_allowed(self, owner: str, rows: Sequence[Mapping[str, Any]], *, hour: int) -> int:
         """How many of these rows fit into the owner's limit for this hour."""

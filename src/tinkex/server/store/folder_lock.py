@@ -83,12 +83,7 @@ def lock_folder(folder: Path) -> Iterator[HeldLock]:
                 f"the data folder {folder} cannot be written: {error.strerror}.",
                 hint="Choose another one with --data.",
             ) from error
-        holder = _take(lock) if free else _holder_in(lock)
-        if holder is not None:
-            raise SettingsError(
-                f"another server (process {holder}) holds the data folder {folder}.",
-                hint="Use that server, stop it, or choose another folder with --data.",
-            )
+        _take_or_refuse(lock, free, f"data folder {folder}", "folder with --data")
         held = HeldLock(lock, folder / LOCK_FILE, folder, descriptor)
         stack.callback(held.close)
         yield held
@@ -121,12 +116,7 @@ def lock_database(settings: Settings) -> Iterator[HeldLock | None]:
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
             stack.callback(os.close, descriptor)
             free = _lock_byte(descriptor)
-        holder = _take(lock) if free else _holder_in(lock)
-        if holder is not None:
-            raise SettingsError(
-                f"another server (process {holder}) holds the database {file}.",
-                hint="Use that server, stop it, or choose another database with --db.",
-            )
+        _take_or_refuse(lock, free, f"database {file}", "database with --db")
         held = HeldLock(lock, lock_file, file, None)
         stack.callback(held.close)
         yield held
@@ -157,7 +147,8 @@ def open_shared_store(settings: Settings) -> "Store":
     The schema is upgraded only while no server holds the folder.
     """
     from tinkex.server.store import DatabaseRefused, open_store
-    from tinkex.server.store.database import Database, outdated
+    from tinkex.server.store.connections import outdated
+    from tinkex.server.store.database import Database
 
     if (problem := outdated(settings.db_url)) is not None:
         try:
@@ -233,6 +224,16 @@ def _lock_byte(descriptor: int) -> bool:
     except (BlockingIOError, PermissionError):
         return False
     return True
+
+
+def _take_or_refuse(lock: TextIO, free: bool, what: str, other: str) -> None:
+    """Take a lock file; refuse if another server has it, or holds the data itself (not `free`)."""
+    holder = _take(lock) if free else _holder_in(lock)
+    if holder is not None:
+        raise SettingsError(
+            f"another server (process {holder}) holds the {what}.",
+            hint=f"Use that server, stop it, or choose another {other}.",
+        )
 
 
 def _take(lock: TextIO) -> str | None:

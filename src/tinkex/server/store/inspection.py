@@ -16,9 +16,9 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store.blobs import PREFIX_DEPTHS, UNREADABLE, Files, folder_problem, is_key
-from tinkex.server.store.database import any_key
+from tinkex.server.store.connections import any_key
 from tinkex.server.store.migrations import current_version, known_versions
-from tinkex.server.store.retention import session_ids_in, storage_ownership
+from tinkex.server.store.ownership import session_ids_in, storage_ownership
 from tinkex.server.store.schema import (
     Status,
     checkpoint_versions,
@@ -262,12 +262,6 @@ def _log_gaps(connection: sa.Connection, *, seen_after_s: float) -> Iterator[Log
     for model_id, seq_ids in missing.items():
         if seq_ids:
             yield LogGap(model_id=model_id, seq_ids=tuple(seq_ids))
-
-
-def remove(files: Files, keys: tuple[str, ...]) -> None:
-    """Delete orphans."""
-    for key in keys:
-        files.remove(key)
 
 
 def rebuild_indexes(url: str) -> None:

@@ -21,7 +21,8 @@ import sqlalchemy as sa
 
 from tinkex.durable_files import write_file
 from tinkex.server.store import events
-from tinkex.server.store.database import Database, any_key
+from tinkex.server.store.connections import any_key
+from tinkex.server.store.database import Database, every, execute, one
 from tinkex.server.store.schema import api_keys
 from tinkex.server.store.storage_health import DatabaseRefused
 
@@ -129,9 +130,7 @@ class Keys:
 
     async def all(self) -> list[ApiKey]:
         statement = sa.select(*_KEY).order_by(api_keys.c.key_id)
-        return await self._database.read(
-            lambda connection: [ApiKey(**row._mapping) for row in connection.execute(statement)]
-        )
+        return await self._database.read(every(ApiKey, statement))
 
     async def any(self) -> bool:
         """Whether a key was ever created; from then on the server requires one."""
@@ -167,18 +166,11 @@ class Keys:
     def mark_used(self, key_id: int) -> None:
         """Record, with a deferred write, that a key was used."""
         statement = api_keys.update().where(api_keys.c.key_id == key_id).values(used_s=time.time())
-        self._database.write_deferred(
-            lambda connection: connection.execute(statement), key=("key", key_id)
-        )
+        self._database.write_deferred(execute(statement), key=("key", key_id))
 
     async def _one(self, which: sa.ColumnElement[bool]) -> ApiKey | None:
         statement = sa.select(*_KEY).where(which)
-
-        def operation(connection: sa.Connection) -> ApiKey | None:
-            row = connection.execute(statement).first()
-            return None if row is None else ApiKey(**row._mapping)
-
-        return await self._database.read_key(operation)
+        return await self._database.read_key(one(ApiKey, statement))
 
 
 MARKER = "keys.made"

@@ -3,26 +3,22 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sqlalchemy as sa
 
 from tinkex.server.queued_request import Outcome, QueuedRequest
 from tinkex.server.store import request_rows
-from tinkex.server.store.database import Database
+from tinkex.server.store.database import Database, columns, every, one, scalar, values
 from tinkex.server.store.keys import random_id
+from tinkex.server.store.quotas import Quotas
 from tinkex.server.store.schema import (
-    Status,
     checkpoint_versions,
     custom_losses,
     models,
-    requests,
     samplers,
 )
 from tinkex.wire.errors import UserFailure
-
-if TYPE_CHECKING:
-    from tinkex.server.store.checkpoints import Quotas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,38 +62,15 @@ class RunTaken(Exception):
     """Another run already has this id."""
 
 
-MODEL_COLUMNS = (
-    models.c.model_id,
-    models.c.owner,
-    models.c.session_id,
-    models.c.base_model,
-    models.c.lora_config,
-    models.c.optimizer_config,
-    models.c.user_metadata,
-    models.c.created_s,
-)
-_SAMPLER = (
-    samplers.c.sampling_session_id,
-    samplers.c.owner,
-    samplers.c.session_id,
-    samplers.c.base_model,
-    samplers.c.version_id,
-    samplers.c.model_path,
-)
-
-
-_CUSTOM_LOSS = (
-    custom_losses.c.loss_id,
-    custom_losses.c.owner,
-    custom_losses.c.session_id,
-    custom_losses.c.definition,
-)
+MODEL_COLUMNS = columns(Model, models)
+_SAMPLERS = sa.select(*columns(Sampler, samplers))
+_CUSTOM_LOSSES = sa.select(*columns(CustomLoss, custom_losses))
 
 
 class Models:
     """The rows of models, samplers and custom losses."""
 
-    def __init__(self, database: Database, quotas: "Quotas") -> None:
+    def __init__(self, database: Database, quotas: Quotas) -> None:
         self._database = database
         self._quotas = quotas
 
@@ -123,20 +96,8 @@ class Models:
                 )
             ).first()
             if known is None:
-                connection.execute(
-                    models.insert(),
-                    {
-                        "model_id": model.model_id,
-                        "owner": model.owner,
-                        "session_id": model.session_id,
-                        "model_seq_id": model_seq_id,
-                        "base_model": model.base_model,
-                        "lora_config": dict(model.lora_config),
-                        "optimizer_config": dict(model.optimizer_config),
-                        "user_metadata": model.user_metadata and dict(model.user_metadata),
-                        "created_s": model.created_s,
-                    },
-                )
+                row = {**values(model), "model_seq_id": model_seq_id}
+                connection.execute(models.insert(), row)
             first = request_rows.insert(connection, request)
             if first is not request:
                 return first
@@ -154,12 +115,7 @@ class Models:
 
     async def model(self, model_id: str) -> Model | None:
         statement = sa.select(*MODEL_COLUMNS).where(models.c.model_id == model_id)
-
-        def operation(connection: sa.Connection) -> Model | None:
-            row = connection.execute(statement).first()
-            return None if row is None else Model(**row._mapping)
-
-        return await self._database.read(operation)
+        return await self._database.read(one(Model, statement))
 
     async def create_sampler(self, sampler: Sampler, sampling_session_seq_id: int) -> Sampler:
         """A new sampler, or the one that an earlier try of the same call created."""
@@ -168,15 +124,8 @@ class Models:
         )
 
     async def sampler(self, sampling_session_id: str) -> Sampler | None:
-        statement = sa.select(*_SAMPLER).where(
-            samplers.c.sampling_session_id == sampling_session_id
-        )
-
-        def operation(connection: sa.Connection) -> Sampler | None:
-            row = connection.execute(statement).first()
-            return None if row is None else Sampler(**row._mapping)
-
-        return await self._database.read(operation)
+        statement = _SAMPLERS.where(samplers.c.sampling_session_id == sampling_session_id)
+        return await self._database.read(one(Sampler, statement))
 
     async def add_sampler_client(self, sampling_session_id: str) -> int:
         """The number of a new client of a sampler, from 1; the original client is 0."""
@@ -186,9 +135,7 @@ class Models:
             .values(clients=samplers.c.clients + 1)
             .returning(samplers.c.clients)
         )
-        return await self._database.write(
-            lambda connection: connection.execute(statement).scalar_one()
-        )
+        return await self._database.write(scalar(statement))
 
     async def create_custom_loss(
         self, *, custom_loss_seq_id: int, request: QueuedRequest
@@ -226,21 +173,16 @@ class Models:
 
     async def custom_loss(self, request_id: str) -> CustomLoss:
         """The loss that a request created."""
-        statement = sa.select(*_CUSTOM_LOSS).where(custom_losses.c.request_id == request_id)
-        return await self._database.read(
-            lambda connection: CustomLoss(**connection.execute(statement).one()._mapping)
-        )
+        statement = _CUSTOM_LOSSES.where(custom_losses.c.request_id == request_id)
+        (found,) = await self._database.read(every(CustomLoss, statement))
+        return found
 
     async def custom_losses(self, session_id: str) -> list[CustomLoss]:
         """All losses of a session in order, including failed ones."""
-        statement = (
-            sa.select(*_CUSTOM_LOSS)
-            .where(custom_losses.c.session_id == session_id)
-            .order_by(custom_losses.c.custom_loss_seq_id)
+        statement = _CUSTOM_LOSSES.where(custom_losses.c.session_id == session_id).order_by(
+            custom_losses.c.custom_loss_seq_id
         )
-        return await self._database.read(
-            lambda connection: [CustomLoss(**row._mapping) for row in connection.execute(statement)]
-        )
+        return await self._database.read(every(CustomLoss, statement))
 
 
 def _first_loss(
@@ -263,39 +205,15 @@ def insert_sampler(
     connection: sa.Connection, sampler: Sampler, sampling_session_seq_id: int
 ) -> Sampler:
     """Insert a sampler inside a transaction; returns the first one for a repeat."""
-    first = connection.execute(
-        sa.select(*_SAMPLER).where(
-            samplers.c.session_id == sampler.session_id,
-            samplers.c.sampling_session_seq_id == sampling_session_seq_id,
-        )
-    ).first()
-    if first is not None:
-        return Sampler(**first._mapping)
-    connection.execute(
-        samplers.insert(),
-        {
-            "sampling_session_id": sampler.sampling_session_id,
-            "owner": sampler.owner,
-            "session_id": sampler.session_id,
-            "sampling_session_seq_id": sampling_session_seq_id,
-            "base_model": sampler.base_model,
-            "version_id": sampler.version_id,
-            "model_path": sampler.model_path,
-            "created_s": time.time(),
-        },
+    statement = _SAMPLERS.where(
+        samplers.c.session_id == sampler.session_id,
+        samplers.c.sampling_session_seq_id == sampling_session_seq_id,
     )
+    if (first := one(Sampler, statement)(connection)) is not None:
+        return first
+    more = {"sampling_session_seq_id": sampling_session_seq_id, "created_s": time.time()}
+    connection.execute(samplers.insert(), {**values(sampler), **more})
     return sampler
-
-
-def was_created() -> sa.ColumnElement[bool]:
-    """SQL: the model's creation did not fail. A failed one has a row for repeats, but is no run."""
-    return sa.not_(
-        sa.exists().where(
-            requests.c.model_id == models.c.model_id,
-            requests.c.seq_id == 0,
-            requests.c.status == Status.FAILED,
-        )
-    )
 
 
 class BaseHashes:
@@ -334,18 +252,17 @@ class BaseHashes:
         )
 
     async def of_run(self, model_id: str) -> str | None:
-        return await self._one(sa.select(models.c.base_hash).where(models.c.model_id == model_id))
+        statement = sa.select(models.c.base_hash).where(models.c.model_id == model_id)
+        return await self._database.read(scalar(statement))
 
     async def of_version(self, version_id: str) -> str | None:
         """The hash of the run of a checkpoint version."""
-        return await self._one(
+        statement = (
             sa.select(models.c.base_hash)
             .join(checkpoint_versions, checkpoint_versions.c.model_id == models.c.model_id)
             .where(checkpoint_versions.c.version_id == version_id)
         )
-
-    async def _one(self, statement: sa.Select[Any]) -> str | None:
-        return await self._database.read(lambda connection: connection.scalar(statement))
+        return await self._database.read(scalar(statement))
 
 
 def _fill(connection: sa.Connection, which: sa.ColumnElement[bool], found: str) -> None:

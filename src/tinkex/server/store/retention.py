@@ -1,15 +1,13 @@
 """
 Retention: deletes rows that are no longer needed, then the files that only they referred to.
 
-Also here: the check that the stored files belong to this database. A lost database, or another one
-(`--db` forgotten), knows none of the files and would delete every checkpoint as an orphan. Folders
-are named after sessions, whose rows are never deleted: files of an unknown session are not deleted.
+Files of a session that the database does not know are not deleted: see `ownership`.
 """
 
 import functools
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,10 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store.blobs import PREFIX_DEPTHS, Files
-from tinkex.server.store.database import Database
+from tinkex.server.store.conditions import session_ended
+from tinkex.server.store.database import Database, every, scalars
 from tinkex.server.store.events import note_audit
+from tinkex.server.store.ownership import session_ids_in, storage_ownership
 from tinkex.server.store.schema import (
     Status,
     audit,
@@ -35,7 +35,6 @@ from tinkex.server.store.schema import (
 )
 from tinkex.server.store.snapshots import drop_older, truncate_log
 from tinkex.server.store.sql_dialects import in_list
-from tinkex.server.store.storage_health import DatabaseRefused
 from tinkex.wire.checkpoints import tinker_path
 
 log = logging.getLogger("tinkex.server.store")
@@ -165,7 +164,7 @@ class Retention:
             .order_by(sessions.c.seen_s)
             .limit(limit)
         )
-        return await self._database.read(lambda connection: list(connection.scalars(statement)))
+        return await self._database.read(scalars(statement))
 
     async def drop_snapshots(self, *, abandoned_before_s: float) -> None:
         """Delete snapshots of models whose session has ended."""
@@ -237,11 +236,7 @@ class Retention:
                 crowded.c.kind == checkpoint_names.c.kind,
             ),
         )
-        return await self._database.read(
-            lambda connection: [
-                CheckpointName(**row._mapping) for row in connection.execute(statement)
-            ]
-        )
+        return await self._database.read(every(CheckpointName, statement))
 
     async def drop_names(self, names: Iterable[CheckpointName]) -> None:
         def operation(connection: sa.Connection) -> None:
@@ -388,11 +383,6 @@ _WAITS = sa.select(_OTHERS.c.request_id).where(
 )
 
 
-def session_ended(abandoned_before_s: float) -> sa.ColumnElement[bool]:
-    """SQL: the session was finished or abandoned."""
-    return sa.or_(sessions.c.finished_s.is_not(None), sessions.c.seen_s < abandoned_before_s)
-
-
 def _needed(abandoned_before_s: float) -> sa.ColumnElement[bool]:
     """SQL: recovery may need the step, or it has the error of a model that was not created."""
     rebuilds = sa.and_(
@@ -432,69 +422,3 @@ def _note_last_request(connection: sa.Connection, model_id: str, last_s: float) 
         )
         .values(last_request_s=last_s)
     )
-
-
-# -- do the stored files belong to this database? -------------------------------------------------
-
-#: Key prefixes whose folders have the names of models.
-MODEL_PREFIXES = ("checkpoints", "snapshots")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StorageOwnership:
-    """Sessions with stored files, by whether they are in the database."""
-
-    known: frozenset[str]
-    unknown_sessions: frozenset[str]
-
-    @property
-    def is_wrong_database(self) -> bool:
-        """Whether none of the files belongs to this database: it is another or an empty one."""
-        return bool(self.unknown_sessions) and not self.known
-
-    def may_delete(self, key: str) -> bool:
-        """Whether a file that no row refers to may be deleted."""
-        prefix, _, name = key.partition("/")
-        if prefix in MODEL_PREFIXES:
-            return session_of(name) in self.known
-        # The key has no session id; safe if all sessions with files are in the database.
-        return not self.unknown_sessions
-
-
-def session_of(name: str) -> str:
-    """The session id in the name of a model, or in a key below its folder."""
-    return name.partition("/")[0].partition(":")[0]
-
-
-def session_ids_in(files: Files) -> list[str]:
-    """Ids of sessions with stored files. In an object store this takes two listings."""
-    return sorted(
-        {session_of(name) for prefix in MODEL_PREFIXES for name in files.top_names(prefix)}
-    )
-
-
-def storage_ownership(connection: sa.Connection, session_ids: Sequence[str]) -> StorageOwnership:
-    """Which of these sessions are in the database."""
-    known = frozenset(_known(connection, session_ids))
-    return StorageOwnership(known=known, unknown_sessions=frozenset(session_ids) - known)
-
-
-def refuse_wrong_database(database: Database, files: Files) -> None:
-    """Raise if the stored files belong to another database."""
-    session_ids = session_ids_in(files)
-    ownership = database.read_sync(lambda connection: storage_ownership(connection, session_ids))
-    if not ownership.is_wrong_database:
-        return
-    raise DatabaseRefused(
-        f"the database has none of the {len(session_ids)} sessions whose checkpoints or snapshots "
-        "are in the storage: it is another database, or a new one in place of a lost one. Check "
-        "--data, --db and --storage; if the database was lost, restore a backup with `tinkex "
-        "restore`; or choose a new folder with --data to start over. Nothing was deleted."
-    )
-
-
-def _known(connection: sa.Connection, session_ids: Sequence[str]) -> Iterator[str]:
-    for start in range(0, len(session_ids), BATCH_ROWS):
-        some = session_ids[start : start + BATCH_ROWS]
-        statement = sa.select(sessions.c.session_id).where(in_list(sessions.c.session_id, some))
-        yield from connection.scalars(statement)

@@ -8,15 +8,10 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinkex.server.store import events
-from tinkex.server.store.checkpoint_catalog import (
-    batches,
-    has_published_checkpoint,
-    metadata_characters,
-)
-from tinkex.server.store.checkpoints import not_expired
-from tinkex.server.store.database import Database
+from tinkex.server.store.checkpoint_catalog import batches, metadata_characters
+from tinkex.server.store.conditions import has_published_checkpoint, not_expired, was_created
+from tinkex.server.store.database import Database, columns, every, execute, one, scalars, values
 from tinkex.server.store.keys import random_id
-from tinkex.server.store.models import was_created
 from tinkex.server.store.schema import (
     Status,
     checkpoint_names,
@@ -122,16 +117,8 @@ class Span:
     finished_s: float | None
 
 
-_SESSION = (
-    sessions.c.session_id,
-    sessions.c.owner,
-    sessions.c.sdk_version,
-    sessions.c.user_metadata,
-    sessions.c.finished_s,
-)
-_DETAILS = tuple(
-    sessions.c[name] for name in SessionDetails.__dataclass_fields__ if name in sessions.c
-)
+_SESSIONS = sa.select(*columns(Session, sessions))
+_DETAILS = sa.select(*columns(SessionDetails, sessions))
 _NEWEST_FIRST = (sessions.c.created_s.desc(), sessions.c.session_id.desc())
 
 
@@ -156,23 +143,24 @@ class Sessions:
 
         def operation(connection: sa.Connection) -> Session:
             if idempotency_key is not None:
-                first = connection.execute(
-                    sa.select(*_SESSION).where(
-                        sessions.c.owner == owner, sessions.c.idempotency_key == idempotency_key
-                    )
-                ).first()
-                if first is not None:
-                    return Session(**first._mapping)
-            session_id = random_id()
+                earlier = _SESSIONS.where(
+                    sessions.c.owner == owner, sessions.c.idempotency_key == idempotency_key
+                )
+                if (first := one(Session, earlier)(connection)) is not None:
+                    return first
             now_s = time.time()
+            new = Session(
+                session_id=random_id(),
+                owner=owner,
+                sdk_version=sdk_version,
+                user_metadata=user_metadata,
+                finished_s=None,
+            )
             connection.execute(
                 sessions.insert(),
                 {
-                    "session_id": session_id,
-                    "owner": owner,
-                    "sdk_version": sdk_version,
+                    **values(new),
                     "tags": tags,
-                    "user_metadata": dict(user_metadata),
                     "project_id": project_id,
                     "display_name": display_name,
                     "idempotency_key": idempotency_key,
@@ -180,35 +168,19 @@ class Sessions:
                     "seen_s": now_s,
                 },
             )
-            details = {"session_id": session_id, "sdk_version": sdk_version}
+            details = {"session_id": new.session_id, "sdk_version": sdk_version}
             events.note_audit(connection, owner=owner, event="session.created", details=details)
-            return Session(
-                session_id=session_id,
-                owner=owner,
-                sdk_version=sdk_version,
-                user_metadata=user_metadata,
-                finished_s=None,
-            )
+            return new
 
         return await self._database.write(operation)
 
     async def session(self, session_id: str) -> Session | None:
-        statement = sa.select(*_SESSION).where(sessions.c.session_id == session_id)
-
-        def operation(connection: sa.Connection) -> Session | None:
-            row = connection.execute(statement).first()
-            return None if row is None else Session(**row._mapping)
-
-        return await self._database.read(operation)
+        statement = _SESSIONS.where(sessions.c.session_id == session_id)
+        return await self._database.read(one(Session, statement))
 
     def mark_seen(self, session_id: str) -> None:
         """Record, with a deferred write, that the client of a session is alive."""
-        statement = (
-            sessions.update().where(sessions.c.session_id == session_id).values(seen_s=time.time())
-        )
-        self._database.write_deferred(
-            lambda connection: connection.execute(statement), key=("seen", session_id)
-        )
+        self._set_later("seen", session_id, seen_s=time.time())
 
     async def inactive_sessions(self, before_s: float) -> list[str]:
         """Open sessions without activity since then and without waiting requests."""
@@ -221,7 +193,7 @@ class Sessions:
             sessions.c.seen_s < before_s,
             sessions.c.session_id.not_in(busy),
         )
-        return await self._database.read(lambda connection: _texts(connection, statement))
+        return await self._database.read(scalars(statement))
 
     async def mark_lapsed(self, session_ids: Sequence[str]) -> None:
         """Mark sessions whose clients timed out."""
@@ -230,40 +202,31 @@ class Sessions:
             .where(sessions.c.session_id == sa.bindparam("lapsed"))
             .values(lapsed_s=time.time())
         )
-        values = [{"lapsed": session_id} for session_id in session_ids]
-        await self._database.write(lambda connection: connection.execute(statement, values))
+        given = [{"lapsed": session_id} for session_id in session_ids]
+        await self._database.write(execute(statement, given))
 
     async def lapsed_sessions(self) -> list[str]:
         statement = sa.select(sessions.c.session_id).where(
             sessions.c.lapsed_s.is_not(None), sessions.c.finished_s.is_(None)
         )
-        return await self._database.read(lambda connection: _texts(connection, statement))
+        return await self._database.read(scalars(statement))
 
     def mark_active(self, session_id: str) -> None:
         """Record, with a deferred write, that the client of a timed-out session came back."""
-        statement = (
-            sessions.update()
-            .where(sessions.c.session_id == session_id)
-            .values(lapsed_s=None, seen_s=time.time())
-        )
-        self._database.write_deferred(
-            lambda connection: connection.execute(statement), key=("revived", session_id)
-        )
+        self._set_later("revived", session_id, lapsed_s=None, seen_s=time.time())
 
     def mark_failed(self, session_id: str, failure: Mapping[str, Any] | None) -> None:
         """Record, with a deferred write, why a session has failed; None: it has not."""
-        statement = (
-            sessions.update()
-            .where(sessions.c.session_id == session_id)
-            .values(failure=None if failure is None else dict(failure))
-        )
-        self._database.write_deferred(
-            lambda connection: connection.execute(statement), key=("failed", session_id)
-        )
+        self._set_later("failed", session_id, failure=failure)
+
+    def _set_later(self, what: str, session_id: str, **values: object) -> None:
+        """Update a session with a deferred write, which replaces one of the same kind."""
+        statement = sessions.update().where(sessions.c.session_id == session_id).values(**values)
+        self._database.write_deferred(execute(statement), key=(what, session_id))
 
     async def failed_sessions(self) -> list[str]:
         statement = sa.select(sessions.c.session_id).where(sessions.c.failure.is_not(None))
-        return await self._database.read(lambda connection: _texts(connection, statement))
+        return await self._database.read(scalars(statement))
 
     async def finish_session(self, session_id: str, reason: str, detail: str | None) -> None:
         """Finish a session; a repeat changes nothing."""
@@ -299,23 +262,17 @@ class Sessions:
             .limit(limit)
             .offset(offset)
         )
-        return await self._database.read_report(
-            lambda connection: list(connection.execute(statement).scalars())
-        )
+        return await self._database.read_report(scalars(statement))
 
     async def details(
         self, session_id: str, *, reader: str, published: bool = False
     ) -> SessionDetails | None:
         """A session as `reader` may see it."""
-        statement = sa.select(*_DETAILS).where(
+        statement = _DETAILS.where(
             sessions.c.session_id == session_id, _readable(reader, published)
         )
-
-        def operation(connection: sa.Connection) -> SessionDetails | None:
-            row = connection.execute(statement).first()
-            return None if row is None else SessionDetails(**row._mapping).visible_to(reader)
-
-        return await self._database.read(operation)
+        found = await self._database.read(one(SessionDetails, statement))
+        return None if found is None else found.visible_to(reader)
 
     async def contents(
         self, session_id: str, *, reader: str, limit: int
@@ -340,8 +297,8 @@ class Sessions:
         )
         return await self._database.read_report(
             lambda connection: (
-                list(connection.execute(of_models).scalars()),
-                list(connection.execute(of_samplers).scalars()),
+                list(connection.scalars(of_models)),
+                list(connection.scalars(of_samplers)),
             )
         )
 
@@ -458,9 +415,7 @@ class Sessions:
             .order_by(requests.c.created_s.desc())
             .limit(MAX_SPANS)
         )
-        found = await self._database.read_report(
-            lambda connection: [Span(**row._mapping) for row in connection.execute(statement)]
-        )
+        found = await self._database.read_report(every(Span, statement))
         return found[::-1]
 
 
@@ -496,11 +451,6 @@ def _next_ids(
 
 def _rows(connection: sa.Connection, ids: list[str]) -> Iterator[SessionDetails]:
     for some in batches(ids):
-        statement = sa.select(*_DETAILS).where(in_list(sessions.c.session_id, some))
-        rows = {row.session_id: row for row in connection.execute(statement)}
-        for session_id in some:
-            yield SessionDetails(**rows[session_id]._mapping)
-
-
-def _texts(connection: sa.Connection, statement: sa.Select[str]) -> list[str]:
-    return list(connection.scalars(statement))
+        statement = _DETAILS.where(in_list(sessions.c.session_id, some))
+        found = {one.session_id: one for one in every(SessionDetails, statement)(connection)}
+        yield from (found[session_id] for session_id in some)

@@ -14,7 +14,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from tinkex.server.store.blobs import UNREADABLE, Files, fingerprint, folder_problem
-from tinkex.server.store.database import Database
+from tinkex.server.store.database import Database, one
 from tinkex.server.store.schema import Status, older_snapshots, requests, snapshots
 from tinkex.server.store.storage_health import Damaged
 
@@ -60,12 +60,7 @@ class Snapshots:
 
     async def newest(self, model_id: str) -> Snapshot | None:
         statement = sa.select(*_COLUMNS).where(snapshots.c.model_id == model_id)
-
-        def operation(connection: sa.Connection) -> Snapshot | None:
-            row = connection.execute(statement).first()
-            return None if row is None else Snapshot(**row._mapping)
-
-        return await self._database.read(operation)
+        return await self._database.read(one(Snapshot, statement))
 
     async def newest_intact(self, model_id: str) -> Snapshot | None:
         """

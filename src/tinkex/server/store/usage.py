@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from tinkex.server.store.checkpoint_catalog import within_metadata_budget
-from tinkex.server.store.checkpoints import not_expired
-from tinkex.server.store.database import Database
+from tinkex.server.store.conditions import not_expired
+from tinkex.server.store.database import Database, every
 from tinkex.server.store.schema import (
     checkpoint_names,
     checkpoint_versions,
@@ -91,9 +91,7 @@ class Usage:
             .order_by(usage.c.hour, usage.c.session_id, usage.c.base_model, usage.c.what)
             .limit(limit)
         )
-        return await self._database.read_report(
-            lambda connection: [UsageRow(**row._mapping) for row in connection.execute(statement)]
-        )
+        return await self._database.read_report(every(UsageRow, statement))
 
     async def stored(
         self, *, owner: str, since_s: float, until_s: float, limit: int
@@ -112,11 +110,7 @@ class Usage:
             .order_by(versions.created_s)
             .limit(limit)
         )
-        return await self._database.read_report(
-            lambda connection: [
-                StoredCheckpoint(**row._mapping) for row in connection.execute(statement)
-            ]
-        )
+        return await self._database.read_report(every(StoredCheckpoint, statement))
 
     async def current(
         self, *, owner: str, project_id: str | None, now_s: float, limit: int

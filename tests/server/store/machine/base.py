@@ -86,7 +86,7 @@ class Base(RuleBasedStateMachine):
             held.set()
             assert go.wait(30)
 
-        first = self.store._database.submit(hold)
+        first = self.store._database.write(hold)
         await asyncio.to_thread(held.wait, 30)
         yield
         # Lets tasks that write submit their writes.

@@ -183,7 +183,7 @@ class Requests(Base):
                 return [(result, await future) for result, future in await submitted()]
             async with self.one_transaction():
                 futures = await submitted()
-                failing = self.store._database.submit(fail)
+                failing = self.store._database.write(fail)
             with pytest.raises(ValueError, match="cannot be written"):
                 await failing
             return [(result, await future) for result, future in futures]
