@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import json
 import multiprocessing
 import pickle
 
@@ -10,6 +11,7 @@ import pytest
 import tinkex
 from tinkex import RetryConfig, SamplingClient, SamplingParams, types
 from tinkex.client import session as session_module
+from tinkex.client.sampling import draw
 from tinkex.testing import FakeService
 from waiting import until
 
@@ -150,6 +152,24 @@ def test_a_client_is_created_from_weights_a_base_model_or_a_session(fake, servic
 
 async def _awaited(future):
     return await future
+
+
+def test_a_sample_may_name_its_model_in_any_of_three_ways(fake, service):
+    sampler = service.create_sampling_client(base_model="fake/model")._sampling_session_id
+    training = service.create_lora_training_client("fake/model")
+    path = training.save_weights_for_sampler("a").result(5).path
+    for name in (
+        {"sampling_session_id": sampler},
+        {"base_model": "fake/model"},
+        {"model_path": path},
+    ):
+        request = types.SampleRequest(prompt=PROMPT, sampling_params=PARAMS, **name)
+        assert draw(service.holder, request).result(5).sequences[0].tokens == [5, 6, 7, 5]
+        sent = json.loads(last(fake, "asample").body)
+        assert name.items() <= sent.items()
+        assert ("seq_id" in sent) is ("sampling_session_id" in name)
+    with pytest.raises(ValueError, match="names no model"):
+        draw(service.holder, types.SampleRequest(prompt=PROMPT, sampling_params=PARAMS))
 
 
 def test_attributes_that_programs_read_exist(fake, service, monkeypatch):

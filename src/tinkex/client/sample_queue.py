@@ -86,7 +86,7 @@ class SampleQueue:
     def __init__(
         self,
         holder: Session,
-        sampling_session_id: str,
+        sampling_session_id: str | None,
         *,
         own_clone_id: bool,
         handler: RetryHandler,
@@ -158,7 +158,7 @@ class SampleQueue:
         clone_id = 0
         sampler = self._sampling_session_id
         if self._own_clone_id:
-            if connection.config.sample_join_sampling_session:
+            if connection.config.sample_join_sampling_session and sampler is not None:
                 joined = await connection.calls.call(
                     "POST",
                     "join_sampling_session",
@@ -170,7 +170,7 @@ class SampleQueue:
             else:
                 clone_id = random.SystemRandom().randint(1, CLONE_STRIDE)
         self._seq_ids = itertools.count(CLONE_STRIDE * clone_id)
-        if connection.config.sample_use_retrieve_futures:
+        if connection.config.sample_use_retrieve_futures and sampler is not None:
             self._shared_poll = SharedPoll(
                 connection.calls,
                 SamplingSessionFuturesTarget(
@@ -221,7 +221,7 @@ class SampleQueue:
 
     def _create_task(self, connection: Connection, sample: Sample[T]) -> asyncio.Task[T]:
         loop = asyncio.get_running_loop()
-        return Operation("sample", self._holder.tracing, self._sampling_session_id).run(
+        return Operation("sample", self._holder.tracing, self._sampling_session_id or "").run(
             lambda: loop.create_task(self._run_sample(connection, sample))
         )
 
@@ -248,6 +248,8 @@ class SampleQueue:
 
     async def _run_sample(self, connection: Connection, sample: Sample[T]) -> T:
         may_retry = sample.always_retry or not connection.config.sample_no_retries
+        if sample.request.seq_id is not None:
+            may_retry = False  # the requested seq_id is used up
         failures, sent = 0, False
 
         def was_sent() -> None:
@@ -281,18 +283,20 @@ class SampleQueue:
         partial: PartialOutput | None,
     ) -> SampleResponse:
         """Submit the sample once, under a new seq_id, and get its result."""
-        request = request.model_copy(update={"seq_id": next(self._seq_ids)})
+        # Only samples of a sampling session are numbered, and a seq_id set by the caller is kept.
+        fixed = request.sampling_session_id is None or request.seq_id is not None
+        seq_id = None if fixed else next(self._seq_ids)
         if partial is not None:
-            streamed = await self._streamed(connection, request, was_sent, partial)
+            streamed = await self._streamed(connection, request, seq_id, was_sent, partial)
             if streamed is not None:
                 return streamed
         shared_poll = self._shared_poll
         started = monotonic()
         if shared_poll is None:
-            promised = await self._submit(connection, request)
+            promised = await self._submit(connection, request, seq_id)
         else:
             with shared_poll.submitting():
-                promised = await self._submit(connection, request)
+                promised = await self._submit(connection, request, seq_id)
                 shared_poll.register(promised.request_id)
         round_trip_s = monotonic() - started
         was_sent()
@@ -304,8 +308,10 @@ class SampleQueue:
             self._holder.cancel_later(connection, promised.request_id)
             raise
 
-    async def _submit(self, connection: Connection, request: SampleRequest) -> UntypedAPIFuture:
-        async with self._submitting(connection, request) as (body, rate_limit_wait_s):
+    async def _submit(
+        self, connection: Connection, request: SampleRequest, seq_id: int | None
+    ) -> UntypedAPIFuture:
+        async with self._submitting(connection, request, seq_id) as (body, rate_limit_wait_s):
             return await connection.calls.call(
                 "POST",
                 "asample",
@@ -314,12 +320,12 @@ class SampleQueue:
                 kind=Kind.SAMPLE,
                 headers={"X-Tinker-Sampling-Backpressure": "1"},
                 rate_limit_wait_s=rate_limit_wait_s,
-                about=_description(request),
+                about=_description(request, seq_id),
             )
 
     @asynccontextmanager
     async def _submitting(
-        self, connection: Connection, request: SampleRequest
+        self, connection: Connection, request: SampleRequest, seq_id: int | None
     ) -> AsyncIterator[tuple[bytes, float]]:
         """Yields the body and the wait after a 429. If cancelled inside, cancels the sample too."""
         size = input_bytes(request.prompt, per_token=BYTES_PER_TOKEN)
@@ -327,28 +333,33 @@ class SampleQueue:
         slow_start = limits.slow_start.hold(1) if limits.backoff.in_slow_start else nullcontext()
         async with slow_start, limits.sample_bytes.hold(size):
             # Encoded only now, so that thousands of waiting prompts are not kept as bodies too.
-            body = encode_json(request)
+            body = encode_json(
+                request if seq_id is None else request.model_copy(update={"seq_id": seq_id})
+            )
             try:
                 yield body, 5.0 if size > LARGE_PROMPT_BYTES else 1.0
             except asyncio.CancelledError:
-                submission = connection.calls.request("POST", "asample", body)
-                self._holder.cancel_later(connection, submission)
+                if request.sampling_session_id is not None:
+                    self._holder.cancel_later(
+                        connection, connection.calls.request("POST", "asample", body)
+                    )
                 raise
 
     async def _streamed(
         self,
         connection: Connection,
         request: SampleRequest,
+        seq_id: int | None,
         was_sent: Callable[[], None],
         partial: PartialOutput,
     ) -> SampleResponse | None:
         """Submit a sample and stream its tokens; None if the service has no streams."""
-        async with self._submitting(connection, request) as (body, rate_limit_wait_s):
+        async with self._submitting(connection, request, seq_id) as (body, rate_limit_wait_s):
             stream = await open_stream(
                 connection.calls,
                 body,
                 rate_limit_wait_s=rate_limit_wait_s,
-                about=_description(request),
+                about=_description(request, seq_id),
             )
         if stream is None:
             return None
@@ -405,8 +416,10 @@ def _expected(promised: UntypedAPIFuture) -> ExpectedResult[SampleResponse]:
     return ExpectedResult(request_type="Sample", answer=SampleResponse, read_protobuf=read)
 
 
-def _description(request: SampleRequest) -> str:
-    return f"sample {request.seq_id} of {request.sampling_session_id}"
+def _description(request: SampleRequest, seq_id: int | None) -> str:
+    model = request.sampling_session_id or request.model_path or request.base_model
+    seq_id = request.seq_id if seq_id is None else seq_id
+    return f"a sample of {model}" if seq_id is None else f"sample {seq_id} of {model}"
 
 
 # -- retries -------------------------------------------------------------------------------------

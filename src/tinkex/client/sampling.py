@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import quote
@@ -346,6 +347,33 @@ async def open_sampler(
         retry_config=retry_config,
         record_stability_info=record_stability_info,
     )
+
+
+def draw(holder: Session, request: SampleRequest) -> Promise[SampleResponse]:
+    """
+    Submit one sample request as it is, for options that `SamplingClient` does not offer.
+
+    The request names its model by `sampling_session_id`, `model_path` or `base_model`. The usual
+    limits and retries apply.
+    """
+    if not (request.sampling_session_id or request.model_path or request.base_model):
+        raise ValueError(
+            "This SampleRequest names no model. Set one of sampling_session_id, model_path "
+            "('tinker://...') and base_model."
+        )
+    queue = _direct_queues.get(holder)
+    if queue is None or queue.pid != os.getpid():
+        queue = _direct_queues[holder] = SampleQueue(
+            holder,
+            None,
+            own_clone_id=True,  # its seq_ids must differ from those of the session's own client
+            handler=RetryHandler(RetryConfig(max_connections=None)),
+            observer=QueueLog("Sampling", telemetry=lambda: holder.telemetry),
+        )
+    return queue.submit(request, _checked)
+
+
+_direct_queues: weakref.WeakKeyDictionary[Session, SampleQueue] = weakref.WeakKeyDictionary()
 
 
 def _copied(source: SamplerHandle, holder: Session | None = None) -> SamplingClient:

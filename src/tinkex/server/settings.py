@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 MEBIBYTE = 2**20
@@ -39,11 +40,9 @@ CHOICES = {
 class SettingsError(ValueError):
     """A setting is missing or invalid; nothing was started."""
 
-    def __init__(self, message: str, *, hint: str, setting: str = "") -> None:
+    def __init__(self, message: str, *, hint: str) -> None:
         super().__init__(message)
         self.hint = hint
-        #: The name of the setting, if the error is about one.
-        self.setting = setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +193,7 @@ class Settings:
     ) -> "Settings":
         """Combine flags (None: not given), `TINKEX_<NAME>` variables, the file and defaults; check all."""
         given = {name: value for name, value in flags.items() if value is not None}
-        sources = {name: _flag(name) for name in given}
+        sources = {}
         for field in fields(cls):
             variable = f"TINKEX_{field.name.upper()}"
             if field.name not in given and (text := env.get(variable)):
@@ -208,55 +207,37 @@ class Settings:
                     given[name], sources[name] = value, source
         given.setdefault("data", data)
         settings = cls(**given)
-        try:
-            settings.check()
-        except SettingsError as error:
-            source = sources.get(error.setting, "")
-            if not source or source.startswith("--"):
-                raise
-            raise SettingsError(
-                f"{source}: {error}", hint=error.hint, setting=error.setting
-            ) from None
+        settings.check(sources)
         return settings
 
-    def check(self) -> None:
-        """Raise SettingsError for an invalid value."""
+    def check(self, sources: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Raise SettingsError for the first invalid value; `sources` says where values come from."""
+        for name, message, hint in self._problems():
+            source = f"{sources[name]}: " if name in sources else ""
+            raise SettingsError(source + message, hint=hint)
+
+    def _problems(self) -> Iterator[tuple[str, str, str]]:
+        """The setting, what was found, and what to do, for each invalid value."""
         if not 0 <= self.port <= 65535:
-            raise SettingsError(
-                f"port {self.port} is not a valid port.",
-                hint="Use 1 to 65535, or 0 for a free one.",
-                setting="port",
-            )
+            hint = "Use 1 to 65535, or 0 for a free one."
+            yield "port", f"port {self.port} is not a valid port.", hint
         for name, choices in CHOICES.items():
             if (value := getattr(self, name)) not in choices:
-                raise SettingsError(
-                    f"{name} {value} is not a known value.",
-                    hint=f"Use {' or '.join(f'`{choice}`' for choice in choices)}.",
-                    setting=name,
-                )
+                hint = f"Use {' or '.join(f'`{choice}`' for choice in choices)}."
+                yield name, f"{name} {value} is not a known value.", hint
         try:
             Prices.parse(self.prices)
         except ValueError as error:
-            raise SettingsError(
-                f"{error}.",
-                hint="Give NAME=USD or NAME=TRAINING/PREFILL/CACHED/SAMPLED.",
-                setting="prices",
-            ) from None
+            yield "prices", f"{error}.", "Give NAME=USD or NAME=TRAINING/PREFILL/CACHED/SAMPLED."
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int | float) and value < 0:
-                raise SettingsError(
-                    f"{field.name} {value} is negative.",
-                    hint=f"Use 0 or more; the default is {field.default}.",
-                    setting=field.name,
-                )
+                hint = f"Use 0 or more; the default is {field.default}."
+                yield field.name, f"{field.name} {value} is negative.", hint
         for name in ("jwt_s", "session_grace_s"):
             if getattr(self, name) == 0:
-                raise SettingsError(
-                    f"{name} is 0; it must be a positive time.",
-                    hint="Give a number of seconds above 0.",
-                    setting=name,
-                )
+                hint = "Give a number of seconds above 0."
+                yield name, f"{name} is 0; it must be a positive time.", hint
 
     def check_reachable(self, *, has_keys: bool) -> None:
         """Refuse to start a server that other machines can reach without API keys."""
@@ -338,10 +319,6 @@ class Prices:
         """US dollars per million tokens; None without a price."""
         found = self.by_model.get(base_model, self.by_model.get(ANY_MODEL))
         return None if found is None else found[kind]
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _config_file(given: str | None, data: str) -> Path | None:

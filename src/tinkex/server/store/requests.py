@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from tinkex.server.queued_request import Outcome, QueuedRequest
 from tinkex.server.store.blobs import Files
-from tinkex.server.store.database import Database
+from tinkex.server.store.database import Database, columns, every, execute, scalar, scalars
 from tinkex.server.store.request_rows import (
     ROW,
     Completion,
@@ -41,13 +41,6 @@ class ResultGone(LookupError):
     """The result was deleted after its retention time."""
 
 
-_COMPLETION = (
-    completions.c.sampling_session_id,
-    completions.c.clone_id,
-    completions.c.position,
-    completions.c.request_id,
-    completions.c.result_bytes,
-)
 _FETCHED = requests.update().where(
     requests.c.request_id == sa.bindparam("fetched"), requests.c.fetched_s.is_(None)
 )
@@ -137,7 +130,7 @@ class Requests:
     ) -> list[Completion]:
         """The first events in a range of one client's completion log, in order."""
         statement = (
-            sa.select(*_COMPLETION)
+            sa.select(*columns(Completion, completions))
             .where(
                 completions.c.sampling_session_id == sampling_session_id,
                 completions.c.clone_id == clone_id,
@@ -147,16 +140,12 @@ class Requests:
             .order_by(completions.c.position)
             .limit(limit)
         )
-        return await self._database.read(
-            lambda connection: [Completion(**row._mapping) for row in connection.execute(statement)]
-        )
+        return await self._database.read(every(Completion, statement))
 
     async def last_position(self) -> int:
         """The position of the newest event in any completion log."""
         statement = sa.select(sa.func.coalesce(sa.func.max(completions.c.position), 0))
-        return await self._database.read(
-            lambda connection: connection.execute(statement).scalar_one()
-        )
+        return await self._database.read(scalar(statement))
 
     async def get(self, request_id: str) -> QueuedRequest | None:
         return await self._database.read(lambda connection: find(connection, request_id))
@@ -200,9 +189,7 @@ class Requests:
 
     async def count_waiting(self) -> int:
         """The number of accepted, unfinished requests."""
-        return await self._database.read(
-            lambda connection: connection.execute(_COUNT_WAITING).scalar_one()
-        )
+        return await self._database.read(scalar(_COUNT_WAITING))
 
     async def waiting_owners(self) -> list[str]:
         """Owners with waiting requests; those with the fewest first."""
@@ -212,9 +199,7 @@ class Requests:
             .group_by(requests.c.owner)
             .order_by(sa.func.count(), requests.c.owner)
         )
-        return await self._database.read(
-            lambda connection: list(connection.execute(statement).scalars())
-        )
+        return await self._database.read(scalars(statement))
 
     async def waiting_of(
         self, owner: str, *, after: tuple[float, str] | None, limit: int
@@ -271,14 +256,12 @@ class Requests:
         statement = sa.select(requests.c.request_id).where(
             requests.c.model_id == model_id, requests.c.seq_id == 0
         )
-        return await self._database.read(
-            lambda connection: connection.execute(statement).first() is not None
-        )
+        return await self._database.read(scalar(statement)) is not None
 
     def mark_fetched(self, request_id: str) -> None:
         """Record, with a deferred write, that the whole result was sent."""
         values = {"fetched": request_id, "fetched_s": time.time()}
-        self._database.write_deferred(lambda connection: connection.execute(_FETCHED, values))
+        self._database.write_deferred(execute(_FETCHED, values))
 
     def mark_all_fetched(self, request_ids: Sequence[str], *, owner: str) -> None:
         """Like `mark_fetched`, for many requests of this owner; a repeat changes nothing."""
@@ -343,11 +326,9 @@ class Attempts:
         """Store the new attempts of these requests."""
         rows = [{"lost": request_id, "attempts": count} for request_id, count in attempts.items()]
         if rows:
-            await self._database.write(
-                lambda connection: connection.execute(_SET, rows), required=True
-            )
+            await self._database.write(execute(_SET, rows), required=True)
 
     async def clear(self, base_model: str) -> None:
         """Reset the attempts of a base model: another request ended its engine."""
         statement = _CLEAR.where(requests.c.base_model == base_model)
-        await self._database.write(lambda connection: connection.execute(statement), required=True)
+        await self._database.write(execute(statement), required=True)
