@@ -290,10 +290,6 @@ async def _untrained_loss(server: Server) -> float:
         ]
 
 
-def _environment(pid: int) -> str:
-    return Path(f"/proc/{pid}/environ").read_text()
-
-
 def _processor_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
