@@ -20,7 +20,7 @@ from tinkex.server.retry import Backoff, retry
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
 from tinkex.server.scheduler.crash_isolation import Attempt, CrashIsolation
 from tinkex.server.scheduler.fairness import Admission
-from tinkex.server.scheduler.result_waiters import Futures, storage_failure
+from tinkex.server.scheduler.result_waiters import Futures, failure_outcome, storage_failure
 from tinkex.server.scheduler.step_queue import number_of
 from tinkex.server.scheduler.web_crash import CrashFiles
 from tinkex.server.store import CustomLoss, Model, Store, accepted_work
@@ -254,6 +254,15 @@ class Execution:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def outcome_of(self, work: Awaitable[Outcome]) -> Outcome | None:
+        """What became of a request that is not a step; None if it runs after the next start."""
+        try:
+            return await work
+        except Exception as error:  # noqa: BLE001  a bug must fail one request and be logged
+            if self.closing and isinstance(error, EngineLost):
+                return None
+            return failure_outcome(error)
 
     async def finish(self, request: QueuedRequest, outcome: Outcome) -> None:
         """Store the outcome of a request that is not a step, and wake its polls."""
