@@ -206,9 +206,7 @@ class StepRunner:
                 response = CreateModelResponse(model_id=model.model_id)
                 return Outcome(result=encode_json(response))
             case Kind.SAVE_WEIGHTS | Kind.SAVE_FOR_SAMPLER | Kind.SAVE_EXTERNAL:
-                payload = await payloads.read(step)
-                result = await self._checkpoints.save(model, step, payload, run)
-                return Outcome(result=result, committed=True)
+                return await self._checkpoints.save(model, step, await payloads.read(step), run)
             case Kind.LOAD_WEIGHTS:
                 if step.creates_model:
                     await run(create_order(model))
