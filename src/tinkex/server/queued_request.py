@@ -7,6 +7,7 @@ returned to the client.
 """
 
 import enum
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 
@@ -53,8 +54,8 @@ class Outcome:
     result_key: str | None = None
     #: The checkpoint version that a save made or a load read. Recovery loads it again.
     version_id: str | None = None
-    #: Whether it is already committed, in one transaction with other rows.
-    committed: bool = False
+    #: Commits it in one transaction with other rows. Raises UserFailure if these are refused.
+    commit: Callable[[], Awaitable[None]] | None = None
     #: Whether the next request of this kind would fail in the same way.
     permanent: bool = False
 

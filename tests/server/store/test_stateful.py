@@ -33,6 +33,7 @@ from tinkex.server.queued_request import Kind, Outcome
 from tinkex.server.store import (
     checkpoint_catalog,
     checkpoints,
+    database,
     events,
     keys,
     models,
@@ -51,7 +52,7 @@ STEPS = 50
 
 #: The modules of the store that use the clock.
 TIMED = (
-    *(checkpoint_catalog, checkpoints, events, keys, models, quotas),
+    *(checkpoint_catalog, checkpoints, database, events, keys, models, quotas),
     *(request_rows, requests, retention, sessions, snapshots),
 )
 

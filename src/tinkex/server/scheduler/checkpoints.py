@@ -8,7 +8,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,10 @@ class CheckpointSteps:
         self._store = store
         self._base_check = base_check
 
-    async def save(self, model: Model, step: QueuedRequest, payload: bytes, run: RunOrder) -> bytes:
-        """Save and commit. The returned result is stored already."""
+    async def save(
+        self, model: Model, step: QueuedRequest, payload: bytes, run: RunOrder
+    ) -> Outcome:
+        """Write the files. The commit of the outcome makes them a checkpoint."""
         if step.kind is Kind.SAVE_WEIGHTS:
             return await self._save_training(model, step, payload, run)
         if step.kind is Kind.SAVE_EXTERNAL:
@@ -75,8 +78,7 @@ class CheckpointSteps:
             )
         )
         naming = _naming(request.ttl_seconds, request.user_metadata, overwrite=False)
-        await self._save_named(model, step, SAMPLER, request.path, naming, result, run)
-        return result
+        return await self._save_named(model, step, SAMPLER, request.path, naming, result, run)
 
     async def load(
         self, model: Model, payload: bytes, run: RunOrder, *, version_id: str | None
@@ -118,19 +120,18 @@ class CheckpointSteps:
 
     async def _save_training(
         self, model: Model, step: QueuedRequest, payload: bytes, run: RunOrder
-    ) -> bytes:
+    ) -> Outcome:
         request = decode_json(SaveWeightsRequest, payload)
         # Old clients may save without a name; the step's number is unique in the run.
         name = request.path if request.path is not None else f"{step.seq_id:06d}"
         path = tinker_path(model.model_id, TRAINING, name)
         result = encode_json(SaveWeightsResponse(path=path, type="save_weights"))
         naming = _naming(request.ttl_seconds, request.user_metadata, overwrite=request.overwrite)
-        await self._save_named(model, step, TRAINING, name, naming, result, run)
-        return result
+        return await self._save_named(model, step, TRAINING, name, naming, result, run)
 
     async def _save_external(
         self, model: Model, step: QueuedRequest, payload: bytes, run: RunOrder
-    ) -> bytes:
+    ) -> Outcome:
         """Save files for other programs, encrypted if keys were given."""
         request = decode_json(SaveWeightsExternalRequest, payload)
         check_name(request.path)
@@ -158,8 +159,8 @@ class CheckpointSteps:
                 path=path, size_bytes=size_bytes, type="save_weights_external"
             )
         )
-        await self._commit_named(model, step, version.with_size(size_bytes), naming, result)
-        return result
+        version = version.with_size(size_bytes)
+        return self._named_outcome(model, step, version, naming, result)
 
     async def _save_named(
         self,
@@ -170,14 +171,14 @@ class CheckpointSteps:
         naming: Naming,
         result: bytes,
         run: RunOrder,
-    ) -> None:
+    ) -> Outcome:
         check_name(name)
         taken = await self._is_taken(model, kind, name)
         if taken and not naming.overwrite:
             raise UserFailure(_name_taken(model, kind, name))
         await self._refuse_over_quota(model, checkpoints=int(not taken))
         version = await self._write_version(model, kind, name, run)
-        await self._commit_named(model, step, version, naming, result)
+        return self._named_outcome(model, step, version, naming, result)
 
     async def _is_taken(self, model: Model, kind: str, name: str) -> bool:
         """Checked before the work to fail early; the commit checks again and decides."""
@@ -191,41 +192,47 @@ class CheckpointSteps:
             owner, lambda: quotas.refuse_save(owner, checkpoints=checkpoints)
         )
 
-    async def _commit(
+    def _outcome(
         self,
         version: Version,
         step: QueuedRequest,
         result: bytes,
+        refusals: Mapping[type[Exception], str],
         *,
         naming: Naming | None = None,
         sampler: tuple[Sampler, int] | None = None,
-    ) -> None:
-        """Commit the version; delete its files if that is refused."""
+    ) -> Outcome:
+        """The outcome of a save; its commit deletes the files if the version is refused."""
         checkpoints = self._store.checkpoints
-        written = await checkpoints.store_files(version)
-        try:
-            await self._store.quotas.within(
-                version.owner,
-                lambda: checkpoints.save(
-                    version,
-                    fingerprint=written,
-                    request=step,
-                    outcome=Outcome(result=result, version_id=version.version_id),
-                    naming=naming,
-                    sampler=sampler,
-                ),
-            )
-        except (OverQuota, NameTaken, SamplerTaken):
-            await checkpoints.discard(version)
-            raise
+        outcome = Outcome(result=result, version_id=version.version_id)
 
-    async def _commit_named(
+        async def commit() -> None:
+            written = await checkpoints.store_files(version)
+            try:
+                await self._store.quotas.within(
+                    version.owner,
+                    lambda: checkpoints.save(
+                        version,
+                        fingerprint=written,
+                        request=step,
+                        outcome=outcome,
+                        naming=naming,
+                        sampler=sampler,
+                    ),
+                )
+            except (OverQuota, NameTaken, SamplerTaken) as refused:
+                await checkpoints.discard(version)
+                if (text := refusals.get(type(refused))) is not None:
+                    raise UserFailure(text) from None
+                raise
+
+        return replace(outcome, commit=commit)
+
+    def _named_outcome(
         self, model: Model, step: QueuedRequest, version: Version, naming: Naming, result: bytes
-    ) -> None:
-        try:
-            await self._commit(version, step, result, naming=naming)
-        except NameTaken:
-            raise UserFailure(_name_taken(model, version.kind, version.name or "")) from None
+    ) -> Outcome:
+        taken = _name_taken(model, version.kind, version.name or "")
+        return self._outcome(version, step, result, {NameTaken: taken}, naming=naming)
 
     async def _save_unnamed(
         self,
@@ -233,7 +240,7 @@ class CheckpointSteps:
         step: QueuedRequest,
         request: SaveWeightsForSamplerRequest,
         run: RunOrder,
-    ) -> bytes:
+    ) -> Outcome:
         number = request.sampling_session_seq_id
         if number is None or number < 0:
             raise UserFailure(
@@ -260,14 +267,13 @@ class CheckpointSteps:
                 type="save_weights_for_sampler",
             )
         )
-        try:
-            await self._commit(version, step, result, sampler=(sampler, number))
-        except SamplerTaken:
-            raise UserFailure(
-                f"sampling_session_seq_id {number} of session {model.session_id} is taken by "
-                "another sampler. Use the next free number."
-            ) from None
-        return result
+        taken = (
+            f"sampling_session_seq_id {number} of session {model.session_id} is taken by another "
+            "sampler. Use the next free number."
+        )
+        return self._outcome(
+            version, step, result, {SamplerTaken: taken}, sampler=(sampler, number)
+        )
 
     async def _write_version(
         self, model: Model, kind: str, name: str | None, run: RunOrder

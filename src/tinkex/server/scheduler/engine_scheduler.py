@@ -17,6 +17,7 @@ from tinkex.server.scheduler.execution import EngineClient, Execution
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits, TrainingSlots
 from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers
 from tinkex.server.scheduler.recovery import RebuildQueue, Recovery, Snapshots
+from tinkex.server.scheduler.result_waiters import failure_outcome
 from tinkex.server.scheduler.sample_worker import SampleWorker
 from tinkex.server.scheduler.web_crash import CrashFiles
 from tinkex.wire.codec import encode_json
@@ -107,7 +108,7 @@ class EngineScheduler:
             try:
                 await self.recovery.unload(state)
             except WorkFailed as failed:
-                outcome = Outcome(error=failed.message, category=failed.category)
+                outcome = failure_outcome(failed)
 
         # Between two steps: not while one runs, nor while the model is being rebuilt.
         while state.worker is not None:

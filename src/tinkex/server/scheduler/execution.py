@@ -20,12 +20,13 @@ from tinkex.server.retry import Backoff, retry
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
 from tinkex.server.scheduler.crash_isolation import Attempt, CrashIsolation
 from tinkex.server.scheduler.fairness import Admission
-from tinkex.server.scheduler.result_waiters import Futures, storage_failure
+from tinkex.server.scheduler.result_waiters import Futures, failure_outcome, storage_failure
 from tinkex.server.scheduler.step_queue import number_of
 from tinkex.server.scheduler.web_crash import CrashFiles
 from tinkex.server.store import CustomLoss, Model, Store, accepted_work
 from tinkex.server.store.requests import INLINE_BYTES
 from tinkex.wire.codec import encode_json
+from tinkex.wire.errors import UserFailure
 from tinkex.wire.proto import frames_pb2
 from tinkex.wire.proto.frames_pb2 import Done, Order
 
@@ -255,6 +256,15 @@ class Execution:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def outcome_of(self, work: Awaitable[Outcome]) -> Outcome | None:
+        """What became of a request that is not a step; None if it runs after the next start."""
+        try:
+            return await work
+        except Exception as error:  # noqa: BLE001  a bug must fail one request and be logged
+            if self.closing and isinstance(error, EngineLost):
+                return None
+            return failure_outcome(error)
+
     async def finish(self, request: QueuedRequest, outcome: Outcome) -> None:
         """Store the outcome of a request that is not a step, and wake its polls."""
         self.payloads.forget(request)
@@ -296,6 +306,7 @@ class Execution:
         await retry(
             attempt,
             STORE_BACKOFF,
+            should_retry=lambda error: not isinstance(error, UserFailure),
             on_retry=lambda error, wait_s: log.warning(
                 "a result was not stored; retrying in %.1f s: %r", wait_s, error
             ),
@@ -336,7 +347,8 @@ class ResultWriter:
         """Queue the result of a step; `gradient_error` is the queue's value before the step."""
         if step.request_id:
             self._execution.payloads.forget(step)
-            self._execution.failures.update(step, outcome)
+            if outcome.commit is None:
+                self._execution.failures.update(step, outcome)
         state.unstored.append((step, outcome, gradient_error))
         if state.storing is None:
             state.storing = self._execution.spawn(self._store_all(state))
@@ -361,6 +373,11 @@ class ResultWriter:
                 # it.
                 group = group[:1]
                 await store(lambda: self._commit(group))
+        except UserFailure as refused:
+            # For example, the name of a checkpoint was taken meanwhile. The model is unchanged.
+            step, _, gradient_error = group[0]
+            state.unstored[0] = (step, failure_outcome(refused), gradient_error)
+            return
         except Exception as error:  # noqa: BLE001  e.g. ObjectTooLarge
             self._rewind(state, group[0], storage_failure(error))
             return
@@ -373,7 +390,9 @@ class ResultWriter:
         """Store a group in one transaction."""
         requests = self._execution.store.requests
         step, outcome, _ = group[0]
-        if outcome.committed:
+        if outcome.commit is not None:
+            await outcome.commit()
+            self._execution.failures.update(step, outcome)
             return
         if not step.request_id:
             await requests.store_refused(step, outcome)
@@ -416,7 +435,7 @@ def _storable_together(unstored: Sequence[Unstored]) -> list[Unstored]:
     group: list[Unstored] = []
     for one in unstored:
         step, outcome, _ = one
-        alone = step.kind not in PASSES or not step.request_id or outcome.committed
+        alone = step.kind not in PASSES or not step.request_id or outcome.commit is not None
         if group and alone:
             break
         group.append(one)

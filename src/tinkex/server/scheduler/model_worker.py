@@ -20,12 +20,10 @@ from typing import Any
 from tinkex.server.executor import (
     BatchFailed,
     EngineLost,
-    EngineRefused,
     ModelNotLoaded,
     WorkFailed,
 )
 from tinkex.server.queued_request import Cause, Kind, Outcome, QueuedRequest
-from tinkex.server.scheduler.base_model_check import BaseModelChanged
 from tinkex.server.scheduler.checkpoints import CheckpointSteps
 from tinkex.server.scheduler.crash_isolation import Attempt
 from tinkex.server.scheduler.execution import (
@@ -41,7 +39,7 @@ from tinkex.server.scheduler.execution import (
 )
 from tinkex.server.scheduler.fairness import TrainingSlots
 from tinkex.server.scheduler.recovery import RebuildQueue, Recovery, Snapshots
-from tinkex.server.scheduler.result_waiters import crash_outcome, internal_error
+from tinkex.server.scheduler.result_waiters import crash_outcome, failure_outcome, internal_error
 from tinkex.server.scheduler.step_queue import (
     Gap,
     StepBatch,
@@ -51,7 +49,6 @@ from tinkex.server.scheduler.step_queue import (
 )
 from tinkex.server.store import Damaged, Model, StorageError
 from tinkex.wire.codec import encode_json
-from tinkex.wire.errors import UserFailure
 from tinkex.wire.proto.frames_pb2 import Done, Order
 from tinkex.wire.training import CreateModelResponse
 
@@ -188,12 +185,8 @@ class StepRunner:
             outcome = await waiting
         except EngineLost:
             raise  # the worker decides whether the step runs again
-        except WorkFailed as failed:
-            outcome = Outcome(error=failed.message, category=failed.category)
-        except UserFailure as failed:
-            outcome = Outcome(error=str(failed), category="user")
         except Exception as error:  # noqa: BLE001  a bug must fail one step, not stop the model
-            outcome = internal_error(error)
+            outcome = failure_outcome(error)
         if outcome.category == "server":
             # The engine may have done half of the step: rebuild the model before its next one.
             state.loaded_in = None
@@ -213,9 +206,7 @@ class StepRunner:
                 response = CreateModelResponse(model_id=model.model_id)
                 return Outcome(result=encode_json(response))
             case Kind.SAVE_WEIGHTS | Kind.SAVE_FOR_SAMPLER | Kind.SAVE_EXTERNAL:
-                payload = await payloads.read(step)
-                result = await self._checkpoints.save(model, step, payload, run)
-                return Outcome(result=result, committed=True)
+                return await self._checkpoints.save(model, step, await payloads.read(step), run)
             case Kind.LOAD_WEIGHTS:
                 if step.creates_model:
                     await run(create_order(model))
@@ -372,11 +363,6 @@ class ModelWorkers:
                     await self._run(state, batch, incarnation)
                 except EngineLost as lost:
                     await self._handle_loss(state, batch, attempt, lost)
-        except BaseModelChanged as changed:
-            await self._fail(state, batch, Outcome(error=str(changed), category="user"))
-        except EngineRefused as refused:
-            outcome = Outcome(error=str(refused), category="server", permanent=True)
-            await self._fail(state, batch, outcome)
         except WorkFailed as failed:
             # The rebuild of the model failed, not a step. The next step tries to rebuild it again.
             state.loaded_in = None
@@ -389,7 +375,7 @@ class ModelWorkers:
             await self._fail(state, batch, replace(internal_error(rebuild_error), permanent=True))
         except Exception as error:  # noqa: BLE001  a bug must fail steps, not stop the model
             state.loaded_in = None
-            await self._fail(state, batch, internal_error(error))
+            await self._fail(state, batch, failure_outcome(error))
 
     async def _run(self, state: ModelState, batch: StepBatch, incarnation: int) -> None:
         if self._rebuilds.left:

@@ -15,12 +15,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
 from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.server.scheduler.crash_isolation import MAX_ATTEMPTS
 from tinkex.server.scheduler.fairness import Load
 from tinkex.server.store import Completion, Damaged, StorageError, Store
 from tinkex.server.store.request_rows import issued_s
 from tinkex.server.store.requests import ResultGone
+from tinkex.wire.errors import UserFailure
 
 log = logging.getLogger("tinkex.server.scheduler.result_waiters")
 
@@ -53,6 +55,21 @@ def crash_outcome(reason: str) -> Outcome:
         "The server's log has more details.",
         category="server",
     )
+
+
+def failure_outcome(error: Exception) -> Outcome:
+    """The failure of a request that raised this error while it ran."""
+    match error:
+        case WorkFailed():
+            return Outcome(error=error.message, category=error.category)
+        case UserFailure():
+            return Outcome(error=str(error), category="user")
+        case EngineRefused():
+            return Outcome(error=str(error), category="server", permanent=True)
+        case EngineLost():
+            return crash_outcome(str(error))
+        case _:
+            return internal_error(error)
 
 
 def storage_failure(error: Exception) -> Outcome:

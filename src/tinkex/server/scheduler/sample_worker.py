@@ -5,16 +5,14 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tinkex.server.executor import EngineLost, EngineRefused, OnTokens, WorkFailed
+from tinkex.server.executor import OnTokens
 from tinkex.server.queued_request import Outcome, QueuedRequest
-from tinkex.server.scheduler.base_model_check import BaseModelChanged
 from tinkex.server.scheduler.execution import (
     EngineClient,
     Execution,
     register_loss_order,
     sample_order,
 )
-from tinkex.server.scheduler.result_waiters import crash_outcome, internal_error
 from tinkex.wire.codec import encode_json
 from tinkex.wire.custom_loss import CreateCustomLossResponse
 from tinkex.wire.partial_sample import PartialSample
@@ -78,35 +76,20 @@ class SampleWorker:
         if futures.poll_count(request_id) == polls and not futures.is_polled(request_id):
             self.cancel(request_id, owner=owner)
 
-    async def run(self, request: QueuedRequest) -> None:
-        """Run a sample and store its outcome."""
+    async def run(self, request: QueuedRequest) -> Outcome | None:
+        """Run a sample; None if it runs again after the next start."""
         task = asyncio.create_task(self._sample(request))
         self._running[request.request_id] = (request.owner, task)
         try:
             await asyncio.wait({task})
-            outcome = task.result()
-        except asyncio.CancelledError:
-            if not task.cancelled():
-                # This task was cancelled because the server stops: the sample runs again later.
-                task.cancel()
-                raise
-            outcome = Outcome(error="cancelled: the client gave up on it.", category="user")
-        except BaseModelChanged as changed:
-            outcome = Outcome(error=str(changed), category="user")
-        except (WorkFailed, EngineRefused) as failed:
-            refused = isinstance(failed, EngineRefused)
-            category = failed.category if isinstance(failed, WorkFailed) else "server"
-            outcome = Outcome(error=str(failed), category=category, permanent=refused)
-        except EngineLost as lost:
-            if self._execution.closing:
-                return
-            outcome = crash_outcome(str(lost))
-        except Exception as error:  # noqa: BLE001  a bug must fail one sample and be logged
-            outcome = internal_error(error)
+            if task.cancelled():
+                return Outcome(error="cancelled: the client gave up on it.", category="user")
+            return await self._execution.outcome_of(task)
         finally:
+            # Without effect unless the server is stopping.
+            task.cancel()
             del self._running[request.request_id]
             self._token_streams.pop(request.request_id, None)
-        await self._execution.finish(request, outcome)
 
     async def _sample(self, request: QueuedRequest) -> Outcome:
         done = await self._engine.run_request(request, functools.partial(self._prepare, request))
@@ -137,20 +120,9 @@ class CustomLossWorker:
         self._models = models
         self._engine_of = engine_of
 
-    async def run(self, request: QueuedRequest) -> None:
-        """Check and register the loss, and store the outcome."""
-        try:
-            outcome = await self._register(request)
-        except (WorkFailed, EngineRefused) as failed:
-            category = failed.category if isinstance(failed, WorkFailed) else "server"
-            outcome = Outcome(error=str(failed), category=category)
-        except EngineLost as lost:
-            if self._execution.closing:
-                return
-            outcome = crash_outcome(str(lost))
-        except Exception as error:  # noqa: BLE001  a bug must fail one request and be logged
-            outcome = internal_error(error)
-        await self._execution.finish(request, outcome)
+    async def run(self, request: QueuedRequest) -> Outcome | None:
+        """Check and register the loss; None if it runs again after the next start."""
+        return await self._execution.outcome_of(self._register(request))
 
     async def _register(self, request: QueuedRequest) -> Outcome:
         loss = await self._execution.store.models.custom_loss(request.request_id)

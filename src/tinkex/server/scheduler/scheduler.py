@@ -230,7 +230,7 @@ class Scheduler:
             case _:
                 self._add_step(request)
 
-    def _run(self, request: QueuedRequest, work: Coroutine[Any, Any, None]) -> None:
+    def _run(self, request: QueuedRequest, work: Coroutine[Any, Any, Outcome | None]) -> None:
         """Run a request that is not a step. If it ends in an error, `Pickup` finds it again."""
         if not self._execution.claim(request):
             work.close()
@@ -238,10 +238,12 @@ class Scheduler:
 
         async def run() -> None:
             try:
-                await work
+                outcome = await work
             except Exception:
                 self._execution.claimed.discard(request.request_id)
                 raise
+            if outcome is not None:
+                await self._execution.finish(request, outcome)
 
         self._execution.spawn(run())
 
@@ -315,12 +317,11 @@ class Scheduler:
         base_model = self._execution.futures.base_model(request_id)
         return None if base_model is None else self._engines.get(base_model)
 
-    async def _unload(self, request: QueuedRequest) -> None:
+    async def _unload(self, request: QueuedRequest) -> Outcome:
         if (model_id := request.model_id) is None:
             raise ValueError(f"request {request.request_id} names no model")
         state = await self._open(model_id)
-        outcome = await self.engine(state.model.base_model).unload(state)
-        await self._execution.finish(request, outcome)
+        return await self.engine(state.model.base_model).unload(state)
 
     def unload_session(self, session_id: str) -> None:
         """Unload the models of a session; the next step of each rebuilds it."""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -31,6 +32,10 @@ class Clock:
 
     def time(self) -> float:
         return self.now_s
+
+    def monotonic(self) -> float:
+        """The real one, for durations."""
+        return time.monotonic()
 
 
 class Base(RuleBasedStateMachine):
