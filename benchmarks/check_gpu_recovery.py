@@ -50,7 +50,7 @@ MAX_FAULT_DELAY_S = 0.5
 
 #: Log texts of broken contexts, of engines that end themselves, of full memory, and of unknown
 #: errors.
-LOG_TEXTS = ("Assertion", "the device is lost", "out of memory", "engine bug")
+LOG_TEXTS = ("Assertion", "its device failed", "out of memory", "engine bug")
 
 #: Loaded by every Python process started below: a signal breaks the CUDA context of an engine.
 BREAK_CONTEXT = """

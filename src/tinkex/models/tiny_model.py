@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from tinkex.extras import needs
+
 if TYPE_CHECKING:
     import tokenizers
     import torch
@@ -70,7 +72,8 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _tokenizer() -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    with needs("A tiny model"):
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -126,8 +129,9 @@ HEAD_STD = 0.3
 
 
 def _write_weights(folder: Path, arch: Arch, seed: int, *, vocabulary: int) -> None:
-    import torch
-    from safetensors.torch import save_file
+    with needs("A tiny model"):
+        import torch
+        from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(seed)
 
