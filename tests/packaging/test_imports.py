@@ -36,7 +36,7 @@ ALLOWED_IMPORTS = {
     "client.files.huggingface": "extras client wire ~huggingface_hub",
     "client.http.transport": "client wire ~aiohttp ~yarl",
     "client.tokenizer": "extras client wire ~models ~tokenizers ~transformers ~huggingface_hub",
-    "models.tiny_model": "~tokenizers ~torch ~safetensors",
+    "models.tiny_model": "extras ~tokenizers ~torch ~safetensors",
     "models": "extras ~numpy ~tokenizers ~huggingface_hub ~jinja2",
     "engine": "durable_files wire models numpy torch ~triton transformers safetensors tokenizers",
     "server.queued_request": "",
