@@ -157,12 +157,9 @@ async def test_admission_limits_the_requests_of_one_owner() -> None:
     go = asyncio.Event()
 
     async def enter(owner: str) -> None:
-        await admission.enter(owner)
-        admitted.append(owner)
-        try:
+        async with admission.turn(owner):
+            admitted.append(owner)
             await go.wait()
-        finally:
-            admission.leave(owner)
 
     flood = [asyncio.create_task(enter("a")) for _ in range(6)]
     await until_async(lambda: len(admitted) == 2)

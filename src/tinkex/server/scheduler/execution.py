@@ -10,6 +10,7 @@ import functools
 import logging
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -494,6 +495,37 @@ class EngineClient:
             future.add_done_callback(functools.partial(self._execution.usage.record, task, owner))
         return future
 
+    async def attempt(
+        self,
+        requests: Sequence[QueuedRequest],
+        run: Callable[[Attempt], Awaitable[None]],
+        *,
+        admission: AbstractAsyncContextManager[None],
+        model_id: str | None = None,
+        is_unfinished: Callable[[QueuedRequest], bool] = lambda _: True,
+    ) -> Sequence[QueuedRequest]:
+        """
+        Run requests once: one sample, or a batch of steps of `model_id`. Everything runs through here.
+
+        Waits for `admission`, and keeps requests apart that crashed the engine before. If the engine
+        is lost, this counts for each unfinished request. Returns the requests that have to run again.
+        Raises `EngineLost` if the one request that is left crashes engines.
+        """
+        request_ids = [request.request_id for request in requests]
+        if request_ids[0] == self.isolation.culprit:
+            raise EngineLost(ENDED_WEB_PROCESS)
+        names = request_ids if model_id is None else [model_id, *request_ids]
+        async with admission, self.isolation.attempt(*names) as attempt:
+            try:
+                await run(attempt)
+            except EngineLost as lost:
+                unfinished = [request for request in requests if is_unfinished(request)]
+                found = [self.count_loss(one.request_id, attempt, lost) for one in unfinished]
+                if found == [True]:
+                    raise
+                return unfinished
+        return ()
+
     async def run_request(
         self,
         request: QueuedRequest,
@@ -504,25 +536,23 @@ class EngineClient:
 
         The order is made after admission, so waiting requests take no memory.
         """
+        done = Done()
+
+        async def run(_: Attempt) -> None:
+            nonlocal done
+            order, on_tokens = await prepare()
+            try:
+                done = await (await self.send(order, owner=request.owner, on_tokens=on_tokens))
+            except EngineLost:
+                if not self._execution.closing:
+                    self._admission.engine_lost()
+                raise
+
         try:
-            if request.request_id == self.isolation.culprit:
-                raise EngineLost(ENDED_WEB_PROCESS)
-            while True:
-                await self._admission.enter(request.owner)
-                try:
-                    order, on_tokens = await prepare()
-                    async with self.isolation.attempt(request.request_id) as attempt:
-                        try:
-                            sent = await self.send(order, owner=request.owner, on_tokens=on_tokens)
-                            return await sent
-                        except EngineLost as lost:
-                            if self._execution.closing:
-                                raise
-                            self._admission.engine_lost()
-                            if self.count_loss(request.request_id, attempt, lost):
-                                raise
-                finally:
-                    self._admission.leave(request.owner)
+            while await self.attempt([request], run, admission=self._admission.turn(request.owner)):
+                if self._execution.closing:
+                    raise EngineLost("the server is stopping")
+            return done
         finally:
             self.isolation.forget(request.request_id)
 

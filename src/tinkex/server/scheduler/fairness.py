@@ -289,8 +289,16 @@ class Admission:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._starting: asyncio.Task[None] | None = None
 
-    async def enter(self, owner: str) -> None:
-        """Wait for admission; call `leave` afterwards."""
+    @contextlib.asynccontextmanager
+    async def turn(self, owner: str) -> AsyncIterator[None]:
+        """Wait for admission; the sample may run inside the `with` block."""
+        await self._enter(owner)
+        try:
+            yield
+        finally:
+            self._leave(owner)
+
+    async def _enter(self, owner: str) -> None:
         if self._up and owner not in self._waiting and self._admitted[owner] < self._max_per_owner:
             self._admitted[owner] += 1
             return
@@ -301,10 +309,10 @@ class Admission:
             await admitted
         except asyncio.CancelledError:
             if admitted.done() and not admitted.cancelled():
-                self.leave(owner)
+                self._leave(owner)
             raise
 
-    def leave(self, owner: str) -> None:
+    def _leave(self, owner: str) -> None:
         self._admitted[owner] -= 1
         if not self._admitted[owner]:
             del self._admitted[owner]

@@ -9,6 +9,7 @@ the model had between two steps.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections import deque
@@ -27,7 +28,6 @@ from tinkex.server.queued_request import Cause, Kind, Outcome, QueuedRequest
 from tinkex.server.scheduler.checkpoints import CheckpointSteps
 from tinkex.server.scheduler.crash_isolation import Attempt
 from tinkex.server.scheduler.execution import (
-    ENDED_WEB_PROCESS,
     EngineClient,
     Execution,
     ResultWriter,
@@ -335,34 +335,24 @@ class ModelWorkers:
 
     async def _process(self, state: ModelState, batch: StepBatch) -> None:
         """Run, refuse or fail a batch. Never raises because of its content."""
-        isolation, model_id = self._engine.isolation, state.model.model_id
         try:
             if batch.refusal is not None:
                 await self._refuse(state, batch)
-                return
-            if batch.steps[0].request_id == isolation.culprit:
-                await self._fail(state, batch, crash_outcome(ENDED_WEB_PROCESS))
                 return
             if batch.steps[0].kind not in PIPELINED:
                 # Its result is committed in its own transaction, which must follow those of all
                 # steps before it.
                 await state.results_stored()
             if state.loaded_in is None and (check := self._engine.base_check) is not None:
-                await check.wait_if_needed(model_id)
-            names = (model_id, *(step.request_id for step in batch.steps))
-            async with self._slots.acquire(state, batch), isolation.attempt(*names) as attempt:
-                try:
-                    incarnation = await self._engine.ready()
-                    if state.loaded_in != incarnation:
-                        incarnation = await self._recovery.ensure_loaded(state, attempt)
-                except EngineLost:
-                    # This counts for the model, not for these steps.
-                    state.queue.requeue(batch.steps)
-                    return
-                try:
-                    await self._run(state, batch, incarnation)
-                except EngineLost as lost:
-                    await self._handle_loss(state, batch, attempt, lost)
+                await check.wait_if_needed(state.model.model_id)
+            again = await self._engine.attempt(
+                batch.steps,
+                functools.partial(self._load_and_run, state, batch),
+                admission=self._slots.acquire(state, batch),
+                model_id=state.model.model_id,
+                is_unfinished=lambda step: step.seq_id in state.queue.running,
+            )
+            state.queue.requeue(again)
         except WorkFailed as failed:
             # The rebuild of the model failed, not a step. The next step tries to rebuild it again.
             state.loaded_in = None
@@ -373,9 +363,28 @@ class ModelWorkers:
             state.loaded_in = None
             rebuild_error = Damaged(f"this model cannot be rebuilt: {damaged}")
             await self._fail(state, batch, replace(internal_error(rebuild_error), permanent=True))
+        except EngineLost as lost:
+            # One step is left, and it crashes engines.
+            await self._fail(state, batch, crash_outcome(str(lost)))
         except Exception as error:  # noqa: BLE001  a bug must fail steps, not stop the model
             state.loaded_in = None
             await self._fail(state, batch, failure_outcome(error))
+
+    async def _load_and_run(self, state: ModelState, batch: StepBatch, attempt: Attempt) -> None:
+        try:
+            incarnation = await self._engine.ready()
+            if state.loaded_in != incarnation:
+                incarnation = await self._recovery.ensure_loaded(state, attempt)
+        except EngineLost:
+            # This counts for the model, not for these steps.
+            state.queue.requeue(batch.steps)
+            return
+        try:
+            await self._run(state, batch, incarnation)
+        except (BatchFailed, ModelNotLoaded):
+            # The engine is up, but it does not have the state of this model that the log describes.
+            state.loaded_in = None
+            raise
 
     async def _run(self, state: ModelState, batch: StepBatch, incarnation: int) -> None:
         if self._rebuilds.left:
@@ -402,20 +411,6 @@ class ModelWorkers:
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-
-    async def _handle_loss(
-        self, state: ModelState, batch: StepBatch, attempt: Attempt, lost: EngineLost
-    ) -> None:
-        """Requeue the unfinished steps; fail a step that ended the engine."""
-        if isinstance(lost, BatchFailed | ModelNotLoaded):
-            # The engine is up, but it does not have the state of this model that the log describes.
-            state.loaded_in = None
-        unfinished = [step for step in batch.steps if step.seq_id in state.queue.running]
-        found = [self._engine.count_loss(step.request_id, attempt, lost) for step in unfinished]
-        if found == [True]:
-            await self._steps.finish(state, unfinished[0], crash_outcome(str(lost)))
-        else:
-            state.queue.requeue(unfinished)
 
     async def _fail(self, state: ModelState, batch: StepBatch, outcome: Outcome) -> None:
         for step in batch.steps:
