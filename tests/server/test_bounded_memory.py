@@ -8,9 +8,9 @@ import pytest
 from tinkex.server.api import auth
 from tinkex.server.api.auth import Authenticator
 from tinkex.server.api.bodies import OwnerBudget
-from tinkex.server.scheduler import execution
-from tinkex.server.scheduler.execution import Execution
+from tinkex.server.scheduler import results
 from tinkex.server.scheduler.fairness import TrainingLimits
+from tinkex.server.scheduler.results import Execution
 
 pytestmark = pytest.mark.anyio
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 async def test_compute_time_is_kept_for_the_most_recent_owners(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(execution, "MAX_OWNERS", 3)
+    monkeypatch.setattr(results, "MAX_OWNERS", 3)
     nothing: Any = SimpleNamespace()
     shared = Execution(store=nothing, executor=nothing, futures=nothing)
     for owner in ("a", "b", "c", "a", "d"):

@@ -40,7 +40,7 @@ class WorkFailed(Exception):
 class EngineLost(Exception):
     """The engine ended by itself while it had the work; the work has to run again."""
 
-    #: How many attempts this counts for the work (`scheduler.crash_isolation`).
+    #: How many attempts this counts for the work (`scheduler.engine_client`).
     attempts = 1
 
 

@@ -6,7 +6,7 @@ Retries and waits of the server: the only loops that sleep.
 | `supervisor` | a web process that crashed; the checks of its locks; a pause that a stop ends |
 | `engine_process` | an engine that crashed; the check for idle engines |
 | `process_setup` | garbage collection |
-| `scheduler.execution` | storing a result that the file store refused |
+| `scheduler.results` | storing a result that the file store refused |
 | `scheduler.checkpoints` | a save on a full disk |
 | `scheduler.scheduler`, `scheduler.session_status` | looking for waiting requests and silent sessions |
 | `store.database` | reads and files of accepted work while storage has a problem |

@@ -17,8 +17,8 @@ from tinkex.server.executor import (
     EngineLost,
     WorkFailed,
 )
-from tinkex.server.scheduler import crash_isolation
-from tinkex.server.scheduler.crash_isolation import MAX_SINGLY, CrashIsolation, group_size
+from tinkex.server.scheduler import engine_client
+from tinkex.server.scheduler.engine_client import MAX_SINGLY, CrashIsolation, group_size
 from tinkex.wire.codec import decode_json
 from tinkex.wire.proto.frames_pb2 import Done, Order
 from tinkex.wire.sampling import SampleRequest
@@ -338,7 +338,7 @@ async def test_the_cost_of_an_attempt_does_not_grow_with_those_in_flight() -> No
 
             def trace(frame: FrameType, event: str, _: Any) -> Any:
                 nonlocal ran
-                if frame.f_code.co_filename == crash_isolation.__file__:
+                if frame.f_code.co_filename == engine_client.__file__:
                     ran += event == "line"
                     return trace
                 return None

@@ -54,13 +54,13 @@ class Starting(EchoExecutor):
 def arrived(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The owners of requests that reached the admission of an engine, in order."""
     owners: list[str] = []
-    enter = Admission.enter
+    enter = Admission._enter
 
     async def recorded(self: Admission, owner: str) -> None:
         owners.append(owner)
         await enter(self, owner)
 
-    monkeypatch.setattr(Admission, "enter", recorded)
+    monkeypatch.setattr(Admission, "_enter", recorded)
     return owners
 
 

@@ -24,7 +24,7 @@ LARGE = 40_000
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retry a few times without long waits."""
-    name = "tinkex.server.scheduler.execution.STORE_BACKOFF"
+    name = "tinkex.server.scheduler.results.STORE_BACKOFF"
     monkeypatch.setattr(name, Backoff.every(0.01, retries=3))
 
 

@@ -21,7 +21,7 @@ from server.hosting import Api, connected, hosted
 from server.scheduler.test_crash_isolation import POISON as CRASH_POISON
 from server.scheduler.test_crash_isolation import CrashingExecutor
 from tinkex.server.scheduler import web_crash
-from tinkex.server.scheduler.crash_isolation import after_web_crash
+from tinkex.server.scheduler.engine_client import after_web_crash
 from tinkex.server.scheduler.web_crash import CrashFiles
 from tinkex.wire.proto.frames_pb2 import Done, Order
 

@@ -29,7 +29,8 @@ from tinkex.server.api.futures import in_thread_if_large
 from tinkex.server.api.sampling import read_sample
 from tinkex.server.api.submit import accept, sequence_ids
 from tinkex.server.queued_request import Outcome, QueuedRequest
-from tinkex.server.scheduler.result_waiters import UnknownRequest, internal_error
+from tinkex.server.scheduler.result_waiters import UnknownRequest
+from tinkex.server.scheduler.results import internal_error
 from tinkex.server.scheduler.sample_worker import TokenStream
 from tinkex.server.store.requests import ResultGone
 from tinkex.wire.codec import encode_json

@@ -1,10 +1,11 @@
 """
-Isolates requests that crash an engine, by counting attempts.
+The engine of one base model, as the scheduler sees it: orders, attempts, and requests that crash it.
 
-When an engine ends by itself, everything it was running is lost. This counts as one attempt for each
-of these requests, and they run again: most crashes are not caused by a request. After two such
-attempts a request is isolated: it runs alone or, if there are many such requests, in small groups. If
-the engine ends while a request runs alone, that request fails, and the counts of the others are reset.
+`EngineClient.attempt` runs a batch of steps or a sample. When an engine ends by itself, everything it
+was running is lost. This counts as one attempt for each of these requests, and they run again: most
+crashes are not caused by a request. After two such attempts a request is isolated (`CrashIsolation`):
+it runs alone or, if there are many such requests, in small groups. If the engine ends while a request
+runs alone, that request fails, and the counts of the others are reset.
 
 Counts are stored when an engine ends, so they survive the web process. `web_crash` counts for a web
 process that crashes together with its engines.
@@ -12,13 +13,25 @@ process that crashes together with its engines.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
+from tinkex.server.executor import EngineLost, OnTokens
+from tinkex.server.queued_request import Kind, QueuedRequest
+from tinkex.server.scheduler.base_model_check import BaseModelCheck
+from tinkex.server.scheduler.fairness import Admission
+from tinkex.server.scheduler.results import MAX_ATTEMPTS, Execution
 from tinkex.server.scheduler.web_crash import CrashFiles
+from tinkex.server.store import CustomLoss, Model
+from tinkex.wire.codec import encode_json
+from tinkex.wire.proto import frames_pb2
+from tinkex.wire.proto.frames_pb2 import Done, Order
 
-#: A request that was lost this many times, the last time alone, fails.
-MAX_ATTEMPTS = 3
+#: Why a request must not run that was running alone when the web process crashed.
+ENDED_WEB_PROCESS = "the web process crashed together with it"
 #: A request that was lost this many times is isolated.
 ISOLATE_AFTER = MAX_ATTEMPTS - 1
 #: Up to this many isolated requests run one by one; more run in this many groups at first.
@@ -166,3 +179,198 @@ class CrashIsolation:
             del self._waiting[attempt]
             self._isolated_waiting -= attempt.is_isolated
         self._admit()
+
+
+class EngineClient:
+    """Sends work to the engine of one base model, and isolates requests that crash it."""
+
+    def __init__(
+        self,
+        base_model: str,
+        execution: Execution,
+        *,
+        crash_files: CrashFiles | None = None,
+        base_check: BaseModelCheck | None = None,
+        max_sequences: int = 0,
+    ) -> None:
+        self.base_model = base_model
+        self.base_check = base_check
+        self.isolation = CrashIsolation(crash_files)
+        self._crash_files = crash_files
+        self._execution = execution
+        self._executor = execution.executor
+        self._admission = Admission(self.ready, max_sequences=max_sequences)
+        #: Attempts were counted since the counts were stored.
+        self._counts_changed = False
+
+    def close(self) -> None:
+        self._admission.close()
+
+    async def ready(self) -> int:
+        """Wait until the engine is up. Returns its incarnation."""
+        return await self._executor.ready(self.base_model)
+
+    async def send(
+        self,
+        order: Order,
+        *,
+        owner: str | None = None,
+        incarnation: int | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> asyncio.Future[Done]:
+        """
+        Send an order, counted as usage of the owner if there is one.
+
+        The engine has the order when this returns, before anything that is sent later.
+        """
+        future = await self._executor.send(
+            self.base_model, order, incarnation=incarnation, on_tokens=on_tokens
+        )
+        if owner is not None:
+            task = order.WhichOneof("work") or ""
+            future.add_done_callback(functools.partial(self._execution.usage.record, task, owner))
+        return future
+
+    async def attempt(
+        self,
+        requests: Sequence[QueuedRequest],
+        run: Callable[[Attempt], Awaitable[None]],
+        *,
+        admission: AbstractAsyncContextManager[None],
+        model_id: str | None = None,
+        is_unfinished: Callable[[QueuedRequest], bool] = lambda _: True,
+    ) -> Sequence[QueuedRequest]:
+        """
+        Run requests once: one sample, or a batch of steps of `model_id`. Everything runs through here.
+
+        Waits for `admission`, and keeps requests apart that crashed the engine before. If the engine
+        is lost, this counts for each unfinished request. Returns the requests that have to run again.
+        Raises `EngineLost` if the one request that is left crashes engines.
+        """
+        request_ids = [request.request_id for request in requests]
+        if request_ids[0] == self.isolation.culprit:
+            raise EngineLost(ENDED_WEB_PROCESS)
+        names = request_ids if model_id is None else [model_id, *request_ids]
+        async with admission, self.isolation.attempt(*names) as attempt:
+            try:
+                await run(attempt)
+            except EngineLost as lost:
+                unfinished = [request for request in requests if is_unfinished(request)]
+                found = [self.count_loss(one.request_id, attempt, lost) for one in unfinished]
+                if found == [True]:
+                    raise
+                return unfinished
+        return ()
+
+    async def run_request(
+        self,
+        request: QueuedRequest,
+        prepare: Callable[[], Awaitable[tuple[Order, OnTokens | None]]],
+    ) -> Done:
+        """
+        Run a request that is not a step, again after each loss until it is found to cause them.
+
+        The order is made after admission, so waiting requests take no memory.
+        """
+        done = Done()
+
+        async def run(_: Attempt) -> None:
+            nonlocal done
+            order, on_tokens = await prepare()
+            try:
+                done = await (await self.send(order, owner=request.owner, on_tokens=on_tokens))
+            except EngineLost:
+                if not self._execution.closing:
+                    self._admission.engine_lost()
+                raise
+
+        try:
+            while await self.attempt([request], run, admission=self._admission.turn(request.owner)):
+                if self._execution.closing:
+                    raise EngineLost("the server is stopping")
+            return done
+        finally:
+            self.isolation.forget(request.request_id)
+
+    def count_loss(self, request_id: str, attempt: Attempt, lost: EngineLost) -> bool:
+        """Count a lost attempt of a request or rebuild; True if this ended the engine."""
+        stopping = self._execution.closing or self._execution.futures.closing
+        if not lost.attempts or stopping:
+            return False
+        ended_engine = self.isolation.count(request_id, attempt, lost.attempts)
+        # One write for all requests that were lost together.
+        if not self._counts_changed:
+            self._counts_changed = True
+            self._execution.spawn(self._store_counts())
+        return ended_engine
+
+    async def _store_counts(self) -> None:
+        """Store the counts, so that they survive this process."""
+        self._counts_changed = False
+        if self._crash_files is not None:
+            self._crash_files.mark_running()
+        stored = self._execution.store.attempts
+        if counts := dict(self.isolation.counts):
+            await stored.set(counts)
+        else:
+            await stored.clear(self.base_model)
+
+
+# -- orders ---------------------------------------------------------------------------------------
+
+
+def create_order(model: Model) -> Order:
+    return Order(
+        create=frames_pb2.Create(
+            model_id=model.model_id,
+            lora_config=encode_json(dict(model.lora_config)),
+            optimizer_config=encode_json(dict(model.optimizer_config)),
+        )
+    )
+
+
+def training_order(model: Model, kind: Kind, payload: bytes | Path) -> Order:
+    """A forward pass, a forward and backward pass, or an optimizer step."""
+    carried = _payload(payload)
+    if kind is Kind.OPTIM_STEP:
+        step = frames_pb2.OptimStep(model_id=model.model_id, payload=carried)
+        return Order(optim_step=step)
+    return Order(
+        run_pass=frames_pb2.Pass(
+            model_id=model.model_id,
+            payload=carried,
+            backward=kind is Kind.FORWARD_BACKWARD,
+            session_id=model.session_id,
+        )
+    )
+
+
+def sample_order(owner: str, folder: str | None, payload: bytes | Path, *, streams: bool) -> Order:
+    """`folder` is that of the adapter; None for the base model."""
+    return Order(
+        sample=frames_pb2.Sample(
+            payload=_payload(payload), adapter_folder=folder or "", owner=owner, streams=streams
+        )
+    )
+
+
+def register_loss_order(loss: CustomLoss) -> Order:
+    return Order(
+        register_loss=frames_pb2.RegisterLoss(
+            loss_id=loss.loss_id, session_id=loss.session_id, payload=_payload(loss.definition)
+        )
+    )
+
+
+def clear_gradients_order(model_id: str) -> Order:
+    return Order(clear_gradients=frames_pb2.ClearGradients(model_id=model_id))
+
+
+def payload_size(payload: bytes | Path) -> int:
+    return payload.stat().st_size if isinstance(payload, Path) else len(payload)
+
+
+def _payload(payload: bytes | Path) -> frames_pb2.Payload:
+    if isinstance(payload, Path):
+        return frames_pb2.Payload(file=str(payload))
+    return frames_pb2.Payload(inline=payload)

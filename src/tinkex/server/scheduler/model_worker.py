@@ -26,12 +26,9 @@ from tinkex.server.executor import (
 )
 from tinkex.server.queued_request import Cause, Kind, Outcome, QueuedRequest
 from tinkex.server.scheduler.checkpoints import CheckpointSteps
-from tinkex.server.scheduler.crash_isolation import Attempt
-from tinkex.server.scheduler.execution import (
+from tinkex.server.scheduler.engine_client import (
+    Attempt,
     EngineClient,
-    Execution,
-    ResultWriter,
-    Unstored,
     clear_gradients_order,
     create_order,
     payload_size,
@@ -39,7 +36,13 @@ from tinkex.server.scheduler.execution import (
 )
 from tinkex.server.scheduler.fairness import TrainingSlots
 from tinkex.server.scheduler.recovery import RebuildQueue, Recovery, Snapshots
-from tinkex.server.scheduler.result_waiters import crash_outcome, failure_outcome, internal_error
+from tinkex.server.scheduler.results import (
+    Execution,
+    ResultWriter,
+    Unstored,
+    failure_outcome,
+    internal_error,
+)
 from tinkex.server.scheduler.step_queue import (
     Gap,
     StepBatch,
@@ -363,11 +366,10 @@ class ModelWorkers:
             state.loaded_in = None
             rebuild_error = Damaged(f"this model cannot be rebuilt: {damaged}")
             await self._fail(state, batch, replace(internal_error(rebuild_error), permanent=True))
-        except EngineLost as lost:
-            # One step is left, and it crashes engines.
-            await self._fail(state, batch, crash_outcome(str(lost)))
         except Exception as error:  # noqa: BLE001  a bug must fail steps, not stop the model
-            state.loaded_in = None
+            # EngineLost: the step that is left crashes engines. The model in this one is as before.
+            if not isinstance(error, EngineLost):
+                state.loaded_in = None
             await self._fail(state, batch, failure_outcome(error))
 
     async def _load_and_run(self, state: ModelState, batch: StepBatch, attempt: Attempt) -> None:

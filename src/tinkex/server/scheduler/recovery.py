@@ -17,10 +17,9 @@ from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
 from tinkex.server.queued_request import PASSES, Kind, QueuedRequest
 from tinkex.server.scheduler.base_model_check import BaseModelChanged
 from tinkex.server.scheduler.checkpoints import CheckpointSteps
-from tinkex.server.scheduler.crash_isolation import MAX_ATTEMPTS, Attempt
-from tinkex.server.scheduler.execution import (
+from tinkex.server.scheduler.engine_client import (
+    Attempt,
     EngineClient,
-    Execution,
     clear_gradients_order,
     create_order,
     payload_size,
@@ -28,6 +27,7 @@ from tinkex.server.scheduler.execution import (
     training_order,
 )
 from tinkex.server.scheduler.fairness import TrainingSlots
+from tinkex.server.scheduler.results import MAX_ATTEMPTS, Execution
 from tinkex.server.scheduler.step_queue import Replay, StepBatch, replay_of
 from tinkex.server.store import Damaged, StorageError
 from tinkex.wire.proto import frames_pb2

@@ -8,21 +8,17 @@ Results of requests, and the polls that wait for them.
 
 import asyncio
 import logging
-import secrets
 import time
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
 from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
-from tinkex.server.scheduler.crash_isolation import MAX_ATTEMPTS
 from tinkex.server.scheduler.fairness import Load
 from tinkex.server.store import Completion, Damaged, StorageError, Store
 from tinkex.server.store.request_rows import issued_s
 from tinkex.server.store.requests import ResultGone
-from tinkex.wire.errors import UserFailure
 
 log = logging.getLogger("tinkex.server.scheduler.result_waiters")
 
@@ -45,57 +41,6 @@ NO_LOAD = Load()
 
 #: Registers a callback for when the client of a poll disconnects.
 OnDisconnect = Callable[[Callable[[], None]], None]
-
-
-def crash_outcome(reason: str) -> Outcome:
-    """The failure of a request that crashes the engine: it must not run again."""
-    return Outcome(
-        error=f"the engine died {MAX_ATTEMPTS} times while this request was running, the last time "
-        f"with no other request running, so it is not run again: {reason}. "
-        "The server's log has more details.",
-        category="server",
-    )
-
-
-def failure_outcome(error: Exception) -> Outcome:
-    """The failure of a request that raised this error while it ran."""
-    match error:
-        case WorkFailed():
-            return Outcome(error=error.message, category=error.category)
-        case UserFailure():
-            return Outcome(error=str(error), category="user")
-        case EngineRefused():
-            return Outcome(error=str(error), category="server", permanent=True)
-        case EngineLost():
-            return crash_outcome(str(error))
-        case _:
-            return internal_error(error)
-
-
-def storage_failure(error: Exception) -> Outcome:
-    """The result was computed and could not be stored."""
-    error_id = secrets.token_hex(4)
-    log.error("a result could not be stored (%s)", error_id, exc_info=error)
-    return Outcome(
-        error=f"its result could not be stored ({type(error).__name__}), so the request failed. "
-        f"Send the work again. The server's log has the details under the id {error_id}.",
-        category="server",
-    )
-
-
-def internal_error(error: Exception) -> Outcome:
-    """An unexpected error; the log has it under the id that the user sees."""
-    error_id = secrets.token_hex(4)
-    if isinstance(error, Damaged):
-        log.error("damaged data %s: %s", error_id, error)
-        text = f"{error}. The server's log has this under the id {error_id}."
-        return Outcome(error=text, category="server")
-    log.error("bug %s", error_id, exc_info=error)
-    return Outcome(
-        error=f"the server failed unexpectedly ({type(error).__name__}). "
-        f"Its log has the details under the id {error_id}.",
-        category="server",
-    )
 
 
 class UnknownRequest(LookupError):

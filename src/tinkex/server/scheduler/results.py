@@ -1,35 +1,29 @@
 """
-Shared by everything that runs requests: work for engines, background tasks, storing results.
+Where requests end: their outcomes are stored, and then the polls that wait for them are woken.
 
-`Execution` is the part that all engines share, `ResultWriter` stores the results of steps in order,
-and `EngineClient` sends work to one engine.
+`Execution` is what all engines share: which requests this process runs, their payloads, and the end of
+samples and other requests without an order. `ResultWriter` ends steps, in the order of their model.
 """
 
 import asyncio
 import functools
 import logging
+import secrets
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinkex.server.executor import EngineLost, Executor, OnTokens
-from tinkex.server.queued_request import PASSES, Cause, Kind, Outcome, QueuedRequest
+from tinkex.server.executor import EngineLost, EngineRefused, Executor, WorkFailed
+from tinkex.server.queued_request import PASSES, Cause, Outcome, QueuedRequest
 from tinkex.server.retry import Backoff, retry
-from tinkex.server.scheduler.base_model_check import BaseModelCheck
-from tinkex.server.scheduler.crash_isolation import Attempt, CrashIsolation
-from tinkex.server.scheduler.fairness import Admission
-from tinkex.server.scheduler.result_waiters import Futures, failure_outcome, storage_failure
+from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.step_queue import number_of
-from tinkex.server.scheduler.web_crash import CrashFiles
-from tinkex.server.store import CustomLoss, Model, Store, accepted_work
+from tinkex.server.store import Damaged, Store, accepted_work
 from tinkex.server.store.requests import INLINE_BYTES
-from tinkex.wire.codec import encode_json
 from tinkex.wire.errors import UserFailure
-from tinkex.wire.proto import frames_pb2
-from tinkex.wire.proto.frames_pb2 import Done, Order
+from tinkex.wire.proto.frames_pb2 import Done
 
 if TYPE_CHECKING:
     from tinkex.server.scheduler.model_worker import ModelState
@@ -39,71 +33,65 @@ log = logging.getLogger("tinkex.server.scheduler")
 #: Waits between the attempts to store a result; then its request fails. Outages of the disk or the
 #: database are not counted: the store waits until they end.
 STORE_BACKOFF = Backoff(first_s=0.5, max_s=30.0, retries=7)
-#: Why a request must not run that was running alone when the web process crashed.
-ENDED_WEB_PROCESS = "the web process crashed together with it"
 #: The longest error text of a failed session.
 MAX_MESSAGE_CHARS = 2000
 #: Owners on the metrics page: the ones that used an engine last.
 MAX_OWNERS = 1_000
 #: Small payloads up to this size in total are kept in memory.
 MAX_KEPT_BYTES = 128 * 2**20
+#: A request that was lost this many times, the last time alone, fails.
+MAX_ATTEMPTS = 3
 
 
-def create_order(model: Model) -> Order:
-    return Order(
-        create=frames_pb2.Create(
-            model_id=model.model_id,
-            lora_config=encode_json(dict(model.lora_config)),
-            optimizer_config=encode_json(dict(model.optimizer_config)),
-        )
+def crash_outcome(reason: str) -> Outcome:
+    """The failure of a request that crashes the engine: it must not run again."""
+    return Outcome(
+        error=f"the engine died {MAX_ATTEMPTS} times while this request was running, the last time "
+        f"with no other request running, so it is not run again: {reason}. "
+        "The server's log has more details.",
+        category="server",
     )
 
 
-def training_order(model: Model, kind: Kind, payload: bytes | Path) -> Order:
-    """A forward pass, a forward and backward pass, or an optimizer step."""
-    carried = _payload(payload)
-    if kind is Kind.OPTIM_STEP:
-        step = frames_pb2.OptimStep(model_id=model.model_id, payload=carried)
-        return Order(optim_step=step)
-    return Order(
-        run_pass=frames_pb2.Pass(
-            model_id=model.model_id,
-            payload=carried,
-            backward=kind is Kind.FORWARD_BACKWARD,
-            session_id=model.session_id,
-        )
+def failure_outcome(error: Exception) -> Outcome:
+    """The failure of a request that raised this error while it ran."""
+    match error:
+        case WorkFailed():
+            return Outcome(error=error.message, category=error.category)
+        case UserFailure():
+            return Outcome(error=str(error), category="user")
+        case EngineRefused():
+            return Outcome(error=str(error), category="server", permanent=True)
+        case EngineLost():
+            return crash_outcome(str(error))
+        case _:
+            return internal_error(error)
+
+
+def storage_failure(error: Exception) -> Outcome:
+    """The result was computed and could not be stored."""
+    error_id = secrets.token_hex(4)
+    log.error("a result could not be stored (%s)", error_id, exc_info=error)
+    return Outcome(
+        error=f"its result could not be stored ({type(error).__name__}), so the request failed. "
+        f"Send the work again. The server's log has the details under the id {error_id}.",
+        category="server",
     )
 
 
-def sample_order(owner: str, folder: str | None, payload: bytes | Path, *, streams: bool) -> Order:
-    """`folder` is that of the adapter; None for the base model."""
-    return Order(
-        sample=frames_pb2.Sample(
-            payload=_payload(payload), adapter_folder=folder or "", owner=owner, streams=streams
-        )
+def internal_error(error: Exception) -> Outcome:
+    """An unexpected error; the log has it under the id that the user sees."""
+    error_id = secrets.token_hex(4)
+    if isinstance(error, Damaged):
+        log.error("damaged data %s: %s", error_id, error)
+        text = f"{error}. The server's log has this under the id {error_id}."
+        return Outcome(error=text, category="server")
+    log.error("bug %s", error_id, exc_info=error)
+    return Outcome(
+        error=f"the server failed unexpectedly ({type(error).__name__}). "
+        f"Its log has the details under the id {error_id}.",
+        category="server",
     )
-
-
-def register_loss_order(loss: CustomLoss) -> Order:
-    return Order(
-        register_loss=frames_pb2.RegisterLoss(
-            loss_id=loss.loss_id, session_id=loss.session_id, payload=_payload(loss.definition)
-        )
-    )
-
-
-def clear_gradients_order(model_id: str) -> Order:
-    return Order(clear_gradients=frames_pb2.ClearGradients(model_id=model_id))
-
-
-def payload_size(payload: bytes | Path) -> int:
-    return payload.stat().st_size if isinstance(payload, Path) else len(payload)
-
-
-def _payload(payload: bytes | Path) -> frames_pb2.Payload:
-    if isinstance(payload, Path):
-        return frames_pb2.Payload(file=str(payload))
-    return frames_pb2.Payload(inline=payload)
 
 
 class Payloads:
@@ -443,138 +431,3 @@ def _storable_together(unstored: Sequence[Unstored]) -> list[Unstored]:
         if alone:
             break
     return group
-
-
-class EngineClient:
-    """Sends work to the engine of one base model, and isolates requests that crash it."""
-
-    def __init__(
-        self,
-        base_model: str,
-        execution: Execution,
-        *,
-        crash_files: CrashFiles | None = None,
-        base_check: BaseModelCheck | None = None,
-        max_sequences: int = 0,
-    ) -> None:
-        self.base_model = base_model
-        self.base_check = base_check
-        self.isolation = CrashIsolation(crash_files)
-        self._crash_files = crash_files
-        self._execution = execution
-        self._executor = execution.executor
-        self._admission = Admission(self.ready, max_sequences=max_sequences)
-        #: Attempts were counted since the counts were stored.
-        self._counts_changed = False
-
-    def close(self) -> None:
-        self._admission.close()
-
-    async def ready(self) -> int:
-        """Wait until the engine is up. Returns its incarnation."""
-        return await self._executor.ready(self.base_model)
-
-    async def send(
-        self,
-        order: Order,
-        *,
-        owner: str | None = None,
-        incarnation: int | None = None,
-        on_tokens: OnTokens | None = None,
-    ) -> asyncio.Future[Done]:
-        """
-        Send an order, counted as usage of the owner if there is one.
-
-        The engine has the order when this returns, before anything that is sent later.
-        """
-        future = await self._executor.send(
-            self.base_model, order, incarnation=incarnation, on_tokens=on_tokens
-        )
-        if owner is not None:
-            task = order.WhichOneof("work") or ""
-            future.add_done_callback(functools.partial(self._execution.usage.record, task, owner))
-        return future
-
-    async def attempt(
-        self,
-        requests: Sequence[QueuedRequest],
-        run: Callable[[Attempt], Awaitable[None]],
-        *,
-        admission: AbstractAsyncContextManager[None],
-        model_id: str | None = None,
-        is_unfinished: Callable[[QueuedRequest], bool] = lambda _: True,
-    ) -> Sequence[QueuedRequest]:
-        """
-        Run requests once: one sample, or a batch of steps of `model_id`. Everything runs through here.
-
-        Waits for `admission`, and keeps requests apart that crashed the engine before. If the engine
-        is lost, this counts for each unfinished request. Returns the requests that have to run again.
-        Raises `EngineLost` if the one request that is left crashes engines.
-        """
-        request_ids = [request.request_id for request in requests]
-        if request_ids[0] == self.isolation.culprit:
-            raise EngineLost(ENDED_WEB_PROCESS)
-        names = request_ids if model_id is None else [model_id, *request_ids]
-        async with admission, self.isolation.attempt(*names) as attempt:
-            try:
-                await run(attempt)
-            except EngineLost as lost:
-                unfinished = [request for request in requests if is_unfinished(request)]
-                found = [self.count_loss(one.request_id, attempt, lost) for one in unfinished]
-                if found == [True]:
-                    raise
-                return unfinished
-        return ()
-
-    async def run_request(
-        self,
-        request: QueuedRequest,
-        prepare: Callable[[], Awaitable[tuple[Order, OnTokens | None]]],
-    ) -> Done:
-        """
-        Run a request that is not a step, again after each loss until it is found to cause them.
-
-        The order is made after admission, so waiting requests take no memory.
-        """
-        done = Done()
-
-        async def run(_: Attempt) -> None:
-            nonlocal done
-            order, on_tokens = await prepare()
-            try:
-                done = await (await self.send(order, owner=request.owner, on_tokens=on_tokens))
-            except EngineLost:
-                if not self._execution.closing:
-                    self._admission.engine_lost()
-                raise
-
-        try:
-            while await self.attempt([request], run, admission=self._admission.turn(request.owner)):
-                if self._execution.closing:
-                    raise EngineLost("the server is stopping")
-            return done
-        finally:
-            self.isolation.forget(request.request_id)
-
-    def count_loss(self, request_id: str, attempt: Attempt, lost: EngineLost) -> bool:
-        """Count a lost attempt of a request or rebuild; True if this ended the engine."""
-        stopping = self._execution.closing or self._execution.futures.closing
-        if not lost.attempts or stopping:
-            return False
-        ended_engine = self.isolation.count(request_id, attempt, lost.attempts)
-        # One write for all requests that were lost together.
-        if not self._counts_changed:
-            self._counts_changed = True
-            self._execution.spawn(self._store_counts())
-        return ended_engine
-
-    async def _store_counts(self) -> None:
-        """Store the counts, so that they survive this process."""
-        self._counts_changed = False
-        if self._crash_files is not None:
-            self._crash_files.mark_running()
-        stored = self._execution.store.attempts
-        if counts := dict(self.isolation.counts):
-            await stored.set(counts)
-        else:
-            await stored.clear(self.base_model)

@@ -7,12 +7,8 @@ from typing import TYPE_CHECKING
 
 from tinkex.server.executor import OnTokens
 from tinkex.server.queued_request import Outcome, QueuedRequest
-from tinkex.server.scheduler.execution import (
-    EngineClient,
-    Execution,
-    register_loss_order,
-    sample_order,
-)
+from tinkex.server.scheduler.engine_client import EngineClient, register_loss_order, sample_order
+from tinkex.server.scheduler.results import Execution
 from tinkex.wire.codec import encode_json
 from tinkex.wire.custom_loss import CreateCustomLossResponse
 from tinkex.wire.partial_sample import PartialSample

@@ -17,12 +17,12 @@ from tinkex.server.executor import Executor
 from tinkex.server.queued_request import Cause, Kind, Outcome, QueuedRequest
 from tinkex.server.retry import run_periodically
 from tinkex.server.scheduler.base_model_check import BaseModelChecks
-from tinkex.server.scheduler.crash_isolation import after_web_crash
+from tinkex.server.scheduler.engine_client import after_web_crash
 from tinkex.server.scheduler.engine_scheduler import EngineScheduler
-from tinkex.server.scheduler.execution import Execution
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits
 from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers
 from tinkex.server.scheduler.result_waiters import Futures
+from tinkex.server.scheduler.results import Execution
 from tinkex.server.scheduler.sample_worker import CustomLossWorker, TokenStream
 from tinkex.server.scheduler.step_queue import model_deleted, number_of, restore_queue
 from tinkex.server.scheduler.web_crash import CrashFiles
