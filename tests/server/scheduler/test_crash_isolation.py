@@ -17,6 +17,7 @@ from tinkex.server.executor import (
     EngineLost,
     WorkFailed,
 )
+from tinkex.server.queued_request import Kind, QueuedRequest
 from tinkex.server.scheduler import engine_client
 from tinkex.server.scheduler.engine_client import MAX_SINGLY, CrashIsolation, group_size
 from tinkex.wire.codec import decode_json
@@ -355,3 +356,26 @@ async def test_the_cost_of_an_attempt_does_not_grow_with_those_in_flight() -> No
         return ran
 
     assert await lines(20) == await lines(500) > 0
+
+
+async def test_an_isolated_request_does_not_wait_for_a_sample_that_is_being_prepared(
+    tmp_path: Path,
+) -> None:
+    """A sample may have to wait for an object store before the engine gets it."""
+    async with hosted(EchoExecutor(), tmp_path) as api:
+        assert api.app
+        client = api.app.state.context.scheduler.engine(BASE).client
+        preparing = asyncio.Event()
+
+        async def prepare() -> tuple[Order, None]:
+            preparing.set()
+            await asyncio.Event().wait()
+            return Order(), None
+
+        request = QueuedRequest(request_id="slow", owner="a", kind=Kind.SAMPLE, base_model=BASE)
+        sample = asyncio.create_task(client.run_request(request, prepare))
+        await preparing.wait()
+        client.isolation.restore({"suspect": 2}, None)
+        async with asyncio.timeout(5), client.isolation.attempt("suspect") as attempt:
+            assert attempt.alone
+        sample.cancel()

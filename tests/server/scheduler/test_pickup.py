@@ -313,3 +313,23 @@ async def test_requests_of_owners_are_picked_up_in_turn_smallest_first(tmp_path:
     assert submitted[:4] == ["one", "few", "few", "few"]
     assert submitted[4:] == ["flood"] * (2 * scheduler.PICKUP_BATCH + 1)
     assert max(read) == scheduler.PICKUP_BATCH
+
+
+async def test_the_payload_of_a_step_whose_model_is_not_open_is_in_no_memory(
+    tmp_path: Path,
+) -> None:
+    """After a restart, the first step of a model waits for a rebuild, maybe for long."""
+    async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api:
+        model = await api.model()
+    held = EchoExecutor()
+    held.open.clear()
+    async with hosted(held, tmp_path, janitor_s=0) as api:
+        large = await api.forward_backward(model, 1, tokens=50_000)
+        assert api.app
+        scheduler = api.app.state.context.scheduler
+        await until_async(lambda: large in scheduler._execution.claimed)
+        (tracked,) = api.app.state.context.futures._unfinished.values()
+        assert tracked.request.request_id == large
+        assert tracked.request.payload is None
+        held.open.set()
+        await api.passed(large)

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,11 +51,13 @@ def after_web_crash(
     """
     The new counts of an engine's waiting requests, and the request that must fail if it is known.
 
-    `isolated` are the isolated requests that were running. Nothing runs beside them. If there are
-    none, any request may have crashed the web process, so all of them count.
+    `isolated` are the isolated requests that were running on any engine. No other request of their
+    engine ran beside them. If there are none, any request may have crashed the web process, so all
+    of them count.
     """
     running = [request_id for request_id in attempts if request_id in isolated]
-    counted = {request_id: attempts[request_id] + 1 for request_id in running or attempts}
+    suspects = running if isolated else attempts
+    counted = {request_id: attempts[request_id] + 1 for request_id in suspects}
     if len(running) == 1 and counted[running[0]] >= MAX_ATTEMPTS:
         return {}, running[0]
     return {**{one: count for one, count in attempts.items() if count}, **counted}, None
@@ -236,22 +237,21 @@ class EngineClient:
         requests: Sequence[QueuedRequest],
         run: Callable[[Attempt], Awaitable[None]],
         *,
-        admission: AbstractAsyncContextManager[None],
         model_id: str | None = None,
         is_unfinished: Callable[[QueuedRequest], bool] = lambda _: True,
     ) -> Sequence[QueuedRequest]:
         """
-        Run requests once: one sample, or a batch of steps of `model_id`. Everything runs through here.
+        Run requests once: one sample, or a batch of steps of `model_id`.
 
-        Waits for `admission`, and keeps requests apart that crashed the engine before. If the engine
-        is lost, this counts for each unfinished request. Returns the requests that have to run again.
-        Raises `EngineLost` if the one request that is left crashes engines.
+        Keeps requests apart that crashed the engine before. If the engine is lost, this counts for
+        each unfinished request. Returns the requests that have to run again. Raises `EngineLost` if
+        the one request that is left crashes engines.
         """
         request_ids = [request.request_id for request in requests]
         if request_ids[0] == self.isolation.culprit:
             raise EngineLost(ENDED_WEB_PROCESS)
         names = request_ids if model_id is None else [model_id, *request_ids]
-        async with admission, self.isolation.attempt(*names) as attempt:
+        async with self.isolation.attempt(*names) as attempt:
             try:
                 await run(attempt)
             except EngineLost as lost:
@@ -270,13 +270,13 @@ class EngineClient:
         """
         Run a request that is not a step, again after each loss until it is found to cause them.
 
-        The order is made after admission, so waiting requests take no memory.
+        The order is made after admission, so waiting requests take no memory, and before the
+        attempt: what it reads may be slow, and an isolated request would wait for it.
         """
         done = Done()
 
         async def run(_: Attempt) -> None:
             nonlocal done
-            order, on_tokens = await prepare()
             try:
                 done = await (await self.send(order, owner=request.owner, on_tokens=on_tokens))
             except EngineLost:
@@ -285,10 +285,14 @@ class EngineClient:
                 raise
 
         try:
-            while await self.attempt([request], run, admission=self._admission.turn(request.owner)):
+            while True:
+                async with self._admission.turn(request.owner):
+                    order, on_tokens = await prepare()
+                    again = await self.attempt([request], run)
+                if not again:
+                    return done
                 if self._execution.closing:
                     raise EngineLost("the server is stopping")
-            return done
         finally:
             self.isolation.forget(request.request_id)
 

@@ -348,13 +348,13 @@ class ModelWorkers:
                 await state.results_stored()
             if state.loaded_in is None and (check := self._engine.base_check) is not None:
                 await check.wait_if_needed(state.model.model_id)
-            again = await self._engine.attempt(
-                batch.steps,
-                functools.partial(self._load_and_run, state, batch),
-                admission=self._slots.acquire(state, batch),
-                model_id=state.model.model_id,
-                is_unfinished=lambda step: step.seq_id in state.queue.running,
-            )
+            async with self._slots.acquire(state, batch):
+                again = await self._engine.attempt(
+                    batch.steps,
+                    functools.partial(self._load_and_run, state, batch),
+                    model_id=state.model.model_id,
+                    is_unfinished=lambda step: step.seq_id in state.queue.running,
+                )
             state.queue.requeue(again)
         except WorkFailed as failed:
             # The rebuild of the model failed, not a step. The next step tries to rebuild it again.

@@ -304,7 +304,8 @@ class Execution:
     def wake(self, request: QueuedRequest, outcome: Outcome) -> None:
         """The outcome is stored: wake the polls that wait for it."""
         self.claimed.discard(request.request_id)
-        request.outcome = outcome
+        # A commit refers to the request, and finished requests are cached.
+        request.outcome = outcome if outcome.commit is None else replace(outcome, commit=None)
         self.futures.finish(request)
 
 

@@ -175,6 +175,9 @@ class Scheduler:
         else:
             counts = await stored.all_waiting()
             log.warning("the last web process crashed; waiting requests may have caused it")
+        if isolated is not None:
+            # Rebuilds have files too, by the ids of models; those are no requests.
+            isolated &= {one for attempts in counts.values() for one in attempts}
         for base_model, attempts in counts.items():
             culprit = None
             if isolated is not None:
@@ -252,6 +255,8 @@ class Scheduler:
             raise ValueError(f"request {step.request_id} is not a step of a model")
         state = self._models.get(step.model_id)
         if state is None:
+            # Opening the model reads its steps; until then no budget counts this payload.
+            step.payload = None
             if step.model_id not in self._opening:
                 self._opening.add(step.model_id)
                 self._execution.spawn(self._open_with_steps(step.model_id, step.seq_id))
