@@ -20,7 +20,7 @@ import torch
 from pydantic import ValidationError
 
 from tinkex.engine.training.custom_loss_graph import Graph
-from tinkex.engine.training.custom_loss_ops import FUNCTIONS, METHODS
+from tinkex.engine.training.custom_loss_ops import FUNCTIONS, METHODS, Operation
 from tinkex.wire.custom_loss import CreateCustomLossRequest
 from tinkex.wire.errors import UserFailure
 
@@ -40,8 +40,13 @@ ODD: tuple[Any, ...] = (
     *({"float": "nan"}, {"float": "inf"}, {"dtype": "int64"}, {"dtype": "float64"}),
     *({"dtype": "bool"}, {"slice": [None, None, 2]}, {"slice": [0, 2**40, 1]}, {"ellipsis": True}),
     *([0, 2**27], {"tuple": [0, 1, 2**27]}, {"tuple": [2**27, 0]}),
+    *("none", "floor", "fro", "elementwise_mean", {"memory_format": "contiguous_format"}),
     *({"ref": "nobody"}, {"device": "cuda:0"}, {"device": "meta"}, {"layout": "strided"}),
 )
+#: Keywords that torch accepts for some operations, and others.
+STRAY = ("out", "names", "inplace", "generator", "dtype", "device", "size", "dim", "x", "self", "")
+#: Tensors without dimensions, which torch accepts in place of integers.
+WHOLE = ("int8", "uint8", "int16", "int32", "int64")
 #: Operations whose output is larger than their input.
 GROWING = (
     ("call_function", "torch.cat", lambda x: [[x] * 8]),
@@ -68,12 +73,19 @@ def random_graph(draw: random.Random) -> dict[str, Any]:
     nodes: list[dict[str, Any]] = [
         {"op": "placeholder", "name": name, "target": name} for name in names
     ]
+    for dtype in WHOLE if draw.random() < 0.3 else ():
+        made = {"op": "call_function", "name": dtype, "target": "torch.scalar_tensor"}
+        nodes.append(made | {"args": [draw.choice((0, 1, 64, 127))]})
+        nodes[-1]["kwargs"] = {"dtype": {"dtype": dtype}}
+        names.append(dtype)
     style = draw.choice(["growing", "random", "random", "long", "broken"])
     # Most operations fail with random arguments, so only short graphs reach their end.
     longest = {"growing": 10, "random": 5, "long": 2_050, "broken": 5}[style]
     length = draw.randint(1, longest)
     for number in range(length):
         name = f"n{number}"
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
         if style == "growing" or (style == "long" and draw.random() < 0.05):
             op, target, args_of = draw.choice(GROWING)
             args = args_of({"ref": names[-1] if draw.random() < 0.8 else draw.choice(names)})
@@ -83,10 +95,16 @@ def random_graph(draw: random.Random) -> dict[str, Any]:
             op = draw.choice(["call_function", "call_method"])
             table = FUNCTIONS if op == "call_function" else METHODS
             target = draw.choice(sorted(table))
-            args = [_argument(draw, names) for _ in range(draw.choice((1, 1, 2, 2, 3, 4)))]
+            args: list[Any] = [
+                _argument(draw, names) for _ in range(draw.choice((1, 1, 2, 2, 3, 4)))
+            ]
             if draw.random() < 0.9:
                 args[0] = {"ref": draw.choice(names)}
-        nodes.append({"op": op, "name": name, "target": target, "args": args, "kwargs": {}})
+            if draw.random() < 0.5:
+                args, kwargs = _by_keyword(draw, table[target], args)
+            if draw.random() < 0.1:
+                kwargs[draw.choice(STRAY)] = _argument(draw, names)
+        nodes.append({"op": op, "name": name, "target": target, "args": args, "kwargs": kwargs})
         names.append(name)
     if style == "broken":
         _break(nodes, draw)
@@ -101,6 +119,16 @@ def random_graph(draw: random.Random) -> dict[str, Any]:
         "inputs": [{"name": "logprobs", "rank": 1}, {"name": "extra", "rank": 1}],
         "graph": {"format": 1, "nodes": nodes},
     }
+
+
+def _by_keyword(
+    draw: random.Random, operation: Operation, args: list[Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Passes the last arguments by the names of any parameters that follow, in any order."""
+    at = draw.randint(0, len(args))
+    names = [parameter.name for parameter in operation.parameters[at:]]
+    draw.shuffle(names)
+    return args[:at], dict(zip(names, args[at:], strict=False))
 
 
 def _argument(draw: random.Random, names: list[str]) -> Any:
@@ -128,18 +156,21 @@ def corpus() -> list[dict[str, Any]]:
 
 
 def outcome_of(wire: dict[str, Any]) -> str:
-    """Runs a graph: ran, refused, malformed, or a refusal that is too long."""
+    """Runs a graph: ran, refused, malformed, or what is wrong."""
     draw = torch.Generator().manual_seed(0)
     logprobs = torch.randn(LENGTH, generator=draw)
+    batch = torch.cat((logprobs, logprobs * 2))  # inputs are views of a batch
+    kept = batch.clone()
     try:
         request = CreateCustomLossRequest.model_validate(wire)
-        graph = Graph.rebuild(request.name, request.inputs, request.graph)
-        graph.value_and_gradient(logprobs, {"extra": logprobs * 2}, deadline_s=DEADLINE_S)
+        graph = Graph.parse(request.name, request.inputs, request.graph)
+        views = batch[:LENGTH], {"extra": batch[LENGTH:]}
+        graph.value_and_gradient(*views, deadline_s=DEADLINE_S)
     except UserFailure as failure:
         return "refused" if len(str(failure)) < 1_000 else f"a refusal of {len(str(failure))}"
     except ValidationError:
         return "malformed"
-    return "ran"
+    return "ran" if torch.equal(batch, kept) else "changed its inputs"
 
 
 def resident_bytes() -> int:

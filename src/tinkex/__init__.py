@@ -56,7 +56,7 @@ _HOMES = {
 }
 #: Modules that are available as attributes without an import, as upstream.
 _MODULES = ("auth", "resources", "types")
-#: Names of the official client that it does not export.
+#: Importable but not in `__all__`, as in the official client.
 _NOT_LISTED = {"APIResponse", "AsyncAPIResponse", "resources"}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _PUBLIC = sorted({"__title__", *_HOME_OF, *_MODULES})

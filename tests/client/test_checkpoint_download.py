@@ -20,6 +20,7 @@ import pytest
 
 import tinkex
 from http_stub import Received, Reply, StubServer, reply_json, stub_server
+from tinkex.client.errors import status_error
 from tinkex.client.files import checkpoint_download as module
 from tinkex.client.files.checkpoint_download import (
     check_target,
@@ -28,8 +29,9 @@ from tinkex.client.files.checkpoint_download import (
     resumable,
     safe_path,
 )
-from tinkex.client.files.file_download import DownloadFailed, FileInfo, Links, file_info
+from tinkex.client.files.file_download import DownloadFailed, Fetcher, FileInfo, Links, file_info
 from tinkex.client.http.retry import RetryPolicy
+from tinkex.client.http.transport import Request, Response
 from tinkex.client.rest import RestClient
 
 EXPORT = "tinker://s:train:0/external_weights/e"
@@ -263,6 +265,24 @@ def test_refused_links_are_renewed(
     files.fault = lambda name, request: reply_json({"detail": "never"}, 403)
     with pytest.raises(tinkex.PermissionDeniedError, match="never"):
         download_checkpoint(EXPORT, tmp_path / "b", rest=rest)
+
+
+@pytest.mark.parametrize("status", [403, None])
+def test_a_failed_request_for_links_is_not_repeated_here(status: int | None) -> None:
+    """`Calls` has retried it already; its 403 says nothing about a link."""
+    request = Request(method="GET", url="http://x/api/v1/y")
+    asked: list[None] = []
+
+    def renew() -> tuple[dict[str, str], datetime]:
+        asked.append(None)
+        if status is None:
+            raise tinkex.APIConnectionError(request)
+        raise status_error(Response(status_code=status, request=request))
+
+    fetcher = Fetcher(tinkex.Settings(base_url="http://x", give_up_s=0.2), threading.Event())
+    with pytest.raises(tinkex.APIError):
+        fetcher.probe(Links(renew), "a")
+    assert len(asked) == 1
 
 
 def test_links_are_renewed_before_they_expire() -> None:

@@ -11,6 +11,7 @@ from tinkex.client.errors import status_error
 from tinkex.client.http.circuit_breaker import Breaker
 from tinkex.client.http.transport import Request, Response
 from tinkex.client.settings import Settings
+from tinkex.compat.raw_responses import Raw
 from tinkex.testing import Answer, Lost
 
 REQUEST = Request(method="POST", url="http://h/api/v1/optim_step")
@@ -88,6 +89,19 @@ def test_an_open_circuit_fails_at_once_and_says_when_it_will_retry(fake, datum):
         except tinkex.CircuitOpenError as error:
             assert time.monotonic() < deadline
             time.sleep(error.retry_in_s)
+    service.close("success").result(5)
+
+
+def test_failed_raw_requests_stop_raw_requests_only(fake):
+    settings = Settings(base_url="http://127.0.0.1:9", breaker=BreakerPolicy(failures=2, open_s=60))
+    service = tinkex.ServiceClient(settings=settings, _make_transport=fake.transport)
+    fake.script("healthz", *[Answer(status=503)] * 2)
+    for _ in range(2):
+        with pytest.raises(tinkex.InternalServerError):
+            Raw(service).request("GET", "healthz", max_retries=0)
+    with pytest.raises(tinkex.CircuitOpenError, match="retrieve"):
+        Raw(service).request("GET", "healthz", max_retries=0)
+    assert service.get_server_capabilities()
     service.close("success").result(5)
 
 

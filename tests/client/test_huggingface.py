@@ -2,6 +2,7 @@
 
 import base64
 import json
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,6 +103,24 @@ def test_a_repository_of_another_checkpoint_is_refused() -> None:
         check_card(path, "made from `tinker://a/weights/10` by somebody", "x")
     with pytest.raises(HubError, match="names another checkpoint, tinker://b/weights/1"):
         check_card(path, card("tinker://b/weights/1", {}), "x")
+
+
+@pytest.mark.parametrize("head", ["a: [1", "- a\n- b", "a: b: c"])
+def test_a_card_with_broken_metadata_is_searched_as_text(head: str) -> None:
+    check_card("tinker://a/weights/1", f"---\n{head}\n---\n# a card", "x")
+    text = f"---\n{head}\ntinker_path: tinker://b/weights/1\n---\nas tinker://a/weights/1"
+    check_card("tinker://b/weights/1", text, "x")
+    with pytest.raises(HubError, match="names another checkpoint, tinker://b/weights/1"):
+        check_card("tinker://a/weights/1", text, "x")
+
+
+def test_a_repository_without_a_card_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("huggingface_hub")  # it does not propagate
+    logger.addHandler(caplog.handler)
+    check_card(PATH, None, "x")
+    check_card(PATH, "# a card without metadata", "x")
+    logger.removeHandler(caplog.handler)
+    assert caplog.records == []
 
 
 def test_patterns_choose_the_files() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -11,6 +12,7 @@ import tinkex
 from tinkex import types
 from tinkex.client.http.sse import Consumed
 from tinkex.client.http.transport import DeadlineExceeded, HttpTransport, Kind, Request, Unreachable
+from tinkex.compat import raw_responses
 from tinkex.compat.raw_responses import Raw
 from tinkex.testing import Answer, Lost
 
@@ -108,6 +110,32 @@ def test_an_error_status_raises_and_max_retries_0_sends_once(fake, service):
     fake.script("healthz", Answer(status=503, body={"detail": "later"}))
     with pytest.raises(tinkex.InternalServerError, match="later"):
         Raw(service).request("GET", "healthz", max_retries=0)
+
+
+def test_answers_are_decoded_in_the_caller_and_not_on_the_background_loop(service, monkeypatch):
+    threads = []
+
+    def noting(function):
+        def variant(*args):
+            threads.append(threading.current_thread())
+            return function(*args)
+
+        return variant
+
+    loads = SimpleNamespace(loads=noting(raw_responses.json.loads))
+    monkeypatch.setattr(raw_responses, "json", loads)
+    monkeypatch.setattr(raw_responses, "decode", noting(raw_responses.decode))
+
+    async def ask():
+        answer = await Raw(service).request_async("GET", "healthz")
+        await answer.json()
+        await answer.parse(to=types.HealthResponse)
+
+    answer = Raw(service).request("GET", "healthz")
+    answer.json()
+    answer.parse(to=types.HealthResponse)
+    asyncio.run(ask())
+    assert threads == [threading.current_thread()] * 4
 
 
 def test_a_response_of_another_type_is_an_error(service):

@@ -8,7 +8,7 @@ import time
 import pytest
 
 import tinkex
-from tinkex.client.http.polling import PollBackoff, QueueLog
+from tinkex.client.http.polling import PollDelays, QueueLog
 from tinkex.testing import Answer, Lost
 from tinkex.wire.content_digest import content_digest
 
@@ -137,7 +137,7 @@ def test_a_server_that_responds_at_once_is_not_polled_in_a_busy_loop(fake, train
 
 
 def test_the_delay_grows_for_quick_responses_and_is_zero_for_held_polls():
-    pace = PollBackoff(random.Random(0))
+    pace = PollDelays(random.Random(0))
     delays = [pace.after_not_yet(0.0) for _ in range(8)]
     assert delays[0] < 0.05
     assert 0.75 <= delays[-1] <= 1.0

@@ -20,7 +20,7 @@ from tinkex.client.errors import status_error
 from tinkex.client.http.retry import (
     NotYet,
     RetryPolicy,
-    backoff,
+    exponential_delay_s,
     is_retryable,
     is_user_error,
     retry_after_s,
@@ -214,8 +214,14 @@ def test_retry_config_is_hashable_survives_pickling_and_refuses_nonsense():
 
 
 def test_delays_double_up_to_the_maximum_and_jitter_shortens_them():
-    assert [backoff(n, first_s=1.0, max_s=5.0) for n in (1, 2, 3, 4, 5000)] == [1, 2, 4, 5, 5]
-    delays = [backoff(2, first_s=1.0, max_s=5.0, jitter=0.25) for _ in range(100)]
+    assert [exponential_delay_s(n, first_s=1.0, max_s=5.0) for n in (1, 2, 3, 4, 5000)] == [
+        1,
+        2,
+        4,
+        5,
+        5,
+    ]
+    delays = [exponential_delay_s(2, first_s=1.0, max_s=5.0, jitter=0.25) for _ in range(100)]
     assert 1.5 <= min(delays) < max(delays) <= 2.0
 
 

@@ -22,6 +22,15 @@ def sampling(service):
     return service.create_sampling_client(base_model="fake/model")
 
 
+def test_an_error_about_arguments_names_the_method(sampling):
+    for method in (sampling.sample, sampling.sample_stream):
+        name = rf"SamplingClient\.{method.__name__}\(\)"
+        with pytest.raises(TypeError, match=f"{name} missing 2 required"):
+            method(PROMPT)
+        with pytest.raises(TypeError, match=f"{name} got an unexpected keyword argument 'x'"):
+            method(PROMPT, 1, PARAMS, x=1)
+
+
 def gathered(events):
     """The tokens and logprobs of each sequence."""
     tokens, logprobs = {}, {}

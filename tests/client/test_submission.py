@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tinkex.client.submission import Outcome, SeqIds, TicketQueue
+from tinkex.client.submission import SeqIds, SubmissionOutcome, TicketQueue
 
 
 def test_tickets_are_served_in_order():
@@ -69,7 +69,12 @@ def test_requests_after_a_failed_one_are_still_sent():
     asyncio.run(main())
 
 
-A, R, U, N = Outcome.ACCEPTED, Outcome.REFUSED, Outcome.UNKNOWN, Outcome.UNSENT
+A, R, U, N = (
+    SubmissionOutcome.ACCEPTED,
+    SubmissionOutcome.REFUSED,
+    SubmissionOutcome.UNKNOWN,
+    SubmissionOutcome.UNSENT,
+)
 
 
 @pytest.mark.parametrize(

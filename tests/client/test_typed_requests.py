@@ -11,7 +11,7 @@ import pytest
 import tinkex
 from tinkex import types
 from tinkex.client.http.backpressure import Backoff
-from tinkex.client.http.polling import PollBackoff
+from tinkex.client.http.polling import PollDelays
 from tinkex.testing import Answer, FakeService, Lost
 from waiting import until
 
@@ -220,12 +220,12 @@ def test_time_in_the_back_off_does_not_count_as_held_by_the_server(monkeypatch, 
         await asyncio.sleep(0.1)
         sent_at[asyncio.current_task()] = time.monotonic()
 
-    def after_not_yet(self: PollBackoff, held_s: float) -> float:
+    def after_not_yet(self: PollDelays, held_s: float) -> float:
         held.append((held_s, time.monotonic() - sent_at[asyncio.current_task()]))
         return 0.0
 
     monkeypatch.setattr(Backoff, "wait_once", wait_once)
-    monkeypatch.setattr(PollBackoff, "after_not_yet", after_not_yet)
+    monkeypatch.setattr(PollDelays, "after_not_yet", after_not_yet)
     monkeypatch.setattr("tinkex.client.http.polling.MAX_SELF_POLLING", 0)
     fake = FakeService(config={"sample_use_retrieve_futures": shared}, sample_s=0.3, hold_s=0.0)
     with fake.client() as service:

@@ -54,7 +54,7 @@ def declared(ranks: dict[str, int]) -> list[CustomLossInput]:
 
 def rebuilt(fn: Callable[..., Any], ranks: dict[str, int]) -> Graph:
     wire = json.loads(json.dumps(to_wire(fn)))
-    return Graph.rebuild(fn.__name__, declared(ranks), CustomLossGraph.model_validate(wire))
+    return Graph.parse(fn.__name__, declared(ranks), CustomLossGraph.model_validate(wire))
 
 
 def data_for(ranks: dict[str, int], seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
@@ -112,7 +112,7 @@ def test_a_graph_recorded_from_the_official_client_equals_our_trace_and_runs(nam
     request = recorded[name]
     assert request.graph.model_dump() == to_wire(fn)
     assert [(given.name, given.rank) for given in request.inputs] == list(ranks.items())
-    assert_same_as_python(Graph.rebuild(name, request.inputs, request.graph), fn, ranks)
+    assert_same_as_python(Graph.parse(name, request.inputs, request.graph), fn, ranks)
 
 
 def with_terms(term: Callable[..., Any]) -> LossFn:
@@ -302,11 +302,153 @@ def graph_of(*nodes: dict[str, Any]) -> dict[str, Any]:
 def attempt(
     wire: dict[str, Any], ranks: dict[str, int] = RANKS, *, deadline_s: float = 2.0
 ) -> None:
-    graph = Graph.rebuild("hostile", declared(ranks), CustomLossGraph.model_validate(wire))
+    graph = Graph.parse("hostile", declared(ranks), CustomLossGraph.model_validate(wire))
     logprobs, inputs = data_for(ranks)
     if "k" in inputs:
         inputs["k"] = torch.tensor([0, 2, 1, 6, 5, 3, 4])
     graph.value_and_gradient(logprobs, inputs, deadline_s=deadline_s)
+
+
+def whole(value: int, dtype: str) -> dict[str, Any]:
+    """A tensor without dimensions, which torch takes as an integer."""
+    return call("torch.scalar_tensor", value, dtype={"dtype": dtype})
+
+
+C0, C1 = {"ref": "call_0"}, {"ref": "call_1"}
+#: Calls that torch accepts, but that write into an argument, evade a size rule or read bytes.
+UNDECLARED: list[tuple[dict[str, Any], str]] = [
+    # arguments to write into, by position and by keyword
+    (graph_of(call("torch.norm", X, 2, 0, False, K)), "allowed is nothing"),
+    (graph_of(call("torch.norm", X, 2, 0, False, out=K)), "allowed is nothing"),
+    (graph_of(call("torch.functional.norm", X, 2, 0, False, X)), "allowed is nothing"),
+    (graph_of(call("torch.Tensor.norm", X, 2, 0, False, X)), "allowed is a dtype"),
+    (graph_of(call("torch.add", X, X, out=X)), "keyword 'out'"),
+    (graph_of(method("sum", names=None)), "keyword 'names'"),
+    # sizes by keyword, in any order
+    (graph_of(call("torch.repeat_interleave", input=X, repeats=12_000_000)), "elements"),
+    (graph_of(call("torch.repeat_interleave", repeats=12_000_000, input=X)), "elements"),
+    (graph_of(call("torch.tile", dims=[2**30], input=X)), "elements"),
+    (graph_of(call("torch.full", fill_value=1.0, size=[2**30])), "elements"),
+    (graph_of(call("torch.zeros", 5_000), call("torch.outer", vec2=C0, input=C0)), "elements"),
+    (
+        graph_of(
+            call("torch.zeros", 20_000, 1),
+            call("torch.zeros", 1, 20_000),
+            call("torch.matmul", other=C1, input=C0),
+        ),
+        "elements",
+    ),
+    (
+        graph_of(
+            call("torch.zeros", 20_000, 1),
+            call("torch.zeros", 1, 20_000),
+            call("torch.mm", mat2=C1, input=C0),
+        ),
+        "elements",
+    ),
+    (
+        graph_of(call("torch.zeros", 2_800, 2_800), *([call("torch.mm", mat2=C0, input=C0)] * 2)),
+        "read or write",
+    ),
+    # tensors as integers
+    *(
+        (graph_of(whole(100, dtype), *nodes), word)
+        for dtype in ("int8", "uint8", "int16", "int32", "int64")
+        for nodes, word in [
+            ([call("torch.arange", C0)], "a number"),
+            ([call("torch.arange", start=0, end=C0)], "a number"),
+            ([call("torch.arange", 0, 10, C0)], "a number"),
+            ([call("torch.linspace", 0, 1, C0)], "integer"),
+            ([call("torch.eye", C0)], "integer"),
+            ([call("torch.zeros", C0)], "integer"),
+            ([call("torch.zeros", size=[C0, C0])], "integer"),
+            ([call("torch.full", [C0], 1.0)], "integer"),
+            ([call("torch.nn.functional.one_hot", K, C0)], "integer"),
+            ([call("torch.nn.functional.one_hot", K, num_classes=C0)], "integer"),
+            ([call("torch.nn.functional.pad", X, [0, C0])], "integer"),
+            ([call("torch.diag", X, C0)], "integer"),
+            ([method("diag", diagonal=C0)], "integer"),
+            ([method("split", C0)], "integer"),
+            ([call("torch.split", X, [C0])], "integer"),
+            ([method("chunk", C0)], "integer"),
+            ([method("repeat", C0)], "integer"),
+            ([method("tile", dims=[C0])], "integer"),
+            ([method("repeat_interleave", C0)], "integer"),
+            ([method("expand", C0, 7)], "integer"),
+            ([method("view", C0)], "integer"),
+            ([method("new_zeros", C0)], "integer"),
+            ([method("roll", C0)], "integer"),
+            ([method("topk", C0)], "integer"),
+            ([method("diff", C0)], "integer"),
+        ]
+    ),
+    # torch counts an integer range by whole steps
+    (graph_of(call("torch.arange", 0, 12_000_000, 1.9, dtype={"dtype": "int64"})), "elements"),
+    # other bytes
+    (graph_of(method("view", {"dtype": "int64"})), "integer"),
+    (graph_of(method("view", dtype={"dtype": "int32"})), "keyword 'dtype'"),
+    # texts and kinds, at creation
+    (graph_of(call("torch.nn.functional.mse_loss", X, X, reduction="max")), "'elementwise_mean'"),
+    (graph_of(call("torch.nn.functional.gelu", X, approximate="floor")), "'tanh'"),
+    (graph_of(call("torch.div", X, X, rounding_mode="sum")), "'floor'"),
+]
+
+
+@pytest.mark.parametrize("place", range(len(UNDECLARED)))
+def test_an_argument_has_a_declared_name_and_kind(place):
+    wire, word = UNDECLARED[place]
+    attempt(graph_of())
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserFailure) as refusal:
+        attempt(wire, deadline_s=20.0)
+    assert word in str(refusal.value)
+    # Two tensors of 60 MiB are allowed; the refused ones would have at least 90 MiB.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 160 * 1024
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        call("torch.exp", X, X),
+        call("torch.exp", X, out=X),
+        call("torch.exp"),
+        call("torch.exp", 1.0),
+        call("torch.sum", X, dim="x"),
+        call("torch.sum", X, keepdim=1),
+        method("view", {"dtype": "int64"}),
+        method("norm", "nuc"),
+    ],
+)
+def test_wrong_names_and_constants_are_refused_at_creation(node):
+    with pytest.raises(UserFailure, match="call_0"):
+        Graph.parse("hostile", declared(RANKS), CustomLossGraph.model_validate(graph_of(node)))
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        call("torch.tile", input=X, dims=[1]),
+        method("tile", dims=[1]),
+        call("torch.nn.functional.mse_loss", X, X, reduction="elementwise_mean"),
+        call("torch.matmul", other=X, input=X),
+        call("torch.mv", vec=X, input={"ref": "w_t"}),
+        call("torch.split", split_size_or_sections=7, tensor=X),
+        method("split", split_size=7),
+    ],
+)
+def test_keywords_of_torch_are_accepted(node):
+    transposed = call("getattr", {"ref": "w"}, "T") | {"name": "w_t"}
+    attempt(graph_of(transposed, node, call("torch.sum", X)))
+
+
+def test_no_graph_changes_its_inputs():
+    """They are views of the batch, which has other data too."""
+    batch = torch.arange(8.0)
+    for node in (method("exp_"), call("operator.iadd", X, 1), call("torch.Tensor.zero_", X)):
+        wire = CustomLossGraph.model_validate(graph_of(node))
+        graph = Graph.parse("writes", declared(RANKS), wire)
+        graph.run(batch[:4].requires_grad_(False), {"w": torch.ones(2, 2), "k": batch[4:]})
+        assert torch.equal(batch, torch.arange(8.0))
 
 
 REFUSED_TARGETS = [
@@ -358,14 +500,14 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ),
     (graph_of(call("getattr", X, X)), "attribute"),
     (graph_of(call("getattr", X, ["shape"])), "attribute"),
-    (graph_of(call("getattr", X, "shape", 3)), "attribute"),
+    (graph_of(call("getattr", X, "shape", 3)), "at most 2"),
     (graph_of(call("getattr", X, name="shape")), "attribute"),
     (graph_of(call("getattr", input=X, name="shape")), "attribute"),
     # results that become too large
     (graph_of(call("torch.zeros", HUGE)), "integer"),
     (graph_of(call("torch.zeros", 2**30)), "elements"),
     (graph_of(call("torch.zeros", 2**15, 2**15)), "elements"),
-    (graph_of(call("torch.zeros", {"tuple": [2**30] * 8})), "overflow"),
+    (graph_of(call("torch.zeros", {"tuple": [2**30] * 8})), "elements"),
     (graph_of(call("torch.ones", size=[2**30])), "elements"),
     (graph_of(call("torch.ones", -1)), "negative"),
     (graph_of(call("torch.full", [2**30], 1.0)), "elements"),
@@ -381,7 +523,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     (graph_of(method("repeat", 2**16, 2**16)), "elements"),
     (graph_of(method("tile", 2**30)), "elements"),
     (graph_of(method("repeat_interleave", 2**30)), "elements"),
-    (graph_of(method("repeat_interleave", K)), "meta tensor"),
+    (graph_of(method("repeat_interleave", K)), "integer"),
     (graph_of(method("broadcast_to", [2**30, 7])), "elements"),
     (graph_of(method("new_zeros", 2**30)), "elements"),
     (graph_of(method("new_full", [2**30], 0)), "elements"),
@@ -468,10 +610,10 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     (graph_of(call("operator.pow", 1e300, 2)), "range"),
     (graph_of(call("operator.lshift", 1, 10**10)), "64 bits"),
     (graph_of(call("operator.mul", 2**62, 4)), "64 bits"),
-    (graph_of(call("operator.mul", "a", 10**9)), "text 'a'"),
+    (graph_of(call("operator.mul", "a", 10**9)), "tensor or a number"),
     (graph_of(call("operator.mul", "sum", 10**9)), "tensor or a number"),
     (graph_of(call("operator.mul", [1], 10**9)), "tensor or a number"),
-    (graph_of(call("operator.mod", "%1000000000d", 1)), "text"),
+    (graph_of(call("operator.mod", "%1000000000d", 1)), "tensor or a number"),
     (graph_of(call("operator.truediv", 1, 0)), "division by zero"),
     (graph_of(call("math.floor", 1e300)), "64 bits"),
     (graph_of(call("math.sqrt", -1)), "domain"),
@@ -494,11 +636,11 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         graph_of(call("operator.add", K, 1), call("operator.getitem", X, {"ref": "call_0"})),
-        "out of bounds",
+        "index from",
     ),
     (
         graph_of(call("operator.sub", K, 8), call("operator.getitem", X, {"ref": "call_0"})),
-        "out of bounds",
+        "index from",
     ),
     (
         graph_of(call("operator.add", K, 1), method("scatter", 0, {"ref": "call_0"}, 1.0)),
@@ -514,28 +656,28 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     (graph_of(call("operator.getitem", X, HUGE)), "out of bounds"),
     (graph_of(call("operator.getitem", X, True)), "index True"),
     (graph_of(call("operator.getitem", X, "T")), "index 'T'"),
-    (graph_of(call("operator.getitem", X, {"tuple": [0, 0]})), "too many indices"),
-    (graph_of(call("operator.getitem", X, {"slice": [K, None, None]})), "integer"),
+    (graph_of(call("operator.getitem", X, {"tuple": [0, 0]})), "2 indices for 1"),
+    (graph_of(call("operator.getitem", X, {"slice": [K, None, None]})), "index slice"),
     (graph_of(call("operator.getitem", X, {"slice": [None, None, 0]})), "slice step"),
     (graph_of(call("operator.getitem", X, {"slice": [None, None, -1]})), "step must be"),
-    (graph_of(call("operator.getitem", "abc", 0)), "text 'abc'"),
+    (graph_of(call("operator.getitem", "abc", 0)), "no items"),
     (graph_of(call("operator.getitem", "sum", 0)), "no item"),
     # arguments
     (graph_of(call("torch.exp")), "missing"),
-    (graph_of(call("torch.exp", X, X)), "1 positional argument"),
-    (graph_of(call("torch.exp", X, out=X)), "'out'"),
-    (graph_of(call("torch.exp", X, input=X)), "multiple values"),
-    (graph_of(call("torch.exp", "sum")), "must be Tensor"),
-    (graph_of(call("torch.sum", X, dim="x")), "text 'x'"),
-    (graph_of(method("norm", "nuc")), "text 'nuc'"),
-    (graph_of(call("torch.sum", X, dim=2**31 + 1)), "out of range"),
-    (graph_of(call("torch.sum", X, dim=[0] * 9)), "multiple times"),
+    (graph_of(call("torch.exp", X, X)), "at most 1"),
+    (graph_of(call("torch.exp", X, out=X)), "keyword 'out'"),
+    (graph_of(call("torch.exp", X, input=X)), "twice"),
+    (graph_of(call("torch.exp", "sum")), "a tensor"),
+    (graph_of(call("torch.sum", X, dim="x")), "integer"),
+    (graph_of(method("norm", "nuc")), "a number or 'fro'"),
+    (graph_of(call("torch.sum", X, dim=2**31 + 1)), "integer"),
+    (graph_of(call("torch.sum", X, dim=[0] * 9)), "integer"),
     (graph_of(call("torch.sum", X, dim=5)), "out of range"),
-    (graph_of(call("torch.cat", [])), "Tensors"),
-    (graph_of(call("torch.cat", [1, 2])), "expected Tensor"),
+    (graph_of(call("torch.cat", [])), "tensors"),
+    (graph_of(call("torch.cat", [1, 2])), "tensors"),
     (graph_of(call("torch.nn.functional.relu", X, inplace=True)), "allowed is false"),
     (graph_of(call("torch.nn.functional.relu", X, True)), "allowed is false"),
-    (graph_of(call("torch.nn.functional.normalize", X, 2.0, 0, 1e-9, X)), "allowed is false"),
+    (graph_of(call("torch.nn.functional.normalize", X, 2.0, 0, 1e-9, X)), "allowed is nothing"),
     (graph_of(call("torch.zeros", 3, requires_grad=True)), "keyword"),
     (graph_of(call("torch.zeros", 3, generator=None)), "keyword"),
     (graph_of(call("torch.zeros", 3, dtype={"dtype": "complex64"})), "dtype 'complex64'"),
@@ -824,18 +966,18 @@ def test_the_logprobs_are_those_of_the_model_not_of_the_datum():
 )
 def test_inputs_that_do_not_fit_the_graph_are_refused(ranks, word):
     with pytest.raises(UserFailure, match=word):
-        Graph.rebuild("hostile", declared(ranks), CustomLossGraph.model_validate(graph_of()))
+        Graph.parse("hostile", declared(ranks), CustomLossGraph.model_validate(graph_of()))
 
 
 def test_a_very_long_name_is_refused():
     with pytest.raises(UserFailure, match="1000000 characters; at most 256 are allowed"):
-        Graph.rebuild("x" * 10**6, declared(RANKS), CustomLossGraph.model_validate(graph_of()))
+        Graph.parse("x" * 10**6, declared(RANKS), CustomLossGraph.model_validate(graph_of()))
 
 
 def test_two_inputs_of_one_name_are_refused():
     twice = [*declared(RANKS), *declared({"k": 1})]
     with pytest.raises(UserFailure, match="same name"):
-        Graph.rebuild("hostile", twice, CustomLossGraph.model_validate(graph_of()))
+        Graph.parse("hostile", twice, CustomLossGraph.model_validate(graph_of()))
 
 
 def test_a_graph_without_output_is_refused():

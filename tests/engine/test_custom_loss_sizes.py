@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from engine.test_custom_loss_graph import X, attempt, call, graph_of
 from qa.fuzz import custom_loss_graphs as hostile
 from tinkex.engine.training import custom_loss_parser
+from tinkex.engine.training.custom_loss_arguments import bind, checked, signature
 from tinkex.engine.training.custom_loss_ops import (
     ATTRIBUTES,
     FUNCTIONS,
@@ -26,7 +27,7 @@ from tinkex.engine.training.custom_loss_ops import (
     Operation,
     checked_result,
 )
-from tinkex.engine.training.custom_loss_sizes import Refused, check_extents, elements, tensors_in
+from tinkex.engine.training.custom_loss_sizes import Refused, elements, tensors_in
 from tinkex.wire.errors import UserFailure
 
 # Torch warns about unusual arguments, such as the deviation of one element.
@@ -36,7 +37,9 @@ SHAPES = (
     *((), (0,), (1,), (3,), (7,), (0, 0), (0, 5), (5, 0), (1, 5), (5, 1), (3, 3), (2, 5)),
     *((0, 5, 1), (1, 1, 7), (5, 0, 2), (0, 1, 1), (2, 3, 0), (2, 3, 4), (0, 3, 3), (3, 0, 1, 5)),
 )
-DTYPES = (torch.float32, torch.float32, torch.float32, torch.float64, torch.int64, torch.bool)
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+DTYPES = (*(torch.float32,) * 6, *FLOATS, *INTEGERS, torch.int64, torch.bool)
 #: Calls of one operation: until enough of them ran on an empty tensor.
 TRIES, ENOUGH = 2_000, 20
 
@@ -44,7 +47,7 @@ TRIES, ENOUGH = 2_000, 20
 def tensor(dice: random.Random, shape: tuple[int, ...] | None = None) -> Tensor:
     shape = dice.choice(SHAPES) if shape is None else shape
     dtype = dice.choice(DTYPES)
-    if dtype is torch.int64:
+    if dtype in INTEGERS:
         return torch.zeros(shape, dtype=dtype)
     return torch.full(shape, 0.5).to(dtype)
 
@@ -92,16 +95,26 @@ FIRST: Mapping[str, tuple[Draw, ...]] = {
     **dict.fromkeys(("eye", "ones", "zeros"), (lambda dice: dice.choice((0, 1, 5)),)),
     **dict.fromkeys(("new_ones", "new_zeros", "reshape", "view"), (tensor, extents)),
     **dict.fromkeys(("expand", "tile", "repeat", "broadcast_to"), (tensor, extents)),
+    "dot": (lambda dice: torch.zeros(dice.choice((0, 3))),) * 2,
     "einsum": (lambda dice: dice.choice(("i,j->ij", "ij->j", "ij,jk->ik")), tensor),
     "full": (extents, number),
     "full_like": (tensor, number),
     "getattr": (tensor, lambda dice: dice.choice(sorted(ATTRIBUTES))),
     "getitem": (tensor, index),
+    "index_select": (tensor, lambda dice: 0, lambda dice: torch.zeros(2, dtype=torch.int64)),
     "index_add": (tensor, lambda dice: 0, lambda dice: torch.zeros(0, dtype=torch.int64), tensor),
     **dict.fromkeys(("scatter", "scatter_add"), (tensor, lambda dice: 0, zeros, tensor)),
     "select": (tensor, dims, lambda dice: 0),
     "linspace": (number, number, lambda dice: dice.choice((0, 1, 7))),
     "movedim": (tensor, lambda dice: 0, lambda dice: dice.choice((0, 1))),
+    "bmm": (
+        lambda dice: torch.zeros(dice.choice(((0, 5, 3), (2, 5, 3)))),
+        lambda dice: torch.zeros(dice.choice(((0, 3, 7), (2, 3, 0), (2, 3, 7)))),
+    ),
+    "mm": (
+        lambda dice: torch.zeros(dice.choice(((0, 3), (5, 3), (5, 0)))),
+        lambda dice: torch.zeros(dice.choice(((3, 0), (3, 7), (0, 7)))),
+    ),
     "mv": (tensor, lambda dice: torch.zeros(dice.choice((0, 1, 3, 5)))),
     "narrow": (tensor, lambda dice: 0, lambda dice: 0, lambda dice: dice.choice((0, 1))),
     "new_full": (tensor, extents, number),
@@ -127,23 +140,62 @@ def arguments(name: str, dice: random.Random) -> list[Any]:
     return args
 
 
+def by_keyword(
+    operation: Operation, args: list[Any], dice: random.Random
+) -> tuple[list[Any], dict[str, Any]]:
+    """The last arguments by name, in any order."""
+    free = [parameter for parameter in operation.parameters if not parameter.rest]
+    if dice.random() < 0.5 or len(free) < max(len(args), len(operation.parameters)):
+        return args, {}
+    at = dice.randint(0, len(args))
+    named = list(zip((parameter.name for parameter in free[at:]), args[at:], strict=False))
+    dice.shuffle(named)
+    return args[:at], dict(named)
+
+
+def bound_to(operation: Operation, args: list[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    slots = bind(operation.parameters, len(args), tuple(kwargs))
+    return checked(slots, (*args, *kwargs.values()))
+
+
+def as_tensor(value: Any, dice: random.Random) -> Any:
+    """Sometimes a tensor without dimensions in place of an integer."""
+    if isinstance(value, int) and not isinstance(value, bool) and dice.random() < 0.1:
+        dtype = dice.choice(INTEGERS)
+        return torch.tensor(max(value, 0) if dtype is torch.uint8 else value, dtype=dtype)
+    return value
+
+
 def calls(
     name: str, operation: Operation, dice: random.Random
 ) -> Iterator[tuple[list[Any], list[Tensor], int, list[Tensor]]]:
     """Arguments, tensors among them, the size by the rule, and the tensors of the result."""
     for _ in range(TRIES):
-        args = arguments(name, dice)
-        given = list(tensors_in(args))
+        drawn = [as_tensor(value, dice) for value in arguments(name, dice)]
+        given = list(tensors_in(drawn))
+        kept = [one.clone() for one in given]
+        args, kwargs = by_keyword(operation, drawn, dice)
         try:
-            if operation.extents:
-                check_extents(args)
-            size = operation.size(*args)
-            made = checked_result(operation.call(*args))
+            size = operation.size(**bound_to(operation, args, kwargs))
+            made = checked_result(operation.call(*args, **kwargs))
         except (Refused, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
-            continue
+            made = size = None
         except AttributeError:
             continue
-        yield args, given, size, list(tensors_in((made,)))
+        if not is_in_place(name):
+            for one, was in zip(given, kept, strict=True):
+                assert one.shape == was.shape, name
+                assert torch.equal(one, was), (name, args, kwargs)
+        if size is not None:
+            assert type(size) is int, (name, args, kwargs)
+            yield drawn, given, size, list(tensors_in((made,)))
+
+
+def is_in_place(name: str) -> bool:
+    return (name.endswith("_") and name not in ("and_", "or_")) or name in (
+        *("iadd", "iand", "ifloordiv", "ilshift", "imod", "imul", "ior", "ipow", "irshift"),
+        *("isub", "itruediv", "ixor"),
+    )
 
 
 def storages(tensors: Iterable[Tensor]) -> set[int]:
@@ -196,14 +248,19 @@ def test_no_operation_exceeds_its_size_rule() -> None:
 
 @pytest.mark.parametrize("made", [torch.sum, torch.logsumexp, torch.std_mean])
 def test_a_size_rule_that_ignores_empty_dimensions_is_detected(made: Callable[..., Any]) -> None:
-    careless = Operation(call=made, size=lambda input, *_: int(input.numel()))
+    careless = Operation(
+        call=made,
+        parameters=FUNCTIONS[f"torch.{made.__name__}"].parameters,
+        size=lambda input, **_: int(input.numel()),
+    )
     assert too_small("sum", careless, random.Random(1))[0]
 
 
 def kept_elements(operation: Operation, args: list[Any], kwargs: Any) -> tuple[int, int]:
     """What the backward pass keeps besides the arguments and results; and what the run counts."""
     saved: list[Tensor] = []
-    kept = operation.kept(*args, **kwargs) if operation.kept else 0
+    bound = bound_to(operation, args, kwargs)
+    kept = operation.kept(**bound) if operation.kept else 0
     with saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
         made = list(tensors_in((operation.call(*args, **kwargs),)))
     if not any(one.requires_grad for one in made):
@@ -263,7 +320,9 @@ def test_an_empty_result_with_a_large_dimension_is_refused_even_without_a_rule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The last check: an empty tensor is refused before a reduction makes it large."""
-    careless = Operation(call=torch.zeros, size=lambda *_, **__: 0, makes=True)
+    careless = Operation(
+        call=torch.zeros, parameters=signature("*shape:dims"), size=lambda **_: 0, makes=True
+    )
     monkeypatch.setattr(custom_loss_parser, "FUNCTIONS", {**FUNCTIONS, "torch.zeros": careless})
     with pytest.raises(UserFailure, match=r"shape \[0, 100000000\]"):
         attempt(graph_of(call("torch.zeros", 0, 10**8)))

@@ -1,6 +1,7 @@
 """The tokenizer wrapper on several kinds of folders."""
 
 import json
+import os
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -100,6 +101,13 @@ def test_no_template_and_no_tokenizer_say_what_to_do(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(TokenizerError, match="save_pretrained"):
         load_tokenizer(tmp_path / "empty")
+
+
+def test_the_name_of_the_folder_need_not_be_utf_8(folder, tmp_path):
+    other = tmp_path / os.fsdecode(b"m\xff")
+    other.mkdir()
+    (folder / "tokenizer.json").rename(other / "tokenizer.json")
+    assert load_tokenizer(other).encode("a")
 
 
 def test_name_or_path_is_the_model_name_or_the_folder(folder):

@@ -269,7 +269,7 @@ LIMITS = [
         test=UNPACKED,
     ),
     Limit(
-        "bytes of large bodies of all owners, from arrival to answer",
+        "bytes of large bodies of all owners, until their requests are stored or answered",
         DEFAULTS.max_arriving_bytes,
         "429 after `arriving_wait_s`",
         "",

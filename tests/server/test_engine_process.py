@@ -2,10 +2,12 @@
 
 import asyncio
 import dataclasses
+import errno
 import itertools
 import logging
 import os
 import signal
+import socket
 import sys
 from asyncio.selector_events import _SelectorSocketTransport  # type: ignore[attr-defined]
 from pathlib import Path
@@ -19,9 +21,10 @@ from tinkex.engine.process import parser
 from tinkex.server import engine_process, web_process
 from tinkex.server.engine_process import LocalExecutor, _command
 from tinkex.server.executor import EngineKilled, EngineLost, ServedModel
+from tinkex.server.retry import Backoff
 from tinkex.server.settings import CHOICES, Settings
 from tinkex.wire.engine_settings import EngineSettings
-from tinkex.wire.proto.frames_pb2 import Drop, Order
+from tinkex.wire.proto.frames_pb2 import Drop, Order, Tokens
 
 pytestmark = pytest.mark.anyio
 
@@ -196,6 +199,140 @@ async def test_an_attempt_counts_only_if_the_engine_ended_by_itself(
         assert lost.value.attempts == (0 if killed else 1)
     finally:
         await executor.close()
+
+
+#: An engine that answers each order in the way that its model id says.
+ODD_ENGINE = """
+import os, signal, socket, sys, time
+from tinkex.wire import engine_protocol
+from tinkex.wire.proto import frames_pb2
+wire = socket.socket(fileno=int(sys.argv[1]))
+
+def report(**body):
+    wire.sendall(engine_protocol.frame(engine_protocol.Report(**body)))
+
+report(ready=frames_pb2.Ready(device="cpu"))
+stream = wire.makefile("rb")
+while head := stream.read(engine_protocol.LENGTH_PREFIX.size):
+    order = engine_protocol.Order.FromString(stream.read(engine_protocol.body_length(head)))
+    match order.drop.model_id:
+        case "bad frame":
+            wire.sendall(engine_protocol.LENGTH_PREFIX.pack(4) + b"\\xff" * 4)
+        case "tokens":
+            grown = frames_pb2.Grown(sequences=[frames_pb2.Tokens()])
+            report(ticket=order.ticket, grown=grown)
+            report(ticket=order.ticket, grown=grown)
+            report(ticket=order.ticket, done=frames_pb2.Done())
+        case "exits slowly":
+            wire.shutdown(socket.SHUT_RDWR)
+            time.sleep(600)
+        case _:
+            report(ticket=order.ticket, done=frames_pb2.Done())
+"""
+
+
+@pytest.fixture
+def odd_executor(monkeypatch: pytest.MonkeyPatch) -> LocalExecutor:
+    monkeypatch.setattr(
+        engine_process,
+        "_command",
+        lambda descriptor, *_: [sys.executable, "-c", ODD_ENGINE, str(descriptor)],
+    )
+    monkeypatch.setattr(engine_process, "RESTART_BACKOFF", Backoff.every(0.01))
+    return local_executor(Path(), "x")
+
+
+def drop(model_id: str) -> Order:
+    return Order(drop=Drop(model_id=model_id))
+
+
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [
+        (socket, "socketpair"),
+        (asyncio, "create_subprocess_exec"),
+        (asyncio, "open_unix_connection"),
+    ],
+)
+async def test_an_engine_that_cannot_be_started_is_started_again(
+    module: Any,
+    function: str,
+    odd_executor: LocalExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    original = getattr(module, function)
+    failures = iter([OSError(errno.EMFILE, "Too many open files")] * 2)
+
+    def fails_twice(*args: Any, **options: Any) -> Any:
+        if (error := next(failures, None)) is not None:
+            raise error
+        return original(*args, **options)
+
+    monkeypatch.setattr(module, function, fails_twice)
+    try:
+        async with asyncio.timeout(60):
+            await odd_executor.start()
+            await (await odd_executor.send("x", drop("")))
+    finally:
+        await odd_executor.close()
+    assert caplog.text.count("Too many open files") >= 2
+    assert caplog.text.count("restarting it in") == 2
+
+
+async def test_a_bad_frame_restarts_the_engine(
+    odd_executor: LocalExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    try:
+        async with asyncio.timeout(60):
+            await odd_executor.start()
+            future = await odd_executor.send("x", drop("bad frame"))
+            with pytest.raises(EngineLost):
+                await future
+            await (await odd_executor.send("x", drop("")))
+            assert await odd_executor.ready("x") == 2
+    finally:
+        await odd_executor.close()
+    assert "DecodeError" in caplog.text
+
+
+async def test_a_failing_token_callback_does_not_disturb_the_engine(
+    odd_executor: LocalExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(tokens: Tokens) -> None:
+        raise ValueError("no more tokens, please")
+
+    try:
+        async with asyncio.timeout(60):
+            await odd_executor.start()
+            await (await odd_executor.send("x", drop("tokens"), on_tokens=fail))
+            assert await odd_executor.ready("x") == 1
+    finally:
+        await odd_executor.close()
+    assert caplog.text.count("ValueError: no more tokens, please") == 1
+
+
+async def test_a_server_that_stops_while_a_child_exits_starts_no_other(
+    odd_executor: LocalExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[asyncio.subprocess.Process] = []
+    start = asyncio.create_subprocess_exec
+
+    async def recorded(*args: Any, **options: Any) -> asyncio.subprocess.Process:
+        started.append(await start(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", recorded)
+    async with asyncio.timeout(60):
+        await odd_executor.start()
+        future = await odd_executor.send("x", drop("exits slowly"))
+        while odd_executor.process_id("x") is not None:  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.01)
+    async with asyncio.timeout(engine_process.EXIT_TIMEOUT_S):
+        await odd_executor.close()
+    assert [child.returncode is not None for child in started] == [True]
+    with pytest.raises(EngineKilled):
+        await future
 
 
 async def test_polls_report_an_unresponsive_engine(

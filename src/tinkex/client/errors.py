@@ -10,9 +10,9 @@ The exceptions that a caller may have to handle:
       * BadRequestError 400, AuthenticationError 401, BillingError 402, PermissionDeniedError 403,
         NotFoundError 404, ConflictError 409, UnprocessableEntityError 422, RateLimitError 429,
         InternalServerError 500 and above
-    * RequestFailedError            the request was accepted, and could not be completed
+  * RequestFailedError            the request was accepted, and could not be completed
 
-`http/retry.py` decides which of them are retried. All of them can be pickled.
+The names are those of the official client. `http/retry.py` decides which of them are retried. All of them can be pickled.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from tinkex.client.http.transport import Request, Response
     from tinkex.wire.errors import RequestErrorCategory
-
-# The names are those of the official client.
 
 
 class ExperimentalWarning(FutureWarning):

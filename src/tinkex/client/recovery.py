@@ -19,7 +19,7 @@ from tinkex.client.errors import (
     TinkerError,
 )
 from tinkex.client.http.retry import (
-    backoff,
+    exponential_delay_s,
     is_retryable,
     is_user_error,
     retrying,
@@ -143,7 +143,7 @@ class Restarts:
         self._count += 1
         if self._count > self.most:
             return None
-        delay_s = backoff(self._count, first_s=self._back_off_s, max_s=MAX_BACK_OFF_S)
+        delay_s = exponential_delay_s(self._count, first_s=self._back_off_s, max_s=MAX_BACK_OFF_S)
         return Restart(
             error=error, attempt=self._count, most=self.most, delay_s=delay_s, saved=saved
         )

@@ -7,6 +7,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import quote
 
@@ -42,13 +43,24 @@ def _takes(
     """Gives a method that takes a request the parameters from which `build` makes it."""
 
     def decorate(method: Callable[[Any, SampleRequest], R]) -> Callable[Concatenate[Any, P], R]:
+        build_named = _renamed(build, method.__qualname__)
+
         def variant(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            return method(self, build(self, *args, **kwargs))
+            return method(self, build_named(self, *args, **kwargs))
 
         returns = inspect.signature(method).return_annotation
         return as_written(variant, method.__name__, build, method.__doc__, returns)
 
     return decorate
+
+
+def _renamed(function: Callable[P, R], name: str) -> Callable[P, R]:
+    """A copy, so that a TypeError about arguments has the name of the method that was called."""
+    assert isinstance(function, FunctionType)
+    duplicate = FunctionType(function.__code__, function.__globals__, argdefs=function.__defaults__)
+    duplicate.__kwdefaults__ = function.__kwdefaults__
+    duplicate.__qualname__ = name
+    return duplicate
 
 
 class Sampler(GetSamplerResponse):
@@ -215,8 +227,6 @@ class SamplingClient(TextMixin):
             prompt_logprobs_last_n=prompt_logprobs_last_n,
             record_stability_info=self._record_stability_info,
         )
-
-    _request.__qualname__ = "SamplingClient.sample"  # the name in a TypeError about arguments
 
     @_takes(_request)
     def sample(self, request: SampleRequest) -> Promise[SampleResponse]:

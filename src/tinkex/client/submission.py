@@ -97,7 +97,7 @@ class TicketQueue:
             next_in_line.set()
 
 
-class Outcome(Enum):
+class SubmissionOutcome(Enum):
     """The outcome of one submission."""
 
     UNSENT = "unsent"  # not sent: the seq_id is free
@@ -121,19 +121,21 @@ class SeqIds:
     #: gradients of that part must not be applied.
     unused: dict[int, bool] = field(default_factory=dict)
 
-    def record(self, outcomes: Sequence[Outcome], *, adds_gradients: bool = False) -> None:
+    def record(
+        self, outcomes: Sequence[SubmissionOutcome], *, adds_gradients: bool = False
+    ) -> None:
         """Record the outcomes of submissions under `next`, `next + 1`, ..., in this order."""
         first = self.next
         reached = [
             first + index
             for index, outcome in enumerate(outcomes)
-            if outcome in (Outcome.ACCEPTED, Outcome.UNKNOWN)
+            if outcome in (SubmissionOutcome.ACCEPTED, SubmissionOutcome.UNKNOWN)
         ]
         if not reached:
             return
         self.next = max(reached) + 1
         for seq_id, outcome in zip(range(first, self.next), outcomes, strict=False):
-            if outcome is not Outcome.ACCEPTED:
+            if outcome is not SubmissionOutcome.ACCEPTED:
                 self.unused[seq_id] = adds_gradients and len(outcomes) > 1
 
 
@@ -163,15 +165,15 @@ class Submission:
 
     part: Part
     seq_id: int
-    outcome: Outcome = Outcome.UNSENT
+    outcome: SubmissionOutcome = SubmissionOutcome.UNSENT
     accepted: Accepted | None = None
     error: Exception | None = None
 
     def mark_sent(self) -> None:
         """Called just before bytes are sent: from here on the server may have accepted it."""
-        self.outcome = Outcome.UNKNOWN
+        self.outcome = SubmissionOutcome.UNKNOWN
 
-    def mark_refused(self, error: APIStatusError, *, before: Outcome) -> None:
+    def mark_refused(self, error: APIStatusError, *, before: SubmissionOutcome) -> None:
         """
         Record an error response to one attempt; `before` is the outcome before that attempt.
 
@@ -179,8 +181,8 @@ class Submission:
         response was lost. Other errors may come from a gateway that forwarded the request.
         """
         is_refusal = error.status_code == 429 or not is_retryable(error)
-        if is_refusal and before is not Outcome.UNKNOWN:
-            self.outcome = Outcome.REFUSED
+        if is_refusal and before is not SubmissionOutcome.UNKNOWN:
+            self.outcome = SubmissionOutcome.REFUSED
 
 
 class StepSubmitter:
@@ -354,7 +356,7 @@ class StepSubmitter:
                 return decode(UntypedAPIFuture, answer, about=about)
 
             promised = await calls.with_retries(attempt, path=part.path, kind=Kind.TRAIN)
-            submission.outcome = Outcome.ACCEPTED
+            submission.outcome = SubmissionOutcome.ACCEPTED
             return Accepted(promised.request_id, monotonic() - started)
 
     async def _fill_unused(self, connection: Connection) -> None:

@@ -37,8 +37,8 @@ P = ParamSpec("P")
 
 
 # -- variants ------------------------------------------------------------------------------------
-# Every method is written once, as a coroutine or generator of `_OpenAnswer` or as `Raw._send`; the
-# blocking and the asynchronous variants are generated from it here.
+# The requests of `Raw` and the iterators of `_OpenAnswer` are written once; their blocking and
+# asynchronous variants are generated here.
 
 _DOCS = {
     True: "Send, and read the response to its end. A `body` that is not bytes is sent as JSON.",
@@ -64,22 +64,6 @@ def _awaiting(
         return AsyncAPIResponse(await send(self, *args, **kwargs)(read_all))
 
     return as_written(variant, name, send, _DOCS[read_all])
-
-
-def _blocks(work: Callable[[_OpenAnswer], Coroutine[Any, Any, T]]) -> Callable[[APIResponse], T]:
-    def variant(self: APIResponse) -> T:
-        return self._answer.session.run(work(self._answer)).block()
-
-    return as_written(variant, work.__name__, work)
-
-
-def _awaits(
-    work: Callable[[_OpenAnswer], Coroutine[Any, Any, T]],
-) -> Callable[[AsyncAPIResponse], Coroutine[Any, Any, T]]:
-    async def variant(self: AsyncAPIResponse) -> T:
-        return await self._answer.session.run(work(self._answer))
-
-    return as_written(variant, work.__name__, work)
 
 
 def _iterates(
@@ -152,7 +136,7 @@ class Raw:
 
             # Retries are limited by time, not by number; 0 turns them off.
             give_up_s = 0.0 if max_retries == 0 else None
-            return await calls.with_retries(once, path=path, give_up_s=give_up_s)
+            return await calls.with_retries(once, path=path, kind=request.kind, give_up_s=give_up_s)
 
         return lambda read_all: self._session.run(work(read_all))
 
@@ -189,23 +173,6 @@ class _OpenAnswer:
         if self._content is None:
             self._content = b"".join([chunk async for chunk in self.iter_bytes()])
         return self._content
-
-    async def text(self) -> str:
-        return (await self.read()).decode("utf-8", "replace")
-
-    async def json(self) -> Any:
-        return json.loads(await self.read())
-
-    async def parse(self, to: type[T] | None) -> T | Any:
-        if to is None:
-            return await self.json()
-        response = Response(
-            status_code=self.streamed.status_code,
-            headers=self.streamed.headers,
-            content=await self.read(),
-            request=self.streamed.request,
-        )
-        return decode(to, response)
 
     async def iter_bytes(self) -> AsyncIterator[bytes]:
         """The body in pieces; only once, unless it was read completely before."""
@@ -293,6 +260,18 @@ class _ResponseBase:
     def is_closed(self) -> bool:
         return self._answer.closed
 
+    def _parsed(self, content: bytes, to: type[Any] | None) -> Any:
+        # Not on the background loop: a large body would delay heartbeats and polls.
+        if to is None:
+            return json.loads(content)
+        response = Response(
+            status_code=self.status_code,
+            headers=self.headers,
+            content=content,
+            request=self.http_request,
+        )
+        return decode(to, response)
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.status_code} {self.method} {self.url}>"
 
@@ -300,9 +279,15 @@ class _ResponseBase:
 class APIResponse(_ResponseBase):
     """A response for blocking programs."""
 
-    read = _blocks(_OpenAnswer.read)
-    text = _blocks(_OpenAnswer.text)
-    json = _blocks(_OpenAnswer.json)
+    def read(self) -> bytes:
+        return self._answer.session.run(self._answer.read()).block()
+
+    def text(self) -> str:
+        return self.read().decode("utf-8", "replace")
+
+    def json(self) -> Any:
+        return self._parsed(self.read(), None)
+
     iter_bytes = _iterates(_OpenAnswer.iter_bytes)
     iter_text = _iterates(_OpenAnswer.iter_text)
     iter_lines = _iterates(_OpenAnswer.iter_lines)
@@ -314,7 +299,7 @@ class APIResponse(_ResponseBase):
     def parse(self, *, to: type[T]) -> T: ...
     def parse(self, *, to: type[Any] | None = None) -> Any:
         """The body as a type of `tinkex.types`; without one, as JSON."""
-        return self._answer.session.run(self._answer.parse(to)).block()
+        return self._parsed(self.read(), to)
 
     def close(self) -> None:
         """Close the connection. What was read stays available."""
@@ -331,9 +316,15 @@ class APIResponse(_ResponseBase):
 class AsyncAPIResponse(_ResponseBase):
     """A response for coroutines."""
 
-    read = _awaits(_OpenAnswer.read)
-    text = _awaits(_OpenAnswer.text)
-    json = _awaits(_OpenAnswer.json)
+    async def read(self) -> bytes:
+        return await self._answer.session.run(self._answer.read())
+
+    async def text(self) -> str:
+        return (await self.read()).decode("utf-8", "replace")
+
+    async def json(self) -> Any:
+        return self._parsed(await self.read(), None)
+
     iter_bytes = _iterates_async(_OpenAnswer.iter_bytes)
     iter_text = _iterates_async(_OpenAnswer.iter_text)
     iter_lines = _iterates_async(_OpenAnswer.iter_lines)
@@ -345,7 +336,7 @@ class AsyncAPIResponse(_ResponseBase):
     async def parse(self, *, to: type[T]) -> T: ...
     async def parse(self, *, to: type[Any] | None = None) -> Any:
         """The body as a type of `tinkex.types`; without one, as JSON."""
-        return await self._answer.session.run(self._answer.parse(to))
+        return self._parsed(await self.read(), to)
 
     async def close(self) -> None:
         """Close the connection. What was read stays available."""

@@ -190,7 +190,7 @@ class Engine:
         graph: CustomLossGraph,
     ) -> None:
         """Registers a user's loss by its id. Raises `UserFailure` if the graph is not allowed."""
-        self._losses[loss_id] = CustomLoss(graph=Graph.rebuild(name, inputs, graph))
+        self._losses[loss_id] = CustomLoss(graph=Graph.parse(name, inputs, graph))
 
     def drop_loss(self, loss_id: str) -> None:
         """Removes a custom loss. Passes that have started keep it."""

@@ -66,7 +66,8 @@ def load_tokenizer(folder: str | Path, *, name: str | None = None) -> Tokenizer:
             from tokenizers import Tokenizer as Backend
     except MissingExtra as error:
         raise TokenizerError(str(error)) from error
-    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    # Not `from_file`: it refuses a folder whose name is not UTF-8.
+    backend = Backend.from_buffer((folder / "tokenizer.json").read_bytes())
     return Tokenizer(backend, config=_config_of(folder), name=name or str(folder))
 
 

@@ -29,7 +29,7 @@ from tinkex.server.retry import Backoff, Crashed, PeriodicTask, retry
 from tinkex.wire import engine_protocol
 from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.proto import frames_pb2
-from tinkex.wire.proto.frames_pb2 import Done, Order
+from tinkex.wire.proto.frames_pb2 import Done, Order, Tokens
 
 log = logging.getLogger("tinkex.server.engine_process")
 
@@ -255,7 +255,7 @@ class _Engine:
         self._up.set()
 
     async def _keep_running(self, *, after: asyncio.Task[None] | None) -> None:
-        """Restart the child with backoff whenever it crashes."""
+        """Restart the child with backoff whenever it crashes or cannot be started."""
         if after is not None:
             # Two children would not fit in memory, and would share one spill folder.
             await asyncio.wait({after})
@@ -263,7 +263,7 @@ class _Engine:
             await retry(
                 self._run_until_crash,
                 RESTART_BACKOFF,
-                should_retry=lambda error: isinstance(error, Crashed),
+                should_retry=lambda error: isinstance(error, Crashed) and not self._closing,
                 on_retry=lambda error, wait_s: log.error(
                     "%s; restarting it in %.1f s", error, wait_s
                 ),
@@ -283,8 +283,12 @@ class _Engine:
             # An engine that was up once has valid settings; a later failure may be temporary.
             if not self._incarnation:
                 raise
+        except Exception:
+            # No process or file descriptor is left, or the child sent nonsense.
+            log.exception("the engine of %s could not be started or read", self._name)
         stable = self._finished_work or loop.time() - began_s > STABLE_S
-        raise Crashed(f"the engine of {self._name} died{self._end_text}", stable=stable)
+        what = "was not started" if self._end is None else f"died{self._end_text}"
+        raise Crashed(f"the engine of {self._name} {what}", stable=stable)
 
     async def _run_once(self) -> None:
         """Start one child and read its reports until it exits."""
@@ -311,10 +315,12 @@ class _Engine:
             self._process = None
             ours.close()
             self._end = None
-            if process is not None:
-                status = await _wait_for_exit(process)
-                self._end = ProcessEnd(status, oom_kills() - kills)
-            self._fail_pending()
+            try:
+                if process is not None:
+                    status = await _wait_for_exit(process)
+                    self._end = ProcessEnd(status, oom_kills() - kills)
+            finally:
+                self._fail_pending()
 
     async def _read_reports(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -357,12 +363,21 @@ class _Engine:
                 if (future := self._unfinished(report.ticket)) is not None:
                     future.set_result(report.done)
             case "grown":
-                if (on_tokens := self._token_callbacks.get(report.ticket)) is not None:
-                    for tokens in report.grown.sequences:
-                        on_tokens(tokens)
+                self._pass_on_tokens(report.ticket, report.grown.sequences)
             case "failed":
                 if (future := self._unfinished(report.ticket)) is not None:
                     future.set_exception(_failure(report.failed))
+
+    def _pass_on_tokens(self, ticket: int, sequences: Iterable[Tokens]) -> None:
+        if (on_tokens := self._token_callbacks.get(ticket)) is None:
+            return
+        try:
+            for tokens in sequences:
+                on_tokens(tokens)
+        except Exception:
+            # The tokens are only a preview; the result has all of them.
+            log.exception("the tokens of a running sample could not be passed on")
+            del self._token_callbacks[ticket]
 
     def _unfinished(self, ticket: int) -> asyncio.Future[Done] | None:
         """The future of an order, if the order is neither finished nor cancelled."""
@@ -390,15 +405,17 @@ def _failure(failed: frames_pb2.Failed) -> Exception:
 
 
 async def _wait_for_exit(process: asyncio.subprocess.Process) -> int:
-    """Wait until the child has exited, and return its status; kill it after a timeout."""
+    """Wait until the child has exited, and return its status; kill it if cancelled or too slow."""
     try:
         return await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S)
-    except (TimeoutError, asyncio.CancelledError):
+    except TimeoutError:
         if process.returncode is not None:
             return process.returncode
-    log.warning("engine process %d closed its connection and did not exit", process.pid)
-    process.kill()
-    await process.wait()
+        log.warning("engine process %d closed its connection and did not exit", process.pid)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     # Not the status of SIGKILL: it ended its work by itself.
     return 1
 

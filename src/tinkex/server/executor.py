@@ -38,7 +38,7 @@ class WorkFailed(Exception):
 
 
 class EngineLost(Exception):
-    """The engine ended by itself while it had the work; the work has to run again."""
+    """The work has to run again. Without a subclass: the engine crashed while it had the work."""
 
     #: How many attempts this counts for the work (`scheduler.engine_client`).
     attempts = 1

@@ -64,7 +64,7 @@ class Outcome:
 class QueuedRequest:
     """A request and, except for its payload, the row that stores it."""
 
-    #: Empty until it is accepted. A refused step keeps it empty: it is stored when it fails.
+    #: Set just before it is stored. A refused step keeps it empty: it is stored when it fails.
     request_id: str = ""
     owner: str
     kind: Kind
@@ -76,11 +76,14 @@ class QueuedRequest:
     sampling_session_id: str | None = None
     #: The number of a step in its model, or of a sample in its sampler.
     seq_id: int | None = None
+    #: How many sequences a sample asks for.
     sequences: int = 0
+    #: The checkpoint version of a sample, or of a load that was resolved on acceptance.
     version_id: str | None = None
     #: Tokens in the examples of a pass, or in the prompt of a sample.
     tokens: int = 0
-    #: None while it waits. One that was read from the store has no result in it.
+    #: None while it waits, except for a refused step, which has its error from the start. An outcome
+    #: that was read from the store has no result in it.
     outcome: Outcome | None = None
 
     @property

@@ -1,5 +1,5 @@
 """
-Retries and waits of the server: the only loops that sleep.
+Retries and periodic work of the server.
 
 | user | what is repeated |
 |---|---|
@@ -14,8 +14,17 @@ Retries and waits of the server: the only loops that sleep.
 | `store.sql_dialects` | taking PostgreSQL's lock |
 | `maintenance.cleanup`, `maintenance.disk_monitor` | deleting old data; checking the disk |
 
-The writer thread of `store.group_commit` also repeats writes that a full disk refused. It does so in
-the loop that waits for its queue, because other writes may come first.
+These wait elsewhere, because something else may end the wait, or because nothing is repeated:
+
+- `store.group_commit`: its writer thread repeats writes that a full disk refused in the loop that
+  waits for its queue, because other writes may come first.
+- `scheduler.model_worker`: the timer of a gap, which the missing step cancels.
+- `scheduler.engine_scheduler`: a model that is unloaded checks every second whether its gap is closed.
+- `scheduler.sample_worker`, `scheduler.result_waiters`: one pause before a sample is cancelled, or
+  before a poll that could not read the database is answered.
+- `api.bodies`, `api.connection_limits`: a request that waits for memory, a connection without
+  progress.
+- `maintenance.cleanup`: pauses between pieces of work, so that requests come first.
 """
 
 import asyncio

@@ -1,5 +1,7 @@
 """The settings of an engine; the web process passes them to the engine process as JSON."""
 
+import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -52,11 +54,12 @@ class EngineSettings:
     compute_lock: Path | None = None
 
     def to_json(self) -> str:
-        return _JSON.dump_json(self, exclude_defaults=True).decode()
+        # The json module keeps names that are not UTF-8 (as escaped surrogates); pydantic does not.
+        return json.dumps(_FIELDS.dump_python(self, exclude_defaults=True), default=os.fspath)
 
     @classmethod
     def from_json(cls, text: str) -> "EngineSettings":
-        return _JSON.validate_json(text)
+        return _FIELDS.validate_python(json.loads(text))
 
 
-_JSON = TypeAdapter(EngineSettings)
+_FIELDS = TypeAdapter(EngineSettings)

@@ -12,9 +12,11 @@ from server.echo import EchoExecutor
 from server.hosting import Api
 from tinkex.server.api import docs_page
 from tinkex.server.api.bodies import MessageRoute
+from tinkex.server.api.deps import describe_body
 from tinkex.server.app import create_app
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
+from tinkex.wire.training import OptimStepRequest
 
 FREQUENT = (
     *("asample", "stream_sample", "forward", "forward_backward", "optim_step"),
@@ -147,3 +149,16 @@ def test_descriptions_are_escaped_on_the_page() -> None:
     reader = Reader()
     reader.feed(docs_page.page(described))
     assert reader.loads == []
+
+
+@pytest.mark.parametrize("described", [False, True])
+def test_a_route_that_fastapi_calls_has_no_body(described: bool) -> None:
+    """FastAPI would read it without budgets."""
+
+    async def with_body(message: OptimStepRequest, limit: int = 1) -> None: ...
+
+    async def without_body(limit: int = 1) -> None: ...
+
+    dependencies = [describe_body(OptimStepRequest)] if described else []
+    with pytest.raises(AssertionError, match="FastAPI would read the body"):
+        MessageRoute("/x", without_body if described else with_body, dependencies=dependencies)

@@ -17,7 +17,18 @@ from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.storage.commands import tinkex
 from server.storage.test_damage import LARGE, overwrite_pages, snapshot, tear, trained
-from tinkex.server.maintenance.doctor import Finding, FolderState, Level, diagnose, examine, repair
+from serving import TINY, serving
+from tinkex.server import web_process
+from tinkex.server.executor import ServedModel
+from tinkex.server.maintenance.doctor import (
+    PARTS,
+    Finding,
+    FolderState,
+    Level,
+    diagnose,
+    examine,
+    repair,
+)
 from tinkex.server.settings import Settings, SettingsError
 from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.server.store.blobs import UNREADABLE, safetensors_problem
@@ -345,6 +356,20 @@ def weak(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain(path, mode) and mode & bits == mode
 
     monkeypatch.setattr(os, "access", access)
+
+
+async def test_every_part_of_a_data_folder_is_known(tiny_model: Path, tmp_path: Path) -> None:
+    await filled(tmp_path)
+    with serving(f"{TINY}={tiny_model}", data=tmp_path):
+        found = set(os.listdir(tmp_path))
+    served = ServedModel(name=TINY, folder=tiny_model)
+    settings = Settings(data=str(tmp_path))
+    engine = web_process.engine_settings(settings, served, shares_device=True)
+    for path in (engine.spill_folder, engine.compute_lock):
+        assert path is not None
+        found.add(path.relative_to(tmp_path).parts[0])
+    assert found >= {"tinkex.db", "server.lock", "signing.key", "running", "isolated"}
+    assert found <= set(PARTS)
 
 
 @pytest.mark.usefixtures("weak")

@@ -201,17 +201,21 @@ class Fetcher:
         self, links: Links, name: str, ask: Callable[[str], T], progress: Callable[[], int]
     ) -> T:
         """Retry under the policy; progress resets the counters."""
-        failures, refusals, since, last, link = 0, 0, monotonic(), progress(), ""
+        failures, refusals, since, last = 0, 0, monotonic(), progress()
+        link: str | None = None
 
         def attempt() -> T:
             nonlocal link
             if self.stop.is_set():
                 raise Stopped
+            link = None
             link = links.get(name)
             return ask(link)
 
         def delay_after(error: Exception) -> float | None:
             nonlocal failures, refusals, since, last
+            if link is None:  # the request for links failed, and was retried by `Calls`
+                return None
             if (here := progress()) > last:
                 failures, refusals, since, last = 0, 0, monotonic(), here
             if isinstance(error, APIStatusError) and error.status_code == 403 and not refusals:

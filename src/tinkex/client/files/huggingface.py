@@ -159,11 +159,10 @@ def card(path: str, config: dict[str, Any]) -> str:
 
 def check_card(path: str, text: str | None, where: str) -> None:
     """Raise if the card names another checkpoint."""
-    # Cards from tinkex have it as a field; others may only mention it.
-    field = _hub().ModelCard(text or "", ignore_metadata_errors=True).data.to_dict()
-    named = re.findall(r"tinker://[^\s\"'`<>()]+", text or "")
-    if isinstance(field.get("tinker_path"), str):
-        named = [field["tinker_path"]]
+    # Cards from tinkex have it in a line of its own; others may only mention it. Not read as YAML:
+    # the card may be anybody's, and broken.
+    ours = re.findall(r"^tinker_path: *[\"']?(.+?)[\"']?\s*$", text or "", re.MULTILINE)
+    named = ours or re.findall(r"tinker://[^\s\"'`<>()]+", text or "")
     if named and path not in named:
         raise HubError(
             f"The model card of {where} names another checkpoint, {named[0]}. Choose another "

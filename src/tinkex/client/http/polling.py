@@ -32,7 +32,13 @@ from tinkex.client.errors import (
     RequestFailedError,
     own_copy,
 )
-from tinkex.client.http.retry import MAX_GARBLED, NotYet, backoff, is_retryable, retrying
+from tinkex.client.http.retry import (
+    MAX_GARBLED,
+    NotYet,
+    exponential_delay_s,
+    is_retryable,
+    retrying,
+)
 from tinkex.client.http.transport import Kind, Response
 from tinkex.client.http.typed_requests import LONG_WAIT_S, Calls, decode, requested_delay_s
 from tinkex.client.observe import queue_states
@@ -133,7 +139,7 @@ def _read(
         raise unreadable from error
 
 
-class PollBackoff:
+class PollDelays:
     """Delays between polls, so that no server is polled in a busy loop."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -148,21 +154,25 @@ class PollBackoff:
             self._quick_responses = 0
             return 0.0
         self._quick_responses += 1
-        return backoff(self._quick_responses, first_s=0.04, max_s=1.0, jitter=0.25, rng=self._rng)
+        return exponential_delay_s(
+            self._quick_responses, first_s=0.04, max_s=1.0, jitter=0.25, rng=self._rng
+        )
 
     def after_failure(self, requested_s: float | None = None) -> float:
         """The delay that the server asks for, at most a minute: the result may be ready earlier."""
         self._failures += 1
         if requested_s is not None:
             return min(requested_s, LONG_WAIT_S)
-        return backoff(self._failures, first_s=0.1, max_s=15.0, jitter=0.25, rng=self._rng)
+        return exponential_delay_s(
+            self._failures, first_s=0.1, max_s=15.0, jitter=0.25, rng=self._rng
+        )
 
 
 class PollRetries:
     """After a failed poll: wait, or give up. The same rules for every kind of poll."""
 
     def __init__(self, calls: Calls, *, clock: Callable[[], float], rng: random.Random) -> None:
-        self.backoff = PollBackoff(rng)
+        self.delays = PollDelays(rng)
         self._calls = calls
         self._clock = clock
         self._last_contact = clock()
@@ -180,23 +190,23 @@ class PollRetries:
             self._garbled += 1
             if not is_retryable(error) or self._garbled > MAX_GARBLED:
                 return None
-            return self.backoff.after_failure()
+            return self.delays.after_failure()
         if isinstance(error, APIConnectionError):
             if self._clock() - self._last_contact > self._calls.settings.reconnect_s:
                 return None
-            return self.backoff.after_failure()
+            return self.delays.after_failure()
         if not isinstance(error, APIStatusError):
             return None
         self._last_contact = self._clock()
         requested = requested_delay_s(error, datetime.now(UTC))
         if error.status_code == 400 and self._bad_requests < MAX_400:
             self._bad_requests += 1
-            return self.backoff.after_failure(requested)
+            return self.delays.after_failure(requested)
         if error.status_code == 402:
             return self._calls.limits.billing.pause_s()
         if error.status_code == 400 or not is_retryable(error):
             return None
-        delay = self.backoff.after_failure(requested)
+        delay = self.delays.after_failure(requested)
         if error.status_code == 429:
             self._calls.note_rate_limit("retrieve_future", requested or delay)
             return 0.0  # the next poll waits for the shared back-off
@@ -238,6 +248,7 @@ class ResultPoller:
         allow_metadata_only = size is None
         about = f"result of {expected.request_type} request {request_id}"
         reporter = _QueueStateReporter(observer)
+        reserved = contextlib.AsyncExitStack()
 
         async def poll() -> T:
             nonlocal polls, allow_metadata_only
@@ -268,25 +279,25 @@ class ResultPoller:
                     raise
                 retries.answered()
                 reporter.update(error.body)
-                raise NotYet(retries.backoff.after_not_yet(self._clock() - sent_at)) from None
+                raise NotYet(retries.delays.after_not_yet(self._clock() - sent_at)) from None
             answer = _read(response, expected, about)
             retries.answered()
             if isinstance(answer, RequestFailedResponse):
                 raise RequestFailedError(answer.error, request_id, answer.category)
             if isinstance(answer, TryAgainResponse):
                 reporter.update(response.json())  # as sent: it may contain states unknown here
-                raise NotYet(retries.backoff.after_not_yet(self._clock() - sent_at))
+                raise NotYet(retries.delays.after_not_yet(self._clock() - sent_at))
             if not isinstance(answer, CompleteMetadata):
                 return answer
             if not allow_metadata_only:  # the server withheld the result although asked not to
-                raise NotYet(retries.backoff.after_not_yet(0.0))
+                raise NotYet(retries.delays.after_not_yet(0.0))
             allow_metadata_only = False
             await reserved.enter_async_context(
                 self._calls.limits.result_bytes.hold(answer.response_payload_size)
             )
-            return await poll()
+            raise NotYet(0.0)  # fetch it now
 
-        async with contextlib.AsyncExitStack() as reserved:
+        async with reserved:
             reserved.callback(reporter.finish)
             if size is not None:
                 await reserved.enter_async_context(self._calls.limits.result_bytes.hold(size))
@@ -505,7 +516,7 @@ class SharedPoll:
                 self._cursor = answer.cursor
                 raise NotYet(COALESCE_S)
             self._start_fallback_poll()
-            raise NotYet(retries.backoff.after_not_yet(self._clock() - sent_at))
+            raise NotYet(retries.delays.after_not_yet(self._clock() - sent_at))
 
         await retrying(poll, retries.delay_after)
 

@@ -1,7 +1,7 @@
 """
 Whether and when to try again, and the two loops that do it.
 
-`retrying` is the only loop of the client that repeats work, on the event loop:
+`retrying` repeats work on the event loop:
 
     Calls.with_retries               requests
     ResultPoller.fetch, SharedPoll   polls for results
@@ -11,6 +11,10 @@ Whether and when to try again, and the two loops that do it.
 
 `retrying_in_thread` is the same for threads: file downloads, `recovering`, and the start of a local
 server. Everything else here is pure: no clock, no sleep, no socket.
+
+Repeated elsewhere: a request after a redirect (`HttpTransport`), once more with a new token after a
+401 (`Calls`), and what runs at intervals: heartbeats, telemetry, the renewal of tokens and of the
+server's configuration.
 """
 
 from __future__ import annotations
@@ -92,8 +96,8 @@ def retrying_in_thread(
         sleep(delay_s)
 
 
-def backoff(
-    attempt: int,
+def exponential_delay_s(
+    failures: int,
     *,
     first_s: float,
     max_s: float,
@@ -101,12 +105,12 @@ def backoff(
     rng: random.Random | None = None,
 ) -> float:
     """
-    Seconds to wait after failed attempt number `attempt` (from 1).
+    Seconds to wait after so many `failures` (from 1).
 
-    `first_s`, doubled with each attempt up to `max_s`, and shortened at random by up to the share
+    `first_s`, doubled with each failure up to `max_s`, and shortened at random by up to the share
     `jitter`, so that clients do not retry at the same time.
     """
-    delay_s = min(first_s * 2.0 ** min(attempt - 1, 30), max_s)
+    delay_s = min(first_s * 2.0 ** min(failures - 1, 30), max_s)
     return delay_s * (1 - jitter * (rng or random).random()) if jitter else delay_s
 
 
@@ -205,22 +209,22 @@ class RetryPolicy:
 
     def delay_s(
         self,
-        attempt: int,
+        failures: int,
         error: BaseException,
         *,
         elapsed_s: float,
         now: datetime,
         rng: random.Random,
     ) -> float | None:
-        """Seconds to wait after failed attempt number `attempt` (from 1), or None to give up."""
+        """Seconds to wait after so many `failures` (from 1), or None to give up."""
         if not is_retryable(error):
             return None
         delay = None
         if isinstance(error, APIStatusError):
             delay = retry_after_s(error.response.headers, now=now)
         if delay is None:
-            delay = backoff(
-                attempt,
+            delay = exponential_delay_s(
+                failures,
                 first_s=self.first_delay_s,
                 max_s=self.max_delay_s,
                 jitter=self.jitter,
@@ -264,8 +268,10 @@ class RetryConfig:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be zero or more.")
 
-    def delay_s(self, attempt: int, *, rng: random.Random) -> float:
-        """Seconds before the sample is retried, after failed attempt `attempt` (from 1)."""
-        delay = backoff(attempt, first_s=self.retry_delay_base, max_s=self.retry_delay_max)
+    def delay_s(self, failures: int, *, rng: random.Random) -> float:
+        """Seconds before the sample is retried, after so many `failures` (from 1)."""
+        delay = exponential_delay_s(
+            failures, first_s=self.retry_delay_base, max_s=self.retry_delay_max
+        )
         delay += delay * self.jitter_factor * rng.uniform(-1, 1)
         return min(max(delay, 0.0), self.retry_delay_max)

@@ -2,10 +2,10 @@
 Typed HTTP calls. Each layer adds one thing:
 
         Calls.call              typed request in, typed response out
-          Calls.with_retries    retries under the policy: the only layer that repeats a request
+          Calls.with_retries    retries under the policy
             Calls.once          one exchange; failures become tinkex errors
-              Calls._send       adds the credential
-                Transport.send  bytes and headers
+              Calls._send       adds the credential; once more with a new token after a 401
+                Transport.send  bytes and headers; follows redirects
 """
 
 from __future__ import annotations

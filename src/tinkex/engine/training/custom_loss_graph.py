@@ -2,8 +2,9 @@
 Interprets custom losses: a graph from a request is checked, then run one node at a time.
 
 The graph is untrusted. `custom_loss_parser` accepts only operations listed in `custom_loss_ops`.
-Here the size of every result is checked before it is computed (`custom_loss_sizes`), and each run
-has limits on time and elements.
+Here every argument is checked against its signature (`custom_loss_arguments`), the size of every
+result is checked before it is computed (`custom_loss_sizes`), and each run has limits on time and
+elements.
 """
 
 from __future__ import annotations
@@ -18,19 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tinkex.engine.training.custom_loss_arguments import Device, checked
 from tinkex.engine.training.custom_loss_ops import Operation, checked_result
-from tinkex.engine.training.custom_loss_parser import (
-    Device,
-    Ref,
-    Slice,
-    Step,
-    check_inputs,
-    parse_nodes,
-)
+from tinkex.engine.training.custom_loss_parser import Ref, Slice, Step, check_inputs, parse_nodes
 from tinkex.engine.training.custom_loss_sizes import (
     MAX_RANK,
     Refused,
-    check_extents,
     elements,
     shown,
     tensors_in,
@@ -53,7 +47,7 @@ MAX_TOUCHED = 32
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Graph:
-    """A custom loss that passed all checks without data. Made by `rebuild`."""
+    """A custom loss that passed all checks without data. Made by `parse`."""
 
     name: str
     inputs: tuple[CustomLossInput, ...]
@@ -61,11 +55,9 @@ class Graph:
     _loss: str
     #: Metric name -> node name.
     _metrics: Mapping[str, str]
-    #: Whether any node changes a tensor in place.
-    _writes: bool
 
     @classmethod
-    def rebuild(cls, name: str, inputs: Sequence[CustomLossInput], graph: CustomLossGraph) -> Graph:
+    def parse(cls, name: str, inputs: Sequence[CustomLossInput], graph: CustomLossGraph) -> Graph:
         """Checks a graph. `UserFailure` names the node, the problem and what is allowed."""
         try:
             if len(name) > MAX_NAME:
@@ -76,8 +68,7 @@ class Graph:
             steps, loss, metrics = parse_nodes(inputs, graph.nodes)
         except Refused as refusal:
             raise UserFailure(f"custom loss {shown(name)}: {refusal}") from None
-        writes = any(step.operation is not None and step.operation.writes for step in steps)
-        return cls(name, tuple(inputs), steps, loss, metrics, writes)
+        return cls(name, tuple(inputs), steps, loss, metrics)
 
     def run(
         self,
@@ -146,8 +137,8 @@ class Graph:
                     f"input {declared.name!r} has {tensor.dim()} dimensions; "
                     f"the loss expects {declared.rank}"
                 )
-        if self._writes:  # the caller's tensors must stay unchanged
-            given = [tensor.clone() for tensor in given]
+        # The graph may write into them, but they may be views of the whole batch.
+        given = [tensor.clone() for tensor in given]
         budget = _Budget(given)
         values: dict[str, Any] = {}
         waiting = iter(given)
@@ -186,12 +177,11 @@ def _run_step(
     args = [_resolve(arg, values, device) for arg in step.args]
     kwargs = {key: _resolve(arg, values, device) for key, arg in step.kwargs.items()}
     try:
-        if operation.extents:
-            check_extents((*args, *kwargs.values()))
-        size = operation.size(*args, **kwargs)
-        kept = operation.kept(*args, **kwargs) if operation.kept else 0
-        work = operation.work(*args, **kwargs) if operation.work else 0
-        read = sum(tensor.numel() for tensor in tensors_in((*args, *kwargs.values())))
+        bound = checked(step.slots, (*args, *kwargs.values()))
+        size = operation.size(**bound)
+        kept = operation.kept(**bound) if operation.kept else 0
+        work = operation.work(**bound) if operation.work else 0
+        read = sum(tensor.numel() for tensor in tensors_in(bound.values()))
         budget.allow(size, kept, read + work)
         if operation.makes:
             kwargs["device"] = device
@@ -240,7 +230,7 @@ class _Deadline:
 
 
 class _Budget:
-    """Elements that one run may still write and read."""
+    """Elements that one run may still write, and those that it may still read, write or process."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         widest = max(tensor.numel() for tensor in inputs)
@@ -248,19 +238,19 @@ class _Budget:
         self._to_write = MAX_WRITTEN * self.largest
         self._to_touch = MAX_TOUCHED * self.largest
 
-    def allow(self, size: int, kept: int, read: int) -> None:
+    def allow(self, size: int, kept: int, processed: int) -> None:
         """Called before an operation: refuses a result that would be too large."""
         if size > self.largest:
             raise Refused(
                 f"the result would have {size} elements; at most {self.largest} are allowed"
             )
-        self._to_touch -= size + kept + read
+        self._to_touch -= size + kept + processed
         self._to_write -= kept
         if size > self._to_write or self._to_touch < 0:
             raise Refused(
                 "the operations of the loss together read or write too many elements; "
-                f"the limits for this datum are {MAX_TOUCHED * self.largest} read and "
-                f"{MAX_WRITTEN * self.largest} written"
+                f"the limits for this datum are {MAX_TOUCHED * self.largest} read, written or "
+                f"multiplied, and {MAX_WRITTEN * self.largest} written"
             )
 
     def spend(self, result: Any) -> None:

@@ -7,10 +7,10 @@ there are two budgets:
 
 - Per owner: bytes that are arriving, and large bodies that are decoded at the same time.
 - Global (`MemoryBudget`): bytes of all large bodies. A large body reserves its bytes before it is
-  read and keeps them until the response is sent, because until then the body, or the request
-  decoded from it, is in memory. When the budget is exhausted, new large bodies wait up to
-  `arriving_wait_s`, then get a 429. While others wait, a sender slower than 64 KiB/s loses the
-  unused part of its reservation.
+  read and keeps them until its request is stored (`submit.accept`) or answered, because until then
+  the body, or the request decoded from it, is in memory. When the budget is exhausted, new large
+  bodies wait up to `arriving_wait_s`, then get a 429. While others wait, a sender slower than
+  64 KiB/s loses the unused part of its reservation.
 
 Small bodies need no reservation, so they are accepted even when the budget is exhausted.
 """
@@ -57,7 +57,7 @@ RETRY_AFTER_S = 1
 # this many times the limit.
 DRAIN_FACTOR = 8
 # Smaller bodies are decoded on the event loop: a thread would cost more.
-INLINE_BYTES = 128 * 1024
+DECODE_INLINE_BYTES = 128 * 1024
 # The first and last bytes of a body that is too large are kept: they may contain the model and the
 # number of the step.
 KEPT_END_BYTES = 4096
@@ -256,10 +256,10 @@ async def read_data(request: Request, decode: Callable[[bytes], T]) -> T:
             request.scope[RECEIVED_BODY] = body
             return body
 
-        if len(packed) <= INLINE_BYTES:
+        if len(packed) <= DECODE_INLINE_BYTES:
             # A small body may decompress to a large one; then it is decoded in a thread.
             with contextlib.suppress(TooLarge):
-                return decode(unpack(min(INLINE_BYTES, settings.max_decoded_bytes)))
+                return decode(unpack(min(DECODE_INLINE_BYTES, settings.max_decoded_bytes)))
         async with budgets.owners.decode_slot(owner), budgets.memory.decodes:
             return await asyncio.to_thread(lambda: decode(unpack()))
 
@@ -306,7 +306,7 @@ async def _receive(
 
 
 async def _reserve(request: Request, size: int) -> Reservation | None:
-    """Reserve memory for a body until the response to its request is sent."""
+    """Reserve memory for a body until its request is stored or answered."""
     memory = budgets_of(request).memory
     reservation = await memory.reserve(size)
     if reservation is not None:
@@ -351,7 +351,7 @@ class MessageRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         if self.dependant.query_params:
-            assert not self.dependant.body_params, f"FastAPI would read the body of {self.path}"
+            assert self.body_field is None, f"FastAPI would read the body of {self.path}"
             return super().get_route_handler()
         endpoint: Callable[..., Awaitable[Response]] = self.endpoint
         request_name = self.dependant.request_param_name or ""

@@ -22,6 +22,7 @@ from pathlib import Path
 from tinkex.server.api.auth import LINK_KEY_FILE as SIGNING_KEY
 from tinkex.server.api.auth import TOKEN_KEY_FILE as TOKENS_KEY
 from tinkex.server.maintenance.backup import DATABASE
+from tinkex.server.scheduler.base_model_check import CACHE_FILE as BASE_HASHES
 from tinkex.server.settings import MEBIBYTE, Settings
 from tinkex.server.store import Store, open_store
 from tinkex.server.store.blobs import PREFIX_DEPTHS, UNREADABLE, Files
@@ -41,10 +42,13 @@ from tinkex.server.store.keys import MARKER
 from tinkex.server.store.migrations import unsupported
 from tinkex.server.store.sql_dialects import is_wal_lost
 
-#: The files and folders of a data folder.
+#: The files and folders of a data folder. A server ignores any others.
 PARTS = (
-    *(DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", SIGNING_KEY, TOKENS_KEY, MARKER, LOCK_FILE),
+    *(DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", f"{DATABASE}.lock", LOCK_FILE),
+    *(SIGNING_KEY, TOKENS_KEY, MARKER),
     *PREFIX_DEPTHS,
+    *("running", "isolated", BASE_HASHES),  # `scheduler.web_crash`, `scheduler.base_model_check`
+    *("spill", "turn.lock"),  # the engines
 )
 _ALL = os.R_OK | os.W_OK | os.X_OK
 
