@@ -95,9 +95,7 @@ def random_graph(draw: random.Random) -> dict[str, Any]:
             op = draw.choice(["call_function", "call_method"])
             table = FUNCTIONS if op == "call_function" else METHODS
             target = draw.choice(sorted(table))
-            args: list[Any] = [
-                _argument(draw, names) for _ in range(draw.choice((1, 1, 2, 2, 3, 4)))
-            ]
+            args = [_argument(draw, names) for _ in range(draw.choice((1, 1, 2, 2, 3, 4)))]
             if draw.random() < 0.9:
                 args[0] = {"ref": draw.choice(names)}
             if draw.random() < 0.5:
