@@ -6,10 +6,10 @@ first request, for the rest of a request, and for a client that does not read it
 
 `LimitedProtocol` stands between the transport and uvicorn's protocol. It parses the requests
 itself, refuses what is too long before uvicorn sees it, and closes connections that make no
-progress. To uvicorn's protocol it is a transport's other end (asyncio's protocol interface). It also
-relies on three things of uvicorn: `app_state` becomes the state of each request, its parser is as
-lenient as this one, and `connection_lost(None)` stops its timers. `ReportingApp` reports what the
-application does with a request:
+progress. It uses uvicorn's protocol through asyncio's interface, and relies on three more facts about
+it: `app_state` becomes the state of each request, its parser is as lenient as this one, and
+`connection_lost(None)` stops its timers. `ReportingApp` reports what the application does with a
+request:
 
     http = partial(LimitedProtocol, HttpToolsProtocol, head_s=30, stall_s=60)
     uvicorn.Config(ReportingApp(app), http=http)
