@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from tinkex.engine.training.custom_loss_arguments import Parameter
 from tinkex.engine.training.custom_loss_graph import Graph
 from tinkex.engine.training.custom_loss_ops import FUNCTIONS, METHODS, Operation
 from tinkex.wire.custom_loss import CreateCustomLossRequest
@@ -95,11 +96,12 @@ def random_graph(draw: random.Random) -> dict[str, Any]:
             op = draw.choice(["call_function", "call_method"])
             table = FUNCTIONS if op == "call_function" else METHODS
             target = draw.choice(sorted(table))
-            args: list[Any] = [
-                _argument(draw, names) for _ in range(draw.choice((1, 1, 2, 2, 3, 4)))
-            ]
+            args = [_argument(draw, names) for _ in range(draw.choice((1, 1, 2, 2, 3, 4)))]
             if draw.random() < 0.9:
                 args[0] = {"ref": draw.choice(names)}
+            if draw.random() < 0.7:
+                args = [_fitting(draw, one, names) for one in table[target].parameters]
+                args = args[: draw.randint(1, max(1, len(args)))]
             if draw.random() < 0.5:
                 args, kwargs = _by_keyword(draw, table[target], args)
             if draw.random() < 0.1:
@@ -129,6 +131,12 @@ def _by_keyword(
     names = [parameter.name for parameter in operation.parameters[at:]]
     draw.shuffle(names)
     return args[:at], dict(zip(names, args[at:], strict=False))
+
+
+def _fitting(draw: random.Random, parameter: Parameter, names: list[str]) -> Any:
+    """A plain value of the right kind, or any node."""
+    plain = [value for value in ODD if not isinstance(value, dict) and parameter.test(value)]
+    return draw.choice(plain) if plain and draw.random() < 0.7 else {"ref": draw.choice(names)}
 
 
 def _argument(draw: random.Random, names: list[str]) -> Any:
