@@ -41,9 +41,9 @@ $(READY): pyproject.toml constraints.txt
 demo: setup
 	@$(BIN)/tinkex demo
 
-# Three workers on two cores, because many tests wait for processes. Each file runs in one worker, because its tests
-# share servers; tests/conftest.py orders the files. The environments of the official SDKs are in the
-# user's cache, so new clones reuse them.
+# Three workers on two cores, because many tests wait for processes. Each file runs in one worker,
+# because its tests share servers; tests/conftest.py orders the files. The environments of the official
+# SDKs are in the user's cache, so new clones reuse them.
 test: setup
 	@$(BIN)/python tests/system_packages.py
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
