@@ -1,7 +1,6 @@
 """Load: memory of waiting requests, full servers, and stalled connections."""
 
 import asyncio
-import ctypes
 import gc
 import json
 import os
@@ -16,7 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, with_key
-from tinkex.server import web_process
+from tinkex.server import process_setup, web_process
 from tinkex.server.api.connection_limits import MIN_PROGRESS_BYTES, Phase, StallTimer
 from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.wire.proto.frames_pb2 import Done, Order
@@ -29,7 +28,6 @@ SESSIONS, QUEUED = 200, 5_000
 LARGE = 2**24
 #: Memory for one waiting sample of 100 tokens, with its connection's share, its task and its row.
 MOST_BYTES_EACH = 20_000
-LIBC = ctypes.CDLL(None)
 
 
 class Held(EchoExecutor):
@@ -60,8 +58,8 @@ async def a_sampler(api: Api) -> str:
 
 def resident_bytes() -> int:
     gc.collect()
-    if hasattr(LIBC, "malloc_trim"):  # glibc: free memory returns to the system
-        LIBC.malloc_trim(0)
+    if process_setup._malloc_trim is not None:
+        process_setup._malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 

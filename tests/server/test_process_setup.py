@@ -1,10 +1,12 @@
-"""Garbage collection of the web process."""
+"""Garbage collection and the malloc arena of server processes."""
 
 import asyncio
 import gc
 import subprocess
 import sys
 import weakref
+
+import pytest
 
 from tinkex.server.process_setup import collect_periodically
 
@@ -47,3 +49,39 @@ def test_reference_cycles_are_freed_periodically():
         asyncio.run(until_freed())
     finally:
         gc.enable()
+
+
+HEAPS = """
+import ctypes, sys, threading
+from tinkex.server.process_setup import use_single_arena
+
+if sys.argv[1] == "shared":
+    use_single_arena()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+together = threading.Barrier(6)
+
+def allocate() -> None:
+    together.wait()
+    for _ in range(1000):
+        libc.malloc(2000)
+
+threads = [threading.Thread(target=allocate) for _ in range(6)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+libc.stdout = ctypes.c_void_p.in_dll(libc, "stdout")
+libc.malloc_info(0, libc.stdout)
+libc.fflush(libc.stdout)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only the GNU library makes a heap a thread")
+def test_threads_share_one_malloc_arena():
+    def heaps(how: str) -> int:
+        reported = subprocess.run(
+            [sys.executable, "-c", HEAPS, how], capture_output=True, text=True, check=True
+        )
+        return reported.stdout.count("<heap nr=")
+
+    assert heaps("shared") == 1
+    assert heaps("own") > 1

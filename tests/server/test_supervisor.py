@@ -237,6 +237,14 @@ async def test_more_models_than_fit_train_through_the_server(
     assert "stopped; requests that were accepted" in server.log[-1]
 
 
+async def test_engines_keep_the_allocator_s_defaults(own_server: Server) -> None:
+    """The single malloc arena is for the threads of the web process only."""
+    async with connected(own_server.url, TINY) as api:
+        await api.model()
+    for pid in (web_process(own_server), engine_process(own_server)):
+        assert "MALLOC_ARENA_MAX" not in _environment(pid)
+
+
 async def test_an_idle_server_uses_no_cpu_time(own_server: Server) -> None:
     async with connected(own_server.url, TINY) as api:
         await api.model()
@@ -288,6 +296,10 @@ async def _untrained_loss(server: Server) -> float:
         return (await api.passed(await api.forward_backward(model, 1, tokens=8))).metrics[
             "loss:sum"
         ]
+
+
+def _environment(pid: int) -> str:
+    return Path(f"/proc/{pid}/environ").read_text()
 
 
 def _processor_s(pid: int) -> float:

@@ -2,10 +2,13 @@
 What the server's processes set up: logging for all, garbage collection for the web process.
 """
 
+import asyncio
+import ctypes
 import gc
 import logging
 import sys
 import time
+from collections.abc import Callable
 
 from tinkex.server.retry import run_periodically
 from tinkex.wire.redaction import RedactingFormatter
@@ -31,7 +34,7 @@ def set_log_level(level: str) -> None:
     logging.getLogger("tinkex").setLevel(level.upper())
 
 
-# --- Garbage collection, for the web process. ---
+# --- Garbage collection and the C heap, for the web process. ---
 
 # Reference counting frees most objects of a request. With Python's default threshold of 700 new
 # objects, each collection would traverse thousands of open requests for nothing.
@@ -42,6 +45,16 @@ COLLECT_INTERVAL_S = 3.0
 # A collection with thousands of open requests takes tens of milliseconds. The interval grows so
 # that collections take at most this share of the time.
 MAX_COLLECT_SHARE = 0.005
+
+
+def use_single_arena() -> None:
+    """
+    Let all threads share one malloc arena. Call before any thread starts.
+
+    By default glibc gives each thread an arena of its own, and each of them fragments separately.
+    """
+    if _mallopt is not None:
+        _mallopt(_M_ARENA_MAX, 1)
 
 
 def tune_gc() -> None:
@@ -65,6 +78,23 @@ async def collect_periodically(every_s: float = COLLECT_INTERVAL_S) -> None:
         began_s = time.thread_time()
         gc.collect()
         took_s = time.thread_time() - began_s
+        # Return free heap memory to the operating system.
+        if _malloc_trim is not None:
+            await asyncio.to_thread(_malloc_trim, 0)
 
     pause_s = lambda: max(every_s, took_s / MAX_COLLECT_SHARE)
     await run_periodically(collect, pause_s, what="garbage collection", log=log)
+
+
+def _glibc_function(name: str) -> Callable[..., int] | None:
+    """A function that only glibc has, and only glibc needs; None elsewhere."""
+    if sys.platform != "linux":
+        return None
+    found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
+    return found
+
+
+_malloc_trim = _glibc_function("malloc_trim")
+_mallopt = _glibc_function("mallopt")
+# M_ARENA_MAX in glibc's malloc.h.
+_M_ARENA_MAX = -8

@@ -35,7 +35,7 @@ from tinkex.server.api.deps import Context
 from tinkex.server.app import create_app
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import EngineRefused, ServedModel
-from tinkex.server.process_setup import collect_periodically, tune_gc
+from tinkex.server.process_setup import collect_periodically, tune_gc, use_single_arena
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.wire.engine_settings import DtypeName, EngineSettings
@@ -217,6 +217,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
+    use_single_arena()
     # This process and its engines write training data: no other user may read it.
     os.umask(0o077)
     process_setup.setup_logging()
