@@ -96,7 +96,10 @@ REQUIRED_PACKAGES = [
     default=None,
     help="Continue runs even if the files of their base model changed.",
 )
-def command(models: tuple[str, ...], **flags: Any) -> None:
+@click.option(
+    "--local", is_flag=True, hidden=True, help='Started by base_url="local": stops when unused.'
+)
+def command(models: tuple[str, ...], local: bool, **flags: Any) -> None:
     """Serve models to every Tinker client on this machine.
 
     Without a name, a small chat model is served. Prints one line when the server is ready:
@@ -116,7 +119,7 @@ def command(models: tuple[str, ...], **flags: Any) -> None:
     _check_packages()
     try:
         settings = Settings.from_sources({"models": models or None, **flags})
-        status = run(settings, announce=lambda line: print(line, flush=True))
+        status = run(settings, announce=lambda line: print(line, flush=True), local=local)
     except SettingsError as error:
         raise CommandFailed(str(error), hint=error.hint) from error
     except (ModelNotFound, StartFailed) as error:

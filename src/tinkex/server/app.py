@@ -12,6 +12,7 @@ from tinkex.server.api import (
     downloads,
     errors,
     futures,
+    local,
     models,
     openapi,
     operations,
@@ -57,6 +58,7 @@ ROUTERS = (
     operations.telemetry_router,
     sessions.router,
     runs_and_checkpoints.router,
+    local.router,
 )
 
 
@@ -135,6 +137,8 @@ def create_app(
     )
     store.quotas.server, store.quotas.abandoned_s = Quota.of(settings), settings.abandoned_s
     app.state.authenticator = Authenticator(store.keys, Tokens.of_folder(settings.folder))
+    #: For the routes of local administration; None refuses them.
+    app.state.administration = None
     app.state.body_budgets = BodyBudgets(settings)
     app.state.report_slots = ReportSlots()
     app.add_middleware(ReleaseBodyMemory)

@@ -21,6 +21,13 @@ from types import FrameType
 from tinkex.models.cache import line_progress
 from tinkex.models.resolve import DEFAULT_MODEL, ModelSource, resolve
 from tinkex.server import process_setup
+from tinkex.server.registration import (
+    Administration,
+    Registration,
+    name_old_folders,
+    reachable_url,
+    take_over,
+)
 from tinkex.server.retry import Backoff, Crashed, poll, retry_blocking
 from tinkex.server.settings import Settings, SettingsError, is_loopback
 from tinkex.server.store.folder_lock import HeldLock, lock_database, lock_folder
@@ -41,8 +48,12 @@ class StartFailed(Exception):
     """The server could not start; the text says why."""
 
 
-def run(settings: Settings, *, announce: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit status. `announce` gets the "ready" line."""
+def run(settings: Settings, *, announce: Callable[[str], None], local: bool = False) -> int:
+    """
+    Serve until SIGTERM or SIGINT; return the exit status. `announce` gets the "ready" line.
+
+    A `local` server stops by itself when no program has used it for a while.
+    """
     process_setup.setup_logging()
     process_setup.set_log_level(settings.log_level)
     log.info(
@@ -52,6 +63,8 @@ def run(settings: Settings, *, announce: Callable[[str], None]) -> int:
     )
     for line in settings.lines():
         log.debug("setting %s", line)
+    take_over(settings)
+    name_old_folders(settings, log.warning)
     with contextlib.ExitStack() as stack:
         locks = [
             stack.enter_context(lock_folder(settings.folder)),
@@ -68,8 +81,21 @@ def run(settings: Settings, *, announce: Callable[[str], None]) -> int:
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{port}"
-        supervisor = Supervisor(settings, sources, listening, [one for one in locks if one])
-        return supervisor.run(on_ready=lambda: announce(f"tinkex ready at {url}"))
+        registration = Registration(settings, local=local)
+        stack.callback(registration.withdraw)
+        supervisor = Supervisor(
+            settings,
+            sources,
+            listening,
+            [one for one in locks if one],
+            administration=registration.administration,
+        )
+
+        def on_ready() -> None:
+            registration.publish(reachable_url(host, port), [source.name for source in sources])
+            announce(f"tinkex ready at {url}")
+
+        return supervisor.run(on_ready=on_ready)
 
 
 class Supervisor:
@@ -81,8 +107,11 @@ class Supervisor:
         sources: Sequence[ModelSource],
         listening: socket.socket,
         locks: Sequence[HeldLock],
+        *,
+        administration: Administration,
     ) -> None:
         self._settings = settings
+        self._administration = administration
         self._sources = sources
         self._listening = listening
         self._locks = locks
@@ -142,7 +171,7 @@ class Supervisor:
                 process_group=0,
             )
             self._child = child
-            _send_settings(child, self._settings)
+            self._send_settings(child)
             if self._stopping:
                 child.send_signal(signal.SIGTERM)
             os.close(report_writer)
@@ -158,6 +187,13 @@ class Supervisor:
         if word == "failed" and first and not self._stopping:
             raise StartFailed(reason.strip())
         return word == "ready"
+
+    def _send_settings(self, child: "subprocess.Popen[bytes]") -> None:
+        if child.stdin is not None:
+            lines = f"{self._settings.to_json()}\n{self._administration.to_json()}\n"
+            # The report pipe shows when the child has already exited.
+            with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
+                pipe.write(lines.encode())
 
     def _command(self, report_descriptor: int, lifeline: int) -> list[str]:
         command = [
@@ -201,13 +237,6 @@ class Supervisor:
         self._stopping = True
         if child is not None:
             child.send_signal(signal.SIGTERM)
-
-
-def _send_settings(child: "subprocess.Popen[bytes]", settings: Settings) -> None:
-    if child.stdin is not None:
-        # The report pipe shows when the child has already exited.
-        with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
-            pipe.write(settings.to_json().encode())
 
 
 def open_socket(settings: Settings) -> socket.socket:

@@ -36,6 +36,7 @@ from tinkex.server.app import create_app
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import EngineRefused, ServedModel
 from tinkex.server.process_setup import collect_periodically, tune_gc, use_single_arena
+from tinkex.server.registration import Administration
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.wire.engine_settings import DtypeName, EngineSettings
@@ -92,6 +93,7 @@ async def serve(
     lifeline: int,
     reporter: Reporter,
     last_status: int,
+    administration: Administration,
 ) -> bool:
     """Serve until stopped; return False when the server could not start."""
     try:
@@ -105,13 +107,16 @@ async def serve(
         log.error("%s", refused)
         reporter.report(f"failed\n{refused}")
         return False
-    shares_device = len(served) > 1
+    shares_device = len(served) > 1 or administration.local
     executor = LocalExecutor(
         served,
         [engine_settings(settings, model, shares_device=shares_device) for model in served],
         idle_s=settings.engine_idle_s,
+        # Many commands with `--base-url local` only read a list.
+        on_demand=administration.local,
     )
     app = create_app(settings, executor, store, last_status=last_status)
+    app.state.administration = administration
     server = Server(uvicorn_config(app, settings), app)
     _raise_file_limit()
     tune_gc()
@@ -224,7 +229,8 @@ def main() -> None:
     # The supervisor logs start and stop.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     reporter = Reporter(options.report_fd)
-    settings = Settings.from_json(sys.stdin.read())
+    settings = Settings.from_json(sys.stdin.readline())
+    administration = Administration.from_json(sys.stdin.readline())
     process_setup.set_log_level(settings.log_level)
     served = []
     for name, folder in options.model:
@@ -245,6 +251,7 @@ def main() -> None:
         lifeline=options.lifeline_fd,
         reporter=reporter,
         last_status=options.last_status,
+        administration=administration,
     )
     if not asyncio.run(serving):
         sys.exit(1)
