@@ -134,6 +134,20 @@ class Scheduler:
         self._opening: set[str] = set()
         self._losses = CustomLossWorker(self._execution, self._models, self.engine)
 
+    def on_busy(self, callback: Callable[[], None]) -> None:
+        """Call this whenever there is an unfinished request after there was none."""
+        self._execution.futures.on_busy = callback
+
+    @property
+    def unfinished(self) -> int:
+        """The number of accepted requests that are not finished."""
+        return len(self._execution.futures)
+
+    def take_runs(self) -> int:
+        """How many models had a step sent to an engine since the last call."""
+        runs, self._execution.runs = self._execution.runs, set()
+        return len(runs)
+
     def engine(self, base_model: str) -> EngineScheduler:
         """The scheduler of one engine; requests of a model that is not served fail there."""
         engine = self._engines.get(base_model)
