@@ -85,11 +85,19 @@ def progress(file: TextIO | None = None, *, every_s: float | None = None) -> Ite
     """
     Show the operations of every client of this process while the block runs.
 
+    On a terminal there is a bar for each kind of operation, with the extra `cli`; elsewhere a line
+    every 10 s if something changed, and one at the end.
+
+    Args:
+        file: Where to print. None: stderr.
+        every_s: Seconds between updates. None: 0.25 for bars, 10 for lines.
+
+    Returns:
+        A context for the block.
+
+    Example:
         with tinkex.progress():
             answers = [each.result() for each in futures]
-
-    On a terminal (stderr unless `file` is given) there is a bar for each kind of operation, with
-    the extra `cli`; elsewhere a line every 10 s if something changed, and one at the end.
     """
     out = sys.stderr if file is None else file
     before = instrumentation.metrics_snapshot()
