@@ -37,7 +37,7 @@ dev: $(READY_DEV)
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "tinkex needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
-	@$(PYTHON) qa/install.py $(VENV) 'tinkex with its server, engine and command line' \
+	@$(PYTHON) qa/install.py $(VENV) 'tinkex, its server and torch' \
 	  --editable '.[server,engine,cli]'
 	@touch $@
 

@@ -32,11 +32,12 @@ class Progress:
 
     def __init__(self) -> None:
         self.packages = 0
-        self.doing = "looking for packages"
+        self.doing = ""
 
     def read(self, line: str) -> None:
         if COLLECTED.match(line):
             self.packages += 1
+            self.doing = self.doing or "looking for packages"
         elif found := DOWNLOADED.match(line):
             self.doing = f"downloading {found[1]} ({found[2]})"
         elif found := INSTALLS.match(line):
@@ -44,7 +45,7 @@ class Progress:
             self.doing = "installing them"
 
     def __str__(self) -> str:
-        return f"{self.packages} packages, {self.doing}" if self.packages else self.doing
+        return f": {self.packages} packages, {self.doing}" if self.packages else ""
 
 
 def run(what: str, command: list[str]) -> None:
@@ -68,7 +69,7 @@ def run(what: str, command: list[str]) -> None:
         while reader.is_alive():
             reader.join(LIVE_EVERY_S if live else LINES_EVERY_S)
             if reader.is_alive():
-                text = f"  {what}: {progress} ({time.monotonic() - started:.0f} s)"
+                text = f"  {what}{progress} ({time.monotonic() - started:.0f} s)"
                 print(
                     f"\r\x1b[K{text[:79]}" if live else text, end="" if live else "\n", flush=True
                 )

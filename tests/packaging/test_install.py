@@ -50,12 +50,12 @@ def test_progress_is_read_from_the_lines_of_pip():
         progress.read(line)
         shown.append(str(progress))
     assert shown == [
-        "looking for packages",
-        "1 packages, looking for packages",
-        "1 packages, downloading torch (181.1 MB)",
-        "2 packages, downloading torch (181.1 MB)",
-        "2 packages, downloading torch (181.1 MB)",
-        "4 packages, installing them",
+        "",
+        ": 1 packages, looking for packages",
+        ": 1 packages, downloading torch (181.1 MB)",
+        ": 2 packages, downloading torch (181.1 MB)",
+        ": 2 packages, downloading torch (181.1 MB)",
+        ": 4 packages, installing them",
     ]
 
 
