@@ -17,6 +17,7 @@ ALLOWED_IMPORTS = {
     "": "client wire types compat",
     "compat": "client wire types",
     "compat.submodule_aliases": "",
+    "display": "",
     "extras": "",
     "durable_files": "",
     "as_tinker": "client",
@@ -26,8 +27,8 @@ ALLOWED_IMPORTS = {
     "types": "wire compat",
     "pytest_plugin": "pytest ~testing",
     "testing": "client wire ~models ~aiohttp",
-    "wire": "extras pydantic pydantic_core google ~numpy ~torch ~zstandard",
-    "client": "extras durable_files wire pydantic ~numpy ~models ~zstandard ~compression",  # compression is Python 3.14's own
+    "wire": "display extras pydantic pydantic_core google ~numpy ~torch ~zstandard",
+    "client": "display extras durable_files wire pydantic ~numpy ~models ~zstandard ~compression",  # compression is Python 3.14's own
     "client.custom_loss": "extras client wire ~numpy ~torch",
     "client.loss_tracing": "extras client wire ~torch",
     "regularizers": "extras client wire ~torch",
@@ -37,7 +38,7 @@ ALLOWED_IMPORTS = {
     "client.http.transport": "client wire ~aiohttp ~yarl",
     "client.tokenizer": "extras client wire ~models ~tokenizers ~transformers ~huggingface_hub",
     "models.tiny_model": "extras ~tokenizers ~torch ~safetensors",
-    "models": "extras ~numpy ~tokenizers ~huggingface_hub ~jinja2",
+    "models": "display extras ~numpy ~tokenizers ~huggingface_hub ~jinja2",
     "engine": "durable_files wire models numpy torch ~triton transformers safetensors tokenizers",
     "server.queued_request": "",
     "server.scheduler.step_queue": "wire server.queued_request",

@@ -33,10 +33,10 @@ from tinkex.server.executor import Executor
 from tinkex.server.maintenance.cleanup import Cleanup
 from tinkex.server.maintenance.disk_monitor import DiskMonitor
 from tinkex.server.scheduler.base_model_check import BaseModelChecks
+from tinkex.server.scheduler.crash_files import CrashFiles
 from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.scheduler.session_status import SessionTimeouts
-from tinkex.server.scheduler.web_crash import CrashFiles
 from tinkex.server.settings import Settings
 from tinkex.server.store import Quota, Store
 

@@ -7,7 +7,7 @@ crashes are not caused by a request. After two such attempts a request is isolat
 it runs alone or, if there are many such requests, in small groups. If the engine ends while a request
 runs alone, that request fails, and the counts of the others are reset.
 
-Counts are stored when an engine ends, so they survive the web process. `web_crash` counts for a web
+Counts are stored when an engine ends, so they survive the web process. `crash_files` counts for a web
 process that crashes together with its engines.
 """
 
@@ -21,9 +21,9 @@ from pathlib import Path
 from tinkex.server.executor import EngineLost, OnTokens
 from tinkex.server.queued_request import Kind, QueuedRequest
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
+from tinkex.server.scheduler.crash_files import CrashFiles
 from tinkex.server.scheduler.fairness import Admission
 from tinkex.server.scheduler.results import MAX_ATTEMPTS, Execution
-from tinkex.server.scheduler.web_crash import CrashFiles
 from tinkex.server.store import CustomLoss, Model
 from tinkex.wire.codec import encode_json
 from tinkex.wire.proto import frames_pb2
