@@ -15,13 +15,14 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
 from tinkex.local import control, leases, registry
 from tinkex.local.registry import RunningServer
+from tinkex.server.announcement import Facts
 from tinkex.server.settings import Settings, SettingsError
 
 log = logging.getLogger("tinkex.server.supervisor")
@@ -74,7 +75,7 @@ class Registration:
         self._file: Path | None = None
         self.administration = Administration(local=local)
 
-    def publish(self, url: str, models: Sequence[str]) -> None:
+    def publish(self, url: str, facts: Facts) -> None:
         """Write the server's file. Without it the server works, and is not found."""
         local = self.administration.local
         server = RunningServer(
@@ -84,14 +85,13 @@ class Registration:
             url=url,
             data=str(self._settings.folder.resolve()),
             how="local" if local else "serve",
-            models=tuple(models),
-            keys=False,
+            models=tuple(model.name for model in facts.models),
+            keys=facts.needs_keys,
             started_s=time.time(),
             arguments=os.environ.get("TINKEX_LOCAL_ARGS", "") if local else "",
             log=_log_file(),
             token=self.administration.token,
         )
-        server = replace(server, keys=bool((control.status(server) or {}).get("keys")))
         try:
             self._file = registry.publish(server)
         except OSError as error:
