@@ -41,10 +41,12 @@ from tinkex.client.observe.telemetry import Telemetry
 from tinkex.client.settings import LOCAL, PROTOCOL_VERSION, Settings
 from tinkex.local.registry import LEASE_HEADER
 from tinkex.wire.base import Payload
+from tinkex.wire.checkpoints import WeightsInfoRequest, WeightsInfoResponse
 from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.sessions import (
     CreateSessionRequest,
     CreateSessionResponse,
+    GetServerCapabilitiesResponse,
     SessionHeartbeatRequest,
     SessionHeartbeatResponse,
 )
@@ -299,6 +301,45 @@ class Session:
             return await connection.results.fetch(
                 promised.request_id, expected, observer=observer, round_trip_s=monotonic() - started
             )
+
+    async def served_name(self, connection: Connection, base_model: str) -> str:
+        """
+        The name of a base model on the server.
+
+        A local server that does not serve it yet adds it. Everywhere else this asks nothing.
+        """
+        server = self._server
+        if server is None or not server.adds_models:
+            return base_model
+        served = await self._served(connection)
+        if base_model in served or base_model.partition(":")[0] in served:
+            return base_model
+        return await asyncio.to_thread(server.add_model, base_model)
+
+    async def serve_base_of(self, connection: Connection, path: str) -> None:
+        """Like `served_name`, for the base model of saved weights."""
+        if self._server is None or not self._server.adds_models:
+            return
+        try:
+            info = await connection.calls.call(
+                "POST",
+                "weights_info",
+                WeightsInfoRequest(tinker_path=path),
+                answer=WeightsInfoResponse,
+                kind=Kind.REST,
+            )
+        except APIStatusError:
+            return  # the request that needs the weights says why
+        await self.served_name(connection, info.base_model)
+
+    async def _served(self, connection: Connection) -> set[str | None]:
+        answer = await connection.calls.call(
+            "GET",
+            "get_server_capabilities",
+            answer=GetServerCapabilitiesResponse,
+            kind=Kind.REST,
+        )
+        return {model.model_name for model in answer.supported_models}
 
     def cancel_later(self, connection: Connection, request: str | Request) -> None:
         """Cancel an abandoned sample in the background, if the server supports it."""
