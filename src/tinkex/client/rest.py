@@ -50,6 +50,7 @@ from tinkex.wire.sessions import (
     SessionSummary,
     TraceExportResponse,
     TrainingRun,
+    TrainingRunMetricsResponse,
     TrainingRunsResponse,
 )
 
@@ -155,6 +156,29 @@ class RestClient(Sessionless):
             lambda run: run.training_run_id,
             size=100,
         )
+
+    def get_training_run_metrics(
+        self, training_run_id: str, points: int = 1000
+    ) -> Promise[TrainingRunMetricsResponse]:
+        """
+        The metrics of each optimizer step of a run, in order. Only a tinkex server stores them.
+
+            for point in rest.get_training_run_metrics(run).result().points:
+                print(point.step, point.metrics["loss"])
+
+        If the run has more steps than `points` (2 to 10,000), a point is the mean over several
+        steps, except for the last one, which is exact.
+        """
+        return self._ask(
+            "get_training_run_metrics",
+            "GET",
+            f"training_runs/{segment('training_run_id', training_run_id)}/metrics",
+            answer=TrainingRunMetricsResponse,
+            query={"points": validation.points(points)},
+            about=f"reading the metrics of run {training_run_id}",
+        )
+
+    get_training_run_metrics_async = awaits(get_training_run_metrics)
 
     # -- checkpoints -----------------------------------------------------------------------------
 

@@ -49,8 +49,10 @@ __all__ = [
     "SessionStatus",
     "SessionStatusQuery",
     "SessionSummary",
+    "StepMetrics",
     "SupportedModel",
     "TrainingRun",
+    "TrainingRunMetricsResponse",
     "TrainingRunsResponse",
     "UserSearchOwner",
 ]
@@ -112,6 +114,37 @@ class TrainingRun(LenientModel):
     last_checkpoint: Checkpoint | None = None
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: dict[str, str] | None = None
+    # Only a tinkex server sends these, and only to the owner of the run.
+    #: Optimizer steps so far.
+    steps: int | None = None
+    #: The loss of the last step, per token.
+    last_loss: float | None = None
+    #: `running`, `idle`, `finished` (its session was closed) or `failed`.
+    status: str | None = None
+
+
+class StepMetrics(LenientModel):
+    """The metrics of one optimizer step, or the means over several that follow each other."""
+
+    #: The number of the step in its run, from 1; of several steps, that of the last.
+    step: int
+    #: How many steps this is the mean of.
+    steps: int = 1
+    #: When the step finished.
+    time: datetime
+    #: By name: `loss`, `tokens`, `learning_rate`, `grad_norm`, `update_norm`, `seconds`, and what
+    #: losses add.
+    metrics: dict[str, float]
+    #: The smallest and largest loss of these steps.
+    loss_min: float | None = None
+    loss_max: float | None = None
+
+
+class TrainingRunMetricsResponse(LenientModel):
+    """The steps of a run in order, as at most as many points as were requested."""
+
+    training_run_id: str
+    points: list[StepMetrics]
 
 
 class TrainingRunsResponse(LenientModel):
