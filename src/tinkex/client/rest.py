@@ -228,11 +228,17 @@ class RestClient(Sessionless):
         """
         The metrics of each optimizer step of a run, in order. Only a tinkex server stores them.
 
-            for point in rest.get_training_run_metrics(run).result().points:
-                print(point.step, point.metrics["loss"])
+        Args:
+            training_run_id: The run, such as `TrainingClient.model_id`.
+            points: The maximum number of points, 2 to 10,000. If the run has more steps, a point
+                is the mean over several steps, except for the last one, which is exact.
 
-        If the run has more steps than `points` (2 to 10,000), a point is the mean over several
-        steps, except for the last one, which is exact.
+        Returns:
+            A future of the points.
+
+        Example:
+            for point in rest.get_training_run_metrics(training.model_id).result().points:
+                print(point.step, point.metrics["loss"])
         """
         return self._ask(
             "get_training_run_metrics",

@@ -124,6 +124,14 @@ class TrainingRun(LenientModel):
     #: `running`, `idle`, `finished` (its session was closed) or `failed`.
     status: str | None = None
 
+    def _shown(self) -> Iterable[tuple[str, Any]]:
+        for name, value in super()._shown():
+            if name != "corrupted" or value:
+                yield name, value.tinker_path if isinstance(value, Checkpoint) else value
+
+    def _repr_html_(self) -> str:
+        return runs_html([self])
+
 
 class StepMetrics(LenientModel):
     """The metrics of one optimizer step, or the means over several that follow each other."""
@@ -148,14 +156,6 @@ class TrainingRunMetricsResponse(LenientModel):
     training_run_id: str
     points: list[StepMetrics]
 
-    def _shown(self) -> Iterable[tuple[str, Any]]:
-        for name, value in super()._shown():
-            if name != "corrupted" or value:
-                yield name, value.tinker_path if isinstance(value, Checkpoint) else value
-
-    def _repr_html_(self) -> str:
-        return runs_html([self])
-
 
 class TrainingRunsResponse(LenientModel):
     training_runs: list[TrainingRun]
@@ -167,16 +167,21 @@ class TrainingRunsResponse(LenientModel):
 
 def runs_html(runs: list[TrainingRun], total: int = 0) -> str:
     """A table of training runs, of which there are `total`."""
-    columns = ("run", "name", "base model", "rank", "last request", "last checkpoint", "corrupted")
+    columns = (
+        *("run", "name", "base model", "rank", "steps", "loss", "status"),
+        *("last request", "last checkpoint"),
+    )
     rows = [
         (
             run.training_run_id,
             (run.user_metadata or {}).get("name"),
             run.base_model,
             run.lora_rank,
+            run.steps,
+            run.last_loss,
+            run.status or ("failed" if run.corrupted else None),
             run.last_request_time,
             run.last_checkpoint and run.last_checkpoint.tinker_path,
-            run.corrupted,
         )
         for run in runs
     ]
