@@ -18,6 +18,7 @@ ALLOWED_IMPORTS = {
     "compat": "client wire types",
     "compat.submodule_aliases": "",
     "extras": "",
+    "tracebacks": "",
     "durable_files": "",
     "as_tinker": "client",
     "lib": "client compat",
@@ -26,9 +27,9 @@ ALLOWED_IMPORTS = {
     "types": "wire compat",
     "pytest_plugin": "pytest ~testing",
     "testing": "client wire ~models ~aiohttp",
-    "wire": "extras pydantic pydantic_core google ~numpy ~torch ~zstandard",
-    "client": "extras durable_files wire pydantic ~numpy ~models ~zstandard ~compression",  # compression is Python 3.14's own
-    "client.custom_loss": "extras client wire ~numpy ~torch",
+    "wire": "extras tracebacks pydantic pydantic_core google ~numpy ~torch ~zstandard",
+    "client": "extras durable_files tracebacks wire pydantic ~numpy ~models ~zstandard ~compression",  # compression is Python 3.14's own
+    "client.custom_loss": "extras tracebacks client wire ~numpy ~torch",
     "client.loss_tracing": "extras client wire ~torch",
     "regularizers": "extras client wire ~torch",
     "client.observe.instrumentation": "extras client ~opentelemetry",
