@@ -24,6 +24,7 @@ from tinkex.client.validation import (
     checkpoint_url,
     segment,
 )
+from tinkex.tracebacks import public_edge
 from tinkex.wire.billing import (
     AuditLogResponse,
     BillingUsageResponse,
@@ -64,6 +65,7 @@ ORGANIZATION_PREFIX = "tml:organization:"
 ARCHIVE_LINK_TTL = timedelta(minutes=15)
 
 
+@public_edge
 class RestClient(Sessionless):
     """
     Access to runs and checkpoints on the service, without a session.
