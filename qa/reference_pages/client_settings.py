@@ -46,7 +46,9 @@ Files of checkpoints are downloaded from links, which may be on other hosts. A g
 | variable | meaning |
 |---|---|
 | `TINKEX_LOG`, `TINKER_LOG` | `debug` or `info`: log the client's actions to stderr; read at import. If the program configures `logging` itself, its handlers get the records; the root logger is not changed. Header values that may be secret are not shown |
-| `TINKEX_LOCAL_MODEL`, `TINKEX_LOCAL_DATA`, `TINKEX_LOCAL_ARGS`, `TINKEX_LOCAL_WAIT_S` | the server of `base_url="local"`: its model, data folder, further options, and its time limit to start |
+| `TINKEX_LOCAL_MODEL`, `TINKEX_LOCAL_DATA`, `TINKEX_LOCAL_ARGS`, `TINKEX_LOCAL_WAIT_S` | the server of `base_url="local"`: its model, data folder (default: that of `tinkex serve`), further options, and its time limit to start |
+| `TINKEX_LOCAL_KEEP_S` | how long that server stays after its last program, in seconds; default 300 |
+| `TINKEX_PROFILE` | the name of a service that `tinkex use` stored, instead of the current one |
 | `TINKEX_CACHE` | the folder of cached models and tokenizers |
 """
 

@@ -26,7 +26,7 @@ def _blank(monkeypatch, tmp_path):
 def test_without_configuration_there_are_no_credentials():
     assert auth.get_tinker_token() is None
     assert not auth.tinker_has_credentials()
-    with pytest.raises(tinkex.TinkerError, match="No API key for https"):
+    with pytest.raises(tinkex.TinkerError, match="no tinkex server of this user runs"):
         auth.raise_if_tinker_not_accessible()
 
 

@@ -20,6 +20,7 @@ ALLOWED_IMPORTS = {
     "display": "",
     "extras": "",
     "durable_files": "",
+    "local": "~durable_files",
     "as_tinker": "client",
     "lib": "client compat",
     "proto": "wire compat",
@@ -28,7 +29,7 @@ ALLOWED_IMPORTS = {
     "pytest_plugin": "pytest ~testing",
     "testing": "client wire ~models ~aiohttp",
     "wire": "display extras pydantic pydantic_core google ~numpy ~torch ~zstandard",
-    "client": "display extras durable_files wire pydantic ~numpy ~models ~zstandard ~compression",  # compression is Python 3.14's own
+    "client": "display extras durable_files local wire pydantic ~numpy ~models ~zstandard ~compression",  # compression is Python 3.14's own
     "client.custom_loss": "extras client wire ~numpy ~torch",
     "client.loss_tracing": "extras client wire ~torch",
     "regularizers": "extras client wire ~torch",
@@ -51,12 +52,12 @@ ALLOWED_IMPORTS = {
     "server.api.connection_limits": "starlette httptools",
     "server.executor": "wire",
     "server.engine_process": "wire server.executor server.process_end server.retry",
-    "server.api": "wire server.histogram server.queued_request server.store server.scheduler server.executor server.settings fastapi starlette pydantic prometheus_client jwt",
-    "server": "durable_files wire models server uvicorn prometheus_client fastapi starlette pydantic",
+    "server.api": "local wire server.histogram server.queued_request server.store server.scheduler server.executor server.settings fastapi starlette pydantic prometheus_client jwt",
+    "server": "durable_files local wire models server uvicorn prometheus_client fastapi starlette pydantic",
     "conformance": "wire numpy",
     "conformance.conftest": "conformance pytest",
     "conformance.test_server": "conformance pytest",
-    "cli": "client conformance wire types models click rich ~server ~engine ~testing ~tokenizers ~matplotlib",
+    "cli": "client local conformance wire types models click rich ~server ~engine ~testing ~tokenizers ~matplotlib",
 }
 
 

@@ -19,6 +19,7 @@ from server.storage.commands import tinkex
 from server.tenants import is_private
 from serving import TINY, Server, serving
 from tinkex.models.resolve import ModelSource, resolve
+from tinkex.server.registration import Administration
 from tinkex.server.settings import Settings
 from tinkex.server.supervisor import Supervisor
 from tinkex.server.web_process import parser
@@ -347,7 +348,13 @@ def test_names_and_folders_may_contain_any_character(tmp_path: Path) -> None:
         ModelSource(name="org/c", folder=Path("/models/x = y")),
     ]
     with socket.socket() as listening:
-        supervisor = Supervisor(Settings(data=str(tmp_path)), sources, listening, [])
+        supervisor = Supervisor(
+            Settings(data=str(tmp_path)),
+            sources,
+            listening,
+            [],
+            administration=Administration(local=False),
+        )
         command = supervisor._command(7, 8)
     options = parser().parse_args(command[3:])
     assert options.model == [[source.name, str(source.folder)] for source in sources]

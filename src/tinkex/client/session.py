@@ -39,6 +39,7 @@ from tinkex.client.http.transport import Kind, Request
 from tinkex.client.observe import instrumentation
 from tinkex.client.observe.telemetry import Telemetry
 from tinkex.client.settings import LOCAL, PROTOCOL_VERSION, Settings
+from tinkex.local.registry import LEASE_HEADER
 from tinkex.wire.base import Payload
 from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.sessions import (
@@ -216,14 +217,18 @@ class Session:
         return connection, await self._opened.get()
 
     async def _connect(self) -> Connection:
-        url = self.settings.base_url
-        if url == LOCAL:
+        url, settings, found = self.settings.base_url, self.settings, self.settings._found
+        if url == LOCAL or found is not None:
             from tinkex.client import local_server
 
-            if self._server is None:
+            if self._server is None and found is not None:
+                self._server = await asyncio.to_thread(local_server.hold, found)
+            elif self._server is None:
                 self._server = await asyncio.to_thread(local_server.attach)
-            url = self._server.url
-        connection = await open_connection(self.settings, url, self.make_transport)
+            if self._server is not None and url == LOCAL:
+                url = self._server.url
+                settings = settings.for_local_server(self._server.running)
+        connection = await open_connection(settings, url, self.make_transport)
         # When the session is garbage-collected, its connection is closed.
         weakref.finalize(
             self, close_unreferenced, background_loop.background(), connection, self._server
@@ -244,6 +249,7 @@ class Session:
                     display_name=self._display_name,
                 ),
                 answer=CreateSessionResponse,
+                headers=None if self._server is None else {LEASE_HEADER: self._server.lease},
                 about="creating a session",
             )
             for level, text in (

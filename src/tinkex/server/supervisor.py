@@ -23,6 +23,13 @@ from tinkex.models.cache import Progress
 from tinkex.models.resolve import DEFAULT_MODEL, ModelSource, resolve
 from tinkex.server import process_setup
 from tinkex.server.announcement import Facts
+from tinkex.server.registration import (
+    Administration,
+    Registration,
+    name_old_folders,
+    reachable_url,
+    take_over,
+)
 from tinkex.server.retry import Backoff, Crashed, poll, retry_blocking
 from tinkex.server.settings import Settings, SettingsError, is_loopback
 from tinkex.server.store.folder_lock import HeldLock, lock_database, lock_folder
@@ -53,14 +60,22 @@ Announce = Callable[[str, Facts], None]
 ShowFetching = Callable[[], contextlib.AbstractContextManager[Progress]]
 
 
-def run(settings: Settings, *, announce: Announce, show_fetching: ShowFetching) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit status."""
+def run(
+    settings: Settings, *, announce: Announce, show_fetching: ShowFetching, local: bool = False
+) -> int:
+    """
+    Serve until SIGTERM or SIGINT; return the exit status.
+
+    A `local` server stops by itself when no program has used it for a while.
+    """
     process_setup.setup_logging()
     process_setup.set_log_level(settings.log_level)
     changed = settings.changed() or "default settings"
     log.info("starting tinkex %s with %s", version("tinkex"), changed)
     for line in settings.lines():
         log.debug("setting %s", line)
+    take_over(settings)
+    name_old_folders(settings, log.warning)
     with contextlib.ExitStack() as stack:
         locks = [
             stack.enter_context(lock_folder(settings.folder)),
@@ -76,8 +91,21 @@ def run(settings: Settings, *, announce: Announce, show_fetching: ShowFetching) 
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{port}"
-        supervisor = Supervisor(settings, sources, listening, [one for one in locks if one])
-        return supervisor.run(on_ready=lambda facts: announce(url, facts))
+        registration = Registration(settings, local=local)
+        stack.callback(registration.withdraw)
+        supervisor = Supervisor(
+            settings,
+            sources,
+            listening,
+            [one for one in locks if one],
+            administration=registration.administration,
+        )
+
+        def on_ready(facts: Facts) -> None:
+            registration.publish(reachable_url(host, port), facts)
+            announce(url, facts)
+
+        return supervisor.run(on_ready=on_ready)
 
 
 class Supervisor:
@@ -89,8 +117,11 @@ class Supervisor:
         sources: Sequence[ModelSource],
         listening: socket.socket,
         locks: Sequence[HeldLock],
+        *,
+        administration: Administration,
     ) -> None:
         self._settings = settings
+        self._administration = administration
         self._sources = sources
         self._listening = listening
         self._locks = locks
@@ -150,7 +181,7 @@ class Supervisor:
                 process_group=0,
             )
             self._child = child
-            _send_settings(child, self._settings)
+            self._send_settings(child)
             if self._stopping:
                 child.send_signal(signal.SIGTERM)
             os.close(report_writer)
@@ -169,6 +200,13 @@ class Supervisor:
                 raise failure
             log.error("%s", failure)
         return word == "ready"
+
+    def _send_settings(self, child: "subprocess.Popen[bytes]") -> None:
+        if child.stdin is not None:
+            lines = f"{self._settings.to_json()}\n{self._administration.to_json()}\n"
+            # The report pipe shows when the child has already exited.
+            with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
+                pipe.write(lines.encode())
 
     def _command(self, report_descriptor: int, lifeline: int) -> list[str]:
         command = [
@@ -212,13 +250,6 @@ class Supervisor:
         self._stopping = True
         if child is not None:
             child.send_signal(signal.SIGTERM)
-
-
-def _send_settings(child: "subprocess.Popen[bytes]", settings: Settings) -> None:
-    if child.stdin is not None:
-        # The report pipe shows when the child has already exited.
-        with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
-            pipe.write(settings.to_json().encode())
 
 
 def open_socket(settings: Settings) -> socket.socket:

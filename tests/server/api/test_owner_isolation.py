@@ -84,6 +84,7 @@ EXPECTED: Mapping[tuple[str, str], Expected] = {
     ("GET", f"{V1}/downloads/{{version_id}}/{{file}}"): Expected(
         "signed", 403, query="expires=9999999999&signature=0"
     ),
+    ("GET", f"{V1}/local/status"): Expected("signed", 403),
     ("GET", "/metrics"): Expected("machine"),
     ("GET", f"{V1}/audit"): Expected("caller"),
     ("GET", f"{V1}/auth/apikey/me"): Expected("caller"),
