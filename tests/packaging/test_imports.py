@@ -19,6 +19,7 @@ ALLOWED_IMPORTS = {
     "compat.submodule_aliases": "",
     "display": "",
     "extras": "",
+    "tracebacks": "",
     "durable_files": "",
     "local": "~durable_files",
     "as_tinker": "client",
@@ -28,11 +29,12 @@ ALLOWED_IMPORTS = {
     "types": "wire compat",
     "pytest_plugin": "pytest ~testing",
     "testing": "client wire ~models ~aiohttp",
-    "wire": "display extras pydantic pydantic_core google ~numpy ~torch ~zstandard",
-    "client": "display extras durable_files local wire pydantic ~numpy ~models ~zstandard ~compression",  # compression is Python 3.14's own
+    "wire": "display extras tracebacks pydantic pydantic_core google ~numpy ~torch ~zstandard",
+    "client": "display extras durable_files local tracebacks wire pydantic ~numpy ~models ~zstandard ~compression",  # compression is Python 3.14's own
     "client.custom_loss": "extras client wire ~numpy ~torch",
     "client.loss_tracing": "extras client wire ~torch",
     "regularizers": "extras client wire ~torch",
+    "metric_writers": "extras ~tensorboardX ~wandb ~trackio",
     "client.observe.instrumentation": "extras client ~opentelemetry",
     "client.observe.progress": "extras client ~rich",
     "client.files.huggingface": "extras client wire ~huggingface_hub",

@@ -46,6 +46,7 @@ NO_SERVICE = (
 )
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
+_OFF = frozenset({"0", "false", "no", "off"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,8 @@ class Settings:
     give_up_s: float = 300.0
     #: Seconds for which a result is polled while the server cannot be reached.
     reconnect_s: float = 3600.0
+    #: Seconds after which a wait is logged as a warning; None (`off`) says nothing.
+    wait_notice_s: float | None = 3.0
     #: Circuit breaker: fail immediately while a service keeps failing; None always retries.
     breaker: BreakerPolicy | None = None
     #: Spans and metrics for OpenTelemetry, and `traceparent` on requests (extra `otel`).
@@ -115,6 +118,7 @@ class Settings:
         first_contact_s: float | None = None,
         give_up_s: float | None = None,
         reconnect_s: float | None = None,
+        wait_notice_s: float | None = None,
         breaker: BreakerPolicy | None = None,
         otel: bool | None = None,
         env: Mapping[str, str] = os.environ,
@@ -192,6 +196,7 @@ class Settings:
             first_contact_s=_seconds("FIRST_CONTACT_S", first_contact_s, env, 30.0),
             give_up_s=_seconds("GIVE_UP_S", give_up_s, env, 300.0),
             reconnect_s=_seconds("RECONNECT_S", reconnect_s, env, 3600.0),
+            wait_notice_s=_seconds_or_off("WAIT_NOTICE_S", wait_notice_s, env, 3.0),
             breaker=breaker or BreakerPolicy.parse(setting("BREAKER", env) or "off"),
             otel=(setting("OTEL", env) or "0").lower() in _TRUE if otel is None else otel,
             # An explicit proxy is used for all hosts, whatever the environment says.
@@ -388,6 +393,16 @@ def _seconds(name: str, given: float | None, env: Mapping[str, str], default: fl
     if not value > 0:
         raise TinkerError(f"{where}={found!r} is not a number of seconds above zero.")
     return value
+
+
+def _seconds_or_off(
+    name: str, given: float | None, env: Mapping[str, str], default: float
+) -> float | None:
+    """`off` (or 0) is None; as an argument, 0."""
+    text = setting(name, env) if given is None else None
+    if given == 0 or (text or "").strip().lower() in _OFF:
+        return None
+    return _seconds(name, given, env, default)
 
 
 def _names(given: str | Iterable[str] | None) -> tuple[str, ...]:
