@@ -169,6 +169,7 @@ def test_the_terminal_shows_curve_answers_and_paths(outcome, tmp_path):
     assert "\x1b" not in shown
     assert "0 of 3 before, 3 of 3 after" in shown
     assert outcome.checkpoint in shown
+    assert outcome.sampler in shown
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert written == ["loss.png", "report.html", "results.json"]
 
@@ -179,7 +180,9 @@ def test_the_suggested_commands_can_be_copied_from_80_columns(outcome, tmp_path,
     monkeypatch.setattr("tinkex.cli.demo.executable", lambda command: f".venv/bin/{command}")
     console = Console(file=io.StringIO(), width=80, highlight=False)
     print_summary(console, outcome, tmp_path)
-    shown = console.file.getvalue().partition("Next steps\n")[2]
+    shown = console.file.getvalue()
+    assert f"sampler weights  {outcome.sampler}\n" in shown
+    shown = shown.partition("Next steps\n")[2]
     assert max(map(len, shown.splitlines())) <= 80
     commands = re.findall(r"^    (\S(?:.*\\\n)*.*)$", shown, re.MULTILINE)
     service = ["--base-url", "local"]

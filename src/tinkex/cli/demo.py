@@ -373,9 +373,8 @@ def print_summary(console: Console, outcome: Outcome, folder: Path) -> None:
         f"Pirate answers to held-out questions: [bold]{outcome.before} of {asked}[/] before, "
         f"[bold]{outcome.after} of {asked}[/] after.\n"
     )
-    paths = Table.grid(padding=(0, 2))
     for what, where in (
-        ("report, for a browser", folder / "report.html"),
+        ("report", folder / "report.html"),
         ("curve", folder / "loss.png"),
         ("results", folder / "results.json"),
         ("sampler weights", outcome.sampler),
@@ -383,8 +382,8 @@ def print_summary(console: Console, outcome: Outcome, folder: Path) -> None:
         ("server data", outcome.data_folder),
     ):
         if where is not None and (not isinstance(where, Path) or where.exists()):
-            paths.add_row(f"[dim]{what}[/]", str(where))
-    console.print(paths)
+            # Not in a table, which would cut a path that is wider than the terminal.
+            console.print(f"[dim]{what:<15}[/]  {escape(str(where))}", soft_wrap=True)
     console.print("\n[bold]Next steps[/]")
     for why, words in next_steps(outcome):
         console.print(f"  {why}:")
