@@ -34,6 +34,7 @@ ALLOWED_IMPORTS = {
     "client.custom_loss": "extras client wire ~numpy ~torch",
     "client.loss_tracing": "extras client wire ~torch",
     "regularizers": "extras client wire ~torch",
+    "metric_writers": "extras ~tensorboardX ~wandb ~trackio",
     "client.observe.instrumentation": "extras client ~opentelemetry",
     "client.observe.progress": "extras client ~rich",
     "client.files.huggingface": "extras client wire ~huggingface_hub",

@@ -270,7 +270,8 @@ class Settings:
         """One line per setting, for the log, without the passwords of URLs."""
         for name, value in asdict(self).items():
             shown = _without_password(value) if name in ("db", "storage") else value
-            yield f"{name} = {shown!r}"
+            # Lists as in the settings file.
+            yield f"{name} = {list(shown) if isinstance(shown, tuple) else shown!r}"
 
     def changed(self) -> str:
         """The settings that differ from their defaults, as one line for the log."""

@@ -6,6 +6,8 @@ and are not refused. The supervisor does as little as possible, so that it does 
 """
 
 import contextlib
+import errno
+import http.client
 import json
 import logging
 import os
@@ -18,7 +20,9 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from types import FrameType
+from urllib.parse import urlsplit
 
+from tinkex.local import registry
 from tinkex.models.cache import Progress
 from tinkex.models.resolve import DEFAULT_MODEL, ModelSource, resolve
 from tinkex.server import process_setup
@@ -42,6 +46,9 @@ BACKLOG = 2048
 LOCK_CHECK_INTERVAL_S = 5.0
 # While the web process restarts, new connections queue in the listening socket.
 RESTART_BACKOFF = Backoff(first_s=0.2, max_s=5.0, immediate=True)
+# Limits of the question to whoever uses the port.
+PROBE_TIMEOUT_S = 1.0
+MAX_PROBE_BYTES = 64 * 1024
 # A web process that crashes sooner after its start may do so again.
 STABLE_S = 3.0
 
@@ -258,10 +265,44 @@ def open_socket(settings: Settings) -> socket.socket:
     try:
         return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise SettingsError(
-            f"cannot listen on {settings.host} port {settings.port}: {error.strerror}.",
-            hint="Choose another port with --port; 0 picks a free one.",
-        ) from error
+        hint = "Choose another port with --port; 0 picks a free one."
+        # Python appends the address to the reason.
+        reason = (error.strerror or str(error)).partition(" (while")[0]
+        message = f"cannot listen on {settings.host} port {settings.port}: {reason}."
+        if error.errno == errno.EADDRINUSE:
+            message, hint = _port_in_use(settings, message, hint)
+        raise SettingsError(message, hint=hint) from error
+
+
+def _port_in_use(settings: Settings, message: str, hint: str) -> tuple[str, str]:
+    """The error and the advice for a port that another program has; it may be a tinkex server."""
+    for server in registry.running():
+        if urlsplit(server.url).port == settings.port:
+            message = (
+                f"port {settings.port} is in use by your tinkex server at {server.url} (process "
+                f"{server.pid}, data folder {server.data})."
+            )
+            use = f"Use that server: export TINKER_BASE_URL={server.url}. Or stop it with"
+            return message, f"{use} `tinkex stop {server.pid}`. {hint}"
+    if _answers_as_tinkex(settings.host, settings.port):
+        message = (
+            f"port {settings.port} is in use by another tinkex server. It is starting, or it "
+            "belongs to another user."
+        )
+    return message, hint
+
+
+def _answers_as_tinkex(host: str, port: int) -> bool:
+    """Whether a server at this port answers /readyz as this one does."""
+    connection = http.client.HTTPConnection(host, port, timeout=PROBE_TIMEOUT_S)
+    try:
+        connection.request("GET", "/readyz")
+        answer = json.loads(connection.getresponse().read(MAX_PROBE_BYTES))
+    except (OSError, ValueError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+    return isinstance(answer, dict) and answer.get("status") in ("ready", "not ready")
 
 
 def _has_keys(settings: Settings) -> bool:

@@ -112,6 +112,7 @@ EXPECTED: Mapping[tuple[str, str], Expected] = {
     ("GET", f"{V1}/sessions/{{session_id}}/trace_export"): Expected("owned"),
     ("GET", f"{V1}/training_runs/{{run}}"): Expected("shared"),
     ("GET", f"{V1}/training_runs/{{run}}/checkpoints"): Expected("shared"),
+    ("GET", f"{V1}/training_runs/{{run}}/metrics"): Expected("owned"),
     ("GET", f"{CHECKPOINT}/archive"): Expected("shared", 302),
     ("GET", f"{CHECKPOINT}/external_weights_urls"): Expected("shared", 400),
     ("POST", f"{V1}/weights_info"): Expected("shared", body={"tinker_path": "{path}"}),
