@@ -32,12 +32,13 @@ from tinkex.client.connection import (
     open_connection,
     refresh_config,
 )
-from tinkex.client.errors import APIStatusError, TinkerError
+from tinkex.client.errors import APIConnectionError, APIStatusError, TinkerError
 from tinkex.client.futures import Promise, settle
 from tinkex.client.http.polling import ExpectedResult, QueueObserver
 from tinkex.client.http.transport import Kind, Request
 from tinkex.client.observe import instrumentation
 from tinkex.client.observe.telemetry import Telemetry
+from tinkex.client.observe.waiting import Limit
 from tinkex.client.settings import LOCAL, PROTOCOL_VERSION, Settings
 from tinkex.local.registry import LEASE_HEADER
 from tinkex.wire.base import Payload
@@ -453,26 +454,37 @@ def closed_error() -> RuntimeError:
 
 async def _send_heartbeats(connection: Connection, session_id: str) -> None:
     """Send heartbeats until the server reports that the session has ended."""
+    waiting, calls, beat = connection.limits.waiting, connection.calls, object()
     last = monotonic()
-    while True:
-        await asyncio.sleep(HEARTBEAT_EVERY_S)
-        try:
-            await connection.calls.call(
-                "POST",
-                "session_heartbeat",
-                SessionHeartbeatRequest(session_id=session_id),
-                answer=SessionHeartbeatResponse,
-                deadline_s=10.0,
-                give_up_s=0.0,
-            )
-            last = monotonic()
-        except APIStatusError as error:
-            if error.status_code == 410:
-                log.info("session %s has ended on the server", session_id)
-                return
-            _warn_if_overdue(last, error)
-        except TinkerError as error:
-            _warn_if_overdue(last, error)
+    try:
+        while True:
+            await asyncio.sleep(HEARTBEAT_EVERY_S)
+            began = monotonic()
+            try:
+                await calls.call(
+                    "POST",
+                    "session_heartbeat",
+                    SessionHeartbeatRequest(session_id=session_id),
+                    answer=SessionHeartbeatResponse,
+                    deadline_s=10.0,
+                    give_up_s=0.0,
+                )
+                last = monotonic()
+                waiting.over(beat)
+            except APIStatusError as error:
+                if error.status_code == 410:
+                    log.info("session %s has ended on the server", session_id)
+                    return
+                _warn_if_overdue(last, error)
+            except TinkerError as error:
+                if isinstance(error, APIConnectionError) and instrumentation.operations_in_flight():
+                    # A server that hangs: a poll alone would find out after 45 s.
+                    limit = Limit(last + calls.settings.reconnect_s, "results: TINKEX_RECONNECT_S")
+                    notice_s = calls.settings.wait_notice_s
+                    waiting.wait(beat, calls.cause(error), limit, since=began, notice_s=notice_s)
+                _warn_if_overdue(last, error)
+    finally:
+        waiting.leave(beat)
 
 
 def _warn_if_overdue(last: float, error: TinkerError) -> None:
