@@ -67,7 +67,8 @@ class RequestCounts:
         """Count a request; status 0 if there was no answer."""
         # The router has put it here; but not that of a page, whose path is fixed.
         fixed = "endpoint" in scope and not scope.get("path_params")
-        template = getattr(scope.get("route"), "path", scope["path"] if fixed else NO_ROUTE)
+        default: str = scope["path"] if fixed else NO_ROUTE
+        template: str = getattr(scope.get("route"), "path", default)
         method = scope["method"]
         key = (method if method in METHODS else NO_ROUTE, template)
         route = self.routes.get(key)
