@@ -5,7 +5,17 @@ from __future__ import annotations
 import click
 
 import tinkex
-from tinkex.cli.output import NONE, ago, as_json, show_json, show_properties, show_table, yes_no
+from tinkex.cli.completion import complete_runs
+from tinkex.cli.output import (
+    NONE,
+    ago,
+    as_json,
+    examples,
+    show_json,
+    show_properties,
+    show_table,
+    yes_no,
+)
 from tinkex.cli.service_options import (
     fetch_pages,
     limit_option,
@@ -45,7 +55,14 @@ def _columns(ctx: click.Context, param: click.Parameter, text: str | None) -> li
     return names
 
 
-@command.command("list")
+@command.command(
+    "list",
+    epilog=examples(
+        "tinkex run list",
+        "tinkex run list --limit 0 -f json",
+        "tinkex run list --columns id,checkpoint,status",
+    ),
+)
 @limit_option
 @click.option(
     "--columns",
@@ -69,12 +86,12 @@ def list_(limit: int, columns: list[str]) -> None:
     show_table(
         [COLUMNS[name] for name in columns],
         [[_cells(run)[name] for name in columns] for run in runs],
-        title=list_title(len(runs), total, "training runs"),
+        title=list_title(len(runs), total, "training run"),
     )
 
 
-@command.command("info")
-@click.argument("run_id")
+@command.command("info", epilog=examples("tinkex run info RUN"))
+@click.argument("run_id", metavar="RUN", shell_complete=complete_runs)
 @service_options
 def info(run_id: str) -> None:
     """Show one training run."""

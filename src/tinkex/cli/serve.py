@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from tinkex.cli.errors import CommandFailed, missing_package
+from tinkex.cli.output import examples
 
 REQUIRED_PACKAGES = [
     "alembic",
@@ -19,7 +20,14 @@ REQUIRED_PACKAGES = [
 ]
 
 
-@click.command("serve")
+@click.command(
+    "serve",
+    epilog=examples(
+        "tinkex serve                                 # a small chat model",
+        "tinkex serve ~/models/Qwen3-0.6B --port 8001",
+        "tinkex serve Qwen/Qwen3-8B=~/models/small --device cuda --data /srv/tinkex",
+    ),
+)
 @click.argument("models", nargs=-1, metavar="[NAME|FOLDER|NAME=FOLDER]...")
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
 @click.option("--port", type=int, help="Port to listen on; 0: any free port.  [default: 8000]")
