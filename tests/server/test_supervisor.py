@@ -234,7 +234,7 @@ async def test_more_models_than_fit_train_through_the_server(
         assert server.process.wait(20) == 0
     assert max(curves[2]) < min(curves[0])
     assert not any(is_alive(pid) for pid in pids)
-    assert "stopped; requests that were accepted" in server.log[-1]
+    assert "stopped; accepted requests that are not finished" in server.log[-1]
 
 
 async def test_engines_keep_the_allocator_s_defaults(own_server: Server) -> None:
@@ -281,8 +281,42 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason(
         (broken / file.name).write_bytes(content)
     done = serve(str(broken), "--data", str(tmp_path / "data"), "--port", "0")
     assert done.returncode == 1
-    assert "broken cannot be loaded" in done.stderr
+    assert "error: broken cannot be loaded" in done.stderr
+    assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "says", "hint"),
+    [
+        (("--device", "cuda:99"), "the device is 'cuda:99', but torch finds ", "Use "),
+        (("--memory-gb", "0.0002"), "the base model takes ", "allow more with --memory-gb"),
+    ],
+)
+def test_settings_that_an_engine_cannot_use_are_one_error_and_a_hint(
+    options: tuple[str, ...], says: str, hint: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    done = serve(str(tiny_model), "--data", str(tmp_path / "data"), "--port", "0", *options)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    error, advice = done.stderr.splitlines()[-2:]
+    assert error.startswith(f"error: {tiny_model.name} cannot be loaded: {says}")
+    assert advice.startswith("hint: ")
+    assert hint in advice
+    assert done.stderr.count("cannot be loaded") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_folder_with_a_damaged_config_is_one_error(tiny_model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in tiny_model.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    (broken / "config.json").write_text("{")
+    done = serve(str(broken), "--data", str(tmp_path / "data"), "--port", "0")
+    assert done.returncode == 1
+    assert "config.json is not JSON" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
 
 
 def serve(*arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from server.hosting import connected
-from server.scheduler.test_web_crash import result_of, until_answered
+from server.scheduler.test_crash_files import result_of, until_answered
 from serving import TINY, Server, serving
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]

@@ -145,8 +145,7 @@ def _matching(
         try:
             import tinkex
 
-            settings = tinkex.Settings.resolve(**given, first_contact_s=LIMIT_S, telemetry=False)
-            found.extend(fetch(tinkex.RestClient(settings=settings)))
+            found.extend(fetch(tinkex.RestClient(**given)))
         except Exception:  # noqa: BLE001 (an error message would destroy the line that is typed)
             return
 

@@ -25,6 +25,10 @@ _SENTENCES = {
     "APIConnectionError": "the service cannot be reached.",
     "APIResponseValidationError": "the response is not one of a Tinker service.",
 }
+#: What to do in a shell, whatever the message says to programs.
+_SHELL_HINTS = {
+    "NotFoundError": "`tinkex run list` and `tinkex checkpoint list` show yours.",
+}
 #: What to do in a shell, if the message itself does not say it.
 _HINTS = {
     "AuthenticationError": "`tinkex auth login` stores a key; --api-key and TINKER_API_KEY set one.",
@@ -105,7 +109,8 @@ def _service_failure(error: Exception) -> CommandFailed:
     said = _said(error)
     sentence = said or next((_SENTENCES[name] for name in names if name in _SENTENCES), str(error))
     sentence, hint = first_sentence(sentence)
-    hint = hint or next((_HINTS[name] for name in names if name in _HINTS), None)
+    for name in names:
+        hint = _SHELL_HINTS.get(name) or hint or _HINTS.get(name)
     return CommandFailed(sentence, hint=hint, details=str(error))
 
 

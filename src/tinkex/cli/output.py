@@ -78,7 +78,7 @@ json_alias = click.option(
 
 def as_json() -> bool:
     """Whether --format json was given, before or after the subcommand."""
-    return _chosen(_FORMAT) == "json"
+    return bool(_chosen(_FORMAT) == "json")
 
 
 def verbose() -> bool:

@@ -1,13 +1,15 @@
 """`tinkex serve`: run the server in the foreground."""
 
 import importlib.util
+import json
 import sys
 from typing import Any
 
 import click
 
+from tinkex.cli.download_progress import fetch_progress
 from tinkex.cli.errors import CommandFailed, missing_package
-from tinkex.cli.output import examples
+from tinkex.cli.output import as_json, examples
 
 REQUIRED_PACKAGES = [
     "alembic",
@@ -107,7 +109,8 @@ REQUIRED_PACKAGES = [
 def command(models: tuple[str, ...], **flags: Any) -> None:
     """Serve models to every Tinker client on this machine.
 
-    Without a name, a small chat model is served. Prints one line when the server is ready:
+    Without a name, a small chat model is served. Prints one line when the server is ready, and on a
+    terminal what it serves and how to connect:
 
         tinkex ready at http://HOST:PORT
 
@@ -117,6 +120,7 @@ def command(models: tuple[str, ...], **flags: Any) -> None:
     """
     try:
         from tinkex.models.resolve import ModelNotFound
+        from tinkex.server.announcement import Facts, banner, ready_line
         from tinkex.server.settings import Settings, SettingsError
         from tinkex.server.supervisor import StartFailed, run
     except ModuleNotFoundError as error:
@@ -124,10 +128,20 @@ def command(models: tuple[str, ...], **flags: Any) -> None:
     _check_packages()
     try:
         settings = Settings.from_sources({"models": models or None, **flags})
-        status = run(settings, announce=lambda line: print(line, flush=True))
-    except SettingsError as error:
+
+        def announce(url: str, facts: Facts) -> None:
+            if as_json():
+                known = {"url": url, "data": str(settings.folder), **json.loads(facts.to_json())}
+                print(json.dumps(known), flush=True)
+                return
+            # Programs read the line; a terminal shows more to the person at it.
+            tty = sys.stdout.isatty()
+            print(banner(url, settings.folder, facts) if tty else ready_line(url), flush=True)
+
+        status = run(settings, announce=announce, show_fetching=fetch_progress)
+    except (SettingsError, StartFailed) as error:
         raise CommandFailed(str(error), hint=error.hint) from error
-    except (ModelNotFound, StartFailed) as error:
+    except ModelNotFound as error:
         raise CommandFailed(str(error)) from error
     sys.exit(status)
 

@@ -34,7 +34,19 @@ class AdminClient(Sessionless):
     def get_audit_log(
         self, event_type: validation.AuditEvents = "all", day: date | None = None
     ) -> Promise[AuditLogResponse]:
-        """Audit events of one kind, on one day (UTC); without a day, the latest ones."""
+        """
+        Audit events of one kind.
+
+        Args:
+            event_type: `"all"`, `"checkpoints"`, `"projects"`, `"teams"` or `"organizations"`.
+            day: The day (UTC). None: the latest events.
+
+        Returns:
+            A future of the events.
+
+        Example:
+            print(admin.get_audit_log("checkpoints").result().entries)
+        """
         validation.one_of("event_type", event_type, get_args(validation.AuditEvents))
         path = with_query("audit", {"event_type": event_type, "day": validation.day(day)})
 
@@ -68,7 +80,22 @@ class AdminClient(Sessionless):
     def get_billing_usage(
         self, starting_on: datetime | str, ending_before: datetime | str
     ) -> Promise[BillingUsageResponse]:
-        """Usage per hour. Whole hours (UTC if they have no time zone), at most 14 days."""
+        """
+        Usage per hour.
+
+        Args:
+            starting_on: First hour. Times without a zone are UTC.
+            ending_before: The hour after the last one, at most 14 days later.
+
+        Returns:
+            A future of the usage of each hour.
+
+        Raises:
+            ValueError: Not whole hours, or not in this order.
+
+        Example:
+            usage = admin.get_billing_usage("2026-11-01", "2026-11-08").result()
+        """
         start = validation.moment("starting_on", starting_on)
         end = validation.moment("ending_before", ending_before)
         if end <= start:
@@ -89,7 +116,18 @@ class AdminClient(Sessionless):
     def get_current_checkpoint_storage_usage(
         self, project_id: str | None = None
     ) -> Promise[CurrentCheckpointStorageUsageResponse]:
-        """Current storage of checkpoints, by project and owner."""
+        """
+        Current storage of checkpoints, by project and owner.
+
+        Args:
+            project_id: Of this project only.
+
+        Returns:
+            A future of the storage in use.
+
+        Example:
+            usage = admin.get_current_checkpoint_storage_usage().result()
+        """
         return self._ask(
             "get_current_checkpoint_storage_usage",
             "GET",

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from tinkex import display
 from tinkex.client import background_loop
 
 T = TypeVar("T")
@@ -34,11 +35,43 @@ class APIFuture(ABC, Generic[T]):
 
     @abstractmethod
     def result(self, timeout: float | None = None) -> T:
-        """Block until the result is available, at most `timeout` seconds (then `TimeoutError`)."""
+        """
+        Block until the result is available.
+
+        Args:
+            timeout: Most seconds to wait. None: no limit.
+
+        Returns:
+            The result, however often it is called.
+
+        Raises:
+            TimeoutError: No result yet. The work continues; call again to keep waiting.
+            TinkerError: The work failed.
+
+        Example:
+            loss = training.forward_backward(data, "cross_entropy").result(timeout=600)
+        """
 
     @abstractmethod
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 (as upstream)
-        """The same, for coroutines."""
+        """
+        `result` for coroutines. `await future` is the same without a timeout.
+
+        Args:
+            timeout: Most seconds to wait. None: no limit.
+
+        Returns:
+            The result, however often it is called.
+
+        Raises:
+            TimeoutError: No result yet. The work continues; await again to keep waiting.
+            TinkerError: The work failed.
+
+        Example:
+            async def step():
+                future = training.forward_backward(data, "cross_entropy")
+                return await future.result_async(timeout=600)
+        """
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.result_async().__await__()
@@ -61,6 +94,9 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
         #: Threads inside `result`, `exception` or `block`.
         self._blocked = 0
         self.add_done_callback(lambda _: self._wake_waiters())
+
+    def __repr__(self) -> str:
+        return _shown_future(self, type(self).__name__)
 
     def future(self) -> concurrent.futures.Future[T]:
         """The plain future, which is this object."""
@@ -159,6 +195,9 @@ class AwaitableConcurrentFuture(APIFuture[T]):
     def __init__(self, future: concurrent.futures.Future[T]) -> None:
         self._future = future
 
+    def __repr__(self) -> str:
+        return _shown_future(self._future, type(self).__name__)
+
     def future(self) -> concurrent.futures.Future[T]:
         return self._future
 
@@ -174,6 +213,25 @@ class AwaitableConcurrentFuture(APIFuture[T]):
 
 
 AwaitableConcurrentFuture.register(Promise)  # so that `isinstance` accepts every future
+
+
+def _shown_future(future: concurrent.futures.Future[Any], name: str) -> str:
+    """The repr of a future: its state, and its result or error if there is one."""
+    if future.cancelled():
+        shown: list[tuple[str, Any]] = [("state", "cancelled")]
+    elif not future.done():
+        shown = [("state", "pending")]
+    # `Future.result` and `.exception` do not wait: it is done.
+    elif (error := concurrent.futures.Future.exception(future)) is not None:
+        shown = [("state", "failed"), ("error", error)]
+    else:
+        result = concurrent.futures.Future.result(future)
+        # A text may be a signed link, so it is not shown.
+        shown = [
+            ("state", "done"),
+            ("result", display.Shown("<text>") if isinstance(result, str) else result),
+        ]
+    return display.call(name, shown)
 
 
 def refuse_to_block(name: str, alternative: str) -> None:
@@ -240,7 +298,8 @@ def awaits(
             return await AwaitableConcurrentFuture(started)
         return await started
 
-    return as_written(variant, start.__name__.lstrip("_") + "_async", start)
+    note = "A coroutine: it returns the value, not a future of it."
+    return as_written(variant, start.__name__.lstrip("_") + "_async", start, note=note)
 
 
 def submits(
@@ -253,7 +312,8 @@ def submits(
     async def variant(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Promise[T]:
         return now(self)(*args, **kwargs)
 
-    return as_written(variant, start.__name__.lstrip("_") + "_async", start)
+    note = "A coroutine that submits the work: it returns the future."
+    return as_written(variant, start.__name__.lstrip("_") + "_async", start, note=note)
 
 
 def _bound_method(
@@ -274,12 +334,15 @@ def as_written(
     start: Callable[..., Any],
     doc: str | None = None,
     returns: Any = inspect.Signature.empty,
+    note: str = "",
 ) -> F:
-    """Give the generated function the name, signature and docstring of a written one."""
+    """Give the generated function the name, signature and docstring (and a note) of a written one."""
     owner, _, _ = start.__qualname__.rpartition(".")
     function.__name__ = name
     function.__qualname__ = f"{owner}.{name}"
     function.__doc__ = doc or start.__doc__
+    if note and function.__doc__:
+        function.__doc__ = f"{inspect.cleandoc(function.__doc__)}\n\n{note}"
     function.__module__ = start.__module__
     signature = inspect.signature(start).replace(return_annotation=returns)
     # Not `functools.wraps`: tools follow `__wrapped__` and would see a plain function.

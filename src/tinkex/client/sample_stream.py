@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Self
 
+from tinkex import display
 from tinkex.client.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -52,6 +53,11 @@ class PartialOutput:
     def has_tokens(self) -> bool:
         """Whether tokens have arrived: then the sample cannot be retried."""
         return bool(self._partial.sequences)
+
+    def counts(self) -> list[int]:
+        """The number of tokens of each sequence so far."""
+        with self._lock:
+            return [self._partial.count(sequence) for sequence in sorted(self._partial.sequences)]
 
     def take(self, sequence: int, tokens: list[int], logprobs: list[float]) -> None:
         with self._lock:
@@ -102,16 +108,60 @@ class SampleStream:
         self._started = False
         weakref.finalize(self, promise.cancel).atexit = False
 
+    def __repr__(self) -> str:
+        promise = self._promise
+        state = "cancelled" if promise.cancelled() else "open"
+        if promise.done() and not promise.cancelled():
+            state = "done" if promise.exception(0) is None else "failed"
+        counts = self._partial_output.counts()
+        return display.call("SampleStream", [("state", state), ("tokens_per_sequence", counts)])
+
     def response(self, timeout: float | None = None) -> SampleResponse:
-        """Block until the sample is complete, at most `timeout` seconds; the result of `sample`."""
+        """
+        Block until the sample is complete.
+
+        Args:
+            timeout: Most seconds to wait. None: no limit.
+
+        Returns:
+            The result of `sample`, whether or not the events were read.
+
+        Raises:
+            TimeoutError: The sample is not complete yet.
+
+        Example:
+            with sampling.sample_stream(prompt, 1, tinkex.SamplingParams(max_tokens=4)) as stream:
+                answer = stream.response()
+        """
         return self._promise.result(timeout)
 
     async def response_async(self, timeout: float | None = None) -> SampleResponse:  # noqa: ASYNC109 (as APIFuture)
-        """The same, for coroutines."""
+        """
+        `response` for coroutines.
+
+        Args:
+            timeout: Most seconds to wait. None: no limit.
+
+        Returns:
+            The result of `sample`, whether or not the events were read.
+
+        Raises:
+            TimeoutError: The sample is not complete yet.
+
+        Example:
+            async def answer(stream):
+                return await stream.response_async(timeout=60)
+        """
         return await self._promise.result_async(timeout)
 
     def close(self) -> None:
-        """Cancel the sample, unless it is complete."""
+        """
+        Cancel the sample, unless it is complete.
+
+        Example:
+            stream = sampling.sample_stream(prompt, 1, tinkex.SamplingParams(max_tokens=4))
+            stream.close()
+        """
         self._promise.cancel()
 
     # -- reading ---------------------------------------------------------------------------------

@@ -107,7 +107,37 @@ class Settings:
         env: Mapping[str, str] = os.environ,
         home: Path | None = None,
     ) -> Settings:
-        """Resolve each setting: argument, else environment, else file, else default."""
+        """
+        Resolve each setting: argument, else environment, else file, else default.
+
+        Args:
+            base_url: Address of the service, or `"local"`.
+            api_key: Key of the service.
+            credential_cmd: Shell command that prints a key.
+            credential_cmd_s: Its time limit in seconds.
+            project_id: Project of new sessions, and of copies of weights.
+            tags: Tags of new sessions.
+            headers: Headers for every request; they win over the client's own.
+            proxy: HTTP proxy for the service.
+            ca_bundle: PEM file with the certificates to trust.
+            telemetry: Whether to report sessions and kinds of errors to the service.
+            first_contact_s: Seconds after which a server that never responded is given up.
+            give_up_s: Seconds for which a request is retried.
+            reconnect_s: Seconds for which a result is polled while the server cannot be reached.
+            breaker: When to fail immediately; None: always retry.
+            otel: Whether to create spans and metrics for OpenTelemetry.
+            env: The environment to read.
+            home: The home folder, which has the file of keys.
+
+        Returns:
+            The settings.
+
+        Raises:
+            TinkerError: A setting that cannot be used, or no key for a service on another machine.
+
+        Example:
+            settings = tinkex.Settings.resolve(base_url="http://127.0.0.1:8000", give_up_s=60)
+        """
         url = service_url(base_url, env)
         # A key from an editor or a shell often ends in a line break, which a header cannot contain.
         given = (api_key or setting("API_KEY", env) or "").strip()
@@ -149,7 +179,21 @@ class Settings:
         return settings
 
     def credential(self, *, enforce_cmd: bool = False) -> Credential:
-        """The source of `X-API-Key`, before any exchange for a token."""
+        """
+        The source of `X-API-Key`, before any exchange for a token.
+
+        Args:
+            enforce_cmd: Whether a command is used although there is a key.
+
+        Returns:
+            The key, or the command that prints it.
+
+        Raises:
+            TinkerError: A service on another machine, and no key for it.
+
+        Example:
+            credential = tinkex.Settings(base_url="http://127.0.0.1:8000").credential()
+        """
         found = credentials.resolve(
             self.api_key,
             self.credential_cmd,
@@ -162,7 +206,19 @@ class Settings:
         return credentials.StaticCredential(found)
 
     def proxy_to(self, url: str) -> str | None:
-        """The proxy for an address that the service links to, possibly on another host."""
+        """
+        The proxy for an address that the service links to, possibly on another host.
+
+        Args:
+            url: The address.
+
+        Returns:
+            The address of the proxy; None: a direct connection.
+
+        Example:
+            settings = tinkex.Settings.resolve(base_url="http://127.0.0.1:8000")
+            proxy = settings.proxy_to("http://host/file")
+        """
         env = dict(self._proxy_env)
         if self.proxy != _proxy_from(env, self.base_url):
             return self.proxy  # it was passed explicitly

@@ -208,18 +208,50 @@ class TextMixin(ABC):
 
     @abstractmethod
     def get_tokenizer(self) -> Any:
-        """The tokenizer of the base model."""
+        """
+        The tokenizer of the base model.
+
+        Returns:
+            The tokenizer of transformers if that is installed, else a light one of tinkex.
+
+        Example:
+            tokenizer = training.get_tokenizer()
+        """
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
         return self.get_tokenizer()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text; the first call asks the server for the tokenizer."""
+        """
+        The tokens of a text. The first call asks the server for the tokenizer.
+
+        Args:
+            text: The text.
+            add_special_tokens: Whether to add what the model expects around a text, such as BOS.
+
+        Returns:
+            The token ids.
+
+        Example:
+            tokens = training.encode("Who are you?")
+        """
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        """The text of tokens, such as `SampledSequence.tokens`."""
+        """
+        The text of tokens.
+
+        Args:
+            token_ids: The ids, such as `SampledSequence.tokens`.
+            skip_special_tokens: Whether to leave out special tokens, such as the end of text.
+
+        Returns:
+            The text.
+
+        Example:
+            print(training.decode([1, 2, 3], skip_special_tokens=True))
+        """
         ids = [int(token) for token in token_ids]
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text

@@ -6,12 +6,14 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
+from tinkex.server.activity import ActivityLog
 from tinkex.server.api import (
     account,
     docs_page,
     downloads,
     errors,
     futures,
+    metrics,
     models,
     openapi,
     operations,
@@ -19,6 +21,7 @@ from tinkex.server.api import (
     sample_stream,
     sampling,
     sessions,
+    status_page,
     submit,
     weights,
 )
@@ -30,10 +33,10 @@ from tinkex.server.executor import Executor
 from tinkex.server.maintenance.cleanup import Cleanup
 from tinkex.server.maintenance.disk_monitor import DiskMonitor
 from tinkex.server.scheduler.base_model_check import BaseModelChecks
+from tinkex.server.scheduler.crash_files import CrashFiles
 from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.scheduler.session_status import SessionTimeouts
-from tinkex.server.scheduler.web_crash import CrashFiles
 from tinkex.server.settings import Settings
 from tinkex.server.store import Quota, Store
 
@@ -94,6 +97,7 @@ def create_app(
             last_status=last_status,
             base_checks=base_checks,
         )
+        activity = ActivityLog(executor, scheduler, every_s=settings.activity_s)
         session_timeouts = SessionTimeouts(store, scheduler, grace_s=settings.session_grace_s)
         app.state.context = Context(
             settings=settings,
@@ -112,10 +116,12 @@ def create_app(
         cleanup = Cleanup(settings=settings, store=store, scheduler=scheduler, futures=results)
         cleanup.start()
         app.state.cleanup = cleanup
+        activity.start()
         try:
             yield
         finally:
             results.release()
+            await activity.close()
             await cleanup.close()
             await disk_monitor.close()
             await session_timeouts.close()
@@ -137,12 +143,18 @@ def create_app(
     app.state.authenticator = Authenticator(store.keys, Tokens.of_folder(settings.folder))
     app.state.body_budgets = BodyBudgets(settings)
     app.state.report_slots = ReportSlots()
+    #: Why the server is not ready yet; the web process sets it until the engine is up.
+    app.state.starting = None
     app.add_middleware(ReleaseBodyMemory)
     app.add_middleware(Authentication, host=settings.host)
+    app.state.request_counts = metrics.RequestCounts()
+    app.add_middleware(metrics.CountRequests, counts=app.state.request_counts)
     for router in ROUTERS:
         # Not `include_router`, which would call the routes through FastAPI.
         app.router.routes.extend(router.routes)
-    app.add_route("/metrics", operations.metrics, methods=["GET"])
+    app.add_route("/metrics", metrics.metrics, methods=["GET"])
+    app.add_route("/", status_page.status, methods=["GET"])
+    app.add_route("/readyz", operations.readyz, methods=["GET"])
     app.add_route("/docs", docs_page.docs, methods=["GET"])
     openapi.describe(app)
     return app

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from tinkex.server.executor import (
+    COUNTERS,
     BatchFailed,
     EngineKilled,
     EngineLost,
@@ -107,6 +108,10 @@ class LocalExecutor:
         engine = self._engines.get(base_model)
         return None if engine is None else engine.stats
 
+    def facts(self, base_model: str) -> frames_pb2.Ready | None:
+        """What the engine reported when it was ready; None if it was not started yet."""
+        return self._engine(base_model).facts
+
     def _engine(self, base_model: str) -> "_Engine":
         engine = self._engines.get(base_model)
         if engine is None:
@@ -152,6 +157,11 @@ class _Engine:
         self._finished_work = False
         #: The last statistics of the child; None while it is down.
         self.stats: frames_pb2.Stats | None = None
+        #: What the current child has counted, and what all earlier ones had.
+        self._counted: dict[str, int] = {}
+        self._counted_before = dict.fromkeys(COUNTERS, 0)
+        #: What the last child reported when it was ready; None before the first one.
+        self.facts: frames_pb2.Ready | None = None
 
     @property
     def waiting_for(self) -> str | None:
@@ -311,6 +321,9 @@ class _Engine:
         finally:
             self._up.clear()
             self.stats = None
+            for name, count in self._counted.items():
+                self._counted_before[name] += count
+            self._counted = {}
             self._writer = None
             self._process = None
             ours.close()
@@ -345,19 +358,19 @@ class _Engine:
             case "ready":
                 self._incarnation += 1
                 self._writer = writer
+                self.facts = report.ready
                 self._up.set()
-                facts = report.ready
                 log.info(
-                    "the engine of %s is up: %s, %s, context %d",
+                    "the engine of %s is ready: %s, %s, context of %s tokens",
                     self._name,
-                    facts.device,
-                    facts.dtype,
-                    facts.max_context_length,
+                    self.facts.device,
+                    self.facts.dtype,
+                    f"{self.facts.max_context_length:,}",
                 )
             case "stats":
-                self.stats = report.stats
+                self._count(report.stats)
             case "refused":
-                raise EngineRefused(report.refused.message)
+                raise EngineRefused(report.refused.message, hint=report.refused.hint)
             case "done":
                 self._finished_work = True
                 if (future := self._unfinished(report.ticket)) is not None:
@@ -367,6 +380,13 @@ class _Engine:
             case "failed":
                 if (future := self._unfinished(report.ticket)) is not None:
                     future.set_exception(_failure(report.failed))
+
+    def _count(self, stats: frames_pb2.Stats) -> None:
+        """Store the statistics, with the counts of earlier children added."""
+        self._counted = {name: getattr(stats, name) for name in COUNTERS}
+        for name, earlier in self._counted_before.items():
+            setattr(stats, name, getattr(stats, name) + earlier)
+        self.stats = stats
 
     def _pass_on_tokens(self, ticket: int, sequences: Iterable[Tokens]) -> None:
         if (on_tokens := self._token_callbacks.get(ticket)) is None:

@@ -184,6 +184,9 @@ class Settings:
     price_gb_month: float = 0.0
     #: How long entries of the audit log are kept.
     audit_kept_s: float = 400 * 24 * 3600.0
+    #: Interval of the log line about current work (runs, tokens per second, queue, memory), while
+    #: there is any; 0 disables it.
+    activity_s: float = 10.0
     #: Level of the log on standard error: info or debug.
     log_level: str = "info"
 

@@ -6,6 +6,7 @@ and are not refused. The supervisor does as little as possible, so that it does 
 """
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -18,9 +19,10 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from types import FrameType
 
-from tinkex.models.cache import line_progress
+from tinkex.models.cache import Progress
 from tinkex.models.resolve import DEFAULT_MODEL, ModelSource, resolve
 from tinkex.server import process_setup
+from tinkex.server.announcement import Facts
 from tinkex.server.retry import Backoff, Crashed, poll, retry_blocking
 from tinkex.server.settings import Settings, SettingsError, is_loopback
 from tinkex.server.store.folder_lock import HeldLock, lock_database, lock_folder
@@ -38,18 +40,25 @@ STABLE_S = 3.0
 
 
 class StartFailed(Exception):
-    """The server could not start; the text says why."""
+    """The server could not start; the text says why, and the hint what to do."""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
 
 
-def run(settings: Settings, *, announce: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit status. `announce` gets the "ready" line."""
+#: Called once with the URL and the facts of a server that is ready.
+Announce = Callable[[str, Facts], None]
+#: Gives a callback that shows the progress of downloads.
+ShowFetching = Callable[[], contextlib.AbstractContextManager[Progress]]
+
+
+def run(settings: Settings, *, announce: Announce, show_fetching: ShowFetching) -> int:
+    """Serve until SIGTERM or SIGINT; return the exit status."""
     process_setup.setup_logging()
     process_setup.set_log_level(settings.log_level)
-    log.info(
-        "tinkex %s starts with %s; other settings have their defaults",
-        version("tinkex"),
-        settings.changed(),
-    )
+    changed = settings.changed() or "default settings"
+    log.info("starting tinkex %s with %s", version("tinkex"), changed)
     for line in settings.lines():
         log.debug("setting %s", line)
     with contextlib.ExitStack() as stack:
@@ -60,16 +69,15 @@ def run(settings: Settings, *, announce: Callable[[str], None]) -> int:
         if not is_loopback(settings.host):
             settings.check_reachable(has_keys=_has_keys(settings))
         listening = stack.enter_context(open_socket(settings))
-        sources = [
-            resolve(spec, progress=line_progress(sys.stderr))
-            for spec in settings.models or (DEFAULT_MODEL,)
-        ]
+        with show_fetching() as progress:
+            specs = settings.models or (DEFAULT_MODEL,)
+            sources = [resolve(spec, progress=progress) for spec in specs]
         _check_names(sources)
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{port}"
         supervisor = Supervisor(settings, sources, listening, [one for one in locks if one])
-        return supervisor.run(on_ready=lambda: announce(f"tinkex ready at {url}"))
+        return supervisor.run(on_ready=lambda facts: announce(url, facts))
 
 
 class Supervisor:
@@ -94,7 +102,7 @@ class Supervisor:
         #: The exit status of the last web process; None before the first one.
         self._last_status: int | None = None
 
-    def run(self, *, on_ready: Callable[[], None]) -> int:
+    def run(self, *, on_ready: Callable[[Facts], None]) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         threading.Thread(target=self._watch_locks, name="tinkex-locks", daemon=True).start()
@@ -105,10 +113,10 @@ class Supervisor:
             on_retry=lambda error, wait_s: log.error("%s; restarting it in %.1f s", error, wait_s),
             sleep=self._pause,
         )
-        log.info("stopped; requests that were accepted and not finished run after the next start")
+        log.info("stopped; accepted requests that are not finished run after the next start")
         return 1 if self._lost_lock else 0
 
-    def _run_until_crash(self, on_ready: Callable[[], None]) -> None:
+    def _run_until_crash(self, on_ready: Callable[[Facts], None]) -> None:
         """Run a web process; returns when the server is stopped, raises Crashed otherwise."""
         if self._stopping:
             return
@@ -124,7 +132,7 @@ class Supervisor:
         stable = ready and time.monotonic() - began_s > STABLE_S
         raise Crashed("the web process crashed", stable=stable)
 
-    def _run_once(self, *, first: bool, on_ready: Callable[[], None]) -> bool:
+    def _run_once(self, *, first: bool, on_ready: Callable[[Facts], None]) -> bool:
         """Run one web process until it exits; return whether it got ready."""
         report_reader, report_writer = os.pipe()
         # Nothing is written to this pipe. It closes when the supervisor exits, for any reason.
@@ -147,16 +155,19 @@ class Supervisor:
                 child.send_signal(signal.SIGTERM)
             os.close(report_writer)
             with os.fdopen(report_reader) as pipe:
-                word, _, reason = pipe.read().partition("\n")
+                word, _, content = pipe.read().partition("\n")
             if word == "ready" and first and not self._stopping:
-                on_ready()
+                on_ready(Facts.from_json(content))
             self._last_status = child.wait()
         finally:
             self._child = None
             os.close(lifeline_reader)
             os.close(lifeline_writer)
-        if word == "failed" and first and not self._stopping:
-            raise StartFailed(reason.strip())
+        if word == "failed" and not self._stopping:
+            failure = StartFailed(**json.loads(content))
+            if first:
+                raise failure
+            log.error("%s", failure)
         return word == "ready"
 
     def _command(self, report_descriptor: int, lifeline: int) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, Final, Literal
 from urllib.parse import quote
 
 from pydantic import Field, field_validator
 
+from tinkex import display
 from tinkex.wire.base import LenientModel, StrictModel
 from tinkex.wire.training import AdamOptimizerConfig, OptimizerConfig, optimizer_config_from
 
@@ -182,11 +184,18 @@ class ExternalWeightsUrlsResponse(LenientModel):
     urls: dict[str, str]
     expires: datetime
 
+    def _shown(self) -> Iterable[tuple[str, Any]]:
+        shown = {name: display.without_query(url) for name, url in self.urls.items()}
+        return ("urls", shown), ("expires", self.expires)
+
 
 class CheckpointArchiveUrlResponse(LenientModel):
     #: Signed URL of a tar archive of the files.
     url: str
     expires: datetime
+
+    def _shown(self) -> Iterable[tuple[str, Any]]:
+        return ("url", display.without_query(self.url)), ("expires", self.expires)
 
 
 # -- loading and copying -------------------------------------------------------------------------
@@ -266,6 +275,8 @@ class WeightsInfoResponse(LenientModel):
 
 
 class Checkpoint(LenientModel):
+    """A saved adapter."""
+
     #: `<kind>/<name>`
     checkpoint_id: str
     checkpoint_type: CheckpointType
@@ -278,6 +289,15 @@ class Checkpoint(LenientModel):
     #: When it will be deleted; None: never.
     expires_at: datetime | None = None
 
+    def _shown(self) -> Iterable[tuple[str, Any]]:
+        # The path contains the id and the type.
+        yield "tinker_path", self.tinker_path
+        left_out = ("tinker_path", "checkpoint_id", "checkpoint_type")
+        yield from ((name, value) for name, value in super()._shown() if name not in left_out)
+
+    def _repr_html_(self) -> str:
+        return checkpoints_html([self])
+
 
 class Cursor(LenientModel):
     offset: int
@@ -288,6 +308,26 @@ class Cursor(LenientModel):
 class CheckpointsListResponse(LenientModel):
     checkpoints: list[Checkpoint]
     cursor: Cursor | None = None
+
+    def _repr_html_(self) -> str:
+        return checkpoints_html(self.checkpoints, self.cursor.total_count if self.cursor else 0)
+
+
+def checkpoints_html(checkpoints: list[Checkpoint], total: int = 0) -> str:
+    """A table of checkpoints, of which there are `total`."""
+    columns = ("path", "type", "saved", "bytes", "public", "expires")
+    rows = [
+        (
+            each.tinker_path,
+            each.checkpoint_type,
+            each.time,
+            each.size_bytes,
+            each.public,
+            each.expires_at or "never",
+        )
+        for each in checkpoints
+    ]
+    return display.table(columns, rows, caption="Checkpoints", total=total)
 
 
 class SetCheckpointTtlRequest(StrictModel):

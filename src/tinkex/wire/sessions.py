@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AwareDatetime, BeforeValidator, Field, field_validator
 
+from tinkex import display
 from tinkex.wire.base import LenientModel, StrictModel, time_from_text
 from tinkex.wire.checkpoints import Checkpoint, Cursor
 from tinkex.wire.training import AdamOptimizerConfig, OptimizerConfig, optimizer_config_from
@@ -113,10 +115,39 @@ class TrainingRun(LenientModel):
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: dict[str, str] | None = None
 
+    def _shown(self) -> Iterable[tuple[str, Any]]:
+        for name, value in super()._shown():
+            if name != "corrupted" or value:
+                yield name, value.tinker_path if isinstance(value, Checkpoint) else value
+
+    def _repr_html_(self) -> str:
+        return runs_html([self])
+
 
 class TrainingRunsResponse(LenientModel):
     training_runs: list[TrainingRun]
     cursor: Cursor
+
+    def _repr_html_(self) -> str:
+        return runs_html(self.training_runs, self.cursor.total_count)
+
+
+def runs_html(runs: list[TrainingRun], total: int = 0) -> str:
+    """A table of training runs, of which there are `total`."""
+    columns = ("run", "name", "base model", "rank", "last request", "last checkpoint", "corrupted")
+    rows = [
+        (
+            run.training_run_id,
+            (run.user_metadata or {}).get("name"),
+            run.base_model,
+            run.lora_rank,
+            run.last_request_time,
+            run.last_checkpoint and run.last_checkpoint.tinker_path,
+            run.corrupted,
+        )
+        for run in runs
+    ]
+    return display.table(columns, rows, caption="Training runs", total=total)
 
 
 # -- sessions ------------------------------------------------------------------------------------
@@ -340,5 +371,5 @@ class TraceExportResponse(LenientModel):
     """A trace is created on request; poll until it is ready."""
 
     status: Literal["pending", "ready", "failed"]
-    url: str | None = None
+    url: str | None = Field(default=None, repr=False)  # signed
     error: str | None = None

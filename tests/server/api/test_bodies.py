@@ -13,7 +13,7 @@ import pytest
 from server.api.test_owner_limits import sample, sampler
 from server.echo import EchoExecutor
 from server.hosting import Api, connected, hosted
-from server.scheduler.test_web_crash import SCRIPT
+from server.scheduler.test_crash_files import SCRIPT
 from tinkex.server.api.bodies import (
     MIN_BYTES_PER_S,
     SLOW_GRACE_S,

@@ -74,6 +74,8 @@ POLL = {
 EXPECTED: Mapping[tuple[str, str], Expected] = {
     ("GET", f"{V1}/healthz"): Expected("open"),
     ("GET", "/api/unauthed/auth-config"): Expected("open", 404),
+    ("GET", "/"): Expected("open"),
+    ("GET", "/readyz"): Expected("open"),
     ("GET", "/docs"): Expected("open"),
     ("GET", "/openapi.json"): Expected("open"),
     ("GET", f"{V1}/signed/traces/{{session_id}}"): Expected(
@@ -391,9 +393,10 @@ async def test_metrics_need_a_key_unless_on_loopback(echo: EchoExecutor, tmp_pat
     ):
         assert (await api.get("/metrics")).status == 401
         await alice.model()
-        hers = 'tinkex_owner_compute_seconds_total{owner="alice"}'
-        assert hers in (await alice.get("/metrics")).body.decode()
-        assert "alice" not in (await bob.get("/metrics")).body.decode()
+        for one in (alice, bob):
+            text = (await one.get("/metrics")).body.decode()
+            assert 'tinkex_engine_operations_total{task="create"} 1.0' in text
+            assert "alice" not in text
     async with hosted(EchoExecutor(), tmp_path) as api:
         assert (await api.get("/metrics")).status == 200
         assert (await api.get("/api/v1/healthz")).status == 200

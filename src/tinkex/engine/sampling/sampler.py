@@ -155,6 +155,8 @@ class Sampler:
         self._loading: _AdapterLoad | None = None
         #: Whether the last step found nothing to compute and no request has arrived since.
         self._stalled = False
+        #: Tokens computed since the start.
+        self.tokens_prefilled = self.tokens_sampled = 0
         #: Requests whose adapter could not be loaded.
         self._failed_loads: list[Finished] = []
         self._pending: dict[int, _PendingResponse] = {}
@@ -399,6 +401,7 @@ class Sampler:
             ]
         )
         hidden_TH = self._model.hidden(torch.tensor(ids, device=device), packing, segments)
+        self.tokens_prefilled += len(ids)
         ready: list[tuple[int, list[SampleSequence]]] = []
         for at, chunk in enumerate(chunks):
             hidden = hidden_TH[starts[at] : starts[at + 1]]
@@ -448,6 +451,7 @@ class Sampler:
     def _sample(self, sequences: Sequence[SampleSequence], logits_SV: Tensor) -> None:
         steps = [SampleStep(s.request.sampling, s.index, len(s.tokens)) for s in sequences]
         sampled = sample_tokens(logits_SV, steps)
+        self.tokens_sampled += len(sequences)
         for at, sequence in enumerate(sequences):
             sequence.append(sampled.tokens[at], sampled.logprobs[at], sampled.tops[at])
             if sequence.request.streams:

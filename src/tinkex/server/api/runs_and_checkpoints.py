@@ -167,13 +167,15 @@ async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
 
 async def _readable(request: Request, run: str, access_scope: Access) -> RunSummary:
     """A run of the caller or, with `accessible`, one with a published checkpoint."""
-    context = context_of(request)
-    if access_scope == "owned":
-        await context.model(request, run)
-    found = await context.store.checkpoint_catalog.run(run, reader=owner_of(request))
-    if found is None:
-        raise not_found("model", run, "Create one with create_model.")
+    found = await context_of(request).store.checkpoint_catalog.run(run, reader=owner_of(request))
+    if found is None or (access_scope == "owned" and found.model.owner != owner_of(request)):
+        raise _no_run(run)
     return found
+
+
+def _no_run(run: str) -> Refusal:
+    """Unlike a route that trains, none of these could go on with a new model."""
+    return not_found("training run", run, "`tinkex run list` or GET training_runs lists yours.")
 
 
 def _ttl(body: bytes) -> int | None:
@@ -193,7 +195,9 @@ def time_of(seconds: float) -> datetime:
 
 async def _key(request: Request, run: str, kind: str, name: str) -> Mapping[str, Any]:
     """The key of a checkpoint, whose run must belong to the caller."""
-    model = await context_of(request).model(request, run)
+    model = await context_of(request).find_model(request, run)
+    if model is None:
+        raise _no_run(run)
     return {"model_id": model.model_id, "kind": kind, "name": name}
 
 

@@ -47,7 +47,7 @@ PARTS = (
     *(DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", f"{DATABASE}.lock", LOCK_FILE),
     *(SIGNING_KEY, TOKENS_KEY, MARKER),
     *PREFIX_DEPTHS,
-    *("running", "isolated", BASE_HASHES),  # `scheduler.web_crash`, `scheduler.base_model_check`
+    *("running", "isolated", BASE_HASHES),  # `scheduler.crash_files`, `scheduler.base_model_check`
     *("spill", "turn.lock"),  # the engines
 )
 _ALL = os.R_OK | os.W_OK | os.X_OK

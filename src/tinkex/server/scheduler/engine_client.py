@@ -7,7 +7,7 @@ crashes are not caused by a request. After two such attempts a request is isolat
 it runs alone or, if there are many such requests, in small groups. If the engine ends while a request
 runs alone, that request fails, and the counts of the others are reset.
 
-Counts are stored when an engine ends, so they survive the web process. `web_crash` counts for a web
+Counts are stored when an engine ends, so they survive the web process. `crash_files` counts for a web
 process that crashes together with its engines.
 """
 
@@ -21,9 +21,9 @@ from pathlib import Path
 from tinkex.server.executor import EngineLost, OnTokens
 from tinkex.server.queued_request import Kind, QueuedRequest
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
+from tinkex.server.scheduler.crash_files import CrashFiles
 from tinkex.server.scheduler.fairness import Admission
 from tinkex.server.scheduler.results import MAX_ATTEMPTS, Execution
-from tinkex.server.scheduler.web_crash import CrashFiles
 from tinkex.server.store import CustomLoss, Model
 from tinkex.wire.codec import encode_json
 from tinkex.wire.proto import frames_pb2
@@ -215,21 +215,21 @@ class EngineClient:
         self,
         order: Order,
         *,
-        owner: str | None = None,
+        counted: bool = False,
         incarnation: int | None = None,
         on_tokens: OnTokens | None = None,
     ) -> asyncio.Future[Done]:
         """
-        Send an order, counted as usage of the owner if there is one.
+        Send an order; `counted` in the metrics if it is work of a request.
 
         The engine has the order when this returns, before anything that is sent later.
         """
         future = await self._executor.send(
             self.base_model, order, incarnation=incarnation, on_tokens=on_tokens
         )
-        if owner is not None:
+        if counted:
             task = order.WhichOneof("work") or ""
-            future.add_done_callback(functools.partial(self._execution.usage.record, task, owner))
+            future.add_done_callback(functools.partial(self._execution.usage.record, task))
         return future
 
     async def attempt(
@@ -277,8 +277,9 @@ class EngineClient:
 
         async def run(_: Attempt) -> None:
             nonlocal done
+            self._execution.futures.started(request)
             try:
-                done = await (await self.send(order, owner=request.owner, on_tokens=on_tokens))
+                done = await (await self.send(order, counted=True, on_tokens=on_tokens))
             except EngineLost:
                 if not self._execution.closing:
                     self._admission.engine_lost()

@@ -13,13 +13,13 @@ from tinkex.server.executor import WorkFailed
 from tinkex.server.queued_request import Outcome
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
 from tinkex.server.scheduler.checkpoints import CheckpointSteps
+from tinkex.server.scheduler.crash_files import CrashFiles
 from tinkex.server.scheduler.engine_client import EngineClient
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits, TrainingSlots
 from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers
 from tinkex.server.scheduler.recovery import RebuildQueue, Recovery, Snapshots
 from tinkex.server.scheduler.results import Execution, failure_outcome
 from tinkex.server.scheduler.sample_worker import SampleWorker
-from tinkex.server.scheduler.web_crash import CrashFiles
 from tinkex.wire.codec import encode_json
 from tinkex.wire.training import UnloadModelResponse
 

@@ -17,6 +17,7 @@ from tinkex.server.executor import Executor
 from tinkex.server.queued_request import Cause, Kind, Outcome, QueuedRequest
 from tinkex.server.retry import run_periodically
 from tinkex.server.scheduler.base_model_check import BaseModelChecks
+from tinkex.server.scheduler.crash_files import CrashFiles
 from tinkex.server.scheduler.engine_client import after_web_crash
 from tinkex.server.scheduler.engine_scheduler import EngineScheduler
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits
@@ -25,7 +26,6 @@ from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.results import Execution
 from tinkex.server.scheduler.sample_worker import CustomLossWorker, TokenStream
 from tinkex.server.scheduler.step_queue import model_deleted, number_of, restore_queue
-from tinkex.server.scheduler.web_crash import CrashFiles
 from tinkex.server.store import StorageError, Store
 
 log = logging.getLogger("tinkex.server.scheduler")
@@ -133,6 +133,20 @@ class Scheduler:
         #: Models whose steps are being read.
         self._opening: set[str] = set()
         self._losses = CustomLossWorker(self._execution, self._models, self.engine)
+
+    def on_busy(self, callback: Callable[[], None]) -> None:
+        """Call this whenever there is an unfinished request after there was none."""
+        self._execution.futures.on_busy = callback
+
+    @property
+    def unfinished(self) -> int:
+        """The number of accepted requests that are not finished."""
+        return len(self._execution.futures)
+
+    def take_runs(self) -> int:
+        """How many models had a step sent to an engine since the last call."""
+        runs, self._execution.runs = self._execution.runs, set()
+        return len(runs)
 
     def engine(self, base_model: str) -> EngineScheduler:
         """The scheduler of one engine; requests of a model that is not served fail there."""

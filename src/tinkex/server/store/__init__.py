@@ -17,10 +17,10 @@ from tinkex.server.store.blobs import Files
 from tinkex.server.store.checkpoint_catalog import CheckpointCatalog, NamedCheckpoint
 from tinkex.server.store.checkpoints import Checkpoints, Version
 from tinkex.server.store.database import Database, accepted_work
+from tinkex.server.store.database_identity import refuse_wrong_database
 from tinkex.server.store.events import Audit, Telemetry
 from tinkex.server.store.keys import ApiKey, Keys, refuse_lost_keys
 from tinkex.server.store.models import BaseHashes, CustomLoss, Model, Models, RunTaken, Sampler
-from tinkex.server.store.ownership import refuse_wrong_database
 from tinkex.server.store.quotas import OverQuota, Quota, Quotas
 from tinkex.server.store.request_rows import Completion
 from tinkex.server.store.requests import Attempts, Requests

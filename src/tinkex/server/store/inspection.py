@@ -17,8 +17,8 @@ import sqlalchemy as sa
 
 from tinkex.server.store.blobs import PREFIX_DEPTHS, UNREADABLE, Files, folder_problem, is_key
 from tinkex.server.store.connections import any_key
+from tinkex.server.store.database_identity import session_ids_in, stored_sessions
 from tinkex.server.store.migrations import current_version, known_versions
-from tinkex.server.store.ownership import session_ids_in, storage_ownership
 from tinkex.server.store.schema import (
     Status,
     checkpoint_versions,
@@ -159,12 +159,12 @@ def _inspect_files(
         if (problem := _problem(files, what, key, written)) is not None:
             damaged.append(DamagedItem(what=what, name=name, key=key, problem=problem))
     before_s = time.time() - young_s
-    ownership = storage_ownership(connection, session_ids_in(files))
+    stored = stored_sessions(connection, session_ids_in(files))
     orphans = [
         key
         for prefix, depth in PREFIX_DEPTHS.items()
         for key in files.list_older(prefix, depth, before_s=before_s)
-        if key not in keys and ownership.may_delete(key)
+        if key not in keys and stored.may_delete(key)
     ]
     return Inspection(
         version=newest,
@@ -175,8 +175,8 @@ def _inspect_files(
         orphans=tuple(sorted(orphans)),
         log_gaps=tuple(_log_gaps(connection, seen_after_s=time.time() - abandoned_s)),
         has_fallback=frozenset(connection.scalars(sa.select(older_snapshots.c.model_id))),
-        unknown_sessions=tuple(sorted(ownership.unknown_sessions)),
-        is_wrong_database=ownership.is_wrong_database,
+        unknown_sessions=tuple(sorted(stored.unknown_sessions)),
+        is_wrong_database=stored.is_wrong_database,
         has_keys=any_key(connection),
         set_aside=len(files.list_older(f"{SET_ASIDE}/snapshots", 2, before_s=float("inf"))),
     )

@@ -1,7 +1,7 @@
 """
 Retention: deletes rows that are no longer needed, then the files that only they referred to.
 
-Files of a session that the database does not know are not deleted: see `ownership`.
+Files of a session that the database does not know are not deleted: see `database_identity`.
 """
 
 import functools
@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from tinkex.server.store.blobs import PREFIX_DEPTHS, Files
 from tinkex.server.store.database import Database, every, note_audit, scalars, session_ended
-from tinkex.server.store.ownership import session_ids_in, storage_ownership
+from tinkex.server.store.database_identity import session_ids_in, stored_sessions
 from tinkex.server.store.schema import (
     Status,
     audit,
@@ -304,14 +304,14 @@ class Retention:
         """Delete old files that no row refers to; returns how many."""
         deleted = 0
         session_ids = await self._database.with_folder(lambda: session_ids_in(self._files))
-        ownership = await self._database.read(
-            lambda connection: storage_ownership(connection, session_ids)
+        stored = await self._database.read(
+            lambda connection: stored_sessions(connection, session_ids)
         )
-        if ownership.unknown_sessions:
+        if stored.unknown_sessions:
             log.warning(
                 "the storage has files of %d sessions that are not in this database; they are not "
                 "deleted. Run `tinkex doctor` for details.",
-                len(ownership.unknown_sessions),
+                len(stored.unknown_sessions),
             )
         for prefix, depth in PREFIX_DEPTHS.items():
             keys = await self._database.with_folder(
@@ -320,7 +320,7 @@ class Retention:
             for start in range(0, len(keys), BATCH_ROWS):
                 some = keys[start : start + BATCH_ROWS]
                 known = await self._known(prefix, some)
-                orphans = [key for key in some if key not in known and ownership.may_delete(key)]
+                orphans = [key for key in some if key not in known and stored.may_delete(key)]
                 await self._remove(orphans)
                 deleted += len(orphans)
         return deleted

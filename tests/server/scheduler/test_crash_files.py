@@ -20,9 +20,9 @@ from server.echo import BASE, EchoExecutor
 from server.hosting import Api, connected, hosted
 from server.scheduler.test_crash_isolation import POISON as CRASH_POISON
 from server.scheduler.test_crash_isolation import CrashingExecutor
-from tinkex.server.scheduler import web_crash
+from tinkex.server.scheduler import crash_files
+from tinkex.server.scheduler.crash_files import CrashFiles
 from tinkex.server.scheduler.engine_client import after_web_crash
-from tinkex.server.scheduler.web_crash import CrashFiles
 from tinkex.wire.proto.frames_pb2 import Done, Order
 
 pytestmark = pytest.mark.anyio
@@ -66,8 +66,8 @@ def test_a_web_process_killed_for_lack_of_memory_crashed(
 ) -> None:
     files = CrashFiles(tmp_path)
     files.start()
-    kills = web_crash.oom_kills() + 1
-    monkeypatch.setattr(web_crash, "oom_kills", lambda: kills)
+    kills = crash_files.oom_kills() + 1
+    monkeypatch.setattr(crash_files, "oom_kills", lambda: kills)
     assert files.find_crash(-signal.SIGKILL) == frozenset()
     assert files.find_crash(-signal.SIGTERM) is None
     # It was an engine, and its end was counted.
@@ -80,7 +80,7 @@ def test_the_loss_of_the_machine_is_no_crash(
 ) -> None:
     files = CrashFiles(tmp_path)
     files.start()
-    monkeypatch.setattr(web_crash, "boot_id", lambda: "another")
+    monkeypatch.setattr(crash_files, "boot_id", lambda: "another")
     assert files.find_crash(-signal.SIGSEGV) is None
 
 

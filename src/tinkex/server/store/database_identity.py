@@ -1,5 +1,5 @@
 """
-Ownership: do the stored files belong to this database?
+Database identity: do the stored files belong to this database?
 
 A lost database, or another one (`--db` forgotten), knows none of the files and would delete every
 checkpoint as an orphan. Folders are named after sessions, whose rows are never deleted: files of an
@@ -22,7 +22,7 @@ MODEL_PREFIXES = ("checkpoints", "snapshots")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StorageOwnership:
+class StoredSessions:
     """Sessions with stored files, by whether they are in the database."""
 
     known: frozenset[str]
@@ -54,18 +54,18 @@ def session_ids_in(files: Files) -> list[str]:
     )
 
 
-def storage_ownership(connection: sa.Connection, session_ids: Sequence[str]) -> StorageOwnership:
+def stored_sessions(connection: sa.Connection, session_ids: Sequence[str]) -> StoredSessions:
     """Which of these sessions are in the database."""
     statement = sa.select(sessions.c.session_id).where(in_list(sessions.c.session_id, session_ids))
     known = frozenset(connection.scalars(statement))
-    return StorageOwnership(known=known, unknown_sessions=frozenset(session_ids) - known)
+    return StoredSessions(known=known, unknown_sessions=frozenset(session_ids) - known)
 
 
 def refuse_wrong_database(database: Database, files: Files) -> None:
     """Raise if the stored files belong to another database."""
     session_ids = session_ids_in(files)
-    ownership = database.read_sync(lambda connection: storage_ownership(connection, session_ids))
-    if not ownership.is_wrong_database:
+    stored = database.read_sync(lambda connection: stored_sessions(connection, session_ids))
+    if not stored.is_wrong_database:
         return
     raise DatabaseRefused(
         f"the database has none of the {len(session_ids)} sessions whose checkpoints or snapshots "
