@@ -19,7 +19,9 @@ ALLOWED_IMPORTS = {
     "compat.submodule_aliases": "",
     "display": "",
     "extras": "",
+    "tracebacks": "",
     "durable_files": "",
+    "local": "~durable_files",
     "as_tinker": "client",
     "lib": "client compat",
     "proto": "wire compat",
@@ -27,11 +29,12 @@ ALLOWED_IMPORTS = {
     "types": "wire compat",
     "pytest_plugin": "pytest ~testing",
     "testing": "client wire ~models ~aiohttp",
-    "wire": "display extras pydantic pydantic_core google ~numpy ~torch ~zstandard",
-    "client": "display extras durable_files wire pydantic ~numpy ~models ~zstandard ~compression",  # compression is Python 3.14's own
+    "wire": "display extras tracebacks pydantic pydantic_core google ~numpy ~torch ~zstandard",
+    "client": "display extras durable_files local tracebacks wire pydantic ~numpy ~models ~zstandard ~compression",  # compression is Python 3.14's own
     "client.custom_loss": "extras client wire ~numpy ~torch",
     "client.loss_tracing": "extras client wire ~torch",
     "regularizers": "extras client wire ~torch",
+    "metric_writers": "extras ~tensorboardX ~wandb ~trackio",
     "client.observe.instrumentation": "extras client ~opentelemetry",
     "client.observe.progress": "extras client ~rich",
     "client.files.huggingface": "extras client wire ~huggingface_hub",
@@ -51,12 +54,12 @@ ALLOWED_IMPORTS = {
     "server.api.connection_limits": "starlette httptools",
     "server.executor": "wire",
     "server.engine_process": "wire server.executor server.process_end server.retry",
-    "server.api": "wire server.histogram server.queued_request server.store server.scheduler server.executor server.settings fastapi starlette pydantic prometheus_client jwt",
-    "server": "durable_files wire models server uvicorn prometheus_client fastapi starlette pydantic",
+    "server.api": "local wire server.histogram server.queued_request server.store server.scheduler server.executor server.settings fastapi starlette pydantic prometheus_client jwt",
+    "server": "durable_files local wire models server uvicorn prometheus_client fastapi starlette pydantic",
     "conformance": "wire numpy",
     "conformance.conftest": "conformance pytest",
     "conformance.test_server": "conformance pytest",
-    "cli": "client conformance wire types models click rich ~server ~engine ~testing ~tokenizers ~matplotlib",
+    "cli": "client local conformance wire types models click rich ~server ~engine ~testing ~tokenizers ~matplotlib",
 }
 
 

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from server.storage.commands import tinkex
 from server.tenants import is_private
 from serving import TINY, Server, serving
 from tinkex.models.resolve import ModelSource, resolve
+from tinkex.server.registration import Administration
 from tinkex.server.settings import Settings
 from tinkex.server.supervisor import Supervisor
 from tinkex.server.web_process import parser
@@ -265,10 +266,31 @@ async def test_a_second_server_on_the_same_folder_is_refused(own_server: Server)
 
 async def test_a_taken_port_is_refused(own_server: Server, tmp_path: Path) -> None:
     port = own_server.url.rpartition(":")[2]
-    done = serve("x=/", "--data", str(tmp_path), "--port", port)
+    # The same home as that server, whose fixture started before this test.
+    theirs = dict(
+        one.split("=", 1) for one in _environment(own_server.process.pid).split("\0") if one
+    )
+    done = serve("x=/", "--data", str(tmp_path), "--port", port, env=theirs)
     assert done.returncode == 1
-    assert f"port {port}" in done.stderr
     assert done.stdout == ""
+    error, hint = done.stderr.splitlines()[-2:]
+    assert error == (
+        f"error: port {port} is in use by your tinkex server at {own_server.url} (process "
+        f"{own_server.process.pid}, data folder {own_server.data.resolve()})."
+    )
+    assert f"export TINKER_BASE_URL={own_server.url}." in hint
+    # Another user does not find it, and asks the port.
+    theirs["XDG_STATE_HOME"] = str(tmp_path / "state")
+    done = serve("x=/", "--data", str(tmp_path), "--port", port, env=theirs)
+    assert f"error: port {port} is in use by another tinkex server." in done.stderr
+
+
+def test_a_port_of_another_program_is_refused(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        done = serve("x=/", "--data", str(tmp_path), "--port", port)
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use." in done.stderr
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason(
@@ -319,9 +341,11 @@ def test_a_folder_with_a_damaged_config_is_one_error(tiny_model: Path, tmp_path:
     assert "Traceback" not in done.stderr
 
 
-def serve(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def serve(
+    *arguments: str, env: Mapping[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "tinkex.cli.main", "serve", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, env=env)
 
 
 async def _untrained_loss(server: Server) -> float:
@@ -347,7 +371,13 @@ def test_names_and_folders_may_contain_any_character(tmp_path: Path) -> None:
         ModelSource(name="org/c", folder=Path("/models/x = y")),
     ]
     with socket.socket() as listening:
-        supervisor = Supervisor(Settings(data=str(tmp_path)), sources, listening, [])
+        supervisor = Supervisor(
+            Settings(data=str(tmp_path)),
+            sources,
+            listening,
+            [],
+            administration=Administration(local=False),
+        )
         command = supervisor._command(7, 8)
     options = parser().parse_args(command[3:])
     assert options.model == [[source.name, str(source.folder)] for source in sources]

@@ -16,7 +16,7 @@ SECTIONS = {
     "Train and sample": {
         "demo": "Fine-tune a small model on this machine, as a demo.",
         "sample": "Sample from a model.",
-        "run": "List and show training runs.",
+        "run": "List, show and plot training runs.",
         "checkpoint": "List, download, publish and delete saved weights.",
         "model": "List the base models of a service.",
         "merge": "Merge an adapter into its base model.",

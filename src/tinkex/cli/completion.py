@@ -136,15 +136,20 @@ def _matching(
     fetch: Callable[[Any], list[CompletionItem]], ctx: click.Context, incomplete: str
 ) -> list[CompletionItem]:
     """What the service of the command has, within `LIMIT_S`. Any failure is silent and empty."""
-    given = {name: ctx.params.get(name) for name in ("base_url", "api_key")}
-    if (given["base_url"] or os.environ.get("TINKER_BASE_URL")) == "local":
-        return []  # a key press must not start a server
+    given: dict[str, Any] = {name: ctx.params.get(name) for name in ("base_url", "api_key")}
     found: list[CompletionItem] = []
 
     def ask() -> None:
         try:
             import tinkex
+            from tinkex.client.settings import LOCAL, Settings
+            from tinkex.local import registry
 
+            if Settings.resolve(**given).base_url == LOCAL:
+                running = registry.of_data(registry.data_folder())
+                if running is None:
+                    return  # a key press must not start a server
+                given["base_url"] = running.url
             found.extend(fetch(tinkex.RestClient(**given)))
         except Exception:  # noqa: BLE001 (an error message would destroy the line that is typed)
             return

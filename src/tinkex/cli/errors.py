@@ -6,26 +6,15 @@ import contextlib
 import os
 import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
-#: What to say if the service did not, by class name: importing the classes would slow down --help.
-_SENTENCES = {
-    "NotFoundError": "this does not exist on the service.",
-    "AuthenticationError": "the service does not accept this key.",
-    "BillingError": "the account is out of funds.",
-    "PermissionDeniedError": "this key does not have permission.",
-    "BadRequestError": "the service refused the request.",
-    "UnprocessableEntityError": "the service could not read the request.",
-    "ConflictError": "this conflicts with the current state.",
-    "RateLimitError": "the service is busy.",
-    "InternalServerError": "the service failed.",
-    "APITimeoutError": "the service did not answer in time.",
-    "APIConnectionError": "the service cannot be reached.",
-    "APIResponseValidationError": "the response is not one of a Tinker service.",
-}
-#: What to do in a shell, whatever the message says to programs.
+if TYPE_CHECKING:
+    from tinkex.client.errors import TinkerError
+
+#: What to do in a shell, by class name (importing the classes would slow down --help), whatever the
+#: message says to programs.
 _SHELL_HINTS = {
     "NotFoundError": "`tinkex run list` and `tinkex checkpoint list` show yours.",
 }
@@ -104,33 +93,18 @@ def as_command_failure(error: Exception) -> CommandFailed | None:
     return None
 
 
-def _service_failure(error: Exception) -> CommandFailed:
+def _service_failure(error: TinkerError) -> CommandFailed:
     names = [kind.__name__ for kind in type(error).__mro__]
-    said = _said(error)
-    sentence = said or next((_SENTENCES[name] for name in names if name in _SENTENCES), str(error))
-    sentence, hint = first_sentence(sentence)
+    sentence, hint = first_sentence(error.summary)
     for name in names:
         hint = _SHELL_HINTS.get(name) or hint or _HINTS.get(name)
-    return CommandFailed(sentence, hint=hint, details=str(error))
+    return CommandFailed(sentence, hint=hint, details=error.details)
 
 
 def first_sentence(text: str) -> tuple[str, str | None]:
     """What is wrong, and what to do about it: the first sentence and the others."""
     sentence, *more = _SENTENCE_END.split(text.strip(), maxsplit=1)
     return sentence, more[0] if more else None
-
-
-def _said(error: Any) -> str | None:
-    """The service's own words, without what the client adds for programs."""
-    body = getattr(error, "body", None)
-    detail = body.get("detail") if isinstance(body, dict) else None
-    if isinstance(detail, list):  # of FastAPI: one entry for each wrong field
-        detail = "; ".join(str(item.get("msg", item)) for item in detail if isinstance(item, dict))
-    if isinstance(detail, str) and detail:
-        return detail
-    if hasattr(error, "request_id"):  # RequestFailedError
-        return str(error.message)
-    return None if hasattr(error, "body") else str(error)
 
 
 def missing_package(error: ModuleNotFoundError, what: str, extra: str) -> CommandFailed:

@@ -106,7 +106,10 @@ REQUIRED_PACKAGES = [
     default=None,
     help="Continue runs even if the files of their base model changed.",
 )
-def command(models: tuple[str, ...], **flags: Any) -> None:
+@click.option(
+    "--local", is_flag=True, hidden=True, help='Started by base_url="local": stops when unused.'
+)
+def command(models: tuple[str, ...], local: bool, **flags: Any) -> None:
     """Serve models to every Tinker client on this machine.
 
     Without a name, a small chat model is served. Prints one line when the server is ready, and on a
@@ -138,7 +141,7 @@ def command(models: tuple[str, ...], **flags: Any) -> None:
             tty = sys.stdout.isatty()
             print(banner(url, settings.folder, facts) if tty else ready_line(url), flush=True)
 
-        status = run(settings, announce=announce, show_fetching=fetch_progress)
+        status = run(settings, announce=announce, show_fetching=fetch_progress, local=local)
     except (SettingsError, StartFailed) as error:
         raise CommandFailed(str(error), hint=error.hint) from error
     except ModelNotFound as error:

@@ -13,6 +13,7 @@ from tinkex.client.futures import Promise, awaits
 from tinkex.client.http.transport import Kind, Request, origin, redirect_url
 from tinkex.client.http.typed_requests import decode
 from tinkex.client.rest_base import Sessionless, sdk_headers, with_query
+from tinkex.tracebacks import public_edge
 from tinkex.wire.billing import (
     AuditLogResponse,
     BillingUsageResponse,
@@ -21,6 +22,7 @@ from tinkex.wire.billing import (
 from tinkex.wire.codec import JSON_TYPE
 
 
+@public_edge
 class AdminClient(Sessionless):
     """
     Audit log, usage and storage of an organization.

@@ -10,13 +10,14 @@ import inspect
 import operator
 import os
 import sys
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Iterator
+from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from tinkex import display
-from tinkex.client import background_loop
+from tinkex.client import background_loop, user_warnings
+from tinkex.tracebacks import end_at_caller
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -91,6 +92,9 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
         self._pid = os.getpid()
         self._cancel_with_waiter = cancel_with_waiter
         self._awaiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = set()
+        #: The error once a caller got it, and its frames without those of that caller.
+        self._raised: BaseException | None = None
+        self._frames: TracebackType | None = None
         #: Threads inside `result`, `exception` or `block`.
         self._blocked = 0
         self.add_done_callback(lambda _: self._wake_waiters())
@@ -106,8 +110,12 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
         if not self.done():
             self._check_process()
             refuse_to_block("result", "result_async")
-        with self._blocking():
-            return super().result(timeout)
+        try:
+            with self._blocking():
+                return super().result(timeout)
+        except (Exception, KeyboardInterrupt) as error:
+            self._end_at_caller(error)
+            raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         with self._blocking():
@@ -117,6 +125,14 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
         """`result()` without the warning, for callers that have checked already."""
         with self._blocking():
             return super().result()
+
+    def _end_at_caller(self, error: BaseException) -> None:
+        if error is self._raised:  # without the frames of callers that asked before
+            error.__traceback__ = self._frames
+        else:
+            end_at_caller(error)
+        if error is self._exception:
+            self._raised, self._frames = error, error.__traceback__
 
     @contextlib.contextmanager
     def _blocking(self) -> Iterator[None]:
@@ -157,7 +173,11 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
                 )
         if self.cancelled():
             raise asyncio.CancelledError
-        return super().result(0)
+        try:
+            return super().result(0)
+        except Exception as error:
+            self._end_at_caller(error)
+            raise
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
@@ -249,11 +269,10 @@ def refuse_to_block(name: str, alternative: str) -> None:
         return
     call = name if " " in name else f"{name}()"
     instead = alternative if "(" in alternative else f"{alternative}()"
-    warnings.warn(
+    user_warnings.warn(
         f"{call} blocks the running event loop until the result is available; "
         f"write `await {instead}` instead.",
         RuntimeWarning,
-        stacklevel=3,
     )
 
 
@@ -278,9 +297,14 @@ def waits(start: Callable[Concatenate[S, P], Promise[T]]) -> Callable[Concatenat
     name = start.__name__.lstrip("_")
 
     def blocking(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        refuse_to_block(name, f"{name}_async")
-        return start(self, *args, **kwargs).block()
+        try:
+            refuse_to_block(name, f"{name}_async")
+            return start(self, *args, **kwargs).block()
+        except (Exception, KeyboardInterrupt) as error:
+            end_at_caller(error)
+            raise
 
+    blocking.ends_at_caller = True  # type: ignore[attr-defined]
     return as_written(blocking, name, start)
 
 
@@ -292,11 +316,17 @@ def awaits(
     now = _bound_method(start)
 
     async def variant(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        started = now(self)(*args, **kwargs)
-        if not isinstance(started, APIFuture) and isinstance(started, concurrent.futures.Future):
-            # A program replaced the method with one that returns a plain future.
-            return await AwaitableConcurrentFuture(started)
-        return await started
+        try:
+            started = now(self)(*args, **kwargs)
+            if not isinstance(started, APIFuture) and isinstance(
+                started, concurrent.futures.Future
+            ):
+                # A program replaced the method with one that returns a plain future.
+                return await AwaitableConcurrentFuture(started)
+            return await started
+        except Exception as error:
+            end_at_caller(error)
+            raise
 
     note = "A coroutine: it returns the value, not a future of it."
     return as_written(variant, start.__name__.lstrip("_") + "_async", start, note=note)
@@ -310,7 +340,11 @@ def submits(
     now = _bound_method(start)
 
     async def variant(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Promise[T]:
-        return now(self)(*args, **kwargs)
+        try:
+            return now(self)(*args, **kwargs)
+        except Exception as error:
+            end_at_caller(error)
+            raise
 
     note = "A coroutine that submits the work: it returns the future."
     return as_written(variant, start.__name__.lstrip("_") + "_async", start, note=note)

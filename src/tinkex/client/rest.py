@@ -24,6 +24,7 @@ from tinkex.client.validation import (
     checkpoint_url,
     segment,
 )
+from tinkex.tracebacks import public_edge
 from tinkex.wire.billing import (
     AuditLogResponse,
     BillingUsageResponse,
@@ -50,6 +51,7 @@ from tinkex.wire.sessions import (
     SessionSummary,
     TraceExportResponse,
     TrainingRun,
+    TrainingRunMetricsResponse,
     TrainingRunsResponse,
 )
 
@@ -63,6 +65,7 @@ ORGANIZATION_PREFIX = "tml:organization:"
 ARCHIVE_LINK_TTL = timedelta(minutes=15)
 
 
+@public_edge
 class RestClient(Sessionless):
     """
     Access to runs and checkpoints on the service, without a session.
@@ -220,6 +223,35 @@ class RestClient(Sessionless):
             lambda run: run.training_run_id,
             size=100,
         )
+
+    def get_training_run_metrics(
+        self, training_run_id: str, points: int = 1000
+    ) -> Promise[TrainingRunMetricsResponse]:
+        """
+        The metrics of each optimizer step of a run, in order. Only a tinkex server stores them.
+
+        Args:
+            training_run_id: The run, such as `TrainingClient.model_id`.
+            points: The maximum number of points, 2 to 10,000. If the run has more steps, a point
+                is the mean over several steps, except for the last one, which is exact.
+
+        Returns:
+            A future of the points.
+
+        Example:
+            for point in rest.get_training_run_metrics(training.model_id).result().points:
+                print(point.step, point.metrics["loss"])
+        """
+        return self._ask(
+            "get_training_run_metrics",
+            "GET",
+            f"training_runs/{segment('training_run_id', training_run_id)}/metrics",
+            answer=TrainingRunMetricsResponse,
+            query={"points": validation.points(points)},
+            about=f"reading the metrics of run {training_run_id}",
+        )
+
+    get_training_run_metrics_async = awaits(get_training_run_metrics)
 
     # -- checkpoints -----------------------------------------------------------------------------
 

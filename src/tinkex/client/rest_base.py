@@ -23,6 +23,7 @@ from tinkex.client.futures import Promise, refuse_to_block
 from tinkex.client.http.transport import Kind, Request
 from tinkex.client.session import Session
 from tinkex.client.settings import PROTOCOL_VERSION, Settings
+from tinkex.tracebacks import public_edge
 
 if TYPE_CHECKING:
     from tinkex.client.observe.telemetry import Telemetry
@@ -111,6 +112,7 @@ def next_offset(offset: int, got: int, limit: int, total: int | None) -> int | N
     return None if last or not got else after
 
 
+@public_edge
 class Sessionless:
     """The common part of RestClient and AdminClient."""
 

@@ -11,7 +11,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Self
 
 from tinkex import display
@@ -25,6 +25,7 @@ from tinkex.client.futures import Promise, refuse_to_block
 from tinkex.client.http.sse import Consumed, EventStream, ServerSentEvent
 from tinkex.client.http.transport import Kind, Request, Response, StreamedResponse
 from tinkex.client.http.typed_requests import Calls
+from tinkex.client.observe.waiting import Limit
 from tinkex.wire.codec import decode_json
 from tinkex.wire.errors import RequestErrorCategory
 from tinkex.wire.futures import UntypedAPIFuture
@@ -266,7 +267,12 @@ class OpenStream:
 
 
 async def open_stream(
-    calls: Calls, body: bytes, *, rate_limit_wait_s: float, about: str
+    calls: Calls,
+    body: bytes,
+    *,
+    rate_limit_wait_s: float,
+    rate_limit_ends: Callable[[], Limit] = Limit,
+    about: str,
 ) -> OpenStream | None:
     """Send a sample and wait until it is accepted; None if the service has no streams."""
     sent = calls.request(
@@ -300,7 +306,11 @@ async def open_stream(
         # A request without a response is sent again. It has the same seq_id, so the server takes
         # both for one sample.
         return await calls.with_retries(
-            once, path="stream_sample", kind=Kind.SAMPLE, rate_limit_wait_s=rate_limit_wait_s
+            once,
+            path="stream_sample",
+            kind=Kind.SAMPLE,
+            rate_limit_wait_s=rate_limit_wait_s,
+            rate_limit_ends=rate_limit_ends,
         )
     except APIStatusError as error:
         if error.status_code not in (404, 405):

@@ -22,6 +22,7 @@ from tinkex.client.sample_stream import PartialOutput, SampleStream
 from tinkex.client.sampler_pickling import SamplerHandle
 from tinkex.client.session import Session
 from tinkex.client.tokenizer import TextMixin
+from tinkex.tracebacks import public_edge
 from tinkex.wire.inputs import ModelInput
 from tinkex.wire.sampling import (
     CreateSamplingSessionRequest,
@@ -70,6 +71,7 @@ class Sampler(GetSamplerResponse):
     tokenizer_id: str | None = None
 
 
+@public_edge
 class SamplingClient(TextMixin):
     """
     Samples from one set of weights.
@@ -103,9 +105,9 @@ class SamplingClient(TextMixin):
         self._sampling_session_id = sampling_session_id
         self._retry = retry_config
         self._record_stability_info = record_stability_info
-        self._queue_log = QueueLog(
-            f"Sampling from {sampling_session_id}", telemetry=lambda: holder.telemetry
-        )
+        #: What waits, in the words of the log.
+        self.subject = f"Sampling from {sampling_session_id}"
+        self._queue_log = QueueLog(self.subject, telemetry=lambda: holder.telemetry)
         self._reset_queue(shadow)
 
     def _reset_queue(self, own_clone_id: bool) -> None:
@@ -467,7 +469,7 @@ class SamplingClient(TextMixin):
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
         """
-        Called while samples wait; logs the reason, at most once a minute. May be overridden.
+        Called when the reason why samples wait changes. May be overridden.
 
         Args:
             queue_state: `"active"`, `"paused_capacity"` or `"paused_rate_limit"`.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from tinkex import display
-from tinkex.client import custom_loss
+from tinkex.client import custom_loss, user_warnings
 from tinkex.client.auth.token_exchange import with_other_key
 from tinkex.client.connection import Connection
 from tinkex.client.futures import Promise, awaits, refuse_to_block, waits
@@ -20,8 +19,8 @@ from tinkex.client.session import CloseStatus, Session, closed_error
 from tinkex.client.settings import Settings
 from tinkex.client.training import TrainingClient
 from tinkex.client.validation import check_tinker_path
+from tinkex.tracebacks import public_edge
 from tinkex.wire.checkpoints import (
-    CONSOLE_URL,
     LoadWeightsRequest,
     LoadWeightsResponse,
     WeightsInfoRequest,
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from tinkex.client.observe.telemetry import Telemetry
 
 
+@public_edge
 class ServiceClient:
     """
     The entry point of every program.
@@ -88,10 +88,9 @@ class ServiceClient:
         make_transport: MakeTransport | None = kwargs.pop("_make_transport", None)
         settings: Settings | None = kwargs.pop("settings", None)
         if kwargs:
-            warnings.warn(
+            user_warnings.warn(
                 f"ServiceClient ignores {', '.join(sorted(kwargs))}: unknown arguments.",
                 FutureWarning,
-                stacklevel=2,
             )
         if settings is None:
             settings = Settings.resolve(
@@ -138,6 +137,9 @@ class ServiceClient:
         """
         The console page of this session, or of all sessions before it exists.
 
+        For a server of your own this is its root page. With `base_url="local"` the server is started
+        if it does not run yet.
+
         Returns:
             The address of the page.
 
@@ -145,7 +147,7 @@ class ServiceClient:
             print(service.get_console_url())
         """
         session_id = self._session.session_id
-        return f"{CONSOLE_URL}/sessions" + (f"/{session_id}" if session_id else "")
+        return f"{self._session.console}/sessions" + (f"/{session_id}" if session_id else "")
 
     def get_telemetry(self) -> Telemetry | None:
         """
@@ -487,11 +489,10 @@ class ServiceClient:
         Example:
             rest = tinkex.RestClient(base_url="http://127.0.0.1:8000", api_key="tml-local")
         """
-        warnings.warn(
+        user_warnings.warn(
             "create_rest_client() is deprecated: use RestClient(base_url=..., api_key=...), "
             "which needs no ServiceClient.",
             FutureWarning,
-            stacklevel=2,
         )
         return RestClient(self.holder)
 

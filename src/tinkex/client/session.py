@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from pydantic import BaseModel
 
@@ -39,7 +39,9 @@ from tinkex.client.http.transport import Kind, Request
 from tinkex.client.observe import instrumentation
 from tinkex.client.observe.telemetry import Telemetry
 from tinkex.client.settings import LOCAL, PROTOCOL_VERSION, Settings
+from tinkex.local.registry import LEASE_HEADER
 from tinkex.wire.base import Payload
+from tinkex.wire.checkpoints import CONSOLE_URL
 from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.sessions import (
     CreateSessionRequest,
@@ -132,6 +134,14 @@ class Session:
         """The OpenTelemetry tracer; None unless the settings enable it."""
         return instrumentation.tracing() if self.settings.otel else None
 
+    @property
+    def console(self) -> str:
+        """The address of the service's console, before `/sessions` and the like."""
+        connection = self._connected.value
+        if connection is None and self.settings.base_url == LOCAL:
+            connection = self.run(self.connect()).block()  # its address is not known before
+        return console_of(self.settings.base_url if connection is None else connection.calls.root)
+
     # -- running work ----------------------------------------------------------------------------
 
     def run(self, work: Coroutine[Any, Any, T], *, cancel_with_waiter: bool = False) -> Promise[T]:
@@ -180,8 +190,7 @@ class Session:
     def follow(self, task: asyncio.Task[T], promise: Promise[T]) -> None:
         """Pass the outcome of a task to the promise; cancelling the promise cancels the task."""
         self.track(task)
-        task.add_done_callback(functools.partial(settle, promise))
-        task.add_done_callback(self._record_failure)
+        task.add_done_callback(functools.partial(self._settle, promise))
         loop = task.get_loop()
         promise.add_done_callback(
             lambda done: loop.call_soon_threadsafe(task.cancel) if done.cancelled() else None
@@ -191,10 +200,14 @@ class Session:
         """Close this object too when the session closes. Holds a weak reference."""
         self._dependents.add(waiting)
 
-    def _record_failure(self, task: asyncio.Task[Any]) -> None:
-        # After the promise is settled, so that the caller does not wait for this.
-        if self._telemetry and not task.cancelled() and (error := task.exception()):
-            self._telemetry.record_error(error)
+    def _settle(self, promise: Promise[T], task: asyncio.Task[T]) -> None:
+        error = None if task.cancelled() else task.exception()
+        # The caller removes the frames of this package (`tinkex.tracebacks`), maybe at once.
+        frames = None if error is None else error.__traceback__
+        settle(promise, task)
+        # Afterwards, so that the caller does not wait for this.
+        if error is not None and self._telemetry:
+            self._telemetry.record_error(error, frames)
 
     def track(self, task: asyncio.Task[Any]) -> None:
         """Keep a task, and cancel it when the session closes."""
@@ -216,14 +229,18 @@ class Session:
         return connection, await self._opened.get()
 
     async def _connect(self) -> Connection:
-        url = self.settings.base_url
-        if url == LOCAL:
+        url, settings, found = self.settings.base_url, self.settings, self.settings._found
+        if url == LOCAL or found is not None:
             from tinkex.client import local_server
 
-            if self._server is None:
+            if self._server is None and found is not None:
+                self._server = await asyncio.to_thread(local_server.hold, found)
+            elif self._server is None:
                 self._server = await asyncio.to_thread(local_server.attach)
-            url = self._server.url
-        connection = await open_connection(self.settings, url, self.make_transport)
+            if self._server is not None and url == LOCAL:
+                url = self._server.url
+                settings = settings.for_local_server(self._server.running)
+        connection = await open_connection(settings, url, self.make_transport)
         # When the session is garbage-collected, its connection is closed.
         weakref.finalize(
             self, close_unreferenced, background_loop.background(), connection, self._server
@@ -244,6 +261,7 @@ class Session:
                     display_name=self._display_name,
                 ),
                 answer=CreateSessionResponse,
+                headers=None if self._server is None else {LEASE_HEADER: self._server.lease},
                 about="creating a session",
             )
             for level, text in (
@@ -374,6 +392,19 @@ class Session:
             await connection.transport.close()
         if self._server is not None:
             self._server.release()
+
+
+def console_of(url: str) -> str:
+    """
+    The console of a service: the address before `/sessions`, `/training_runs/RUN` and so on.
+
+    A server of one's own answers on its root page; the rest is a fragment, which browsers do not
+    send. Nothing about its runs may lead to the hosted service.
+    """
+    host = urlsplit(url).hostname or ""
+    if host.endswith((".thinkingmachines.dev", ".thinkingmachines.ai")):
+        return CONSOLE_URL
+    return f"{url}/#"
 
 
 def closed_error() -> RuntimeError:

@@ -19,9 +19,9 @@ from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.session import Session
 from tinkex.client.submission import Part, StepSubmitter, pass_parts, pass_result
 from tinkex.client.tokenizer import TextMixin
+from tinkex.tracebacks import public_edge
 from tinkex.wire.base import Payload
 from tinkex.wire.checkpoints import (
-    CONSOLE_URL,
     LoadWeightsRequest,
     LoadWeightsResponse,
     SaveWeightsExternalRequest,
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound=BaseModel | Payload)
 T = TypeVar("T")
+S = TypeVar("S", SaveWeightsResponse, SaveWeightsForSamplerResponse)
 
 LossConfig = dict[str, float] | dict[str, str] | dict[str, float | str]
 
@@ -60,6 +61,7 @@ def _same(value: R) -> R:
     return value
 
 
+@public_edge
 class TrainingClient(TextMixin):
     """
     Trains one LoRA adapter.
@@ -268,6 +270,7 @@ class TrainingClient(TextMixin):
         return self._single(
             SaveWeightsRequest,
             SaveWeightsResponse,
+            self._with_console,
             path=name,
             ttl_seconds=ttl_seconds,
             overwrite=overwrite,
@@ -303,12 +306,17 @@ class TrainingClient(TextMixin):
         return self._single(
             SaveWeightsForSamplerRequest,
             SaveWeightsForSamplerResponse,
+            self._with_console,
             path=name,
             ttl_seconds=ttl_seconds,
             user_metadata=user_metadata,
         )
 
     save_weights_for_sampler_async = submits(save_weights_for_sampler)
+
+    def _with_console(self, saved: S) -> S:
+        saved._console = self.holder.console
+        return saved
 
     def save_weights_external(
         self,
@@ -543,7 +551,7 @@ class TrainingClient(TextMixin):
 
     def get_console_url(self) -> str:
         """
-        The page of this run in the hosted service's console.
+        The page of this run in the console of its service; for your own server, its root page.
 
         Returns:
             The address of the page.
@@ -551,7 +559,7 @@ class TrainingClient(TextMixin):
         Example:
             print(training.get_console_url())
         """
-        return f"{CONSOLE_URL}/training_runs/{self.model_id}"
+        return f"{self.holder.console}/training_runs/{self.model_id}"
 
     def get_telemetry(self) -> Telemetry | None:
         """

@@ -104,7 +104,7 @@ class Engine:
             limit=self.facts.memory_bytes,
             total=self.facts.device_bytes,
         )
-        log.info("memory: %s. The limit is %s", memory, self.plan.describe())
+        log.info("memory: %s (%s)", memory, self.plan.describe_parts())
         #: Maximum tokens of one forward pass. A longer sequence runs alone.
         self.max_batch_tokens = self.plan.batch_tokens
         self._use_count = itertools.count(1)

@@ -13,6 +13,7 @@ from tinkex.server.api import (
     downloads,
     errors,
     futures,
+    local,
     metrics,
     models,
     openapi,
@@ -60,6 +61,7 @@ ROUTERS = (
     operations.telemetry_router,
     sessions.router,
     runs_and_checkpoints.router,
+    local.router,
 )
 
 
@@ -141,6 +143,8 @@ def create_app(
     )
     store.quotas.server, store.quotas.abandoned_s = Quota.of(settings), settings.abandoned_s
     app.state.authenticator = Authenticator(store.keys, Tokens.of_folder(settings.folder))
+    #: For the routes of local administration; None refuses them.
+    app.state.administration = None
     app.state.body_budgets = BodyBudgets(settings)
     app.state.report_slots = ReportSlots()
     #: Why the server is not ready yet; the web process sets it until the engine is up.

@@ -57,8 +57,11 @@ class LocalExecutor:
         engines: Iterable[EngineSettings],
         *,
         idle_s: float = 0.0,
+        on_demand: bool = False,
     ) -> None:
+        """`on_demand`: load even a single model on first use only."""
         self.served = tuple(served)
+        self._on_demand = on_demand
         self._engines = {settings.name: _Engine(settings) for settings in engines}
         #: Idle time after which an engine is unloaded; 0 is never. A single engine stays loaded:
         #: no other needs its memory.
@@ -68,7 +71,7 @@ class LocalExecutor:
     async def start(self) -> None:
         # A single model is loaded now, so that a server that is ready can start work immediately.
         # Several models are loaded on first use: they would compete for memory.
-        if len(self._engines) == 1:
+        if len(self._engines) == 1 and not self._on_demand:
             await next(iter(self._engines.values())).ready()
         if self.unloads_after_s > 0:
             self._unloading.start(

@@ -6,6 +6,8 @@ and are not refused. The supervisor does as little as possible, so that it does 
 """
 
 import contextlib
+import errno
+import http.client
 import json
 import logging
 import os
@@ -18,11 +20,20 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from types import FrameType
+from urllib.parse import urlsplit
 
+from tinkex.local import registry
 from tinkex.models.cache import Progress
 from tinkex.models.resolve import DEFAULT_MODEL, ModelSource, resolve
 from tinkex.server import process_setup
 from tinkex.server.announcement import Facts
+from tinkex.server.registration import (
+    Administration,
+    Registration,
+    name_old_folders,
+    reachable_url,
+    take_over,
+)
 from tinkex.server.retry import Backoff, Crashed, poll, retry_blocking
 from tinkex.server.settings import Settings, SettingsError, is_loopback
 from tinkex.server.store.folder_lock import HeldLock, lock_database, lock_folder
@@ -35,6 +46,9 @@ BACKLOG = 2048
 LOCK_CHECK_INTERVAL_S = 5.0
 # While the web process restarts, new connections queue in the listening socket.
 RESTART_BACKOFF = Backoff(first_s=0.2, max_s=5.0, immediate=True)
+# Limits of the question to whoever uses the port.
+PROBE_TIMEOUT_S = 1.0
+MAX_PROBE_BYTES = 64 * 1024
 # A web process that crashes sooner after its start may do so again.
 STABLE_S = 3.0
 
@@ -53,14 +67,22 @@ Announce = Callable[[str, Facts], None]
 ShowFetching = Callable[[], contextlib.AbstractContextManager[Progress]]
 
 
-def run(settings: Settings, *, announce: Announce, show_fetching: ShowFetching) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit status."""
+def run(
+    settings: Settings, *, announce: Announce, show_fetching: ShowFetching, local: bool = False
+) -> int:
+    """
+    Serve until SIGTERM or SIGINT; return the exit status.
+
+    A `local` server stops by itself when no program has used it for a while.
+    """
     process_setup.setup_logging()
     process_setup.set_log_level(settings.log_level)
     changed = settings.changed() or "default settings"
     log.info("starting tinkex %s with %s", version("tinkex"), changed)
     for line in settings.lines():
         log.debug("setting %s", line)
+    take_over(settings)
+    name_old_folders(settings, log.warning)
     with contextlib.ExitStack() as stack:
         locks = [
             stack.enter_context(lock_folder(settings.folder)),
@@ -76,8 +98,21 @@ def run(settings: Settings, *, announce: Announce, show_fetching: ShowFetching) 
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{port}"
-        supervisor = Supervisor(settings, sources, listening, [one for one in locks if one])
-        return supervisor.run(on_ready=lambda facts: announce(url, facts))
+        registration = Registration(settings, local=local)
+        stack.callback(registration.withdraw)
+        supervisor = Supervisor(
+            settings,
+            sources,
+            listening,
+            [one for one in locks if one],
+            administration=registration.administration,
+        )
+
+        def on_ready(facts: Facts) -> None:
+            registration.publish(reachable_url(host, port), facts)
+            announce(url, facts)
+
+        return supervisor.run(on_ready=on_ready)
 
 
 class Supervisor:
@@ -89,8 +124,11 @@ class Supervisor:
         sources: Sequence[ModelSource],
         listening: socket.socket,
         locks: Sequence[HeldLock],
+        *,
+        administration: Administration,
     ) -> None:
         self._settings = settings
+        self._administration = administration
         self._sources = sources
         self._listening = listening
         self._locks = locks
@@ -150,7 +188,7 @@ class Supervisor:
                 process_group=0,
             )
             self._child = child
-            _send_settings(child, self._settings)
+            self._send_settings(child)
             if self._stopping:
                 child.send_signal(signal.SIGTERM)
             os.close(report_writer)
@@ -169,6 +207,13 @@ class Supervisor:
                 raise failure
             log.error("%s", failure)
         return word == "ready"
+
+    def _send_settings(self, child: "subprocess.Popen[bytes]") -> None:
+        if child.stdin is not None:
+            lines = f"{self._settings.to_json()}\n{self._administration.to_json()}\n"
+            # The report pipe shows when the child has already exited.
+            with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
+                pipe.write(lines.encode())
 
     def _command(self, report_descriptor: int, lifeline: int) -> list[str]:
         command = [
@@ -214,23 +259,50 @@ class Supervisor:
             child.send_signal(signal.SIGTERM)
 
 
-def _send_settings(child: "subprocess.Popen[bytes]", settings: Settings) -> None:
-    if child.stdin is not None:
-        # The report pipe shows when the child has already exited.
-        with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
-            pipe.write(settings.to_json().encode())
-
-
 def open_socket(settings: Settings) -> socket.socket:
     """Open the listening socket; connections queue in it from now on."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise SettingsError(
-            f"cannot listen on {settings.host} port {settings.port}: {error.strerror}.",
-            hint="Choose another port with --port; 0 picks a free one.",
-        ) from error
+        hint = "Choose another port with --port; 0 picks a free one."
+        # Python appends the address to the reason.
+        reason = (error.strerror or str(error)).partition(" (while")[0]
+        message = f"cannot listen on {settings.host} port {settings.port}: {reason}."
+        if error.errno == errno.EADDRINUSE:
+            message, hint = _port_in_use(settings, message, hint)
+        raise SettingsError(message, hint=hint) from error
+
+
+def _port_in_use(settings: Settings, message: str, hint: str) -> tuple[str, str]:
+    """The error and the advice for a port that another program has; it may be a tinkex server."""
+    for server in registry.running():
+        if urlsplit(server.url).port == settings.port:
+            message = (
+                f"port {settings.port} is in use by your tinkex server at {server.url} (process "
+                f"{server.pid}, data folder {server.data})."
+            )
+            use = f"Use that server: export TINKER_BASE_URL={server.url}. Or stop it with"
+            return message, f"{use} `tinkex stop {server.pid}`. {hint}"
+    if _answers_as_tinkex(settings.host, settings.port):
+        message = (
+            f"port {settings.port} is in use by another tinkex server. It is starting, or it "
+            "belongs to another user."
+        )
+    return message, hint
+
+
+def _answers_as_tinkex(host: str, port: int) -> bool:
+    """Whether a server at this port answers /readyz as this one does."""
+    connection = http.client.HTTPConnection(host, port, timeout=PROBE_TIMEOUT_S)
+    try:
+        connection.request("GET", "/readyz")
+        answer = json.loads(connection.getresponse().read(MAX_PROBE_BYTES))
+    except (OSError, ValueError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+    return isinstance(answer, dict) and answer.get("status") in ("ready", "not ready")
 
 
 def _has_keys(settings: Settings) -> bool:

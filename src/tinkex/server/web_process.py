@@ -38,6 +38,7 @@ from tinkex.server.app import create_app
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import EngineRefused, ServedModel
 from tinkex.server.process_setup import collect_periodically, tune_gc, use_single_arena
+from tinkex.server.registration import Administration
 from tinkex.server.retry import poll_async
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
@@ -105,6 +106,7 @@ async def serve(
     lifeline: int,
     reporter: Reporter,
     last_status: int,
+    administration: Administration,
 ) -> bool:
     """Serve until stopped; return False when the server could not start."""
     try:
@@ -117,13 +119,16 @@ async def serve(
     except DatabaseRefused as refused:
         reporter.failed(str(refused))
         return False
-    shares_device = len(served) > 1
+    shares_device = len(served) > 1 or administration.local
     executor = LocalExecutor(
         served,
         [engine_settings(settings, model, shares_device=shares_device) for model in served],
         idle_s=settings.engine_idle_s,
+        # Many commands with `--base-url local` only read a list.
+        on_demand=administration.local,
     )
     app = create_app(settings, executor, store, last_status=last_status)
+    app.state.administration = administration
     app.state.starting = "the server is starting"
     server = Server(uvicorn_config(app, settings), app)
     _raise_file_limit()
@@ -281,7 +286,8 @@ def main() -> None:
     # The supervisor logs start and stop.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     reporter = Reporter(options.report_fd)
-    settings = Settings.from_json(sys.stdin.read())
+    settings = Settings.from_json(sys.stdin.readline())
+    administration = Administration.from_json(sys.stdin.readline())
     process_setup.set_log_level(settings.log_level)
     try:
         served = [_served(name, Path(folder)) for name, folder in options.model]
@@ -296,6 +302,7 @@ def main() -> None:
         lifeline=options.lifeline_fd,
         reporter=reporter,
         last_status=options.last_status,
+        administration=administration,
     )
     if not asyncio.run(serving):
         sys.exit(1)

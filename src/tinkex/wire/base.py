@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema, from_json, to_json
 
 from tinkex import display
+from tinkex.tracebacks import end_at_caller
 from tinkex.wire.errors import WireError
 
 if TYPE_CHECKING:
@@ -139,12 +140,14 @@ class _SuggestsNearestField(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             try:
                 return super().__call__(*args, **kwargs)
-            except TypeError:
+            except (TypeError, ValueError) as error:
                 # Only after the call has failed, so that valid calls cost nothing extra.
-                known = list(inspect.signature(cls.__init__).parameters)[1:]
-                for name in kwargs:
-                    if name not in known:
-                        raise TypeError(f"{cls.__name__}: {unknown_field(name, known)}") from None
+                if isinstance(error, TypeError):
+                    known = list(inspect.signature(cls.__init__).parameters)[1:]
+                    unknown = next((name for name in kwargs if name not in known), None)
+                    if unknown is not None:
+                        error.args = (f"{cls.__name__}: {unknown_field(unknown, known)}",)
+                end_at_caller(error)
                 raise
 
 

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any, Final, Literal
 from urllib.parse import quote
 
-from pydantic import Field, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 
 from tinkex import display
 from tinkex.wire.base import LenientModel, StrictModel
@@ -49,7 +49,7 @@ KINDS: Final[dict[str, CheckpointType]] = {
     "external_weights": "external",
 }
 
-#: Base address of the hosted service's web console.
+#: The hosted service's web console.
 CONSOLE_URL: Final = "https://tinker.thinkingmachines.ai"
 
 
@@ -84,10 +84,18 @@ class ParsedCheckpointTinkerPath(LenientModel):
         )
 
 
-def _console_url(tinker_path: str) -> str:
-    parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
-    run, checkpoint = quote(parsed.training_run_id, safe=""), quote(parsed.checkpoint_id, safe="")
-    return f"{CONSOLE_URL}/checkpoints/{run}/{checkpoint}"
+class _Saved(LenientModel):
+    """A saved checkpoint, and its pages."""
+
+    path: str
+    #: The console of the service that saved it; set by the client.
+    _console: str = PrivateAttr(CONSOLE_URL)
+
+    def get_console_url(self) -> str:
+        """This checkpoint in the console of its service."""
+        parsed = ParsedCheckpointTinkerPath.from_tinker_path(self.path)
+        run, name = quote(parsed.training_run_id, safe=""), quote(parsed.checkpoint_id, safe="")
+        return f"{self._console}/checkpoints/{run}/{name}"
 
 
 # -- saving --------------------------------------------------------------------------------------
@@ -109,13 +117,8 @@ class SaveWeightsRequest(StrictModel):
     type: Literal["save_weights"] = "save_weights"
 
 
-class SaveWeightsResponse(LenientModel):
-    path: str
+class SaveWeightsResponse(_Saved):
     type: Literal["save_weights"] | None = None
-
-    def get_console_url(self) -> str:
-        """This checkpoint in the console of the hosted service."""
-        return _console_url(self.path)
 
 
 class SaveWeightsForSamplerRequest(StrictModel):
@@ -132,19 +135,14 @@ class SaveWeightsForSamplerRequest(StrictModel):
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
-class SaveWeightsForSamplerResponse(LenientModel):
+class SaveWeightsForSamplerResponse(_Saved):
     """The public result of a named save."""
 
-    path: str
     type: Literal["save_weights_for_sampler"] | None = None
 
-    def get_console_url(self) -> str:
-        """This checkpoint in the console of the hosted service."""
-        return _console_url(self.path)
-
     def get_playground_url(self) -> str:
-        """This checkpoint in the playground of the hosted service."""
-        return f"{CONSOLE_URL}/playground?mode=checkpoint&checkpoint={quote(self.path, safe='')}"
+        """This checkpoint in the playground of the hosted service; elsewhere the server's page."""
+        return f"{self._console}/playground?mode=checkpoint&checkpoint={quote(self.path, safe='')}"
 
 
 class SaveWeightsForSamplerResponseInternal(LenientModel):

@@ -6,6 +6,7 @@ Passes are sent as protobuf (`protobuf.py`); everything else here is JSON.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeAlias, get_args
@@ -22,7 +23,7 @@ from pydantic import (
 )
 
 from tinkex import display
-from tinkex.wire.base import LenientModel, Payload, StrictModel, json_kind, unknown_field
+from tinkex.wire.base import LenientModel, Payload, StrictModel, json_kind
 from tinkex.wire.errors import WireError
 from tinkex.wire.inputs import Datum
 from tinkex.wire.limits import (
@@ -205,6 +206,16 @@ class UnloadModelResponse(LenientModel):
 # -- passes --------------------------------------------------------------------------------------
 
 
+def _unknown_loss(name: str, known: tuple[str, ...]) -> str:
+    # Only a name that is very near is a typing error: `dpo` is not meant to be `ppo`.
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    guess = f"; did you mean `{near[0]}`?" if near else "."
+    return (
+        f"unknown loss `{name}`{guess} The losses are {', '.join(known)}. Any other loss, such as "
+        "DPO, is a function of your own: see forward_backward_custom()."
+    )
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ForwardBackwardInput(Payload):
     """A batch and the loss to compute on it."""
@@ -217,7 +228,7 @@ class ForwardBackwardInput(Payload):
     def __post_init__(self) -> None:
         known = get_args(LossFnType)
         if self.loss_fn not in known:
-            raise ValueError(unknown_field(str(self.loss_fn), known).replace("field", "loss", 1))
+            raise ValueError(_unknown_loss(str(self.loss_fn)[:200], known))
         check_finite(("loss_fn_config",), self.loss_fn_config)
         data = [_datum_at(item, position) for position, item in enumerate(self.data)]
         object.__setattr__(self, "data", data)

@@ -84,6 +84,7 @@ EXPECTED: Mapping[tuple[str, str], Expected] = {
     ("GET", f"{V1}/downloads/{{version_id}}/{{file}}"): Expected(
         "signed", 403, query="expires=9999999999&signature=0"
     ),
+    ("GET", f"{V1}/local/status"): Expected("signed", 403),
     ("GET", "/metrics"): Expected("machine"),
     ("GET", f"{V1}/audit"): Expected("caller"),
     ("GET", f"{V1}/auth/apikey/me"): Expected("caller"),
@@ -111,6 +112,7 @@ EXPECTED: Mapping[tuple[str, str], Expected] = {
     ("GET", f"{V1}/sessions/{{session_id}}/trace_export"): Expected("owned"),
     ("GET", f"{V1}/training_runs/{{run}}"): Expected("shared"),
     ("GET", f"{V1}/training_runs/{{run}}/checkpoints"): Expected("shared"),
+    ("GET", f"{V1}/training_runs/{{run}}/metrics"): Expected("owned"),
     ("GET", f"{CHECKPOINT}/archive"): Expected("shared", 302),
     ("GET", f"{CHECKPOINT}/external_weights_urls"): Expected("shared", 400),
     ("POST", f"{V1}/weights_info"): Expected("shared", body={"tinker_path": "{path}"}),

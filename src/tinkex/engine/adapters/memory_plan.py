@@ -63,6 +63,9 @@ class MemoryPlan:
     adapters: int
 
     def describe(self) -> str:
+        return f"{format_bytes(self.total)} in total: {self.describe_parts()}"
+
+    def describe_parts(self) -> str:
         parts = (
             ("base model", self.base),
             ("reserved", self.reserved),
@@ -70,8 +73,7 @@ class MemoryPlan:
             (f"KV cache of {self.kv_tokens:,} tokens", self.cache),
             ("adapters", self.adapters),
         )
-        shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
-        return f"{format_bytes(self.total)} in total: {shown}"
+        return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
 
 
 def memory_plan(

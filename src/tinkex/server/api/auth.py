@@ -50,8 +50,9 @@ OPEN_PATHS = frozenset(
         "/api/unauthed/auth-config",
     }
 )
-#: Links that this server signed; the signature replaces the key.
-SIGNED_PREFIXES: tuple[str, ...] = ("/api/v1/signed/", "/api/v1/downloads/")
+#: Links that this server signed; the signature replaces the key. For the routes of local
+#: administration, the token of the server's file does (`api/local.py`).
+SIGNED_PREFIXES: tuple[str, ...] = ("/api/v1/signed/", "/api/v1/downloads/", "/api/v1/local/")
 #: Paths that need no key on a server that only this machine can reach.
 LOCAL_PATHS = frozenset({"/metrics"})
 

@@ -136,24 +136,31 @@ REFUSALS: Mapping[str, str] = {
 TITLES: Mapping[str, str] = {
     "asample": "Sample",
     "audit": "Read the audit log",
+    "cancel_future": "Cancel a sample",
     "client_config": "Client configuration",
     "client_dynamic_config": "Client configuration that may change",
     "current_storage": "Current storage of checkpoints",
     "download": "Download a file or an archive",
     "exchange": "Exchange a key for a token",
+    "forward": "Forward pass",
+    "forward_backward": "Forward and backward pass",
     "external_weights_urls": "Links to the files of an external checkpoint",
     "get_archive": "Link to the archive of a checkpoint",
     "get_info": "Describe a model",
     "get_sampler": "Describe a sampler",
     "get_server_capabilities": "Server capabilities",
+    "get_training_run_metrics": "Metrics of the steps of a run",
     "healthz": "Health check",
     "key_info": "Describe the key of this request",
     "list_run_checkpoints": "List the checkpoints of a run",
     "login_config": "Configuration of browser logins",
+    "optim_step": "Optimizer step",
     "publish": "Publish a checkpoint",
     "retrieve_future": "Wait for a result",
     "retrieve_futures": "Wait for results of samples",
     "revoke_key": "Revoke the key of this request",
+    "save_weights_external": "Save weights for use outside of this server",
+    "save_weights_for_sampler": "Save weights for sampling",
     "session_heartbeat": "Keep a session alive",
     "set_project": "Set the project of a session",
     "set_ttl": "Set the expiry of a checkpoint",
@@ -198,6 +205,7 @@ ANSWERS: Mapping[str, type[BaseModel]] = {
     "get_server_capabilities": sessions.GetServerCapabilitiesResponse,
     "get_session": sessions.GetSessionResponse,
     "get_training_run": sessions.TrainingRun,
+    "get_training_run_metrics": sessions.TrainingRunMetricsResponse,
     "healthz": client_config.HealthResponse,
     "join_sampling_session": sampling.JoinSamplingSessionResponse,
     "list_checkpoints": checkpoints.CheckpointsListResponse,
@@ -240,6 +248,10 @@ def describe(app: FastAPI) -> None:
 def _name(operation: Schema, name: str) -> None:
     """Set the title of an operation and the type of its answer."""
     operation["summary"] = title(name)
+    for response in operation["responses"].values():
+        # FastAPI calls every answer JSON of any type; some are files, and some are empty.
+        if response.get("content") == {JSON_TYPE: {"schema": {}}}:
+            del response["content"]
     if name in ANSWERS:
         answer = {JSON_TYPE: {"schema": ref(ANSWERS[name].__name__)}}
         operation["responses"]["200"] = {"description": "Success", "content": answer}

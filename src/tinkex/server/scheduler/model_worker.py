@@ -239,7 +239,8 @@ class StepRunner:
 
 
 async def _outcome_of(future: asyncio.Future[Done]) -> Outcome:
-    return Outcome(result=(await future).result)
+    done = await future
+    return Outcome(result=done.result, compute_s=done.compute_s)
 
 
 async def _raise(error: BaseException) -> Outcome:
