@@ -128,7 +128,11 @@ def info(run_id: str) -> None:
             "Last request": ago(run.last_request_time),
             "Last checkpoint": _last_checkpoint(run.last_checkpoint),
             "Last sampler checkpoint": _last_checkpoint(run.last_sampler_checkpoint),
-            **{f"Metadata {key}": value for key, value in (run.user_metadata or {}).items()},
+            **{
+                f"Metadata {key}": value
+                for key, value in (run.user_metadata or {}).items()
+                if key != "name"
+            },
         }
     )
 
