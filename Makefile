@@ -9,7 +9,7 @@ READY_DEV := $(VENV)/.ready-dev
 # The official SDKs that `make test` runs unmodified, each in its own cached environment.
 SDKS := 0.36.0 0.4.1
 
-.PHONY: help setup dev demo test matrix fuzz cookbook defects faults chaos soak check format bench proto stub clean
+.PHONY: help setup dev demo test matrix fuzz cookbook defects faults chaos soak newcomer check format bench proto stub clean
 
 help:
 	@echo "make setup     create .venv with the client, the server and the command line (safe to repeat)"
@@ -26,6 +26,7 @@ help:
 	@echo "make fuzz      50,000 mutated request bodies, 1,000 hostile custom losses, and more"
 	@echo "make chaos     a hundred kills of server processes under running clients"
 	@echo "make soak      twenty minutes of mixed load; memory and descriptors must stay flat"
+	@echo "make newcomer  a fresh clone, an empty home folder, and every command of README and quickstart"
 	@echo "make proto     generate protobuf code from the .proto files"
 	@echo "make stub      generate src/tinkex/__init__.pyi from the table of public names"
 	@echo "make clean     delete .venv and caches"
@@ -79,6 +80,9 @@ chaos: dev
 soak: dev
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
 	@$(BIN)/python -m qa.soak.run
+
+newcomer: dev
+	@$(BIN)/python -m qa.newcomer.run
 
 check: dev
 	@$(BIN)/ruff check

@@ -42,10 +42,12 @@ class Progress:
             self.doing = f"downloading {found[1]} ({found[2]})"
         elif found := INSTALLS.match(line):
             self.packages = len(found[1].split(","))
-            self.doing = "installing them"
+            self.doing = "installing"
 
     def __str__(self) -> str:
-        return f": {self.packages} packages, {self.doing}" if self.packages else ""
+        if not self.packages:
+            return ""
+        return f": {self.packages} package{'s' if self.packages > 1 else ''}, {self.doing}"
 
 
 def run(what: str, command: list[str]) -> None:

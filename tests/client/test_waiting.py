@@ -16,6 +16,7 @@ import pytest
 import tinkex
 from http_stub import Reply, reply_json, stub_server
 from tinkex import types
+from tinkex.client.observe import instrumentation
 from tinkex.client.observe.waiting import HOW_TO_STOP, Cause, Limit, WaitLog
 from tinkex.client.settings import Settings
 from tinkex.testing import Answer, FakeService, Lost
@@ -285,6 +286,27 @@ def test_r1_a_sample_that_waits_names_the_limit_of_samples(caplog):
         prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
         sampling.sample(prompt, 1, params).result(20)
     assert "for 120 min more (RetryConfig.progress_timeout)" in lines(caplog)[0]
+
+
+def test_r1b_a_server_that_hangs_is_noticed_by_the_heartbeat(caplog, monkeypatch):
+    monkeypatch.setattr("tinkex.client.session.HEARTBEAT_EVERY_S", 0.05)
+    monkeypatch.setattr(instrumentation, "METRICS", instrumentation.Metrics())  # of this test only
+    fake = FakeService()
+    settings = Settings(base_url="http://127.0.0.1:11", wait_notice_s=0.1, telemetry=False)
+    with tinkex.ServiceClient(settings=settings, _make_transport=fake.transport) as service:
+        training = service.create_lora_training_client("fake/model")
+        fake.script("session_heartbeat", *[Lost(slow=True)] * 8)
+        until(lambda: len(fake._scripts["session_heartbeat"]) < 5)
+        assert not lines(caplog)  # nothing waits
+        fake.script("session_heartbeat", *[Lost(slow=True)] * 8)
+        fake.script("retrieve_future", *[Answer(status=408, body={"type": "try_again"})] * 1000)
+        step = training.optim_step(types.AdamParams())
+        until(lambda: len(lines(caplog)) == 2)
+        fake._scripts["retrieve_future"].clear()
+        step.result(10)
+    first, last = lines(caplog)
+    assert first.startswith("http://127.0.0.1:11: no response in time. Trying for 60 min more")
+    assert last.startswith("http://127.0.0.1:11 answers again after ")
 
 
 @pytest.mark.parametrize("how", ["off", "level"])

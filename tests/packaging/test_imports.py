@@ -52,6 +52,7 @@ ALLOWED_IMPORTS = {
     "server.store": "durable_files wire server.queued_request server.retry server.store sqlalchemy alembic fsspec ~aiobotocore ~botocore ~pyrage",
     "server.store.folder_lock": "server.settings server.store",
     "server.api.connection_limits": "starlette httptools",
+    "server.api.local": "local wire server.api server.local_models fastapi starlette",
     "server.executor": "wire",
     "server.engine_process": "wire server.executor server.process_end server.retry",
     "server.api": "local wire server.histogram server.queued_request server.store server.scheduler server.executor server.settings fastapi starlette pydantic prometheus_client jwt",

@@ -51,11 +51,11 @@ def test_progress_is_read_from_the_lines_of_pip():
         shown.append(str(progress))
     assert shown == [
         "",
-        ": 1 packages, looking for packages",
-        ": 1 packages, downloading torch (181.1 MB)",
+        ": 1 package, looking for packages",
+        ": 1 package, downloading torch (181.1 MB)",
         ": 2 packages, downloading torch (181.1 MB)",
         ": 2 packages, downloading torch (181.1 MB)",
-        ": 4 packages, installing them",
+        ": 4 packages, installing",
     ]
 
 
@@ -69,7 +69,7 @@ def program(code: int) -> list[str]:
 def test_a_pipe_gets_lines_and_a_failure_says_what_pip_said():
     done = subprocess.run(program(0), cwd=ROOT, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
-    assert re.fullmatch(r"  torch: 4 packages, installing them \(\d s\)", lines[-2])
+    assert re.fullmatch(r"  torch: 4 packages, installing \(\d s\)", lines[-2])
     assert re.fullmatch(r"  torch: done in \d s", lines[-1])
     failed = subprocess.run(program(3), cwd=ROOT, capture_output=True, text=True, check=False)
     assert failed.returncode == 3
@@ -93,4 +93,4 @@ def test_a_terminal_gets_one_live_line():
     os.close(ours)
     text = shown.decode()
     assert text.count("\n") == 1
-    assert "\r\x1b[K  torch: 4 packages, installing them (" in text
+    assert "\r\x1b[K  torch: 4 packages, installing (" in text

@@ -1,6 +1,7 @@
 """`base_url="local"`, `tinkex serve` and programs that name no service share one data folder."""
 
 import os
+import shutil
 import subprocess
 import sys
 import urllib.error
@@ -13,6 +14,7 @@ import pytest
 import tinkex
 from processes import has_exited
 from serving import TINY, serving
+from tinkex import types
 from tinkex.local import control, leases, registry
 
 PROGRAM = (sys.executable, "-m", "tinkex.cli.main")
@@ -124,3 +126,30 @@ def test_administration_needs_the_token(home: Path) -> None:
                 urllib.request.urlopen(request)
             assert caught.value.code == 403
             caught.value.close()
+
+
+@pytest.mark.timeout(120)
+def test_a_program_that_names_another_model_adds_it(home: Path, tiny_model: Path) -> None:
+    other = shutil.copytree(tiny_model, home / "other")
+    with tinkex.ServiceClient(base_url="local") as service:
+        training = service.create_lora_training_client(str(other), rank=4)
+        path = training.save_weights_for_sampler("s").result().path
+        names = [model.model_name for model in service.get_server_capabilities().supported_models]
+        assert names == [TINY, "other"]
+        (local,) = registry.running()
+        with urllib.request.urlopen(f"{local.url}/metrics") as metrics:
+            assert b'tinkex_engine_tokens_sampled_total{base_model="other"}' in metrics.read()
+        with pytest.raises(tinkex.TinkerError, match=r"cannot serve '/nowhere'.*no folder"):
+            service.create_sampling_client(base_model="/nowhere")
+        # A model that cannot be loaded is not served, and does not disturb the others.
+        broken = shutil.copytree(tiny_model, home / "broken")
+        (broken / "model.safetensors").write_bytes(b"")
+        with pytest.raises(tinkex.TinkerError, match=r"cannot serve .*broken"):
+            service.create_lora_training_client(str(broken))
+        sampler = service.create_sampling_client(base_model=TINY)
+        prompt, params = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=2)
+        assert len(sampler.sample(prompt, 1, params).result().sequences[0].tokens) == 2
+    control.stop(local)
+    # The next local server has it too, and its runs.
+    with tinkex.ServiceClient(base_url="local") as service:
+        assert service.create_sampling_client(model_path=path)

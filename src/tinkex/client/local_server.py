@@ -29,6 +29,7 @@ from pathlib import Path
 from tinkex.client.errors import TinkerError
 from tinkex.client.http.retry import NotYet, retrying_in_thread
 from tinkex.local import leases, registry
+from tinkex.local.control import ControlFailed, ask, status
 from tinkex.local.leases import DEFAULT_KEEP_S, Lease
 from tinkex.local.registry import RunningServer
 
@@ -94,6 +95,31 @@ class LocalServer:
         self._lease = lease
 
     @property
+    def adds_models(self) -> bool:
+        """Whether programs may add models. `tinkex serve` serves what it was given."""
+        return self.running is not None and self.running.how == "local"
+
+    def add_model(self, model: str, *, wait_s: float = DEFAULT_WAIT_S) -> str:
+        """
+        Make the server serve a NAME, FOLDER or NAME=FOLDER; returns the name. Blocks.
+
+        TinkerError if it cannot.
+        """
+        if self.running is None:
+            return model
+        log.warning(
+            "the local server does not serve %s yet: adding it. This loads the model, and first "
+            "downloads it if this machine does not have it",
+            model,
+        )
+        try:
+            return str(ask(self.running, "models", add={"model": model}, timeout_s=wait_s)["name"])
+        except ControlFailed as error:
+            raise TinkerError(
+                f"The local server at {self.url} cannot serve {model!r}: {error}"
+            ) from error
+
+    @property
     def lease(self) -> str:
         """Names the lease of this program to the server."""
         return self._lease.name
@@ -117,9 +143,16 @@ def attach(settings: LocalSettings | None = None) -> LocalServer:
             if running.how == "serve":  # a local server does this itself
                 leases.delete_ended(settings.data)
             lease = leases.take(settings.data, keep_s=settings.keep_s)
-            return LocalServer(running.url, lease, running)
     except leases.NoFileLocks as error:
         raise TinkerError(str(error)) from error
+    server = LocalServer(running.url, lease, running)
+    if settings.model is not None and not _serves(running, settings.model):
+        try:
+            server.add_model(settings.model, wait_s=settings.wait_s)
+        except BaseException:
+            server.release()
+            raise
+    return server
 
 
 def hold(running: RunningServer) -> LocalServer | None:
@@ -147,23 +180,15 @@ def _check_fits(running: RunningServer, settings: LocalSettings) -> None:
             f"with `tinkex stop {running.pid}`, unset TINKEX_LOCAL_ARGS, or set TINKEX_LOCAL_DATA "
             "to another folder."
         )
-    name = _name_of(settings.model)
-    if name is not None and name not in running.models:
-        raise TinkerError(
-            f"The server of the data folder {running.data} (process {running.pid}, {running.url}) "
-            f"serves {', '.join(running.models)}, and TINKEX_LOCAL_MODEL is {settings.model!r}. "
-            f"Stop it with `tinkex stop {running.pid}`, or set TINKEX_LOCAL_DATA to another folder."
-        )
 
 
-def _name_of(model: str | None) -> str | None:
-    """The name under which a NAME, FOLDER or NAME=FOLDER is served."""
-    if model is None:
-        return None
+def _serves(running: RunningServer, model: str) -> bool:
+    """Whether a server serves a NAME, FOLDER or NAME=FOLDER, as far as its name tells."""
     name, _, target = model.partition("=")
     if not target and Path(model).expanduser().is_dir():
-        return Path(model).expanduser().resolve().name
-    return name
+        name = Path(model).expanduser().resolve().name
+    told = status(running)
+    return name in (running.models if told is None else [one["name"] for one in told["models"]])
 
 
 def _start(settings: LocalSettings) -> LocalServer:

@@ -491,6 +491,10 @@ async def open_sampler(
 ) -> SamplingClient:
     """Create a sampling session on the server, and a client of it."""
     connection, session_id = await holder.open()
+    if base_model is not None:
+        base_model = await holder.served_name(connection, base_model)
+    elif model_path is not None:
+        await holder.serve_base_of(connection, model_path)
     created = await connection.calls.call(
         "POST",
         "create_sampling_session",

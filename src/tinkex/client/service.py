@@ -250,6 +250,7 @@ class ServiceClient:
         optimizer: OptimizerConfig | None,
     ) -> TrainingClient:
         connection, session_id = await self.holder.open()
+        base_model = await self.holder.served_name(connection, base_model)
         number = self.holder.next_model_number()
         created = await self.holder.submit(
             connection,
@@ -357,6 +358,7 @@ class ServiceClient:
     ) -> TrainingClient:
         check_tinker_path(path)
         connection, session_id = await self.holder.open()
+        await self.holder.serve_base_of(connection, path)
         if connection.config.create_model_via_load_weights:
             number = self.holder.next_model_number()
             await self.holder.submit(

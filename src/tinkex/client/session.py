@@ -32,20 +32,22 @@ from tinkex.client.connection import (
     open_connection,
     refresh_config,
 )
-from tinkex.client.errors import APIStatusError, TinkerError
+from tinkex.client.errors import APIConnectionError, APIStatusError, TinkerError
 from tinkex.client.futures import Promise, settle
 from tinkex.client.http.polling import ExpectedResult, QueueObserver
 from tinkex.client.http.transport import Kind, Request
 from tinkex.client.observe import instrumentation
 from tinkex.client.observe.telemetry import Telemetry
+from tinkex.client.observe.waiting import Limit
 from tinkex.client.settings import LOCAL, PROTOCOL_VERSION, Settings
 from tinkex.local.registry import LEASE_HEADER
 from tinkex.wire.base import Payload
-from tinkex.wire.checkpoints import CONSOLE_URL
+from tinkex.wire.checkpoints import CONSOLE_URL, WeightsInfoRequest, WeightsInfoResponse
 from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.sessions import (
     CreateSessionRequest,
     CreateSessionResponse,
+    GetServerCapabilitiesResponse,
     SessionHeartbeatRequest,
     SessionHeartbeatResponse,
 )
@@ -312,6 +314,45 @@ class Session:
                 promised.request_id, expected, observer=observer, round_trip_s=monotonic() - started
             )
 
+    async def served_name(self, connection: Connection, base_model: str) -> str:
+        """
+        The name of a base model on the server.
+
+        A local server that does not serve it yet adds it. Everywhere else this asks nothing.
+        """
+        server = self._server
+        if server is None or not server.adds_models:
+            return base_model
+        served = await self._served(connection)
+        if base_model in served or base_model.partition(":")[0] in served:
+            return base_model
+        return await asyncio.to_thread(server.add_model, base_model)
+
+    async def serve_base_of(self, connection: Connection, path: str) -> None:
+        """Like `served_name`, for the base model of saved weights."""
+        if self._server is None or not self._server.adds_models:
+            return
+        try:
+            info = await connection.calls.call(
+                "POST",
+                "weights_info",
+                WeightsInfoRequest(tinker_path=path),
+                answer=WeightsInfoResponse,
+                kind=Kind.REST,
+            )
+        except APIStatusError:
+            return  # the request that needs the weights says why
+        await self.served_name(connection, info.base_model)
+
+    async def _served(self, connection: Connection) -> set[str | None]:
+        answer = await connection.calls.call(
+            "GET",
+            "get_server_capabilities",
+            answer=GetServerCapabilitiesResponse,
+            kind=Kind.REST,
+        )
+        return {model.model_name for model in answer.supported_models}
+
     def cancel_later(self, connection: Connection, request: str | Request) -> None:
         """Cancel an abandoned sample in the background, if the server supports it."""
         if not self.closed:
@@ -413,26 +454,37 @@ def closed_error() -> RuntimeError:
 
 async def _send_heartbeats(connection: Connection, session_id: str) -> None:
     """Send heartbeats until the server reports that the session has ended."""
+    waiting, calls, beat = connection.limits.waiting, connection.calls, object()
     last = monotonic()
-    while True:
-        await asyncio.sleep(HEARTBEAT_EVERY_S)
-        try:
-            await connection.calls.call(
-                "POST",
-                "session_heartbeat",
-                SessionHeartbeatRequest(session_id=session_id),
-                answer=SessionHeartbeatResponse,
-                deadline_s=10.0,
-                give_up_s=0.0,
-            )
-            last = monotonic()
-        except APIStatusError as error:
-            if error.status_code == 410:
-                log.info("session %s has ended on the server", session_id)
-                return
-            _warn_if_overdue(last, error)
-        except TinkerError as error:
-            _warn_if_overdue(last, error)
+    try:
+        while True:
+            await asyncio.sleep(HEARTBEAT_EVERY_S)
+            began = monotonic()
+            try:
+                await calls.call(
+                    "POST",
+                    "session_heartbeat",
+                    SessionHeartbeatRequest(session_id=session_id),
+                    answer=SessionHeartbeatResponse,
+                    deadline_s=10.0,
+                    give_up_s=0.0,
+                )
+                last = monotonic()
+                waiting.over(beat)
+            except APIStatusError as error:
+                if error.status_code == 410:
+                    log.info("session %s has ended on the server", session_id)
+                    return
+                _warn_if_overdue(last, error)
+            except TinkerError as error:
+                if isinstance(error, APIConnectionError) and instrumentation.operations_in_flight():
+                    # A server that hangs: a poll alone would find out after 45 s.
+                    limit = Limit(last + calls.settings.reconnect_s, "results: TINKEX_RECONNECT_S")
+                    notice_s = calls.settings.wait_notice_s
+                    waiting.wait(beat, calls.cause(error), limit, since=began, notice_s=notice_s)
+                _warn_if_overdue(last, error)
+    finally:
+        waiting.leave(beat)
 
 
 def _warn_if_overdue(last: float, error: TinkerError) -> None:

@@ -141,6 +141,7 @@ class Settings:
             first_contact_s: Seconds after which a server that never responded is given up.
             give_up_s: Seconds for which a request is retried.
             reconnect_s: Seconds for which a result is polled while the server cannot be reached.
+            wait_notice_s: Seconds of waiting after which a warning says what for; 0: never.
             breaker: When to fail immediately; None: always retry.
             otel: Whether to create spans and metrics for OpenTelemetry.
             env: The environment to read.
@@ -234,7 +235,18 @@ class Settings:
         return credentials.StaticCredential(found)
 
     def for_local_server(self, server: RunningServer | None) -> Settings:
-        """These settings with the key for the server of `base_url="local"`."""
+        """
+        These settings with the key for the server of `base_url="local"`.
+
+        Args:
+            server: The server; None: one that is to be started.
+
+        Returns:
+            The settings to connect with.
+
+        Example:
+            settings = tinkex.Settings(base_url="local").for_local_server(None)
+        """
         if server is None or not server.keys:
             return replace(self, api_key=ApiKey(ANY_KEY), credential_cmd=None)
         if self.api_key is not None or self.credential_cmd is not None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from tinkex.local import leases, registry
 from tinkex.local.leases import Holder
@@ -62,18 +63,22 @@ class StillRunning(ControlFailed):
 def ask(
     server: RunningServer,
     path: str,
-    body: Mapping[str, Any] | None = None,
     *,
+    add: Mapping[str, str] | None = None,
     timeout_s: float = 5.0,
 ) -> dict[str, Any]:
-    """Send a request of local administration, without proxies. ControlFailed if it is refused."""
+    """
+    Send a request of local administration, without proxies. ControlFailed if it is refused.
+
+    With `add` it is a POST with these parameters.
+    """
     import urllib.error  # imported here: they are slow to load
     import urllib.request
 
     request = urllib.request.Request(
-        f"{server.url}/api/v1/local/{path}",
-        data=None if body is None else json.dumps(body).encode(),
-        headers={TOKEN_HEADER: server.token, "Content-Type": "application/json"},
+        f"{server.url}/api/v1/local/{path}" + (f"?{urlencode(add)}" if add else ""),
+        data=b"" if add else None,
+        headers={TOKEN_HEADER: server.token},
     )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

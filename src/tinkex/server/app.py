@@ -145,6 +145,8 @@ def create_app(
     app.state.authenticator = Authenticator(store.keys, Tokens.of_folder(settings.folder))
     #: For the routes of local administration; None refuses them.
     app.state.administration = None
+    #: Adds models to a local server; None elsewhere.
+    app.state.local_models = None
     app.state.body_budgets = BodyBudgets(settings)
     app.state.report_slots = ReportSlots()
     #: Why the server is not ready yet; the web process sets it until the engine is up.

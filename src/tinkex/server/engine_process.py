@@ -62,10 +62,8 @@ class LocalExecutor:
         """`on_demand`: load even a single model on first use only."""
         self.served = tuple(served)
         self._on_demand = on_demand
+        self._idle_s = idle_s
         self._engines = {settings.name: _Engine(settings) for settings in engines}
-        #: Idle time after which an engine is unloaded; 0 is never. A single engine stays loaded:
-        #: no other needs its memory.
-        self.unloads_after_s = idle_s if len(self._engines) > 1 else 0.0
         self._unloading = PeriodicTask()
 
     async def start(self) -> None:
@@ -73,14 +71,34 @@ class LocalExecutor:
         # Several models are loaded on first use: they would compete for memory.
         if len(self._engines) == 1 and not self._on_demand:
             await next(iter(self._engines.values())).ready()
-        if self.unloads_after_s > 0:
+        if self._idle_s > 0:
             self._unloading.start(
-                self._unload_idle, self.unloads_after_s / 4, what="unloading idle engines", log=log
+                self._unload_idle, self._idle_s / 4, what="unloading idle engines", log=log
             )
 
+    @property
+    def unloads_after_s(self) -> float:
+        """
+        Idle time after which an engine is unloaded; 0 is never.
+
+        A single engine stays loaded: no other needs its memory.
+        """
+        return self._idle_s if len(self._engines) > 1 else 0.0
+
     async def _unload_idle(self) -> None:
-        for engine in self._engines.values():
-            engine.unload_if_idle(self.unloads_after_s)
+        if self.unloads_after_s > 0:
+            for engine in self._engines.values():
+                engine.unload_if_idle(self.unloads_after_s)
+
+    def add(self, model: ServedModel, settings: EngineSettings) -> None:
+        """Serve one more model. Its engine starts on first use."""
+        self._engines[model.name] = _Engine(settings)
+        self.served = (*self.served, model)
+
+    async def remove(self, base_model: str) -> None:
+        """Stop serving a model that was added."""
+        self.served = tuple(model for model in self.served if model.name != base_model)
+        await self._engines.pop(base_model).close()
 
     async def close(self) -> None:
         await self._unloading.close()

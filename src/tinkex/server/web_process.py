@@ -29,7 +29,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tinkex.models.resolve import ModelNotFound, ModelSource, describe
+from tinkex.models.resolve import ModelNotFound, ModelSource
 from tinkex.server import process_setup
 from tinkex.server.announcement import Facts, LoadedModel
 from tinkex.server.api.connection_limits import LimitedProtocol, ReportingApp
@@ -37,6 +37,7 @@ from tinkex.server.api.deps import Context
 from tinkex.server.app import create_app
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import EngineRefused, ServedModel
+from tinkex.server.local_models import LocalModels, served_model, with_remembered
 from tinkex.server.process_setup import collect_periodically, tune_gc, use_single_arena
 from tinkex.server.registration import Administration
 from tinkex.server.retry import poll_async
@@ -129,6 +130,12 @@ async def serve(
     )
     app = create_app(settings, executor, store, last_status=last_status)
     app.state.administration = administration
+    if administration.local:
+        app.state.local_models = LocalModels(
+            executor,
+            settings.folder,
+            lambda model: engine_settings(settings, model, shares_device=True),
+        )
     app.state.starting = "the server is starting"
     server = Server(uvicorn_config(app, settings), app)
     _raise_file_limit()
@@ -267,16 +274,6 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _served(name: str, folder: Path) -> ServedModel:
-    facts = describe(ModelSource(name=name, folder=folder))
-    return ServedModel(
-        name=name,
-        folder=folder,
-        arch=facts.arch,
-        max_context_length=facts.max_context_length,
-    )
-
-
 def main() -> None:
     options = parser().parse_args()
     use_single_arena()
@@ -290,7 +287,10 @@ def main() -> None:
     administration = Administration.from_json(sys.stdin.readline())
     process_setup.set_log_level(settings.log_level)
     try:
-        served = [_served(name, Path(folder)) for name, folder in options.model]
+        sources = [ModelSource(name=name, folder=Path(folder)) for name, folder in options.model]
+        served = [served_model(source) for source in sources]
+        if administration.local:
+            served = with_remembered(served, settings.folder)
     except ModelNotFound as error:
         reporter.failed(str(error))
         sys.exit(1)

@@ -208,10 +208,11 @@ class UnloadModelResponse(LenientModel):
 
 def _unknown_loss(name: str, known: tuple[str, ...]) -> str:
     # Only a name that is very near is a typing error: `dpo` is not meant to be `ppo`.
+    names = ", ".join(each for each in known if each != "custom")
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     guess = f"; did you mean `{near[0]}`?" if near else "."
     return (
-        f"unknown loss `{name}`{guess} The losses are {', '.join(known)}. Any other loss, such as "
+        f"unknown loss `{name}`{guess} The losses are {names}. Any other loss, such as "
         "DPO, is a function of your own: see forward_backward_custom()."
     )
 

@@ -85,6 +85,7 @@ EXPECTED: Mapping[tuple[str, str], Expected] = {
         "signed", 403, query="expires=9999999999&signature=0"
     ),
     ("GET", f"{V1}/local/status"): Expected("signed", 403),
+    ("POST", f"{V1}/local/models"): Expected("signed", 403, query="model=m"),
     ("GET", "/metrics"): Expected("machine"),
     ("GET", f"{V1}/audit"): Expected("caller"),
     ("GET", f"{V1}/auth/apikey/me"): Expected("caller"),

@@ -74,7 +74,7 @@ FIXED = {
         "get_server_capabilities",
         "client/config",
         "client/dynamic_config",
-        "local/status",
+        *("local/status", "local/models"),
     },
     # Limited by the completion log; and one result, which has limits of its own.
     "results": {"retrieve_future", "retrieve_futures"},

@@ -65,6 +65,7 @@ DEADLINE_S = 60.0
 LONG_WAIT_S = 60.0
 #: A server that is lost again so soon after a line about it is not mentioned again.
 CONNECTION_QUIET_S = 10.0
+ACCEPTS = "accepts requests again"
 KEY_HEADER = "X-API-Key"
 #: Headers that may be logged with their values: the client sets them, and none is secret.
 _LOGGED_HEADERS = frozenset({"accept", "content-type", "content-encoding", "x-idempotency-key"})
@@ -289,8 +290,8 @@ class Calls:
         if asked_s is not None and asked_s > LONG_WAIT_S:
             reason = f"{reason.rstrip('.')}. It asks to wait {asked_s:.0f} s (Retry-After)"
         if error.status_code == 429:
-            return Cause("busy", self.root, reason, does="Waiting", over="goes on")
-        return Cause(f"status {error.status_code}", self.root, reason)
+            return Cause("busy", self.root, reason, does="Waiting", over=ACCEPTS)
+        return Cause(f"status {error.status_code}", self.root, reason, over=ACCEPTS)
 
     def _no_answer(self, reason: str) -> Cause:
         over = "answers again" if self.reached else "answers"

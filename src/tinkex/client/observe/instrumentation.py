@@ -334,6 +334,11 @@ class Operation:
             self._span.end(outcome, error, taken_s)
 
 
+def operations_in_flight() -> bool:
+    """Whether an operation of any client in this process is in progress."""
+    return any(count > 0 for count in METRICS.family("operations_in_flight").values())
+
+
 @contextmanager
 def measured(name: str, tracing: Tracing | None, about: str) -> Iterator[None]:
     """Context manager form of `Operation`, for code that runs inside one coroutine."""

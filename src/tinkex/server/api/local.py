@@ -16,6 +16,7 @@ from tinkex.server.api.auth import authenticator_of
 from tinkex.server.api.bodies import MessageRoute
 from tinkex.server.api.deps import context_of, json_response
 from tinkex.server.api.errors import Refusal
+from tinkex.server.local_models import CannotAdd, LocalModels
 
 router = APIRouter(prefix="/api/v1/local", route_class=MessageRoute, tags=["local"])
 
@@ -35,6 +36,29 @@ def check_token(request: Request) -> None:
             "this route is for `tinkex ps`, `status`, `stop` and base_url='local' of the user who "
             "runs the server.",
         )
+
+
+@router.post("/models")
+async def add_model(request: Request, model: str) -> Response:
+    """
+    Serve one more model, a NAME, FOLDER or NAME=FOLDER, and load it.
+
+    It is downloaded first if this machine does not have it.
+    """
+    check_token(request)
+    local_models: LocalModels | None = request.app.state.local_models
+    if local_models is None:
+        served = " ".join(one.name for one in context_of(request).executor.served)
+        raise Refusal(
+            400,
+            f"this server was started by `tinkex serve`, and serves what it was given: {served}. "
+            f"Stop it, and start it with both: tinkex serve {served} {model}",
+        )
+    try:
+        added = await local_models.add(model, context_of(request).scheduler)
+    except CannotAdd as error:
+        raise Refusal(400, str(error)) from error
+    return json_response({"name": added.name})
 
 
 @router.get("/status")

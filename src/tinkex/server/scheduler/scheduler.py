@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from tinkex.server.executor import Executor
+from tinkex.server.executor import Executor, ServedModel
 from tinkex.server.queued_request import Cause, Kind, Outcome, QueuedRequest
 from tinkex.server.retry import run_periodically
 from tinkex.server.scheduler.base_model_check import BaseModelChecks
@@ -166,6 +166,12 @@ class Scheduler:
                 base_check=self._base_checks.get(base_model) if self._base_checks else None,
             )
         return engine
+
+    def add_model(self, model: ServedModel) -> None:
+        """A running server serves one more model; requests of its earlier runs may come now."""
+        engine = self.engine(model.name)
+        if self._base_checks is not None:
+            engine.set_base_check(self._base_checks.add(model))
 
     async def start(self) -> None:
         """Start, and schedule the requests that an earlier process accepted and did not finish."""
