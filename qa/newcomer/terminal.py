@@ -51,8 +51,8 @@ class Terminal:
         )
         os.close(theirs)
         self._file = ours
-        self._write("PS1= PS2=\n")
         self._unread = ""
+        self.run("PS1= PS2=", limit_s=30)  # output without prompts
 
     def run(self, command: str, *, limit_s: float) -> tuple[int, str]:
         """Paste a command and wait for its end: its exit status, and what it printed."""

@@ -33,6 +33,7 @@ from tinkex.cli import loss_chart
 from tinkex.cli.demo_report import Exchange, Outcome, as_html
 from tinkex.cli.download_progress import fetch_progress
 from tinkex.cli.errors import CommandFailed
+from tinkex.cli.output import as_json, examples, show_json
 from tinkex.client.local_server import LocalSettings
 from tinkex.models.resolve import DEFAULT_MODEL, ModelNotFound, resolve
 
@@ -173,7 +174,10 @@ def ask(sampling: SamplingClient, tokenizer: Any, questions: Sequence[str]) -> l
     return answers
 
 
-@click.command("demo")
+@click.command(
+    "demo",
+    epilog=examples("tinkex demo", "tinkex demo --steps 10 --base-url http://127.0.0.1:8000"),
+)
 @click.option("--steps", default=STEPS, show_default=True, type=click.IntRange(min=2))
 @click.option(
     "--output",
@@ -200,7 +204,7 @@ def command(steps: int, output: Path, base_url: str, model: str) -> None:
     Starts a server, asks the model six questions, trains it on 96 short examples to answer like a
     pirate, and asks again. Takes about two minutes on two cores; fails if nothing changes.
     """
-    console = Console(highlight=False)
+    console = Console(highlight=False, stderr=as_json())
     from tinkex import TinkerError
 
     try:
@@ -209,6 +213,8 @@ def command(steps: int, output: Path, base_url: str, model: str) -> None:
         raise CommandFailed(str(error)) from error
     write_files(outcome, output)
     print_summary(console, outcome, output)
+    if as_json():
+        show_json(asdict(outcome))
     if problem := failure_reason(outcome):
         raise CommandFailed(problem)
 

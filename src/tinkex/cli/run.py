@@ -10,10 +10,12 @@ from pathlib import Path
 import click
 
 import tinkex
+from tinkex.cli.completion import complete_runs
 from tinkex.cli.output import (
     NONE,
     ago,
     as_json,
+    examples,
     report,
     show_json,
     show_properties,
@@ -63,7 +65,14 @@ def _columns(ctx: click.Context, param: click.Parameter, text: str | None) -> li
     return names
 
 
-@command.command("list")
+@command.command(
+    "list",
+    epilog=examples(
+        "tinkex run list",
+        "tinkex run list --limit 0 -f json",
+        "tinkex run list --columns id,checkpoint,status",
+    ),
+)
 @limit_option
 @click.option(
     "--columns",
@@ -92,12 +101,12 @@ def list_(limit: int, columns: list[str]) -> None:
     show_table(
         [COLUMNS[name] for name in columns],
         [[_cells(run)[name] for name in columns] for run in runs],
-        title=list_title(len(runs), total, "training runs"),
+        title=list_title(len(runs), total, "training run"),
     )
 
 
-@command.command("info")
-@click.argument("run_id")
+@command.command("info", epilog=examples("tinkex run info RUN"))
+@click.argument("run_id", metavar="RUN", shell_complete=complete_runs)
 @service_options
 def info(run_id: str) -> None:
     """Show one training run."""
@@ -128,8 +137,15 @@ def info(run_id: str) -> None:
     )
 
 
-@command.command("plot")
-@click.argument("run_ids", metavar="RUN...", nargs=-1, required=True)
+@command.command(
+    "plot",
+    epilog=examples(
+        "tinkex run plot RUN",
+        "tinkex run plot RUN OTHER --metric loss --out curves.png",
+        "tinkex run plot RUN --out metrics.csv",
+    ),
+)
+@click.argument("run_ids", metavar="RUN...", nargs=-1, required=True, shell_complete=complete_runs)
 @click.option("--metric", default="loss", show_default=True, help="Which metric to draw.")
 @click.option(
     "--points",

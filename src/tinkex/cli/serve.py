@@ -1,6 +1,7 @@
 """`tinkex serve`: run the server in the foreground."""
 
 import importlib.util
+import json
 import sys
 from typing import Any
 
@@ -8,6 +9,7 @@ import click
 
 from tinkex.cli.download_progress import fetch_progress
 from tinkex.cli.errors import CommandFailed, missing_package
+from tinkex.cli.output import as_json, examples
 
 REQUIRED_PACKAGES = [
     "alembic",
@@ -20,7 +22,14 @@ REQUIRED_PACKAGES = [
 ]
 
 
-@click.command("serve")
+@click.command(
+    "serve",
+    epilog=examples(
+        "tinkex serve                                 # a small chat model",
+        "tinkex serve ~/models/Qwen3-0.6B --port 8001",
+        "tinkex serve Qwen/Qwen3-8B=~/models/small --device cuda --data /srv/tinkex",
+    ),
+)
 @click.argument("models", nargs=-1, metavar="[NAME|FOLDER|NAME=FOLDER]...")
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
 @click.option("--port", type=int, help="Port to listen on; 0: any free port.  [default: 8000]")
@@ -124,6 +133,10 @@ def command(models: tuple[str, ...], local: bool, **flags: Any) -> None:
         settings = Settings.from_sources({"models": models or None, **flags})
 
         def announce(url: str, facts: Facts) -> None:
+            if as_json():
+                known = {"url": url, "data": str(settings.folder), **json.loads(facts.to_json())}
+                print(json.dumps(known), flush=True)
+                return
             # Programs read the line; a terminal shows more to the person at it.
             tty = sys.stdout.isatty()
             print(banner(url, settings.folder, facts) if tty else ready_line(url), flush=True)

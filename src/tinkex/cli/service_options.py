@@ -11,7 +11,7 @@ from typing import Any, TypedDict, TypeVar
 import click
 
 import tinkex
-from tinkex.cli.output import as_json, format_option
+from tinkex.cli.output import as_json, counted
 
 T = TypeVar("T")
 
@@ -26,7 +26,6 @@ _OPTIONS = (
         metavar="KEY",
         help="API key.  [default: TINKER_API_KEY, else the stored key]",
     ),
-    format_option,
 )
 
 
@@ -52,10 +51,10 @@ limit_option = click.option(
 
 
 def service_options(command: Callable[..., T]) -> Callable[..., T]:
-    """Decorator: --base-url, --api-key and --format; `service_arguments()` reads the first two."""
+    """Decorator: --base-url and --api-key, which `service_arguments()` reads."""
 
     @functools.wraps(command)
-    def without(*args: Any, base_url: None, api_key: None, format: None, **kwargs: Any) -> T:
+    def without(*args: Any, base_url: None, api_key: None, **kwargs: Any) -> T:
         return command(*args, **kwargs)
 
     decorated: Callable[..., T] = without
@@ -105,9 +104,9 @@ def fetch_pages(
 
 
 def list_title(shown: int, total: int, what: str) -> str:
-    """The title of a list that may be cut off by --limit."""
+    """The title of a list of `what` (singular) that may be cut off by --limit."""
     more = f", {total - shown} more not shown (--limit 0 shows all)" if total > shown else ""
-    return f"{shown} {what}{more}"
+    return f"{counted(shown, what)}{more}"
 
 
 @contextmanager
