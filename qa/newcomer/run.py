@@ -27,7 +27,6 @@ from pathlib import Path
 from qa.newcomer import pages
 from qa.newcomer.terminal import Failed, Terminal
 
-READY = r"ready at (http://127\.0\.0\.1:8000)|(http://127\.0\.0\.1:8000)"
 MINUTES = 60.0
 URL = "http://127.0.0.1:8000"
 #: The reader's own program, for `python your_training_loop.py`.
@@ -134,7 +133,7 @@ def serves(words: str = "", *, check: Check | None = None) -> Check:
         reader.stop_servers()
         server = reader.terminal(f"server {len(reader.terminals)}")
         status, _ = server.run("[ -e .venv/bin/activate ] && . .venv/bin/activate", limit_s=10)
-        output = server.start(command, READY, limit_s=3 * MINUTES)
+        output = server.start(command, f"tinkex ready at {URL}\\s", limit_s=3 * MINUTES)
         expect(status == 0 and words in output, f"no {words!r} in its output", output)
         reader.servers.append(server)
         if check is not None:
@@ -239,6 +238,7 @@ def environment(home: Path) -> Iterator[tuple[str, str]]:
     yield "TERM", "xterm"
     yield "LANG", "C.UTF-8"
     yield "SHELL", "/bin/bash"
+    yield "VIRTUAL_ENV_DISABLE_PROMPT", "1"
     yield from ((name, value) for name, value in os.environ.items() if name.startswith("PIP_"))
     own = Path.home()
     if (settings := own / ".config" / "pip" / "pip.conf").is_file():

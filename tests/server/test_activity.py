@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from server.echo import EchoExecutor
+from server.echo import BASE, EchoExecutor
 from server.hosting import hosted
 from tinkex.server.activity import Snapshot, busy_line, idle_line
 from tinkex.wire.proto.frames_pb2 import Stats
@@ -40,6 +40,8 @@ def test_a_busy_line_leaves_out_what_does_not_happen() -> None:
     assert busy_line(before, Snapshot(at_s=10.0, queue=1_234)) == "queue 1,234"
     waiting = Snapshot(at_s=10.0, queue=1, waiting_for="the engine of a/b is starting")
     assert busy_line(before, waiting) == "queue 1; the engine of a/b is starting"
+    between = Snapshot(at_s=10.0, tokens_sampled=500)
+    assert busy_line(before, between) == "sampling 50 tok/s; queue 0"
     prompts = Snapshot(at_s=10.0, tokens_prefilled=9_000, tokens_sampled=5, sequences=1)
     assert busy_line(before, prompts) == (
         "sampling 1 sequence, 0.5 tok/s, prompts 900 tok/s; queue 0"
@@ -60,13 +62,16 @@ class Counting(EchoExecutor):
     """Reports these statistics, and counts how often they are read."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(BASE, "test/unused")
         self.current = Stats(adapter_budget_bytes=GB)
         self.reads = 0
 
+    def waiting_for(self, base_model: str) -> str | None:
+        return None if base_model == BASE else f"the engine of {base_model} is starting"
+
     def stats(self, base_model: str) -> Stats | None:
         self.reads += 1
-        return self.current
+        return self.current if base_model == BASE else None
 
 
 @pytest.mark.anyio
@@ -88,7 +93,8 @@ async def test_nothing_runs_while_the_server_is_idle(
         executor.current = Stats(adapter_budget_bytes=GB, tokens_trained=3, models_training=1)
         await until_async(said)
         assert said()[0].startswith("training 1 run, ")
-        assert "; queue 0; adapters 0 B of 1.0 GB" in said()[0]
+        # Nobody waits for the engine of the other model.
+        assert said()[0].endswith("; queue 0; adapters 0 B of 1.0 GB")
         executor.open.set()
         await api.passed(passed)
         await until_async(lambda: said()[-1].startswith("idle: 3 tokens trained, 0 sampled"))

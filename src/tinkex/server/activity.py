@@ -33,8 +33,9 @@ class Snapshot:
     runs: int = 0
     #: Sequences being sampled.
     sequences: int = 0
-    #: Accepted requests that are not finished, and those of them that no engine is computing.
+    #: Accepted requests that are not finished.
     unfinished: int = 0
+    #: Those of them that no engine has yet, and samples that wait in an engine.
     queue: int = 0
     kv_pages: int = 0
     kv_pages_used: int = 0
@@ -58,7 +59,9 @@ def busy_line(before: Snapshot, now: Snapshot) -> str:
     if now.runs or trained:
         parts.append(f"training {_count(now.runs, 'run')}, {_rate(trained, seconds)}")
     if now.sequences or sampled or prefilled:
-        sampling = f"sampling {_count(now.sequences, 'sequence')}, {_rate(sampled, seconds)}"
+        # Between two samples there may be no sequence.
+        now_running = f"{_count(now.sequences, 'sequence')}, " if now.sequences else ""
+        sampling = f"sampling {now_running}{_rate(sampled, seconds)}"
         parts.append(sampling + (f", prompts {_rate(prefilled, seconds)}" if prefilled else ""))
     parts.append(f"queue {now.queue:,}")
     if now.kv_pages:
@@ -155,10 +158,10 @@ class ActivityLog:
                 self._stats[name] = stats
         all_stats = self._stats.values()
         current = [stats for name in names if (stats := self._executor.stats(name)) is not None]
-        unfinished = self._scheduler.unfinished
-        computing = sum(one.models_training + one.samples_running for one in current)
+        wanted = self._scheduler.base_models()
         training = sum(one.models_training for one in current)
-        reasons = (self._executor.waiting_for(name) for name in names if unfinished)
+        # An engine without requests may be unloaded; nobody waits for it.
+        reasons = (self._executor.waiting_for(name) for name in names if name in wanted)
         return Snapshot(
             at_s=self._clock(),
             tokens_trained=sum(one.tokens_trained for one in all_stats),
@@ -166,8 +169,8 @@ class ActivityLog:
             tokens_sampled=sum(one.tokens_sampled for one in all_stats),
             runs=max(self._scheduler.take_runs(), training),
             sequences=sum(one.sequences_running for one in current),
-            unfinished=unfinished,
-            queue=max(0, unfinished - computing),
+            unfinished=self._scheduler.unfinished,
+            queue=self._scheduler.waiting + sum(one.samples_waiting for one in current),
             kv_pages=sum(one.kv_pages for one in current),
             kv_pages_used=sum(one.kv_pages_used for one in current),
             adapter_bytes=sum(

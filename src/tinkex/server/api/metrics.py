@@ -65,8 +65,10 @@ class RequestCounts:
 
     def add(self, scope: Scope, status: int, seconds: float) -> None:
         """Count a request; status 0 if there was no answer."""
-        # The router has put it here.
-        template = getattr(scope.get("route"), "path", NO_ROUTE)
+        # The router has put it here; but not that of a page, whose path is fixed.
+        fixed = "endpoint" in scope and not scope.get("path_params")
+        default: str = scope["path"] if fixed else NO_ROUTE
+        template: str = getattr(scope.get("route"), "path", default)
         method = scope["method"]
         key = (method if method in METHODS else NO_ROUTE, template)
         route = self.routes.get(key)

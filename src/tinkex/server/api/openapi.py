@@ -164,6 +164,7 @@ TITLES: Mapping[str, str] = {
     "session_heartbeat": "Keep a session alive",
     "set_project": "Set the project of a session",
     "set_ttl": "Set the expiry of a checkpoint",
+    "status": "Status for local administration",
     "stream_sample": "Sample, and stream the tokens",
     "telemetry": "Send telemetry",
     "trace": "Read the trace of a session",

@@ -224,6 +224,15 @@ class Futures:
         unfinished = self._unfinished.get(request_id)
         return None if unfinished is None else unfinished.request.base_model
 
+    def base_models(self) -> set[str]:
+        """The base models of all unfinished requests."""
+        return {one.request.base_model for one in self._unfinished.values()}
+
+    @property
+    def waiting(self) -> int:
+        """The number of unfinished requests that no engine got yet."""
+        return sum(not one.started for one in self._unfinished.values())
+
     def __len__(self) -> int:
         """The number of unfinished requests."""
         return len(self._unfinished)

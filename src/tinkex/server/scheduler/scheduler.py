@@ -143,6 +143,15 @@ class Scheduler:
         """The number of accepted requests that are not finished."""
         return len(self._execution.futures)
 
+    @property
+    def waiting(self) -> int:
+        """How many of them no engine has yet."""
+        return self._execution.futures.waiting
+
+    def base_models(self) -> set[str]:
+        """The base models that have unfinished requests."""
+        return self._execution.futures.base_models()
+
     def take_runs(self) -> int:
         """How many models had a step sent to an engine since the last call."""
         runs, self._execution.runs = self._execution.runs, set()
