@@ -62,8 +62,9 @@ def test_a_terminal_keeps_variables_and_shows_what_a_person_sees(tmp_path):
             == "80"
         )
         assert terminal.run("(exit 3)", limit_s=10)[0] == 3
-        assert "ready" in terminal.start("echo ready; sleep 30", "ready", limit_s=10)
-        assert terminal.interrupt(limit_s=10)[0] == 0
+        assert "ready" in terminal.start("sh -c 'echo ready; sleep 30'", "ready", limit_s=10)
+        terminal.interrupt()
+        assert terminal.run("echo again", limit_s=10) == (0, "again")
         with pytest.raises(Failed, match="not done after"):
             terminal.run("sleep 5", limit_s=0.2)
     finally:
