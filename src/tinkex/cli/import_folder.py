@@ -10,7 +10,7 @@ from tinkex.cli.server_options import data_option, load_settings
 
 
 @click.command("import", epilog=examples("tinkex import ~/.local/share/tinkex/local/default"))
-@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("folder", type=click.Path(path_type=Path))
 @data_option
 def command(folder: Path, data: str | None) -> None:
     """Add the runs and checkpoints of another data FOLDER to this one.

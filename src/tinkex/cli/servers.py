@@ -90,7 +90,7 @@ def status(server: str | None) -> None:
 @click.command(
     "stop",
     epilog=examples(
-        "tinkex stop                      # the only one, or that of the default data folder",
+        "tinkex stop                      # the server that commands use",
         "tinkex stop 4711",
         "tinkex stop --all --force",
     ),

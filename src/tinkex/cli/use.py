@@ -17,7 +17,7 @@ from tinkex.local.profiles import BadProfiles, Profiles
     "use",
     epilog=examples(
         "tinkex use http://gpu-box:8000 --name lab",
-        "tinkex use local                 # a server on this machine, started on demand",
+        "tinkex use local                 # a server on this machine",
         "tinkex use lab",
         "tinkex use --list",
     ),
