@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import re
 import socket
 import subprocess
 import sys
@@ -286,6 +287,20 @@ def test_r1_a_sample_that_waits_names_the_limit_of_samples(caplog):
         prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
         sampling.sample(prompt, 1, params).result(20)
     assert "for 120 min more (RetryConfig.progress_timeout)" in lines(caplog)[0]
+
+
+def test_r1_closing_a_session_of_a_dead_server_names_its_own_short_limit(caplog, monkeypatch):
+    monkeypatch.setattr("tinkex.client.session.FINISH_RETRY_S", 0.6)
+    fake = FakeService()
+    settings = Settings(base_url="http://127.0.0.1:12", wait_notice_s=0.1, telemetry=False)
+    service = tinkex.ServiceClient(settings=settings, _make_transport=fake.transport)
+    training = service.create_lora_training_client("fake/model")
+    fake.script(f"sessions/{training.holder.session_id}/finish", *[Lost()] * 100)
+    service.close("success").result(10)
+    waited, failed = [record.getMessage() for record in caplog.records]
+    assert re.match(r"http://127.0.0.1:12: connection reset. Trying for [01] s more. ", waited)
+    assert failed.startswith("the server was not notified of the end of the session: http://127.")
+    assert "\n" not in failed
 
 
 def test_r1b_a_server_that_hangs_is_noticed_by_the_heartbeat(caplog, monkeypatch):

@@ -1,6 +1,7 @@
 """`base_url="local"`, `tinkex serve` and programs that name no service share one data folder."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -129,7 +130,9 @@ def test_administration_needs_the_token(home: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_program_that_names_another_model_adds_it(home: Path, tiny_model: Path) -> None:
+def test_a_program_that_names_another_model_adds_it(
+    home: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     other = shutil.copytree(tiny_model, home / "other")
     with tinkex.ServiceClient(base_url="local") as service:
         training = service.create_lora_training_client(str(other), rank=4)
@@ -139,6 +142,15 @@ def test_a_program_that_names_another_model_adds_it(home: Path, tiny_model: Path
         (local,) = registry.running()
         with urllib.request.urlopen(f"{local.url}/metrics") as metrics:
             assert b'tinkex_engine_tokens_sampled_total{base_model="other"}' in metrics.read()
+        # R1: both ends of the wait are told.
+        began, ended = [one.getMessage() for one in caplog.records][-2:]
+        assert f"does not serve {other} yet: adding it" in began
+        assert re.fullmatch(r"the local server serves other after \d+ s\.", ended)
+        # B10: advice for a program that does not start the server itself.
+        with pytest.raises(tinkex.TinkerError, match="cannot serve 'no/such'") as caught:
+            service.create_lora_training_client("no/such")
+        assert "TINKEX_LOCAL_MODEL=no/such=FOLDER" in str(caught.value)
+        assert "tinkex serve" not in str(caught.value)
         with pytest.raises(tinkex.TinkerError, match=r"cannot serve '/nowhere'.*no folder"):
             service.create_sampling_client(base_model="/nowhere")
         # A model that cannot be loaded is not served, and does not disturb the others.

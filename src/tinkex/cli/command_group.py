@@ -139,7 +139,7 @@ def with_common_options(command: click.Command) -> click.Command:
 
 @click.group(
     cls=LazyGroup,
-    params=list[click.Parameter](common_options()),
+    params=list[click.Parameter](common_options(default="table")),
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=examples(
         "tinkex demo                      # two minutes on a laptop",

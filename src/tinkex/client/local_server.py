@@ -109,15 +109,20 @@ class LocalServer:
             return model
         log.warning(
             "the local server does not serve %s yet: adding it. This loads the model, and first "
-            "downloads it if this machine does not have it",
+            "downloads it if this machine does not have it; at most %.0f s. Ctrl-C stops.",
             model,
+            wait_s,
         )
+        began = time.monotonic()
         try:
-            return str(ask(self.running, "models", add={"model": model}, timeout_s=wait_s)["name"])
+            added = ask(self.running, "models", add={"model": model}, timeout_s=wait_s)
         except ControlFailed as error:
             raise TinkerError(
                 f"The local server at {self.url} cannot serve {model!r}: {error}"
             ) from error
+        name = str(added["name"])
+        log.warning("the local server serves %s after %.0f s.", name, time.monotonic() - began)
+        return name
 
     @property
     def lease(self) -> str:

@@ -117,7 +117,9 @@ class LocalModels:
 
 def _find(spec: str) -> ServedModel:
     try:
-        return served_model(resolve(spec, progress=line_progress(sys.stderr)))
+        progress = line_progress(sys.stderr)
+        # Advice for a program with base_url="local", which does not start `tinkex serve` itself.
+        return served_model(resolve(spec, progress=progress, serve_with="TINKEX_LOCAL_MODEL="))
     except ModelNotFound as error:
         raise CannotAdd(str(error)) from error
 
