@@ -49,6 +49,8 @@ class Terminal:
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
+            # Make it the terminal of the session, so that Ctrl-C is a signal.
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509
         )
         os.close(theirs)
         self._file = ours
