@@ -212,18 +212,21 @@ class _Engine:
 
     async def ready(self) -> int:
         """Start the child if needed, wait until it is up, and return its incarnation."""
-        if self._refused is not None:
-            raise self._refused
+        self._raise_refusal()
         self._last_used_s = asyncio.get_running_loop().time()
         if self._runner is None and not self._closing:
             self._runner = asyncio.create_task(self._keep_running(after=self._old_runner))
         if not self._up.is_set():
             await self._up.wait()
-        if self._refused is not None:
-            raise self._refused
+        self._raise_refusal()
         if self._closing:
             raise EngineKilled("the server is stopping")
         return self._incarnation
+
+    def _raise_refusal(self) -> None:
+        """A new exception for each caller: the traceback of a shared one would grow with each."""
+        if self._refused is not None:
+            raise EngineRefused(str(self._refused), hint=self._refused.hint)
 
     async def send(self, order: Order, on_tokens: OnTokens | None) -> asyncio.Future[Done]:
         if self._writer is None:

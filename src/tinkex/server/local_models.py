@@ -106,7 +106,7 @@ class LocalModels:
                     await self._executor.remove(model.name)
                 raise CannotAdd(
                     f"{model.name} cannot be loaded beside {_names(self._executor.served)}: "
-                    f"{refused} `tinkex stop` ends this server; the next one loads only what its "
+                    f"{refused.text} `tinkex stop` ends this server; the next one loads only what its "
                     "programs use."
                 ) from refused
             await asyncio.to_thread(remember, self._executor.served, self._folder)

@@ -15,7 +15,7 @@ from tinkex.server.queued_request import Cause, Kind, Outcome
 from tinkex.server.store import Store, open_store, step_rows
 from tinkex.server.store.group_commit import MAX_GROUP
 from tinkex.server.store.schema import models, requests, step_metrics
-from tinkex.server.store.step_metrics import RUNNING_S, StepPoint, run_status
+from tinkex.server.store.step_history import RUNNING_S, StepPoint, run_status
 from tinkex.server.store.step_rows import Step, is_kept
 from tinkex.wire.protobuf import encode_forward_backward_output
 from tinkex.wire.training import ForwardBackwardOutput
@@ -60,7 +60,7 @@ class Run:
         await self.finish(kind, Outcome(error="no", category="user", cause=cause))
 
     async def points(self, limit: int = 1000) -> list[StepPoint]:
-        return await self.store.step_metrics.points(self.model_id, limit=limit)
+        return await self.store.step_history.points(self.model_id, limit=limit)
 
     async def rows(self) -> int:
         count = sa.select(sa.func.count()).select_from(step_metrics)
@@ -327,3 +327,32 @@ def test_the_status_of_a_run() -> None:
     ]
     for changed, status in cases:
         assert run_status(**{**quiet, **changed}) == status, changed
+
+
+async def test_reading_a_run_does_not_scan_the_waiting_requests_of_others(tmp_path: Path) -> None:
+    store = opened(f"sqlite:///{tmp_path / 'tinkex.db'}", tmp_path)
+    try:
+        model = await a_model(store)
+        asked: list[tuple[str, Any]] = []
+
+        def asks(_: object, _cursor: object, statement: str, parameters: Any, *_more: Any) -> None:
+            asked.append((statement, parameters))
+
+        reading = store._database._reading
+        sa.event.listen(reading, "before_cursor_execute", asks)
+        found = await store.checkpoint_catalog.run(model, reader="local")
+        assert found is not None
+        assert found.status == "running"  # its creation waits
+        sa.event.remove(reading, "before_cursor_execute", asks)
+        plans: list[str] = []
+        with reading.connect() as connection:
+            for statement, parameters in asked:
+                explained = connection.exec_driver_sql(
+                    f"EXPLAIN QUERY PLAN {statement}", parameters
+                )
+                plans += [row[-1] for row in explained]
+        assert any("requests" in plan for plan in plans)
+        assert not [plan for plan in plans if "ix_requests_status" in plan]
+        assert not [plan for plan in plans if plan.startswith("SCAN requests")]
+    finally:
+        store.close()

@@ -63,7 +63,7 @@ _COLUMNS: Mapping[str, sa.ColumnElement[Any]] = {
 }
 
 
-class StepMetrics:
+class StepHistory:
     """The metrics of steps, for their owner."""
 
     def __init__(self, database: Database) -> None:
