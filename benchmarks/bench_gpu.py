@@ -5,7 +5,7 @@ Decoding speed on a GPU, in the engine without a server.
 
 Random weights in the shape of Qwen3 models, made on the device. For each case: sequences with
 about 1,024 tokens of context, all of them decoding. "old" decodes with the code of transformers,
-"generate" is transformers' own loop with its default cache. The limit is the time to read all
+"generate" is transformers' own loop with its default cache, up to 64 sequences. The limit is the time to read all
 weights, adapters and keys once at the measured speed of a copy.
 
 `--lib FOLDER` names a folder of packages that are not installed. `--profile` also prints which
@@ -108,9 +108,24 @@ class Round:
     step_ms: float
 
 
-def run_round(engine: Engine, batch: int, adapters: int, new: int) -> Round:
+def skip_prefill(engine: Engine) -> None:
+    """Random keys and values in the whole cache, instead of prefills."""
+    runner = engine._sampler._runner
+    for layer in runner._layers:
+        for cached in layer:
+            cached.normal_()
+
+    def prefill(chunks: Any) -> Any:
+        lengths = [chunk.stop - chunk.start for chunk in chunks]
+        hidden = torch.zeros(sum(lengths), engine.model.head.weight_VH.shape[1], device="cuda")
+        return hidden.bfloat16(), [0, *itertools.accumulate(lengths)]
+
+    runner.prefill = prefill
+
+
+def run_round(engine: Engine, batch: int, adapters: int, new: int, prompt: int = 0) -> Round:
     """All sequences decode together: the time from the last first token to the end."""
-    prompt = CONTEXT - new // 2
+    prompt = prompt or CONTEXT - new // 2
     for ticket in range(batch):
         folder = Path(f"/adapter-{ticket % adapters}") if adapters else None
         engine.submit(ticket, request(prompt, new, ticket), adapter=folder)
@@ -118,9 +133,11 @@ def run_round(engine: Engine, batch: int, adapters: int, new: int) -> Round:
     began = time.perf_counter()
     scheduler = engine._sampler.scheduler
     started = None
-    # Step by step until all sequences decode, then as usual.
+    # Only prefills until all sequences decode, then as usual.
     usual, sampler_module.BURST_STEPS = sampler_module.BURST_STEPS, 1
     while engine.sampling:
+        if started is None:
+            scheduler._prefilled_last = False
         engine.advance()
         if started is None and scheduler.running == batch and not scheduler._prefilling:
             started = time.perf_counter()
@@ -135,18 +152,19 @@ def run_round(engine: Engine, batch: int, adapters: int, new: int) -> Round:
     )
 
 
-def wait_for_graphs(engine: Engine, batch: int, adapters: int) -> float:
-    """Rounds until the graph of this case exists. Returns the seconds."""
+def record(engine: Engine, batch: int, adapters: int) -> float:
+    """Runs until the graph of this case exists. Returns the seconds of compiling and recording."""
     began = time.perf_counter()
-    for _ in range(20):
-        run_round(engine, batch, adapters, 24)
+    graphs = engine._sampler._runner._graphs if engine._sampler else None
+    if graphs is None:
+        engine.submit(0, request(8, 1, 0), adapter=None)
+        while engine.sampling:
+            engine.advance()
         graphs = engine._sampler._runner._graphs
-        if graphs._correct is False or graphs._refused:
-            break
-        rows = next(size for size in graphs._buckets if size >= batch)
-        if any(r.rows == rows and bool(r.rank) == bool(adapters) for r in graphs._graphs):
-            break
-        time.sleep(0.5)
+    graphs.waits = True
+    run_round(engine, batch, adapters, 12, prompt=16)
+    assert graphs.active, "graphs are not used"
+    assert not graphs._refused
     return time.perf_counter() - began
 
 
@@ -215,7 +233,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,64,256")
     parser.add_argument("--adapters", default="0,1,8")
     parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--skip", default="", help="old, generate")
+    parser.add_argument("--skip", default="", help="prefill, old, generate")
     parser.add_argument("--profile", default="", help="cases as batch:adapters, with commas")
     parser.add_argument("--lib", help="folder of packages that are not installed")
     parser.add_argument("--out", type=Path)
@@ -228,12 +246,20 @@ def main() -> None:
         began = time.perf_counter()
         engine = engine_of(name, max(batches))
         print(f"{name}: engine ready after {time.perf_counter() - began:.1f} s", flush=True)
+        record(engine, 1, 0)
+        sampler = engine._sampler
+        for at in range(max(int(each) for each in options.adapters.split(","))):
+            key = str(Path(f"/adapter-{at}"))
+            sampler._adapters[key] = random_adapter(engine.model, Path(key))
+            sampler._last_used[key] = 0
+        if "prefill" in options.skip:
+            skip_prefill(engine)
         for batch in batches:
             for adapters in (int(each) for each in options.adapters.split(",")):
                 if adapters > batch:
                     continue
                 row: dict[str, Any] = {"model": name, "batch": batch, "adapters": adapters}
-                row["until graph, s"] = round(wait_for_graphs(engine, batch, adapters), 1)
+                row["until graph, s"] = round(record(engine, batch, adapters), 1)
                 found = run_round(engine, batch, adapters, options.new)
                 row["tok/s"] = round(found.decode_tokens_s)
                 row["ms"] = round(found.step_ms, 3)
@@ -253,7 +279,7 @@ def main() -> None:
         torch.cuda.empty_cache()
         if "generate" not in options.skip:
             model = random_model(name)
-            for batch in batches:
+            for batch in (each for each in batches if each <= 64):
                 row = {"model": name, "batch": batch, "generate": round(generate(model, batch))}
                 rows.append(row)
                 print(json.dumps(row), flush=True)

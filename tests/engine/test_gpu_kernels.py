@@ -181,7 +181,7 @@ def test_lora_product(kernels: ModuleType, ranks: list[int], dtype: torch.dtype)
     shrunk = kernels.shrink(x, adapters.tables, 1, 1)
     y = random(len(SLOTS), 144).to(dtype)
     expected = y.double() + adapters.product(x, "b")
-    kernels.add_expanded(y, shrunk)
+    kernels.add_expanded(y, shrunk, exact=dtype == torch.float32)
     assert gap(y, expected) < (1e-5 if dtype == torch.float32 else 5e-3)
 
 
@@ -259,10 +259,27 @@ def test_swiglu(kernels: ModuleType, lora: bool) -> None:
 def test_norm(kernels: ModuleType, size: int) -> None:
     x, y, weight = random(5, size), random(5, size), random(size)
     total = (x + y).double()
-    assert gap(kernels.add_norm(x, y, weight, 1e-6), F.rms_norm(total, (size,), weight.double(), 1e-6)) < 1e-2  # fmt: skip
+    expected = F.rms_norm(total, (size,), weight.double(), 1e-6)
+    assert gap(kernels.add_norm(x, y, weight, 1e-6), expected) < 1e-2
     assert gap(x, total) < 1e-3
     expected = F.rms_norm(x.double(), (size,), weight.double(), 1e-6)
     assert gap(kernels.add_norm(x, None, weight, 1e-6), expected) < 1e-2
+    parts = torch.randn(4, 5, size, device=DEVICE)
+    total = x.double() + parts.double().sum(dim=0)
+    expected = F.rms_norm(total, (size,), weight.double(), 1e-6)
+    assert gap(kernels.add_norm(x, parts, weight, 1e-6), expected) < 1e-2
+
+
+@pytest.mark.parametrize(("size", "outputs"), [(64, 48), (512, 80), (1536, 24)])
+@pytest.mark.parametrize("rows", [1, 5, 16, 17])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear(kernels: ModuleType, size: int, outputs: int, rows: int, bias: bool) -> None:
+    x, weight = random(rows, size), random(outputs, size)
+    add = random(outputs) if bias else None
+    expected = x.double() @ weight.double().T + (0 if add is None else add.double())
+    assert gap(kernels.linear(x, weight, add), expected) < 1e-2
+    found = kernels.linear(x, weight, add, parts=True)
+    assert gap(found.double().sum(dim=0) if found.dim() == 3 else found, expected) < 1e-2
 
 
 def test_sampling_equals_that_of_the_host(kernels: ModuleType) -> None:

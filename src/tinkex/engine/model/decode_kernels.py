@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -116,15 +117,70 @@ def _expand(
 # -- kernels --------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _add_norm(X, Y, W, Out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def _linear(
+    X,
+    W,
+    Bias,
+    Y,
+    rows,
+    SIZE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BIAS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A few rows times a whole matrix: reads the matrix once, in as many programs as possible."""
+    part = tl.program_id(1)
+    m, k = tl.arange(0, M), tl.arange(0, BLOCK)
+    n = tl.program_id(0) * N + tl.arange(0, N)
+    ok, inside = m < rows, n < OUTPUTS
+    PER: tl.constexpr = ((SIZE + SPLITS - 1) // SPLITS + BLOCK - 1) // BLOCK * BLOCK
+    EVEN: tl.constexpr = (PER * SPLITS == SIZE) and (OUTPUTS % N == 0)
+    at_W = W + n[None, :].to(tl.int64) * SIZE
+    y = tl.zeros([M, N], tl.float32)
+    for step in range(0, PER, BLOCK):
+        c = part * PER + step + k
+        if EVEN:
+            x = tl.load(X + m[:, None] * SIZE + c[None, :], mask=ok[:, None], other=0.0)
+            w = tl.load(at_W + c[:, None])
+        else:
+            x = tl.load(
+                X + m[:, None] * SIZE + c[None, :],
+                mask=ok[:, None] & (c < SIZE)[None, :],
+                other=0.0,
+            )
+            w = tl.load(at_W + c[:, None], mask=inside[None, :] & (c < SIZE)[:, None], other=0.0)
+        y = tl.dot(x, w, y)
+    if BIAS:
+        y += tl.load(Bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    at = (part * rows + m[:, None]) * OUTPUTS + n[None, :]
+    tl.store(Y + at, y.to(Y.dtype.element_ty), mask=ok[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_norm(
+    X,
+    Y,
+    W,
+    Out,
+    eps,
+    rows,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * SIZE
     c = tl.arange(0, BLOCK)
     inside = c < SIZE
     x = tl.load(X + row + c, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        x += tl.load(Y + row + c, mask=inside, other=0.0).to(tl.float32)
-        rounded = x.to(X.dtype.element_ty)
+    if PARTS:
+        y = tl.load(Y + row + c, mask=inside, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            y += tl.load(Y + part * rows * SIZE + row + c, mask=inside, other=0.0)
+        rounded = (x + y.to(X.dtype.element_ty).to(tl.float32)).to(X.dtype.element_ty)
         tl.store(X + row + c, rounded, mask=inside)
         x = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
@@ -298,8 +354,10 @@ def _heads(
         angle = position[:, None].to(tl.float32) * frequency[None, :]
         cos = (tl.cos(angle) * rope_scale).to(Y.dtype.element_ty).to(tl.float32)
         sin = (tl.sin(angle) * rope_scale).to(Y.dtype.element_ty).to(tl.float32)
-        rotated = one * cos - two * sin
-        two = two * cos + one * sin
+        # Rounded after each operation, as in transformers.
+        dtype: tl.constexpr = Y.dtype.element_ty
+        rotated = (one * cos).to(dtype).to(tl.float32) - (two * sin).to(dtype).to(tl.float32)
+        two = (two * cos).to(dtype).to(tl.float32) + (one * sin).to(dtype).to(tl.float32)
         one = rotated
     if head < H:
         to = (m[:, None] * H + head) * D + d[None, :]
@@ -549,14 +607,48 @@ def _sample_row(
 # -- launches -------------------------------------------------------------------------------------
 
 
-def add_norm(x_BH: Tensor, y_BH: Tensor | None, weight_H: Tensor, eps: float) -> Tensor:
-    """x += y in place, then RMS norm."""
+#: Up to this many rows `linear` is faster than the matrix products of torch.
+FEW_ROWS = 16
+
+
+def linear(
+    x_BI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, parts: bool = False
+) -> Tensor:
+    """
+    A linear layer for any number of rows.
+
+    With `parts` the result may be float32 [parts, B, O], to be added up by `add_norm`.
+    """
+    rows, size = x_BI.shape
+    outputs = len(weight_OI)
+    if rows > FEW_ROWS:
+        return F.linear(x_BI, weight_OI, bias_O)
+    # Enough programs to fill the GPU, and outputs of a program as many as then possible.
+    splits, block = 1, 128
+    while parts and bias_O is None and outputs // 64 * splits < 128 and size // splits >= 4 * block:
+        splits *= 2
+    width = next((n for n in (64, 32) if outputs // n * splits >= 128), 16)
+    y = torch.empty(
+        (splits, rows, outputs) if parts else (rows, outputs),
+        dtype=torch.float32 if parts else x_BI.dtype,
+        device=x_BI.device,
+    )
+    _linear[(triton.cdiv(outputs, width), splits)](
+        x_BI, weight_OI, x_BI if bias_O is None else bias_O, y, rows, size, outputs, splits,
+        bias_O is not None, 16, width, block,
+        num_warps=4, num_stages=4,
+    )  # fmt: skip
+    return y
+
+
+def add_norm(x_BH: Tensor, y: Tensor | None, weight_H: Tensor, eps: float) -> Tensor:
+    """x += y in place, then RMS norm. `y` is [B, H], or the parts of a sum [parts, B, H]."""
     rows, size = x_BH.shape
     out = torch.empty_like(x_BH)
-    add = y_BH is not None
+    parts = 0 if y is None else 1 if y.dim() == 2 else len(y)
     block = triton.next_power_of_2(size)
     _add_norm[(rows,)](
-        x_BH, y_BH if add else x_BH, weight_H, out, eps, size, block, add,
+        x_BH, x_BH if y is None else y, weight_H, out, eps, rows, size, block, parts,
         num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return out
@@ -569,10 +661,9 @@ def _blocks(rows: int) -> int:
 def shrink(x_BI: Tensor, tables: LoraTables, target: int, projections: int) -> Shrunk:
     rows, size = x_BI.shape
     block = 128 if tables.rank <= 64 else 64
-    # More parts fill the GPU, but their sums are read once for every block of outputs.
-    wanted = max(1, 64 // (_blocks(rows) * projections))
-    splits = 1
-    while splits < min(16, wanted) and size // (2 * splits) >= block:
+    # Many parts are fast for few rows; for many rows they are much to read again.
+    splits, most = 1, max(4, min(16, 128 // (_blocks(rows) * projections)))
+    while 2 * splits <= most and size // (2 * splits) >= block:
         splits *= 2
     parts = torch.empty(
         splits, projections, rows, tables.rank, dtype=torch.float32, device=x_BI.device
@@ -589,12 +680,15 @@ def _output_block(tables: LoraTables | None) -> int:
     return 128 if tables is None or tables.rank <= 64 else 64
 
 
-def add_expanded(y_BO: Tensor, shrunk: Shrunk) -> None:
-    """Adds the LoRA products to y in place; with float32 outputs (logits) in float32 precision."""
+def add_expanded(y_BO: Tensor, shrunk: Shrunk, *, exact: bool = False) -> None:
+    """
+    Adds the LoRA products to y in place, or to the first part of a sum.
+
+    With `exact` in float32 precision, for logits.
+    """
     tables = shrunk.tables
-    rows, size = y_BO.shape
+    rows, size = y_BO.shape[-2:]
     block = _output_block(tables)
-    exact = y_BO.dtype == torch.float32
     _add_expanded[(_blocks(rows), triton.cdiv(size, block))](
         y_BO, tables.slots_B, shrunk.parts, tables.base, tables.offsets, tables.ranks,
         tables.scales, rows, shrunk.target, size, tables.ranks.shape[1], len(shrunk.parts),
@@ -652,7 +746,7 @@ def heads(
 def attention_splits(rows: int, key_heads: int) -> int:
     """Parts into which the keys of a sequence are divided, so that few sequences fill the GPU."""
     splits = 1
-    while splits < 32 and rows * key_heads * splits < 264:
+    while splits < 16 and rows * key_heads * splits < 264:
         splits *= 2
     return splits
 

@@ -12,7 +12,9 @@ that a layer has; `probe_logits` shows whether the result is right.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from tinkex.engine.model.attention import CacheLayer
 from tinkex.engine.model.lm_head import HEAD, Head
 from tinkex.engine.model.lora import LoraLinear, Pair
+from tinkex.models.cache import cache_folder
 
 if TYPE_CHECKING:
     from tinkex.engine.model.decode_kernels import LoraTables
@@ -44,9 +47,6 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 class _Linear:
     weight: Tensor
     bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +75,10 @@ class DecodeInputs:
 
 class FusedDecoder:
     def __init__(
-        self, decoder: Any, embed: nn.Module, head: Head, targets: Sequence[str], scaling: float
+        self, decoder: Any, embed: Any, head: Head, targets: Sequence[str], scaling: float
     ) -> None:
         attention = decoder.layers[0].self_attn
-        self._embedding = embed.weight
+        self._embedding: Tensor = embed.weight
         self._head = head
         self._layers = [_stacked(layer) for layer in decoder.layers]
         self._norm: Tensor = decoder.norm.weight
@@ -88,12 +88,16 @@ class FusedDecoder:
         self._rope_scale = float(decoder.rotary_emb.attention_scaling)
         self._scaling = scaling
         self._query_heads = attention.q_proj.weight.shape[0] // attention.head_dim
+        self._side: Any = None
+        if self._embedding.is_cuda:
+            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         #: Names of the linear layers, in the order of the adapter tables.
         self.targets = targets
 
     @classmethod
-    def of(cls, decoder: Any, embed: nn.Module, head: Head) -> FusedDecoder | None:
+    def of(cls, decoder: Any, embed: Any, head: Head) -> FusedDecoder | None:
         """None if the model has another form than this class computes."""
+        _use_private_cache()
         try:
             import triton  # noqa: F401
         except ImportError:
@@ -137,12 +141,24 @@ class FusedDecoder:
         """
         from tinkex.engine.model import decode_kernels as kernels
 
-        def shrink(x: Tensor, target: int, projections: int) -> kernels.Shrunk | None:
-            return None if lora is None else kernels.shrink(x, lora, target, projections)
+        main = torch.cuda.current_stream() if self._embedding.is_cuda else None
+
+        def linear(
+            x: Tensor, weights: _Linear, target: int, projections: int, *, parts: bool = False
+        ) -> tuple[Tensor, kernels.Shrunk | None]:
+            """The base layer, and beside it the products with A, which read the same input."""
+            shrunk = None
+            if lora is not None:
+                with self._beside(main):
+                    shrunk = kernels.shrink(x, lora, target, projections)
+            y = kernels.linear(x, weights.weight, weights.bias, parts=parts)
+            if lora is not None and main is not None:
+                main.wait_stream(self._side)
+            return y, shrunk
 
         x = F.embedding(inputs.ids_B, self._embedding)
         y: Tensor | None = None
-        places = {
+        places: Any = {
             "positions_B": inputs.positions_B,
             "last_B": inputs.last_B,
             "table": inputs.table,
@@ -151,8 +167,9 @@ class FusedDecoder:
         for index, (layer, (keys, values)) in enumerate(zip(self._layers, cache, strict=True)):
             target = index * (len(_ATTENTION) + len(_MLP))
             normed = kernels.add_norm(x, y, layer.input_norm, self._eps)
+            qkv, shrunk = linear(normed, layer.qkv, target, 3)
             q = kernels.heads(
-                layer.qkv(normed),
+                qkv,
                 keys=keys,
                 values=values,
                 query_heads=self._query_heads,
@@ -161,24 +178,38 @@ class FusedDecoder:
                 frequencies=self._frequencies,
                 rope_scale=self._rope_scale,
                 spare=spare,
-                shrunk=shrink(normed, target, 3),
+                shrunk=shrunk,
                 **places,
             )
             attended = kernels.attend(q, keys=keys, values=values, scaling=self._scaling, **places)
-            attended = attended.flatten(1)
-            y = layer.output(attended)
-            if shrunk := shrink(attended, target + 3, 1):
+            y, shrunk = linear(attended.flatten(1), layer.output, target + 3, 1, parts=True)
+            if shrunk is not None:
                 kernels.add_expanded(y, shrunk)
             normed = kernels.add_norm(x, y, layer.mlp_norm, self._eps)
-            act = kernels.swiglu(layer.gate_up(normed), shrink(normed, target + 4, 2))
-            y = layer.down(act)
-            if shrunk := shrink(act, target + 6, 1):
+            act = kernels.swiglu(*linear(normed, layer.gate_up, target + 4, 2))
+            y, shrunk = linear(act, layer.down, target + 6, 1, parts=True)
+            if shrunk is not None:
                 kernels.add_expanded(y, shrunk)
         hidden = kernels.add_norm(x, y, self._norm, self._eps)
         logits = self._head.logits(hidden)
-        if lora_head and (shrunk := shrink(hidden, len(self.targets) - 1, 1)):
-            kernels.add_expanded(logits, shrunk)
+        if lora is not None and lora_head:
+            shrunk = kernels.shrink(hidden, lora, len(self.targets) - 1, 1)
+            kernels.add_expanded(logits, shrunk, exact=True)
         return logits
+
+    @contextlib.contextmanager
+    def _beside(self, main: torch.cuda.Stream | None) -> Iterator[None]:
+        """
+        Runs kernels beside those of the main stream, which must then wait for the side stream.
+
+        Memory made here is used again only for later work beside, which waits for its readers.
+        """
+        if main is None:
+            yield
+            return
+        self._side.wait_stream(main)
+        with torch.cuda.stream(self._side):
+            yield
 
     def addresses(self, pairs: Mapping[str, Pair]) -> tuple[list[list[int]], list[int]]:
         """Rows of the adapter tables: (A, B) in elements from the embedding, and the ranks."""
@@ -233,6 +264,16 @@ class FusedDecoder:
         return logits[0]
 
 
+def _use_private_cache() -> None:
+    """Compiled kernels are executable code: they are kept where only the user can write."""
+    folder = cache_folder() / "kernels"
+    if "TRITON_CACHE_DIR" not in os.environ:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            folder.chmod(0o700)
+            os.environ["TRITON_CACHE_DIR"] = str(folder)
+
+
 def _prefix(decoder: Any) -> str:
     """The path of the decoder in the model, from the name of one of its linear layers."""
     linear = decoder.layers[0].self_attn.q_proj
@@ -246,7 +287,7 @@ def _is_usual(layer: Any, eps: float) -> bool:
         return False
     attention, mlp = layer.self_attn, layer.mlp
     norms = {name for name, _ in attention.named_children()} - {*_ATTENTION}
-    linears = [getattr(attention, name, None) for name in _ATTENTION]
+    linears: list[Any] = [getattr(attention, name, None) for name in _ATTENTION]
     linears += [getattr(mlp, name, None) for name in _MLP]
     others = {name for name, _ in mlp.named_children()} - {*_MLP}
     return (
@@ -260,7 +301,7 @@ def _is_usual(layer: Any, eps: float) -> bool:
         )
         and all(getattr(attention, name).weight.dim() == 1 for name in norms)
         and all(len(getattr(attention, name).weight) == attention.head_dim for name in norms)
-        and all(linear.weight.shape[1] % 16 == 0 for linear in linears if linear is not None)
+        and all(linear.weight.shape[1] % 16 == 0 for linear in linears)
     )
 
 
@@ -283,8 +324,15 @@ def _stacked(layer: Any) -> _Layer:
 def _stack(*linears: LoraLinear) -> _Linear:
     """Moves the weights into one matrix, of which the layers keep views."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    bias = torch.cat([each.detach() for each in biases]) if biases else None
+    biases: list[Any] = [linear.bias for linear in linears]
+    bias = None
+    if any(each is not None for each in biases):
+        bias = torch.cat(
+            [
+                weight.new_zeros(len(linear.weight)) if each is None else each.detach()
+                for linear, each in zip(linears, biases, strict=True)
+            ]
+        )
     start = 0
     for linear in linears:
         stop = start + len(linear.weight)

@@ -13,8 +13,9 @@ this path with those of the original model.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -116,14 +117,16 @@ class DecodeGraphs:
         self._host_table = torch.zeros_like(self._state.table, device="cpu").pin_memory()
         #: What the rows of the host's table hold.
         self._tabled: list[tuple[PageTable, int] | None] = [None] * len(self._host_table)
-        #: The adapters in the tables on the device.
-        self._slots: list[SamplerAdapter] = []
+        #: The adapters in the tables on the device, as long as they are in memory.
+        self._slots: list[weakref.ref[SamplerAdapter]] = []
         self._graphs: dict[Recipe, _Recorded] = {}
         self._pool: Any = None
         self._compiled: set[Recipe] = set()
         self._refused: set[Recipe] = set()
         self._compiler = ThreadPoolExecutor(1, "tinkex-kernels")
         self._compiling: tuple[Recipe | None, Future[None]] | None = None
+        #: For tests and benchmarks: wait for the compiler.
+        self.waits = False
         #: Whether the first comparison has succeeded; None before it.
         self._correct: bool | None = None
 
@@ -212,14 +215,13 @@ class DecodeGraphs:
     def _upload_adapters(self, adapters: list[SamplerAdapter]) -> None:
         state = self._state
         for slot, adapter in enumerate(adapters):
-            if slot < len(self._slots) and self._slots[slot] is adapter:
+            if slot < len(self._slots) and self._slots[slot]() is adapter:
                 continue
             offsets, ranks = self._fused.addresses(adapter.pairs)
             state.offsets[slot] = torch.tensor(offsets)
             state.ranks[slot] = torch.tensor(ranks, dtype=torch.int32)
             state.scales[slot] = adapter.scale
-        # The reference also keeps the memory alive to which the tables point.
-        self._slots = adapters
+        self._slots[: len(adapters)] = map(weakref.ref, adapters)
 
     def _upload_rows(
         self, sequences: Sequence[SampleSequence], slots: Mapping[str, int], steps: int
@@ -281,6 +283,8 @@ class DecodeGraphs:
         """Makes progress: compiles in the background, records what was compiled. None: compares."""
         if self._compiling is not None:
             wanted, future = self._compiling
+            if self.waits:
+                wait([future])
             if not future.done():
                 return
             self._compiling = None
@@ -301,6 +305,8 @@ class DecodeGraphs:
                 self._refuse(recipe, error)
         elif recipe is not None or self._correct is None:
             self._compiling = (recipe, self._compiler.submit(self._compile, recipe))
+            if self.waits:
+                self._advance(recipe)
 
     def _refuse(self, recipe: Recipe | None, error: Exception) -> None:
         if recipe is None:
@@ -312,13 +318,14 @@ class DecodeGraphs:
 
     def _compile(self, recipe: Recipe | None) -> None:
         """Runs in the background: a step of rows that nobody reads compiles every kernel."""
-        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self._model.device)):
+        stream = torch.cuda.Stream(self._model.device)  # type: ignore[no-untyped-call]
+        with torch.inference_mode(), torch.cuda.stream(stream):
             if recipe is None:
                 self._compare()
             else:
                 state = _State(self._model.device, **{**self._sizes, "pages": 1})
                 self._step(recipe, state)
-            torch.cuda.current_stream().synchronize()
+            stream.synchronize()
 
     def _compare(self) -> None:
         ids, expected_V = self._model.probed
