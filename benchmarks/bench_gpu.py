@@ -271,6 +271,7 @@ def main() -> None:
                 if "old" not in options.skip:
                     runner = engine._sampler._runner
                     runner._graphs, kept = None, runner._graphs
+                    run_round(engine, batch, adapters, 3)
                     row["old tok/s"] = round(run_round(engine, batch, adapters, 12).decode_tokens_s)
                     runner._graphs = kept
                 rows.append(row)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.adapters.adapters import SamplerAdapter
+from tinkex.engine.device import is_device_lost
 from tinkex.engine.model.attention import CacheLayer
 from tinkex.engine.model.base_model import TOLERANCE, BaseModel
 from tinkex.engine.model.fused_decoder import MAX_RANK, DecodeInputs
@@ -309,6 +310,8 @@ class DecodeGraphs:
                 self._advance(recipe)
 
     def _refuse(self, recipe: Recipe | None, error: Exception) -> None:
+        if is_device_lost(error):
+            raise error
         if recipe is None:
             self._correct = False
             log.warning("decode steps run without CUDA graphs, which is slower", exc_info=error)
