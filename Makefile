@@ -2,15 +2,18 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What is installed in .venv: enough for the demo and a server, or everything for development.
 READY := $(VENV)/.ready
+READY_DEV := $(VENV)/.ready-dev
 
 # The official SDKs that `make test` runs unmodified, each in its own cached environment.
 SDKS := 0.36.0 0.4.1
 
-.PHONY: help setup demo test matrix fuzz cookbook defects faults chaos soak check format bench proto stub clean
+.PHONY: help setup dev demo test matrix fuzz cookbook defects faults chaos soak newcomer check format bench proto stub clean
 
 help:
-	@echo "make setup     create .venv with everything (safe to repeat)"
+	@echo "make setup     create .venv with the client, the server and the command line (safe to repeat)"
+	@echo "make dev       add what tests and checks need; the commands below do it by themselves"
 	@echo "make demo      fine-tune the embedded model and compare its samples"
 	@echo "make test      run all tests"
 	@echo "make check     lint, format, types, and known vulnerabilities of pinned packages"
@@ -23,19 +26,24 @@ help:
 	@echo "make fuzz      50,000 mutated request bodies, 1,000 hostile custom losses, and more"
 	@echo "make chaos     a hundred kills of server processes under running clients"
 	@echo "make soak      twenty minutes of mixed load; memory and descriptors must stay flat"
+	@echo "make newcomer  a fresh clone, an empty home folder, and every command of README and quickstart"
 	@echo "make proto     generate protobuf code from the .proto files"
 	@echo "make stub      generate src/tinkex/__init__.pyi from the table of public names"
 	@echo "make clean     delete .venv and caches"
 
 setup: $(READY)
 
+dev: $(READY_DEV)
+
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "tinkex needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
-	@echo "Setting up $(VENV) (a minute or two; torch is large) ..."
-	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check --upgrade -c constraints.txt pip
-	@$(BIN)/pip install --quiet -c constraints.txt --group dev --editable '.[all]'
+	@$(PYTHON) qa/install.py $(VENV) 'tinkex, its server and torch' \
+	  --editable '.[server,engine,cli]'
+	@touch $@
+
+$(READY_DEV): $(READY)
+	@$(PYTHON) qa/install.py $(VENV) 'the tools for tests and checks' --group dev --editable '.[all]'
 	@touch $@
 
 demo: setup
@@ -44,47 +52,50 @@ demo: setup
 # Three workers on two cores, because many tests wait for processes. Each file runs in one worker,
 # because its tests share servers; tests/conftest.py orders the files. The environments of the official
 # SDKs are in the user's cache, so new clones reuse them.
-test: setup
+test: dev
 	@$(BIN)/python tests/system_packages.py
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-matrix: setup
+matrix: dev
 	@$(BIN)/python -m qa.sdk_matrix.run
 
-fuzz: setup
+fuzz: dev
 	@$(BIN)/python -m qa.fuzz.run
 
-cookbook: setup
+cookbook: dev
 	@$(BIN)/python -m qa.cookbook.run
 
-defects: setup
+defects: dev
 	@$(BIN)/python -m qa.defects.run
 
-faults: setup
+faults: dev
 	@$(BIN)/python -m qa.faults.run
 
-chaos: setup
+chaos: dev
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
 	@$(BIN)/python -m qa.chaos.run
 	@TINKEX_PROPERTY_EXAMPLES=300 $(BIN)/python -m pytest tests/server/store/test_stateful.py
 
-soak: setup
+soak: dev
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
 	@$(BIN)/python -m qa.soak.run
 
-check: setup
+newcomer: dev
+	@$(BIN)/python -m qa.newcomer.run
+
+check: dev
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/pyright -p tests/typing/pyrightconfig.json --pythonpath $(BIN)/python
 	@$(BIN)/python -m qa.audit
 
-format: setup
+format: dev
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-bench: setup
+bench: dev
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
@@ -97,7 +108,7 @@ proto:
 	  --python_out=src --mypy_out=src src/tinkex/wire/proto/*.proto
 
 # Needed only after an edit of the table in src/tinkex/__init__.py.
-stub: setup
+stub: dev
 	@$(BIN)/python -m qa.stub
 
 clean:

@@ -58,7 +58,12 @@ def postgres() -> Iterator[Postgres]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _no_real_service() -> None:
-    """Keeps tests from using a service outside this machine."""
+def _no_real_service(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keeps tests from using a service outside this machine, or a server that a person runs."""
     for name in ("TINKER_API_KEY", "TINKER_BASE_URL", "TINKEX_API_KEY", "TINKEX_BASE_URL"):
         os.environ.pop(name, None)
+    home = tmp_path_factory.mktemp("home")
+    for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"):
+        os.environ[name] = str(home / name.lower())
+    # A local server leaves with the last program of a test.
+    os.environ["TINKEX_LOCAL_KEEP_S"] = "0"

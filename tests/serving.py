@@ -1,9 +1,10 @@
 """Runs a `tinkex serve` process for tests."""
 
+import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,14 +24,22 @@ class Server:
 
 
 @contextmanager
-def serving(*models: str, data: Path, args: tuple[str, ...] = ()) -> Iterator[Server]:
-    """Runs `tinkex serve` on a free loopback port until the block ends."""
+def serving(
+    *models: str, data: Path, args: tuple[str, ...] = (), env: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """
+    Runs `tinkex serve` on a free loopback port until the block ends.
+
+    Clients do not find it by themselves, unless `env` names the folder where they look.
+    """
+    alone = {"XDG_STATE_HOME": str(data.with_name(f"{data.name}-state"))}
     command = [sys.executable, "-m", "tinkex.cli.main", "serve", *models]
     process = subprocess.Popen(
         [*command, "--port", "0", "--data", str(data), "--threads", "1", *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, **alone, **(env or {})},
     )
     assert process.stdout
     assert process.stderr

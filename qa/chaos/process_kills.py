@@ -244,11 +244,14 @@ class Report:
     wall_s: float
     stuck: bool
     log: list[str]
+    #: Runs whose stored step metrics are not those of their requests.
+    wrong_metrics: list[str]
 
     def is_good(self, *, deterministic: bool) -> bool:
         """No violation, and weights or losses as in the run without kills."""
         same = len(self.weights) == 1 if deterministic else self.largest_difference <= TOLERANCE
-        return same and not self.violations and not self.stuck and self.rounds > 0
+        wrong = self.violations or self.wrong_metrics or self.stuck
+        return same and not wrong and self.rounds > 0
 
     def lines(self) -> list[str]:
         kinds = ", ".join(f"{count} of {target}" for target, count in sorted(self.killed.items()))
@@ -258,6 +261,7 @@ class Report:
             f"distinct final weights: {len(self.weights)}",
             f"largest difference of a loss: {self.largest_difference:.2e}",
             f"violations: {len(self.violations)}",
+            f"runs with wrong step metrics: {len(self.wrong_metrics)} {self.wrong_metrics[:3]}",
             f"wall time: {self.wall_s:.0f} s",
         ]
 
@@ -325,6 +329,7 @@ def run(
         wall_s=time.monotonic() - began_s,
         stuck=killer.stuck,
         log=log,
+        wrong_metrics=_wrong_metrics(data),
     )
 
 
@@ -401,6 +406,25 @@ def _weights_digest(data: Path, path: str) -> str:
     for file in sorted((data / place).glob("*.safetensors")):
         digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()
+
+
+def _wrong_metrics(data: Path) -> list[str]:
+    """Runs whose requests were not each counted once: a step missing, doubled or with other passes."""
+    requests = """
+        SELECT model_id, sum(kind = 'optim_step'), sum(kind = 'forward_backward') FROM requests
+        WHERE status = 'done' AND model_id IS NOT NULL GROUP BY model_id
+    """
+    stored = """
+        SELECT model_id, max(number * (finished_s IS NOT NULL)), sum(finished_s IS NOT NULL),
+            sum(passes) FROM step_metrics GROUP BY model_id
+    """
+    with contextlib.closing(sqlite3.connect(data / "tinkex.db")) as connection:
+        found = {row[0]: row[1:] for row in connection.execute(stored)}
+        return [
+            f"{model_id}: {steps} steps, {passes} passes, stored {found.get(model_id)}"
+            for model_id, steps, passes in connection.execute(requests)
+            if found.get(model_id, (0, 0, 0)) != (steps, steps, passes)
+        ]
 
 
 def _largest_difference(history: Sequence[Event], answers: Mapping[int, Any]) -> float:

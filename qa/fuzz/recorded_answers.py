@@ -181,6 +181,8 @@ PLAIN: Sequence[str] = (
     *(f"GET training_runs{query}" for query in (*_PAGES, *_SCOPES)),
     *(f"GET training_runs/{name}{query}" for name in ("{noted}", "none") for query in _SCOPES),
     *(f"GET training_runs/{name}/checkpoints" for name in ("{model}", "none")),
+    *(f"GET training_runs/{name}/metrics?points=2" for name in ("{model}", "none")),
+    *(f"GET training_runs/{{model}}/metrics?points={wrong}" for wrong in ("1", "10001", "x")),
     *(f"GET checkpoints{query}" for query in (*_PAGES, *_SCOPES)),
     *("GET samplers/{sampler}", "GET samplers/none"),
     *(f"GET {CHECKPOINT}/external_weights_urls", f"GET {CHECKPOINT}x/archive"),

@@ -36,7 +36,7 @@ Times (`…_s`) are in seconds. Values that may contain a secret (key, command, 
 
 TAIL = """
 Lists (`tags`, `feature_gates`) are separated by commas; blanks around a name are removed, duplicates are dropped, and the order is kept.
-`telemetry` and `otel` are on for `1`, `true`, `yes` and `on`. `TINKEX_BREAKER` is `on`, `off` or `FAILURES/SECONDS` ([observing](../guides/observing.md)). [Credentials](../guides/credentials.md) describes how a key is chosen.
+`TINKEX_WAIT_NOTICE_S=off` (or an argument of 0) turns the [lines about waits](../guides/observing.md#waiting) off. `telemetry` and `otel` are on for `1`, `true`, `yes` and `on`. `TINKEX_BREAKER` is `on`, `off` or `FAILURES/SECONDS` ([observing](../guides/observing.md)). [Credentials](../guides/credentials.md) describes how a key is chosen.
 
 Requests to a server on this machine (`127.0.0.1`, `localhost`, `local`) never use a proxy from the environment.
 Files of checkpoints are downloaded from links, which may be on other hosts. A given `proxy` applies to all of them; otherwise the proxy variables at the time when the settings were created apply to each host. `headers` are sent only to links of the service's own origin (scheme, host, port), also after redirects; the key is not sent to links.
@@ -46,7 +46,10 @@ Files of checkpoints are downloaded from links, which may be on other hosts. A g
 | variable | meaning |
 |---|---|
 | `TINKEX_LOG`, `TINKER_LOG` | `debug` or `info`: log the client's actions to stderr; read at import. If the program configures `logging` itself, its handlers get the records; the root logger is not changed. Header values that may be secret are not shown |
-| `TINKEX_LOCAL_MODEL`, `TINKEX_LOCAL_DATA`, `TINKEX_LOCAL_ARGS`, `TINKEX_LOCAL_WAIT_S` | the server of `base_url="local"`: its model, data folder, further options, and its time limit to start |
+| `TINKEX_LOCAL_MODEL`, `TINKEX_LOCAL_DATA`, `TINKEX_LOCAL_ARGS`, `TINKEX_LOCAL_WAIT_S` | the server of `base_url="local"`: its model, data folder (default: that of `tinkex serve`), further options, and its time limit to start |
+| `TINKEX_LOCAL_KEEP_S` | how long that server stays after its last program, in seconds; default 300 |
+| `TINKEX_PROFILE` | the name of a service that `tinkex use` stored, instead of the current one |
+| `TINKEX_TRACEBACKS` | `full`: errors keep the frames of tinkex and their causes (`__cause__`). Otherwise a traceback of an expected error ends at the line of your program |
 | `TINKEX_CACHE` | the folder of cached models and tokenizers |
 """
 

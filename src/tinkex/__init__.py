@@ -76,7 +76,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return list(_PUBLIC)
 
 
 if os.environ.get("TINKEX_LOG") or os.environ.get("TINKER_LOG"):

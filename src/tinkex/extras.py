@@ -19,9 +19,12 @@ EXTRAS = {
     "jinja2": "tokenizer",
     "opentelemetry": "otel",
     "rich": "cli",
+    "tensorboardX": "tensorboard",
     "tokenizers": "tokenizer",
     "torch": "engine",
+    "trackio": "trackio",
     "transformers": "engine",
+    "wandb": "wandb",
     "zstandard": "zstd",
 }
 #: Names on PyPI, where they differ from the package.

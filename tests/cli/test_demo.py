@@ -2,8 +2,10 @@
 
 import io
 import re
+import shlex
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -50,7 +52,8 @@ def outcome():
         trained_tokens=5000,
         training_s=50.0,
         checkpoint="tinker://s:train:0/weights/pirate",
-        sampler="tinker://s:train:0/sampler_weights/pirate",
+        sampler="tinker://OeeA9eJ4tmSGjOUDeMlW60:train:0/sampler_weights/pirate",
+        base_url="local",
         data_folder=None,
     )
 
@@ -158,7 +161,7 @@ def test_the_page_is_self_contained_and_escapes_answers(outcome):
 
 def test_the_terminal_shows_curve_answers_and_paths(outcome, tmp_path):
     console = Console(file=io.StringIO(), width=100, highlight=False)
-    write_files(console, outcome, tmp_path / "out")
+    write_files(outcome, tmp_path / "out")
     print_summary(console, outcome, tmp_path / "out")
     shown = console.file.getvalue()
     assert "Arr, Rome be the place" in shown
@@ -166,8 +169,29 @@ def test_the_terminal_shows_curve_answers_and_paths(outcome, tmp_path):
     assert "\x1b" not in shown
     assert "0 of 3 before, 3 of 3 after" in shown
     assert outcome.checkpoint in shown
+    assert outcome.sampler in shown
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert written == ["loss.png", "report.html", "results.json"]
+
+
+def test_the_suggested_commands_can_be_copied_from_80_columns(outcome, tmp_path, monkeypatch):
+    """Each is a command of the shell as it stands: no line is wrapped by the terminal."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setattr("tinkex.cli.demo.executable", lambda command: f".venv/bin/{command}")
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    print_summary(console, outcome, tmp_path)
+    shown = console.file.getvalue()
+    assert f"sampler weights  {outcome.sampler}\n" in shown
+    shown = shown.partition("Next steps\n")[2]
+    assert max(map(len, shown.splitlines())) <= 80
+    commands = re.findall(r"^    (\S(?:.*\\\n)*.*)$", shown, re.MULTILINE)
+    service = ["--base-url", "local"]
+    assert [shlex.split(each.replace("\\\n", "")) for each in commands] == [
+        [".venv/bin/tinkex", "sample", *service, "Who are you?", "--path", outcome.sampler],
+        [".venv/bin/tinkex", "checkpoint", "list", *service],
+        [".venv/bin/python", "examples/fine_tune.py", *service],
+        [".venv/bin/tinkex", "serve"],
+    ]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -48,7 +48,7 @@ def test_problems_are_reported_with_advice(adapter: Path, tiny_model: Path, tmp_
         (other / "config.json").read_text().replace('"qwen3"', '"qwen3_moe"')
     )
     for arguments, message in (
-        ((adapter, tmp_path / "taken"), "exists. Name a new folder"),
+        ((adapter, tmp_path / "taken"), "hint: Name a new folder"),
         ((tmp_path / "nothing", tmp_path / "out"), "is not a checkpoint"),
         ((adapter, tmp_path / "out", "--base", other), "mixture of experts"),
         ((adapter, tmp_path / "out", "--base", "no/such"), "no/such"),
@@ -69,6 +69,10 @@ def test_a_tinker_path_is_found_in_the_data_folder(tiny_model: Path, tmp_path: P
         arguments = (path, tmp_path / "out", "--base", tiny_model, "--data", tmp_path / "data")
         status, output = run(*arguments)  # while the server runs
     assert status == 0, output
+    assert f"merged with {path}," in output  # as it was typed, not the name of a folder
+    (tmp_path / "sibling").touch()
+    modes = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
+    assert modes == {(tmp_path / "sibling").stat().st_mode}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
     status, output = run(f"{path}-other", tmp_path / "no", "--data", tmp_path / "data")
     assert status == 1

@@ -7,7 +7,19 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from tinkex.cli.output import ago, as_json, show_json, show_table, size, write_csv
+from tinkex.cli.command_group import with_common_options
+from tinkex.cli.output import (
+    ago,
+    as_json,
+    as_records,
+    counted,
+    fits,
+    printable,
+    show_json,
+    show_table,
+    size,
+    write_csv,
+)
 
 NOW = datetime(2027, 1, 31, 12, tzinfo=UTC)
 
@@ -62,20 +74,51 @@ def test_a_table_outside_a_terminal_cuts_nothing_and_reads_no_markup() -> None:
     assert result.stderr == "title\n"
 
 
-@pytest.mark.parametrize("args", [["-f", "json", "sub"], ["sub", "-f", "json"]])
-def test_the_format_may_stand_before_or_after_the_subcommand(args: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["-f", "json", "sub"], "True"),
+        (["sub", "-f", "json"], "True"),
+        (["-f", "json", "sub", "-f", "table"], "False"),  # the last one counts
+        (["sub"], "False"),
+    ],
+)
+def test_the_format_may_stand_before_or_after_the_subcommand(
+    args: list[str], expected: str
+) -> None:
     @click.group()
-    @click.option("-f", "--format", default="table")
-    def top(format: str) -> None:
+    def top() -> None:
         pass
 
     @top.command()
-    @click.option("-f", "--format")
-    def sub(format: str | None) -> None:
+    def sub() -> None:
         click.echo(as_json())
 
-    assert CliRunner().invoke(top, args).stdout == "True\n"
-    assert CliRunner().invoke(top, ["sub"]).stdout == "False\n"
+    assert CliRunner().invoke(with_common_options(top), args).stdout == f"{expected}\n"
+
+
+PATH = "tinker://0fb0c8b1-9a52-4a30-9d6c-0d3f8a5c1f0e:train:0/sampler_weights/a-name"
+
+
+def test_a_table_that_is_too_wide_becomes_records_with_whole_paths() -> None:
+    columns = ("Path", "Type", "Size", "Saved")
+    row = (PATH, "sampler", "1.5 MB", "9 minutes ago")
+    assert not fits(columns, [row], 80)
+    assert fits(columns, [row], 120)
+    assert as_records(columns, [row], 80) == [
+        (PATH, "  Type: sampler, Size: 1.5 MB, Saved: 9 minutes ago")
+    ]
+    # Long texts wrap; they do not make records of a table.
+    assert fits(("State", "Finding"), [("problem", "word " * 100)], 80)
+
+
+def test_control_characters_do_not_reach_a_terminal() -> None:
+    assert printable("a\x1b[2Jb\x07\tc\n") == "a[2Jb\tc\n"
+
+
+@pytest.mark.parametrize(("count", "expected"), [(0, "0 files"), (1, "1 file"), (2, "2 files")])
+def test_one_is_singular(count: int, expected: str) -> None:
+    assert counted(count, "file") == expected
 
 
 def test_csv_leaves_the_unknown_empty(tmp_path) -> None:

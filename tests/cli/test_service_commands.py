@@ -1,8 +1,6 @@
 """Commands that talk to a service, run against a real server."""
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -115,8 +113,13 @@ def test_a_run_is_shown_with_its_metadata_and_iso_times(shell: Shell, saved: Sav
 def test_a_missing_object_exits_with_1_and_says_so(shell: Shell) -> None:
     missing = shell("run", "info", "nobody:train:0")
     assert missing.code == 1
-    assert missing.err.startswith("error: not found")
+    assert missing.err.startswith("error: there is no")
+    assert "GET /api" not in missing.err
     assert missing.out == ""
+    details = shell("run", "info", "nobody:train:0", "-v")
+    assert details.err.startswith(missing.err)
+    assert "GET /api/v1/training_runs/nobody" in details.err
+    assert "404" in details.err
 
 
 def test_checkpoints_are_listed_and_shown(shell: Shell, saved: Saved) -> None:
@@ -258,23 +261,9 @@ def test_an_unreachable_service_and_a_missing_key_are_reported() -> None:
     started = time.monotonic()
     away = Shell("http://127.0.0.1:9")("run", "list")
     assert away.code == 1
-    assert "cannot be reached" in away.err
+    assert away.err.count("\n") == 2
+    assert "hint: " in away.err
     assert time.monotonic() - started < 20
     keyless = Shell("https://tinker.example")("run", "list", env={"HOME": "/nonexistent"})
     assert keyless.code == 1
     assert "No API key" in keyless.err
-
-
-@pytest.mark.parametrize("args", [["--help"], ["checkpoint", "--help"], ["run", "list", "-h"]])
-def test_help_costs_little(args: list[str]) -> None:
-    program = (
-        "import sys, time; from tinkex.cli.command_group import command\n"
-        "try: command(sys.argv[1:], prog_name='tinkex')\n"
-        "except SystemExit: pass\n"
-        "heavy = {'pydantic', 'numpy', 'rich', 'aiohttp', 'torch', 'google.protobuf'}\n"
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *args], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "[]"

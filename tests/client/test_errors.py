@@ -53,6 +53,52 @@ def test_each_status_has_its_class(status, kind):
     assert "POST /api/v1/optim_step" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("content", "summary"),
+    [
+        (b'{"detail": "ttl_seconds is 5; it must be above 60."}', None),
+        (
+            b'{"detail": [{"loc": ["body", "d", 3, "x"], "msg": "none"}, {"loc": ["t"], "msg": "is 5"}]}',
+            "d[3].x: none; t: is 5",
+        ),
+        (b'{"error": {"message": "no such model"}}', "no such model"),
+        (b'{"a": 1}', '{"a": 1}'),
+        (b"upstream\n  failed", "upstream failed"),
+        (b"<!doctype html><html>", "The service answered 400 Bad Request"),
+        (b"", "The service answered 400 Bad Request"),
+    ],
+)
+def test_r8_an_error_begins_with_the_reason_and_ends_with_the_request(content, summary):
+    error = answered(400, content)
+    summary = summary or "ttl_seconds is 5; it must be above 60."
+    assert error.summary == summary
+    assert str(error) == f"{summary}\n({error.details}. {error.hint})"
+    assert error.details == "Error code: 400, step 3 of m: POST /api/v1/optim_step"
+    assert error.hint == "Change the request; the same one will fail again."
+
+
+def test_r8_a_long_reason_is_shortened_and_the_body_has_all_of_it():
+    error = answered(400, b'{"detail": "' + b"x" * 5000 + b'"}')
+    assert len(error.summary) < 1100
+    assert len(error.body["detail"]) == 5000
+
+
+def test_r8_message_is_that_of_the_official_client():
+    assert answered(404, b'{"detail": "no"}').message == "Error code: 404 - {'detail': 'no'}"
+    assert answered(404, b"gone").message == "gone"
+    assert answered(404).message == "Error code: 404"
+    assert answered(404, b'{"detail": "no"}').args == ("Error code: 404 - {'detail': 'no'}",)
+
+
+def test_r8_every_error_has_the_parts_that_a_command_line_prints():
+    for error in ERRORS:
+        assert error.summary
+        assert "\n" not in error.summary
+        assert error.summary in str(error)
+        assert error.details in str(error)
+        assert error.hint in str(error)
+
+
 def test_a_response_that_is_not_json_is_kept_as_text():
     assert answered(502, b"<html>").body == "<html>"
     assert answered(502).body is None

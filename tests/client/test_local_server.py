@@ -1,7 +1,6 @@
-"""`base_url="local"`: one server for all programs; it ends with the last, even if killed."""
+"""`base_url="local"`: one server for all programs; it ends after the last, even if killed."""
 
 import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -14,20 +13,27 @@ from processes import has_exited
 from tinkex import TinkerError
 from tinkex.client import local_server
 from tinkex.client.local_server import LocalSettings
+from tinkex.local import control, leases, registry
+from tinkex.local.leases import Holder, IdleTime
 
-#: A stand-in for `tinkex serve`: prints that it is ready, serves healthz, ends on SIGTERM.
+#: A stand-in for `tinkex serve`: says that it is ready, writes its file, ends when unused.
 SERVER = """
-import http.server, os, sys
+import os, signal, sys, time
+from pathlib import Path
+from tinkex.local import leases, registry
 print("loading", *sys.argv[1:], file=sys.stderr, flush=True)
 if "--broken" in sys.argv:
     sys.exit("no such model")
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200); self.end_headers()
-    def log_message(self, *_): pass
-server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-print(f"tinkex ready at http://127.0.0.1:{server.server_port}", flush=True)
-server.serve_forever()
+data = sys.argv[sys.argv.index("--data") + 1]
+url = f"http://127.0.0.1:{os.getpid()}"
+registry.publish(registry.RunningServer(
+    pid=os.getpid(), process_start=registry.process_start(os.getpid()),
+    machine=registry.machine(), url=url, data=data, how="local", models=("m",), keys=False,
+    started_s=time.time(), arguments=os.environ["TINKEX_LOCAL_ARGS"], token="t"))
+leases.stop_when_unused(Path(data), in_use=lambda keep_s: False,
+    stop=lambda: os.kill(os.getpid(), signal.SIGTERM))
+print(f"tinkex ready at {url}", flush=True)
+time.sleep(60)
 """
 
 
@@ -42,18 +48,23 @@ def settings(tmp_path, monkeypatch) -> LocalSettings:
     (package / "__init__.py").write_text("")
     (package / "main.py").write_text(SERVER)
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
-    return LocalSettings(model="m", arguments=(), data=tmp_path / "data", wait_s=20, module=MODULE)
+    return LocalSettings(
+        model="m", arguments=(), data=tmp_path / "data", wait_s=20, keep_s=0, module=MODULE
+    )
 
 
 def server_pid(settings: LocalSettings) -> int:
-    return int(json.loads((settings.data / "local.json").read_text())["pid"])
+    running = registry.of_data(settings.data)
+    assert running is not None
+    return running.pid
 
 
-def test_the_server_stops_when_the_last_client_is_closed(settings, capsys):
+def test_the_server_stops_when_the_last_client_is_closed(settings):
     first, second = local_server.attach(settings), local_server.attach(settings)
     pid = server_pid(settings)
     assert first.url == second.url
-    assert "loading serve m --port 0 --data" in capsys.readouterr().err
+    log = (settings.data / "local.log").read_text()
+    assert "loading serve m --local --host 127.0.0.1 --port 0 --data" in log
     first.release()
     first.release()  # can be repeated
     assert not has_exited(pid, within_s=0.3)
@@ -66,20 +77,81 @@ def test_attaching_while_the_last_server_is_stopping_gives_a_running_server(sett
         first = local_server.attach(settings)
         first.release()
         second = local_server.attach(settings)  # at once: the old one stays, or a new one starts
-        assert local_server._healthy(second.url)
-        assert not has_exited(server_pid(settings), within_s=0.1)
+        pid = server_pid(settings)
+        assert second.url.endswith(f":{pid}")
+        assert not has_exited(pid, within_s=0.1)
         second.release()
-    assert has_exited(server_pid(settings))
+    assert has_exited(pid)
+
+
+def test_the_server_stays_warm_for_the_next_program(settings):
+    warm = dataclasses.replace(settings, keep_s=1)
+    local_server.attach(warm).release()
+    pid = server_pid(settings)
+    assert not has_exited(pid, within_s=0.4)
+    second = local_server.attach(warm)
+    assert second.url.endswith(f":{pid}")
+    assert not has_exited(pid, within_s=1.2)  # the time begins again after each program
+    second.release()
+    assert has_exited(pid)
+
+
+def holder(keep_s: float) -> Holder:
+    return Holder(lease="1-a", pid=1, program="p", keep_s=keep_s)
+
+
+def test_the_idle_time_begins_after_the_last_program_and_is_as_long_as_it_asked_for():
+    idle = IdleTime(now_s=0)
+    assert not idle.is_over([], [], 299)
+    assert idle.is_over([], [], 300)
+    assert not idle.is_over([holder(5), holder(10)], [], 1000)
+    assert not idle.is_over([], [], 1009)
+    assert idle.is_over([], [], 1010)
+    assert not idle.is_over([], [holder(7)], 2000)  # it came and went between two looks
+    assert idle.is_over([], [], 2007)
+    assert idle.is_over([], [holder(0)], 3000)
+
+
+def test_programs_are_named(settings):
+    mine = local_server.attach(settings)
+    other = attach_elsewhere(settings)
+    assert other.stdout
+    assert other.stdout.readline()
+    found = {one.pid: one.program for one in leases.holders(settings.data)}
+    assert set(found) == {os.getpid(), other.pid}
+    assert found[other.pid] == "python"
+    other.kill()
+    other.wait()
+    other.stdout.close()
+    assert [one.pid for one in leases.holders(settings.data)] == [os.getpid()]
+    mine.release()
+
+
+def test_stopping_refuses_while_there_are_clients(settings):
+    mine = local_server.attach(dataclasses.replace(settings, keep_s=60))
+    running = mine.running
+    assert running is not None
+    with pytest.raises(control.HasClients, match=f"process {os.getpid()}"):
+        control.stop(running)
+    mine.release()
+    control.stop(running)
+    assert registry.of_data(settings.data) is None
+    again = local_server.attach(settings)
+    assert again.running != running
+    control.stop(again.running, force=True)
+    again.release()
 
 
 def test_a_new_server_is_started_after_the_old_one_has_ended(settings):
-    local_server.attach(settings).release()
+    first = local_server.attach(settings)
     pid = server_pid(settings)
+    first.release()
     assert has_exited(pid)
     second = local_server.attach(settings)
-    assert server_pid(settings) != pid
+    second_pid = server_pid(settings)
+    assert second_pid != pid
     second.release()
-    assert has_exited(server_pid(settings))
+    assert has_exited(second_pid)
 
 
 def attach_elsewhere(settings: LocalSettings) -> subprocess.Popen[str]:
@@ -88,7 +160,7 @@ def attach_elsewhere(settings: LocalSettings) -> subprocess.Popen[str]:
     from pathlib import Path
     from tinkex.client import local_server
     server = local_server.attach(local_server.LocalSettings(
-        model="m", arguments=(), data=Path({str(settings.data)!r}), module={MODULE!r}))
+        model="m", arguments=(), data=Path({str(settings.data)!r}), keep_s=0, module={MODULE!r}))
     print(server.url, flush=True)
     time.sleep(60)
     """
@@ -145,16 +217,17 @@ def test_a_server_that_was_killed_is_replaced(settings):
     os.kill(pid, signal.SIGKILL)
     assert has_exited(pid)
     second = local_server.attach(settings)
-    assert server_pid(settings) != pid
+    second_pid = server_pid(settings)
+    assert second_pid != pid
     first.release()
     second.release()
-    assert has_exited(server_pid(settings))
+    assert has_exited(second_pid)
 
 
 def test_other_settings_for_the_same_data_are_refused(settings):
     running = local_server.attach(settings)
     other = dataclasses.replace(settings, arguments=("--dtype", "bfloat16"))
-    with pytest.raises(TinkerError, match="with other settings uses"):
+    with pytest.raises(TinkerError, match="runs with other settings"):
         local_server.attach(other)
     pid = server_pid(settings)
     running.release()
@@ -171,21 +244,19 @@ def test_settings_come_from_the_environment(tmp_path):
     env = {
         "TINKEX_LOCAL_MODEL": "org/model",
         "TINKEX_LOCAL_ARGS": "--dtype bfloat16 --threads 2",
+        "TINKEX_LOCAL_KEEP_S": "7",
         "XDG_DATA_HOME": str(tmp_path),
     }
     settings = LocalSettings.from_env(env)
-    assert settings.data.parent == tmp_path / "tinkex" / "local"
+    assert settings.data == tmp_path / "tinkex"  # that of `tinkex serve`
+    assert settings.keep_s == 7
+    place = ["--local", "--host", "127.0.0.1", "--port", "0", "--data", str(settings.data)]
     assert settings.command() == [
-        "serve",
-        "org/model",
-        "--port",
-        "0",
-        "--data",
-        str(settings.data),
-        "--dtype",
-        "bfloat16",
-        "--threads",
-        "2",
+        *("serve", "org/model", *place),
+        *("--dtype", "bfloat16", "--threads", "2"),
     ]
-    other = LocalSettings.from_env(env | {"TINKEX_LOCAL_MODEL": "x=/a/org/model"})
-    assert other.data != settings.data
+    other = LocalSettings.from_env(env | {"TINKEX_DATA": "/a"})
+    assert str(other.data) == "/a"
+    assert str(LocalSettings.from_env({"TINKEX_LOCAL_DATA": "/b"} | env).data) == "/b"
+    with pytest.raises(TinkerError, match="TINKEX_LOCAL_KEEP_S='soon' is not a number"):
+        LocalSettings.from_env({"TINKEX_LOCAL_KEEP_S": "soon"})

@@ -186,8 +186,10 @@ def test_h9_tls_goes_through_a_tunnel_and_trusts_the_given_bundle(tmp_path, monk
 def test_a_missing_proxy_is_an_error_without_its_password(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://user:hunter2@127.0.0.1:9")
     monkeypatch.setenv("TINKEX_FIRST_CONTACT_S", "0.1")
+    monkeypatch.setenv("TINKEX_TRACEBACKS", "full")
     service = tinkex.ServiceClient(base_url="http://service.invalid", api_key=KEY)
-    with pytest.raises(tinkex.APIConnectionError, match=r"127\.0\.0\.1:9") as caught:
+    says = r"the proxy at 127\.0\.0\.1:9: connection refused"
+    with pytest.raises(tinkex.APIConnectionError, match=says) as caught:
         service.get_server_capabilities()
     chain = [caught.value, caught.value.__cause__, caught.value.__cause__.__cause__]
     assert "hunter2" not in "".join(map(repr, chain))

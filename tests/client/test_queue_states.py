@@ -41,8 +41,7 @@ def test_o8_a_callback_gets_what_waits_why_and_the_end_of_the_wait(
         (subject, "paused_capacity", "one job ahead"),
         (subject, "active", None),
     ]
-    lines = [record.getMessage() for record in caplog.records if "paused" in record.getMessage()]
-    assert lines == [f"{subject} is paused: two jobs ahead"]  # once a minute
+    assert not caplog.records  # it was short
     fake.script("retrieve_future", paused())
     training.optim_step(tinkex.AdamParams()).result(5)
     assert len(states) == 3  # the block has ended
@@ -65,7 +64,7 @@ def test_o8_samples_and_new_models_report_too_and_a_state_without_a_reason_gets_
 
 
 @pytest.mark.parametrize("status", [200, 408])
-def test_t5_an_unknown_state_is_passed_on_unchanged(status, fake, service, datum, caplog):
+def test_t5_an_unknown_state_is_passed_on_unchanged(status, fake, service, datum):
     training = service.create_lora_training_client("fake/model")
     states: list[tinkex.QueueState] = []
     body = {"type": "try_again", "request_id": "r", "queue_state": "paused_maintenance"}
@@ -73,7 +72,7 @@ def test_t5_an_unknown_state_is_passed_on_unchanged(status, fake, service, datum
     with tinkex.on_queue_state(states.append):
         training.forward_backward([datum], "cross_entropy").result(5)
     assert [state.state for state in states] == ["paused_maintenance", "active"]
-    assert "is paused: queue state 'paused_maintenance'" in caplog.text
+    assert states[0].reason == "queue state 'paused_maintenance', without a reason"
 
 
 def test_o8_a_failing_callback_does_not_stop_the_request(fake, service, datum, caplog):

@@ -591,6 +591,6 @@ def test_a_forked_child_uses_its_own_connection(here: Service) -> None:
 
 def test_keys_are_in_no_repr(here: Service) -> None:
     with RestClient(base_url=here.url, api_key="tml-secret") as rest:
-        assert repr(rest) == f"<RestClient of {here.url}>"
+        assert repr(rest) == f"RestClient(base_url={here.url!r})"
         assert "tml-secret" not in repr(rest.holder)
         assert "tml-secret" not in repr(dict(rest_base._holders))

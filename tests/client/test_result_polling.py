@@ -8,7 +8,7 @@ import time
 import pytest
 
 import tinkex
-from tinkex.client.http.polling import PollDelays, QueueLog
+from tinkex.client.http.polling import PollDelays
 from tinkex.testing import Answer, Lost
 from tinkex.wire.content_digest import content_digest
 
@@ -146,21 +146,6 @@ def test_the_delay_grows_for_quick_responses_and_is_zero_for_held_polls():
     failures = [pace.after_failure() for _ in range(12)]
     assert failures[0] <= 0.1
     assert 11 <= failures[-1] <= 15
-
-
-def test_queue_states_are_logged_with_their_reason_once_a_minute(caplog):
-    now = [0.0]
-    observer = QueueLog("Training of m", clock=lambda: now[0])
-    observer.on_queue_state_change("active", None)
-    assert not caplog.records
-    observer.on_queue_state_change("paused_capacity", "two jobs ahead")
-    observer.on_queue_state_change("paused_capacity", "two jobs ahead")
-    assert [record.getMessage() for record in caplog.records] == [
-        "Training of m is paused: two jobs ahead"
-    ]
-    now[0] = 61.0
-    observer.on_queue_state_change("paused_rate_limit", None)
-    assert "rate limit" in caplog.records[-1].getMessage()
 
 
 def test_an_observer_that_fails_does_not_fail_the_request(fake, service, caplog):

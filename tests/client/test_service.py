@@ -29,6 +29,25 @@ def test_creating_a_client_sends_nothing(fake):
     assert endpoints(fake) == []
 
 
+def test_b8_the_console_of_the_hosted_service_is_its_own(fake):
+    hosted = "https://tinker.thinkingmachines.dev/services/tinker-prod"
+    service = fake.client(base_url=hosted)
+    assert service.get_console_url() == "https://tinker.thinkingmachines.ai/sessions"
+    training = service.create_lora_training_client("fake/model")
+    run = f"https://tinker.thinkingmachines.ai/training_runs/{training.model_id}"
+    assert training.get_console_url() == run
+    saved = training.save_state("a").result(5)
+    assert saved.get_console_url().startswith("https://tinker.thinkingmachines.ai/checkpoints/")
+    service.close("success").result(5)
+
+
+@pytest.mark.parametrize("host", ["thinkingmachines.dev.example.com", "evilthinkingmachines.ai"])
+def test_b8_the_console_of_another_server_is_never_that_of_the_hosted_service(fake, host):
+    service = fake.client(base_url=f"https://{host}/tinker")
+    assert service.get_console_url() == f"https://{host}/tinker/#/sessions"
+    service.close("success").result(5)
+
+
 def test_the_first_operation_starts_the_session_once(fake, service):
     service.create_lora_training_client("fake/model")
     service.create_lora_training_client("fake/model")

@@ -174,7 +174,7 @@ def test_e2_no_error_waits_for_telemetry(fake, service):
     order = []
 
     class Slow(telemetry.Telemetry):
-        def record_error(self, error):
+        def record_error(self, error, frames):
             order.append("noted")
 
     service.holder._telemetry.__class__ = Slow

@@ -143,11 +143,14 @@ def test_the_command_prints_a_table_with_ids(server: Server) -> None:
     done = tinkex(server.url, "--only", "S5")
     assert done.returncode == 0, done.stderr
     assert "S5" in done.stdout
-    assert "1 checks: 1 pass, 0 fail, 0 skip" in done.stdout
+    assert "1 check: 1 pass, 0 fail, 0 skip" in done.stderr
 
 
-def test_the_command_prints_json(server: Server) -> None:
-    done = tinkex(server.url, "--only", "S5", "--json")
+@pytest.mark.parametrize(
+    "option", [["--json", "--key", "tml-x"], ["-f", "json", "--api-key", "tml-x"]]
+)
+def test_the_command_prints_json(server: Server, option: list[str]) -> None:
+    done = tinkex(server.url, "--only", "S5", *option)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["passed"] is True

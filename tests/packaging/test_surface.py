@@ -33,6 +33,21 @@ def test_every_public_name_exists_and_is_listed_in_order():
     assert public - {"annotations", "TYPE_CHECKING", "Any"} <= set(tinkex.__all__)
 
 
+def test_dir_lists_the_public_names_only():
+    """Completion in a shell or notebook offers nothing that may change without notice."""
+    program = "import tinkex, tinkex.testing; tinkex.AdamParams; print(*dir(tinkex))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert set(done.stdout.split()) == {
+        *tinkex.__all__,
+        # Importable, but not in `__all__`, as in the official client.
+        "APIResponse",
+        "AsyncAPIResponse",
+        "resources",
+    }
+
+
 def test_the_stub_for_type_checkers_is_up_to_date():
     assert STUB.read_text() == stub(), "run `make stub`"
 

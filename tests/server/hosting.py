@@ -197,13 +197,15 @@ async def connected(url: str, base_model: str = BASE) -> AsyncIterator[Api]:
 
 
 @asynccontextmanager
-async def hosted(executor: Executor, folder: Path, **settings: Any) -> AsyncIterator[Api]:
-    """Run the application on a free port until the block ends."""
+async def hosted(
+    executor: Executor, folder: Path, *, at_port: int = 0, **settings: Any
+) -> AsyncIterator[Api]:
+    """Run the application on a free port, or the given one, until the block ends."""
     chosen = Settings(data=str(folder), **settings)
     store = open_store(db_url=chosen.db_url, storage_url=chosen.storage_url, folder=chosen.folder)
     app = create_app(chosen, executor, store)
     config = uvicorn_config(app, chosen)
-    config.port = 0
+    config.port = at_port
     server = uvicorn.Server(config)
     started = asyncio.create_task(server.serve())
     try:

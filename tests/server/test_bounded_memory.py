@@ -8,22 +8,9 @@ import pytest
 from tinkex.server.api import auth
 from tinkex.server.api.auth import Authenticator
 from tinkex.server.api.bodies import OwnerBudget
-from tinkex.server.scheduler import results
 from tinkex.server.scheduler.fairness import TrainingLimits
-from tinkex.server.scheduler.results import Execution
 
 pytestmark = pytest.mark.anyio
-
-
-async def test_compute_time_is_kept_for_the_most_recent_owners(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(results, "MAX_OWNERS", 3)
-    nothing: Any = SimpleNamespace()
-    shared = Execution(store=nothing, executor=nothing, futures=nothing)
-    for owner in ("a", "b", "c", "a", "d"):
-        shared.usage.by_owner[owner] += 1.0
-    assert shared.usage.by_owner == {"a": 2.0, "c": 1.0, "d": 1.0}
 
 
 async def test_decode_slots_are_freed() -> None:

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from server.storage.commands import tinkex
 from server.tenants import is_private
 from serving import TINY, Server, serving
 from tinkex.models.resolve import ModelSource, resolve
+from tinkex.server.registration import Administration
 from tinkex.server.settings import Settings
 from tinkex.server.supervisor import Supervisor
 from tinkex.server.web_process import parser
@@ -234,7 +235,7 @@ async def test_more_models_than_fit_train_through_the_server(
         assert server.process.wait(20) == 0
     assert max(curves[2]) < min(curves[0])
     assert not any(is_alive(pid) for pid in pids)
-    assert "stopped; requests that were accepted" in server.log[-1]
+    assert "stopped; accepted requests that are not finished" in server.log[-1]
 
 
 async def test_engines_keep_the_allocator_s_defaults(own_server: Server) -> None:
@@ -265,10 +266,31 @@ async def test_a_second_server_on_the_same_folder_is_refused(own_server: Server)
 
 async def test_a_taken_port_is_refused(own_server: Server, tmp_path: Path) -> None:
     port = own_server.url.rpartition(":")[2]
-    done = serve("x=/", "--data", str(tmp_path), "--port", port)
+    # The same home as that server, whose fixture started before this test.
+    theirs = dict(
+        one.split("=", 1) for one in _environment(own_server.process.pid).split("\0") if one
+    )
+    done = serve("x=/", "--data", str(tmp_path), "--port", port, env=theirs)
     assert done.returncode == 1
-    assert f"port {port}" in done.stderr
     assert done.stdout == ""
+    error, hint = done.stderr.splitlines()[-2:]
+    assert error == (
+        f"error: port {port} is in use by your tinkex server at {own_server.url} (process "
+        f"{own_server.process.pid}, data folder {own_server.data.resolve()})."
+    )
+    assert f"export TINKER_BASE_URL={own_server.url}." in hint
+    # Another user does not find it, and asks the port.
+    theirs["XDG_STATE_HOME"] = str(tmp_path / "state")
+    done = serve("x=/", "--data", str(tmp_path), "--port", port, env=theirs)
+    assert f"error: port {port} is in use by another tinkex server." in done.stderr
+
+
+def test_a_port_of_another_program_is_refused(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        done = serve("x=/", "--data", str(tmp_path), "--port", port)
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use." in done.stderr
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason(
@@ -281,13 +303,49 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason(
         (broken / file.name).write_bytes(content)
     done = serve(str(broken), "--data", str(tmp_path / "data"), "--port", "0")
     assert done.returncode == 1
-    assert "broken cannot be loaded" in done.stderr
+    assert "error: broken cannot be loaded" in done.stderr
+    assert "Traceback" not in done.stderr
     assert done.stdout == ""
 
 
-def serve(*arguments: str) -> "subprocess.CompletedProcess[str]":
+@pytest.mark.parametrize(
+    ("options", "says", "hint"),
+    [
+        (("--device", "cuda:99"), "the device is 'cuda:99', but torch finds ", "Use "),
+        (("--memory-gb", "0.0002"), "the base model takes ", "allow more with --memory-gb"),
+    ],
+)
+def test_settings_that_an_engine_cannot_use_are_one_error_and_a_hint(
+    options: tuple[str, ...], says: str, hint: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    done = serve(str(tiny_model), "--data", str(tmp_path / "data"), "--port", "0", *options)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    error, advice = done.stderr.splitlines()[-2:]
+    assert error.startswith(f"error: {tiny_model.name} cannot be loaded: {says}")
+    assert advice.startswith("hint: ")
+    assert hint in advice
+    assert done.stderr.count("cannot be loaded") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_folder_with_a_damaged_config_is_one_error(tiny_model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in tiny_model.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    (broken / "config.json").write_text("{")
+    done = serve(str(broken), "--data", str(tmp_path / "data"), "--port", "0")
+    assert done.returncode == 1
+    assert "config.json is not JSON" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def serve(
+    *arguments: str, env: Mapping[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "tinkex.cli.main", "serve", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, env=env)
 
 
 async def _untrained_loss(server: Server) -> float:
@@ -313,7 +371,13 @@ def test_names_and_folders_may_contain_any_character(tmp_path: Path) -> None:
         ModelSource(name="org/c", folder=Path("/models/x = y")),
     ]
     with socket.socket() as listening:
-        supervisor = Supervisor(Settings(data=str(tmp_path)), sources, listening, [])
+        supervisor = Supervisor(
+            Settings(data=str(tmp_path)),
+            sources,
+            listening,
+            [],
+            administration=Administration(local=False),
+        )
         command = supervisor._command(7, 8)
     options = parser().parse_args(command[3:])
     assert options.model == [[source.name, str(source.folder)] for source in sources]

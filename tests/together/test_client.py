@@ -185,9 +185,10 @@ def test_a_local_server_starts_automatically_and_stops_with_the_program(
     tiny_model: Path, tmp_path: Path
 ):
     program = """
-    import json, pathlib, sys
+    import pathlib, sys
     import tinkex
     from tinkex import types
+    from tinkex.local import registry
     with tinkex.ServiceClient(base_url="local") as service:
         training = service.create_lora_training_client("test/tiny", rank=4)
         tokens = training.get_tokenizer().encode("hello")
@@ -195,7 +196,7 @@ def test_a_local_server_starts_automatically_and_stops_with_the_program(
         prompt = types.ModelInput.from_ints(tokens)
         answer = sampling.sample(prompt, 1, types.SamplingParams(max_tokens=3)).result()
         assert len(answer.sequences[0].tokens) == 3
-        print(json.loads((pathlib.Path(sys.argv[1]) / "local.json").read_text())["pid"])
+        print(registry.of_data(pathlib.Path(sys.argv[1])).pid)
     """
     data = tmp_path / "data"
     env = os.environ | {

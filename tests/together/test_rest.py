@@ -52,6 +52,17 @@ def saved(server: Server) -> Iterator[Saved]:
         assert training.get_console_url().endswith(f"/training_runs/{training.model_id}")
         assert state.get_console_url().endswith("/weights%2Fstate")
         assert sampler.get_playground_url().endswith("%2Fsampler_weights%2Fsampler")
+        # B8: pages of this server, which exist, and never of the hosted service.
+        for page in (
+            service.get_console_url(),
+            training.get_console_url(),
+            state.get_console_url(),
+            sampler.get_console_url(),
+            sampler.get_playground_url(),
+        ):
+            assert page.startswith(f"{server.url}/#/")
+            with urllib.request.urlopen(page) as answer:
+                assert answer.status == 200
         assert service.get_telemetry() is training.get_telemetry() is service.holder.telemetry
         yield Saved(
             session_id=session_id,

@@ -66,6 +66,15 @@ def test_t2_the_nearest_loss_is_named():
         ForwardBackwardInput([DATUM], "cross_entrpy")
 
 
+def test_b12_another_loss_is_not_suggested_for_one_that_does_not_exist():
+    with pytest.raises(ValueError, match="unknown loss `dpo`") as caught:
+        ForwardBackwardInput([DATUM], "dpo")
+    text = str(caught.value)
+    assert "did you mean" not in text
+    assert "cross_entropy, importance_sampling, ppo, cispo, dro, gspo, stable_reinforce" in text
+    assert "forward_backward_custom" in text
+
+
 @pytest.mark.parametrize(
     "request_type", [ForwardBackwardRequest, OptimStepRequest, SaveWeightsRequest]
 )

@@ -11,7 +11,15 @@ from urllib.parse import quote, urlsplit
 import click
 
 from tinkex.cli.errors import CommandFailed
-from tinkex.cli.output import NONE, as_json, report, show_json, show_properties, yes_no
+from tinkex.cli.output import (
+    NONE,
+    as_json,
+    examples,
+    report,
+    show_json,
+    show_properties,
+    yes_no,
+)
 from tinkex.cli.service_options import service_arguments, service_options
 from tinkex.client.auth import key_store
 from tinkex.client.auth.credentials import ApiKey
@@ -31,7 +39,10 @@ def command() -> None:
     """
 
 
-@command.command("login")
+@command.command(
+    "login",
+    epilog=examples("tinkex auth login", "tinkex auth login --base-url https://tinker.example.org"),
+)
 @service_options
 def login() -> None:
     """Check a key and store it for this service.
@@ -87,7 +98,7 @@ def login() -> None:
     report(words, shown, err=False)
 
 
-@command.command("logout")
+@command.command("logout", epilog=examples("tinkex auth logout"))
 @service_options
 def logout() -> None:
     """Remove the stored key for this service.
@@ -118,7 +129,7 @@ def logout() -> None:
     )
     if failure is not None:
         raise CommandFailed(
-            f"the key was removed here but could not be deleted on the service: {failure}",
+            f"the key was removed here but could not be deleted on the service: {failure.summary}",
             hint="It still works: delete it in the console of the service.",
         )
     if not deleted:
@@ -128,7 +139,10 @@ def logout() -> None:
         )
 
 
-@command.command("status")
+@command.command(
+    "status",
+    epilog=examples("tinkex auth status", "tinkex auth status --base-url http://127.0.0.1:8000"),
+)
 @service_options
 def status() -> None:
     """Check the credentials and the connection. Exits with 1 if they do not work."""
@@ -139,7 +153,7 @@ def status() -> None:
         settings = Settings.resolve(**service_arguments())
         sessionless_requests.ask(settings, sessionless_requests.capabilities)
     except TinkerError as error:
-        problem = str(error)
+        problem = error
     has_credentials, is_accessible = settings is not None, problem is None
     report(
         f"Credentials available: {yes_no(has_credentials)}\n"
@@ -147,17 +161,17 @@ def status() -> None:
         {
             "credentials_available": has_credentials,
             "service_accessible": is_accessible,
-            "problem": problem,
+            "problem": None if problem is None else problem.summary,
         },
         err=False,
     )
-    if problem:
-        if not as_json():
-            click.echo(problem, err=True)
+    if problem is not None and not as_json():
+        raise problem
+    if problem is not None:
         raise click.exceptions.Exit(1)
 
 
-@command.command("whoami")
+@command.command("whoami", epilog=examples("tinkex auth whoami", "tinkex auth whoami -f json"))
 @service_options
 def whoami() -> None:
     """Show the owner of the key: email, user, organization."""

@@ -1,21 +1,26 @@
 """`tinkex backup` and `tinkex restore`: back up and restore a server's data folder."""
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 
 from tinkex.cli.errors import CommandFailed
-from tinkex.cli.output import report, size
+from tinkex.cli.output import counted, examples, report, size
 from tinkex.cli.server_options import data_folder_options, load_settings
 from tinkex.wire.text_format import format_utc
 
 
-@click.command("backup")
+@click.command(
+    "backup",
+    epilog=examples(
+        "tinkex backup /mnt/backups/2027-01-31",
+        "tinkex backup --data /srv/tinkex /mnt/backups/2027-01-31",
+    ),
+)
 @click.argument("target", type=click.Path(path_type=Path))
 @data_folder_options
-def command(
-    target: Path, data: str | None, db: str | None, storage: str | None, format: str | None
-) -> None:
+def command(target: Path, data: str | None, db: str | None, storage: str | None) -> None:
     """Copy all data of a server to a new folder TARGET. The server may be running.
 
     The copy contains the server's secrets and the data of all users, so it is readable only by you.
@@ -29,18 +34,26 @@ def command(
     except BackupFailed as error:
         raise CommandFailed(str(error), hint=error.hint) from error
     report(
-        f"Copied {manifest.files} files ({size(manifest.bytes)}) to {target}.",
-        {"folder": str(target), "files": manifest.files, "bytes": manifest.bytes},
+        f"Copied {counted(manifest.files, 'file')} ({size(manifest.bytes)}) to {target}.",
+        {
+            "folder": str(target),
+            "files": manifest.files,
+            "bytes": manifest.bytes,
+            "missing": len(manifest.missing),
+        },
     )
     if manifest.missing:
         click.echo(
-            f"warning: {len(manifest.missing)} files are missing in the data folder, so the backup "
-            "does not have them. `tinkex doctor` lists them.",
+            f"warning: the backup is without {counted(len(manifest.missing), 'file')} that the data "
+            "folder should have and does not. `tinkex doctor` lists what is missing.",
             err=True,
         )
 
 
-@click.command("restore")
+@click.command(
+    "restore",
+    epilog=examples("tinkex restore /mnt/backups/2027-01-31 --data /srv/tinkex"),
+)
 @click.argument("backup", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--data", metavar="DIR", help="Folder to create.  [default: ~/.local/share/tinkex]")
 def restore_command(backup: Path, data: str | None) -> None:
@@ -59,4 +72,7 @@ def restore_command(backup: Path, data: str | None) -> None:
     except BackupFailed as error:
         raise CommandFailed(str(error), hint=error.hint) from error
     taken_at = format_utc(found.taken_s)
-    click.echo(f"Restored {settings.folder} to its state at {taken_at}.", err=True)
+    report(
+        f"Restored {settings.folder} to its state at {taken_at}.",
+        {"folder": str(settings.folder), "taken_at": datetime.fromtimestamp(found.taken_s, UTC)},
+    )

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import click
 
 import tinkex
-from tinkex.cli.output import NONE, as_json, show_json, show_table, write_csv
+from tinkex.cli.output import (
+    NONE,
+    as_json,
+    counted,
+    examples,
+    show_json,
+    show_table,
+    write_csv,
+    yes_no,
+)
 from tinkex.cli.output import size as shown_size
 from tinkex.cli.service_options import admin_client, service_options
 
@@ -30,14 +40,17 @@ USAGE_COLUMNS = [
     "effective_rate_usd_per_gigabyte_month",
 ]
 #: Columns of the table; CSV and JSON have all.
-USAGE_TABLE_COLUMNS = [
-    "bucket_start",
-    "type",
-    "base_model",
-    "user_name",
-    "amount",
-    "estimated_cost_usd",
-]
+USAGE_TABLE_COLUMNS = {
+    "session_id": "Session",
+    "bucket_start": "Hour",
+    "type": "Type",
+    "base_model": "Model",
+    "cached": "Cached",
+    "amount": "Amount",
+    "estimated_cost_usd": "Cost (USD)",
+    "user_name": "User",
+    "project_id": "Project",
+}
 
 
 @click.group("billing")
@@ -45,7 +58,14 @@ def command() -> None:
     """Show usage and costs."""
 
 
-@command.command("usage")
+@command.command(
+    "usage",
+    epilog=examples(
+        "tinkex billing usage 2027-01-01 2027-02-01",
+        "tinkex billing usage 2027-01-31T12:00:00Z 2027-01-31T13:00:00Z -f json",
+        "tinkex billing usage 2027-01-01 2027-02-01 --csv usage.csv",
+    ),
+)
 @click.argument("starting_on", metavar="START")
 @click.argument("ending_before", metavar="END")
 @click.option("--csv", "csv_path", metavar="FILE", help="Write rows as CSV; - is stdout.")
@@ -84,16 +104,19 @@ def usage(
         answer.cost_data_through
     )
     show_table(
-        [name.replace("_", " ").capitalize() for name in USAGE_TABLE_COLUMNS],
-        [
-            [_cell({**row, "amount": _amount(row)}.get(name)) for name in USAGE_TABLE_COLUMNS]
-            for row in rows
-        ],
-        title=f"{len(rows)} entries{through}",
+        list(USAGE_TABLE_COLUMNS.values()),
+        [[_usage_cells(row)[name] for name in USAGE_TABLE_COLUMNS] for row in rows],
+        title=f"{counted(len(rows), 'entry', 'entries')}{through}",
     )
 
 
-@command.command("checkpoint-storage")
+@command.command(
+    "checkpoint-storage",
+    epilog=examples(
+        "tinkex billing checkpoint-storage",
+        "tinkex billing checkpoint-storage --project-id PROJECT --csv -",
+    ),
+)
 @click.option("--project-id", metavar="ID", help="Only this project.")
 @click.option("--csv", "csv_path", metavar="FILE", help="Write rows as CSV; - is stdout.")
 @service_options
@@ -108,11 +131,11 @@ def checkpoint_storage(project_id: str | None, csv_path: str | None) -> None:
         show_json(answer)
     else:
         show_table(
-            ("Project", "Owner", "Checkpoints", "Size", "Cost per month (USD)"),
+            ("Owner", "Project", "Checkpoints", "Size", "Cost per month (USD)"),
             [
                 (
-                    item.project_id or NONE,
                     item.user_name or item.user_email or item.org_user_urn or NONE,
+                    item.project_id or "",
                     str(item.checkpoint_count),
                     shown_size(item.size_bytes),
                     _cell(item.estimated_monthly_cost_usd),
@@ -128,13 +151,25 @@ def _usage_row(event: tinkex.types.BillingUsageEvent) -> dict[str, Any]:
     return {**row, **row.pop("event_info")}
 
 
+def _usage_cells(row: dict[str, Any]) -> dict[str, str]:
+    cells = {name: _cell(row.get(name)) for name in USAGE_TABLE_COLUMNS}
+    cached = row.get("cached")
+    hour = str(row["bucket_start"])[: len("2027-01-31T12:00")]
+    return {
+        **cells,
+        "bucket_start": hour.replace("T", " ") if sys.stdout.isatty() else f"{hour}Z",
+        "cached": "" if cached is None else yes_no(cached),
+        "amount": _amount(row),
+    }
+
+
 def _amount(row: dict[str, Any]) -> str:
-    for name, unit in (("token_count", "tokens"), ("count", "checkpoints")):
+    for name, unit in (("token_count", "token"), ("count", "checkpoint")):
         if row.get(name) is not None:
-            return f"{row[name]} {unit}"
+            return counted(row[name], unit)
     return f"{row.get('gigabyte_hours', 0):.3f} GB-hours"
 
 
 def _cell(value: Any) -> str:
-    # `null` means that a cost is not known yet; it does not mean zero.
-    return "null" if value is None else str(value)
+    # Empty, not zero: a cost may not be known yet.
+    return "" if value is None else str(value)

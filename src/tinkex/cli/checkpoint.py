@@ -12,11 +12,15 @@ from pathlib import Path
 import click
 
 import tinkex
-from tinkex.cli.errors import CommandFailed
+from tinkex.cli.completion import complete_checkpoints, complete_runs
+from tinkex.cli.errors import CommandFailed, as_command_failure
 from tinkex.cli.output import (
     NONE,
     ago,
+    ago_exact,
     as_json,
+    counted,
+    examples,
     plain,
     report,
     show_json,
@@ -38,6 +42,10 @@ from tinkex.cli.service_options import (
 PAGE_SIZE = 1000
 MAX_CONCURRENT_DELETES = 32
 TYPES = ("training", "sampler", "external")
+
+path_argument = click.argument(
+    "checkpoint_path", metavar="PATH", shell_complete=complete_checkpoints
+)
 
 
 @click.group("checkpoint")
@@ -72,9 +80,23 @@ def _parse_type(ctx: click.Context, param: click.Parameter, text: str | None) ->
     return kind
 
 
-@command.command("delete")
-@click.argument("checkpoint_paths", metavar="[PATH]...", nargs=-1)
-@click.option("--run-id", metavar="RUN", help="All checkpoints of a training run.")
+@command.command(
+    "delete",
+    epilog=examples(
+        "tinkex checkpoint delete tinker://RUN/weights/first",
+        "tinkex checkpoint delete --run-id RUN --type sampler --before 2027-01-31",
+        "tinkex checkpoint delete --run-id RUN --yes",
+    ),
+)
+@click.argument(
+    "checkpoint_paths", metavar="[PATH]...", nargs=-1, shell_complete=complete_checkpoints
+)
+@click.option(
+    "--run-id",
+    metavar="RUN",
+    shell_complete=complete_runs,
+    help="All checkpoints of a training run.",
+)
 @click.option("--type", "kind", callback=_parse_type, help=f"Only this type: {', '.join(TYPES)}.")
 @click.option(
     "--before", callback=_parse_date, metavar="DATE", help="Only those saved before this date."
@@ -139,7 +161,7 @@ def _confirmed(paths: list[str], found: list[tinkex.Checkpoint]) -> bool:
     for path in paths:
         click.echo(f"  {path}  {shown_size(sizes.get(path))}", err=True)
     total = sum(size or 0 for size in sizes.values())
-    what = "1 checkpoint" if len(paths) == 1 else f"{len(paths)} checkpoints"
+    what = counted(len(paths), "checkpoint")
     return click.confirm(f"Delete {what} ({shown_size(total)}) permanently?", err=True)
 
 
@@ -162,20 +184,27 @@ def _delete_all(client: tinkex.RestClient, paths: list[str]) -> list[tuple[str, 
             for future in done:
                 path = running.pop(future)
                 if (reason := future.exception()) is not None:
-                    failed.append((path, str(reason)))
+                    failure = isinstance(reason, Exception) and as_command_failure(reason)
+                    failed.append((path, failure.message if failure else str(reason)))
             show(len(paths) - len(waiting) - len(running), len(paths))
     return failed
 
 
 def _report(deleted: int, failed: list[tuple[str, str]]) -> None:
     reasons = [{"tinker_path": path, "error": error} for path, error in failed]
-    lines = [f"Deleted {deleted} checkpoints."]
+    lines = [f"Deleted {counted(deleted, 'checkpoint')}."]
     lines += [f"error: {path} was not deleted: {error}" for path, error in failed]
     report("\n".join(lines), {"deleted_count": deleted, "failed": reasons})
 
 
-@command.command("download")
-@click.argument("checkpoint_path", metavar="PATH")
+@command.command(
+    "download",
+    epilog=examples(
+        "tinkex checkpoint download tinker://RUN/weights/final",
+        "tinkex checkpoint download tinker://RUN/weights/final -o ~/adapters",
+    ),
+)
+@path_argument
 @click.option(
     "--output",
     "-o",
@@ -212,8 +241,14 @@ def _download(client: tinkex.RestClient, path: str, target: Path, *, force: bool
         return tinkex.download_checkpoint(path, target, rest=client, overwrite=force, progress=show)
 
 
-@command.command("info")
-@click.argument("checkpoint_path", metavar="PATH")
+@command.command(
+    "info",
+    epilog=examples(
+        "tinkex checkpoint info tinker://RUN/weights/final",
+        "tinkex checkpoint info -v tinker://RUN/weights/final    # exact times",
+    ),
+)
+@path_argument
 @service_options
 def info(checkpoint_path: str) -> None:
     """Show one checkpoint."""
@@ -234,8 +269,8 @@ def info(checkpoint_path: str) -> None:
             "LoRA rank": NONE if weights_info.lora_rank is None else str(weights_info.lora_rank),
             "Size": shown_size(checkpoint.size_bytes),
             "Public": yes_no(checkpoint.public),
-            "Saved": checkpoint.time.isoformat(),
-            "Expires": checkpoint.expires_at.isoformat() if checkpoint.expires_at else "never",
+            "Saved": ago_exact(checkpoint.time),
+            "Expires": ago_exact(checkpoint.expires_at) if checkpoint.expires_at else "never",
             **{f"Metadata {key}": value for key, value in (checkpoint.user_metadata or {}).items()},
         }
     )
@@ -253,8 +288,20 @@ def find_checkpoint(client: tinkex.RestClient, path: str) -> tinkex.Checkpoint:
     )
 
 
-@command.command("list")
-@click.option("--run-id", metavar="RUN", help="Only those of this training run.")
+@command.command(
+    "list",
+    epilog=examples(
+        "tinkex checkpoint list",
+        "tinkex checkpoint list --run-id RUN",
+        "tinkex checkpoint list --limit 0 -f json",
+    ),
+)
+@click.option(
+    "--run-id",
+    metavar="RUN",
+    shell_complete=complete_runs,
+    help="Only those of this training run.",
+)
 @limit_option
 @service_options
 def list_(run_id: str | None, limit: int) -> None:
@@ -289,12 +336,17 @@ def list_(run_id: str | None, limit: int) -> None:
             )
             for checkpoint in found
         ],
-        title=list_title(len(found), total, "checkpoints"),
+        title=list_title(len(found), total, "checkpoint"),
     )
 
 
-@command.command("publish")
-@click.argument("checkpoint_path", metavar="PATH")
+@command.command(
+    "publish",
+    epilog=examples(
+        "tinkex checkpoint publish tinker://RUN/sampler_weights/final",
+    ),
+)
+@path_argument
 @service_options
 def publish(checkpoint_path: str) -> None:
     """Make a checkpoint readable by everyone on the service."""
@@ -302,8 +354,14 @@ def publish(checkpoint_path: str) -> None:
     _report_change(checkpoint_path, "is now readable by everyone on the service.", public=True)
 
 
-@command.command("push-hf")
-@click.argument("checkpoint_path", metavar="PATH")
+@command.command(
+    "push-hf",
+    epilog=examples(
+        "tinkex checkpoint push-hf tinker://RUN/sampler_weights/final",
+        "tinkex checkpoint push-hf tinker://RUN/weights/final --repo me/pirate",
+    ),
+)
+@path_argument
 @click.option(
     "--repo", "-r", metavar="NAME", help="USER/NAME on the hub.  [default: based on PATH]"
 )
@@ -352,8 +410,14 @@ def push_hf(
     report(pushed.url, {"checkpoint_path": checkpoint_path, **asdict(pushed)}, err=False)
 
 
-@command.command("set-ttl")
-@click.argument("checkpoint_path", metavar="PATH")
+@command.command(
+    "set-ttl",
+    epilog=examples(
+        "tinkex checkpoint set-ttl tinker://RUN/weights/final --ttl 86400",
+        "tinkex checkpoint set-ttl tinker://RUN/weights/final --remove",
+    ),
+)
+@path_argument
 @click.option(
     "--ttl", type=int, callback=minimum(1), metavar="SECONDS", help="Delete it after this time."
 )
@@ -364,12 +428,17 @@ def set_ttl(checkpoint_path: str, ttl: int | None, remove: bool) -> None:
     if (ttl is None) != remove:
         raise click.UsageError("Give either --ttl SECONDS or --remove.")
     rest_client().set_checkpoint_ttl_from_tinker_path(checkpoint_path, ttl).result()
-    words = "no longer expires." if remove else f"will be deleted in {ttl} seconds."
+    words = "no longer expires." if remove else f"will be deleted in {counted(ttl or 0, 'second')}."
     _report_change(checkpoint_path, words, ttl_seconds=ttl)
 
 
-@command.command("unpublish")
-@click.argument("checkpoint_path", metavar="PATH")
+@command.command(
+    "unpublish",
+    epilog=examples(
+        "tinkex checkpoint unpublish tinker://RUN/sampler_weights/final",
+    ),
+)
+@path_argument
 @service_options
 def unpublish(checkpoint_path: str) -> None:
     """Make a published checkpoint private again."""

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import click
 
 from tinkex.cli.errors import CommandFailed
+from tinkex.cli.output import as_json, counted, examples, json_alias, show_json, show_table
+from tinkex.cli.service_options import progress_bar
 from tinkex.conformance import CHECKS, Outcome, Remote, Report, Verdict, run
 from tinkex.conformance.raw_client import Unexpected
 
-STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.SKIP: "yellow"}
-#: Longest text in a table cell; --json shows all of it.
+STYLES = {"pass": "green", "fail": "bold red", "skip": "yellow"}
+#: Longest text in a cell on a terminal. In a pipe and as JSON there is all of it.
 MAX_CELL_CHARS = 200
 
 
-@click.command("conformance")
-@click.argument("url")
-@click.option("--key", envvar="TINKER_API_KEY", default="tml-conformance", help="API key.")
+@click.command(
+    "conformance",
+    epilog=examples(
+        "tinkex conformance http://127.0.0.1:8000",
+        "tinkex conformance http://127.0.0.1:8000 --only S3 -f json",
+        "tinkex conformance --list",
+    ),
+)
+@click.argument("url", required=False)
+@click.option(
+    "--api-key",
+    metavar="KEY",
+    envvar=["TINKEX_API_KEY", "TINKER_API_KEY"],
+    default="tml-conformance",
+    help="API key.  [default: TINKER_API_KEY]",
+)
+@click.option("--key", hidden=True, help="The earlier name of --api-key.")
 @click.option("--other-key", help="A key of another owner, to check that owners are isolated.")
 @click.option("--base-model", help="Base model to use.  [default: the first one served]")
 @click.option(
@@ -27,17 +42,17 @@ MAX_CELL_CHARS = 200
     metavar="ID|CHECK",
     help="Only checks of this requirement (such as S3), or this check. Can be repeated.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@json_alias
 @click.option(
     "--list", "listed", is_flag=True, help="List the checks and what they expect, then exit."
 )
 def command(
-    url: str,
-    key: str,
+    url: str | None,
+    api_key: str,
+    key: str | None,
     other_key: str | None,
     base_model: str | None,
     only: tuple[str, ...],
-    as_json: bool,
     listed: bool,
 ) -> None:
     """Run the conformance checks against the Tinker server at URL.
@@ -46,10 +61,11 @@ def command(
     is enough. The exit status is 1 if a check fails.
     """
     if listed:
-        for check in CHECKS:
-            click.echo(f"{check.name} [{', '.join(check.requirements)}]: {check.sentence}")
+        _show_checks()
         return
-    remote = Remote(url, key=key, other_key=other_key, base_model=base_model)
+    if url is None:
+        raise click.UsageError("Give the URL of a server, or --list.")
+    remote = Remote(url, key=key or api_key, other_key=other_key, base_model=base_model)
     try:
         chosen = remote.base_model
     except Unexpected as error:
@@ -57,39 +73,49 @@ def command(
             f"{url} does not answer as a Tinker server: {error}",
             hint="Check the URL and the key, or name a model with --base-model.",
         ) from error
-    if as_json:
-        report = run(remote, only=only or None)
-        click.echo(json.dumps({"url": url, "base_model": chosen, **_plain(report)}, indent=2))
+    done = 0
+    with progress_bar("Checking") as show:
+
+        def count(_outcome: Outcome) -> None:
+            nonlocal done
+            done += 1
+            show(done, len(CHECKS) if not only else done)
+
+        report = run(remote, only=only or None, on_outcome=count)
+    if as_json():
+        show_json({"url": url, "base_model": chosen, **_plain(report)})
     else:
-        report = _with_table(remote, chosen, only)
+        _show_report(report, title=f"{remote.url}, {chosen}")
     sys.exit(0 if report.passed else 1)
 
 
-def _with_table(remote: Remote, chosen: str, only: tuple[str, ...]) -> Report:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+def _show_checks() -> None:
+    if as_json():
+        fields = ("name", "theme", "requirements", "sentence")
+        show_json({"checks": [{name: getattr(check, name) for name in fields} for check in CHECKS]})
+        return
+    for check in CHECKS:
+        click.echo(f"{check.name} [{', '.join(check.requirements)}]: {check.sentence}")
 
-    console = Console()
-    table = Table(title=f"{remote.url}, {chosen}", title_justify="left")
-    for column in ("", "check", "ids", "seen"):
-        table.add_column(column, overflow="fold")
 
-    def add_row(outcome: Outcome) -> None:
-        style = STYLES[outcome.verdict]
-        table.add_row(
-            f"[{style}]{outcome.verdict}[/]",
-            outcome.check.sentence,
-            ", ".join(outcome.check.requirements),
-            escape(outcome.seen[:MAX_CELL_CHARS]),
-        )
-
-    with console.status("checking ..."):
-        report = run(remote, only=only or None, on_outcome=add_row)
-    console.print(table)
+def _show_report(report: Report, *, title: str) -> None:
+    longest = MAX_CELL_CHARS if sys.stdout.isatty() else None
+    show_table(
+        ("Verdict", "Check", "Ids", "Seen"),
+        [
+            (
+                outcome.verdict.value,
+                outcome.check.sentence,
+                ", ".join(outcome.check.requirements),
+                " ".join(outcome.seen.split())[:longest],
+            )
+            for outcome in report.outcomes
+        ],
+        title=title,
+        styles=STYLES,
+    )
     counts = ", ".join(f"{report.count(verdict)} {verdict}" for verdict in Verdict)
-    console.print(f"{len(report.outcomes)} checks: {counts}")
-    return report
+    click.echo(f"{counted(len(report.outcomes), 'check')}: {counts}", err=True)
 
 
 def _plain(report: Report) -> dict[str, object]:

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import random
+import shlex
 import shutil
 import sys
 import time
@@ -32,6 +33,7 @@ from tinkex.cli import loss_chart
 from tinkex.cli.demo_report import Exchange, Outcome, as_html
 from tinkex.cli.download_progress import fetch_progress
 from tinkex.cli.errors import CommandFailed
+from tinkex.cli.output import as_json, examples, show_json
 from tinkex.client.local_server import LocalSettings
 from tinkex.models.resolve import DEFAULT_MODEL, ModelNotFound, resolve
 
@@ -172,7 +174,10 @@ def ask(sampling: SamplingClient, tokenizer: Any, questions: Sequence[str]) -> l
     return answers
 
 
-@click.command("demo")
+@click.command(
+    "demo",
+    epilog=examples("tinkex demo", "tinkex demo --steps 10 --base-url http://127.0.0.1:8000"),
+)
 @click.option("--steps", default=STEPS, show_default=True, type=click.IntRange(min=2))
 @click.option(
     "--output",
@@ -199,15 +204,15 @@ def command(steps: int, output: Path, base_url: str, model: str) -> None:
     Starts a server, asks the model six questions, trains it on 96 short examples to answer like a
     pirate, and asks again. Takes about two minutes on two cores; fails if nothing changes.
     """
-    console = Console(highlight=False)
-    from tinkex import TinkerError
-
+    console = Console(highlight=False, stderr=as_json())
     try:
         outcome = run(console, steps=steps, base_url=base_url, model=model)
-    except (ModelNotFound, TinkerError) as error:
+    except ModelNotFound as error:
         raise CommandFailed(str(error)) from error
-    write_files(console, outcome, output)
+    write_files(outcome, output)
     print_summary(console, outcome, output)
+    if as_json():
+        show_json(asdict(outcome))
     if problem := failure_reason(outcome):
         raise CommandFailed(problem)
 
@@ -259,6 +264,7 @@ def run(console: Console, *, steps: int, base_url: str, model: str) -> Outcome:
         training_s=training_s,
         checkpoint=checkpoint,
         sampler=sampler,
+        base_url=base_url,
         data_folder=str(LocalSettings.from_env().data) if base_url == "local" else None,
     )
 
@@ -340,22 +346,19 @@ def step_progress(console: Console, steps: int) -> Iterator[Callable[[float, int
         yield report_bar
 
 
-def write_files(console: Console, outcome: Outcome, folder: Path) -> None:
+def write_files(outcome: Outcome, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.html").write_text(as_html(outcome), encoding="utf-8")
     results = json.dumps(asdict(outcome), indent=2, ensure_ascii=False)
     (folder / "results.json").write_text(results + "\n", encoding="utf-8")
-    try:
+    # The report has the curve too, so matplotlib is not needed.
+    with contextlib.suppress(ModuleNotFoundError):
         loss_chart.write_png(
             folder / "loss.png",
             outcome.losses,
             title=f"{outcome.model} learns to talk like a pirate",
             x_label="step",
             y_label="loss (nats per answer token)",
-        )
-    except ModuleNotFoundError as error:
-        console.print(
-            f"[yellow]No loss.png:[/] {error.name} is not installed (pip install matplotlib)."
         )
 
 
@@ -374,7 +377,6 @@ def print_summary(console: Console, outcome: Outcome, folder: Path) -> None:
         f"Pirate answers to held-out questions: [bold]{outcome.before} of {asked}[/] before, "
         f"[bold]{outcome.after} of {asked}[/] after.\n"
     )
-    paths = Table.grid(padding=(0, 2))
     for what, where in (
         ("report", folder / "report.html"),
         ("curve", folder / "loss.png"),
@@ -384,18 +386,45 @@ def print_summary(console: Console, outcome: Outcome, folder: Path) -> None:
         ("server data", outcome.data_folder),
     ):
         if where is not None and (not isinstance(where, Path) or where.exists()):
-            paths.add_row(f"[dim]{what}[/]", str(where))
-    console.print(paths)
+            # Not in a table, which would cut a path that is wider than the terminal.
+            console.print(f"[dim]{what:<15}[/]  {escape(str(where))}", soft_wrap=True)
     console.print("\n[bold]Next steps[/]")
-    for what, why in next_steps(folder):
-        console.print(f"  {what:<40} [dim]{why}[/]", soft_wrap=True)
+    for why, words in next_steps(outcome):
+        console.print(f"  {why}:")
+        for line in copyable(words):
+            console.print(f"    {line}", markup=False, soft_wrap=True)
 
 
-def next_steps(folder: Path) -> Iterator[tuple[str, str]]:
-    yield f"open {folder / 'report.html'}", "everything above, and code to use the model"
+def next_steps(outcome: Outcome) -> Iterator[tuple[str, list[str]]]:
+    """What to try next: the words of commands that work as they are."""
+    tinkex, service = executable("tinkex"), ["--base-url", outcome.base_url]
+    yield (
+        "Talk to the pirate",
+        [tinkex, "sample", *service, "Who are you?", "--path", outcome.sampler],
+    )
+    yield "Find it again later", [tinkex, "checkpoint", "list", *service]
     if (example := Path("examples/fine_tune.py")).is_file():
-        yield f"{executable('python')} {example}", "the same loop in under 100 lines"
-    yield f"{executable('tinkex')} serve", "your own server, for any Tinker program"
+        yield "Train on examples of your own", [executable("python"), str(example), *service]
+    if outcome.base_url == "local":
+        yield "Serve this folder to other programs", [tinkex, "serve"]
+
+
+def copyable(words: Sequence[str], width: int = 76) -> list[str]:
+    """A shell command in lines of at most `width` characters, unless one word is longer."""
+    parts: list[str] = []
+    for word in map(shlex.quote, words):
+        if parts and parts[-1].startswith("--") and " " not in parts[-1]:
+            parts[-1] += f" {word}"  # an option stays with its value
+        else:
+            parts.append(word)
+    lines = parts[:1]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(part) + 3 > width:
+            lines[-1] += " \\"
+            lines.append(f"  {part}")
+        else:
+            lines[-1] += f" {part}"
+    return lines
 
 
 def executable(command: str) -> str:

@@ -39,6 +39,8 @@ class Outcome:
     training_s: float
     checkpoint: str
     sampler: str
+    #: The service that has them; `local` is the one of this user on this machine.
+    base_url: str
     data_folder: str | None
 
     @property

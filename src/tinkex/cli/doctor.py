@@ -7,19 +7,26 @@ from typing import TYPE_CHECKING
 import click
 
 from tinkex.cli.errors import CommandFailed
-from tinkex.cli.output import as_json, show_json, show_table
+from tinkex.cli.output import as_json, examples, show_json, show_table
 from tinkex.cli.server_options import data_folder_options, load_settings
 
 if TYPE_CHECKING:
     from tinkex.server.maintenance.doctor import Finding
 
+STYLES = {"fine": "green", "note": "yellow", "problem": "bold red"}
 
-@click.command("doctor")
+
+@click.command(
+    "doctor",
+    epilog=examples(
+        "tinkex doctor",
+        "tinkex doctor --data /srv/tinkex -f json",
+        "tinkex doctor --repair           # stop the server first",
+    ),
+)
 @data_folder_options
 @click.option("--repair", is_flag=True, help="Make the repairs that cannot lose data.")
-def command(
-    data: str | None, db: str | None, storage: str | None, format: str | None, repair: bool
-) -> None:
+def command(data: str | None, db: str | None, storage: str | None, repair: bool) -> None:
     """Check every row and every file of a server's data folder, and list the findings.
 
     Without --repair, nothing is changed, and the server may be running.
@@ -59,7 +66,7 @@ def command(
         for line in done:
             click.echo(f"repaired: {line}", err=True)
         rows = [(finding.level.value, finding.about, _sentence(finding)) for finding in findings]
-        show_table(("State", "About", "Finding"), rows)
+        show_table(("State", "About", "Finding"), rows, styles=STYLES)
     sys.exit(1 if problems else 0)
 
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from tinkex.models.cache import Progress, line_progress
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
 
 
 @contextmanager
@@ -15,22 +20,35 @@ def fetch_progress() -> Iterator[Progress]:
     if not sys.stderr.isatty():
         yield line_progress(sys.stderr)
         return
-    from rich import progress as rich_progress
+    bars: Bars | None = None
+    tasks: dict[str, TaskID] = {}
+
+    def progress(done: int, total: int, what: str) -> None:
+        nonlocal bars
+        if bars is None:
+            # With the first download: most starts have none, and need no rich.
+            bars = _bars()
+            bars.start()
+        if what not in tasks:
+            tasks[what] = bars.add_task(what, total=total)
+        bars.update(tasks[what], completed=done)
+
+    try:
+        yield progress
+    finally:
+        if bars is not None:
+            bars.stop()
+
+
+def _bars() -> Bars:
+    from rich import progress
     from rich.console import Console
 
-    columns = (
-        rich_progress.TextColumn("{task.description}"),
-        rich_progress.BarColumn(),
-        rich_progress.DownloadColumn(),
-        rich_progress.TransferSpeedColumn(),
-        rich_progress.TimeRemainingColumn(),
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
     )
-    tasks: dict[str, rich_progress.TaskID] = {}
-    with rich_progress.Progress(*columns, console=Console(stderr=True)) as bars:
-
-        def progress(done: int, total: int, what: str) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done)
-
-        yield progress

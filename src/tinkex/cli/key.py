@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from tinkex.cli.errors import CommandFailed
-from tinkex.cli.output import show_columns
+from tinkex.cli.output import ago_exact, as_json, examples, report, show_json, show_table
 from tinkex.cli.server_options import data_option, db_option, load_settings
-from tinkex.wire.text_format import format_utc
 
 if TYPE_CHECKING:
     from tinkex.server.settings import Settings
@@ -24,6 +23,7 @@ T = TypeVar("T")
 # Owner of everything created on a server before it had keys.
 DEFAULT_OWNER = "local"
 MAX_CHARS = 200
+STYLES = {"active": "green", "revoked": "red", "expired": "yellow"}
 SECONDS_PER_UNIT = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_536_000}
 
 
@@ -35,7 +35,14 @@ def command() -> None:
     """
 
 
-@command.command("create")
+@command.command(
+    "create",
+    epilog=examples(
+        "tinkex key create               # owner: local",
+        "tinkex key create --owner alice --name laptop --expires 90d",
+        "tinkex key create --owner bob --max-training 2 --max-checkpoints 100",
+    ),
+)
 @click.option(
     "--owner",
     default=DEFAULT_OWNER,
@@ -80,6 +87,9 @@ def create(owner: str, project: str | None, name: str, expires: str | None, **op
         )
 
     key, secret = _with_keys(operation, data=options["data"], db=options["db"], create=True)
+    if as_json():
+        show_json({**_fields(key), "key": secret})
+        return
     click.echo(secret)
     click.echo(
         f"Key {key.key_id} of owner {key.owner}. It is not shown again: set TINKER_API_KEY to it.",
@@ -87,37 +97,44 @@ def create(owner: str, project: str | None, name: str, expires: str | None, **op
     )
 
 
-@command.command("list")
+@command.command(
+    "list", epilog=examples("tinkex key list", "tinkex key list --data /srv/tinkex -f json")
+)
 @data_option
 @db_option
 def list_(data: str | None, db: str | None) -> None:
     """Show all keys, revoked ones included."""
     keys = _with_keys(lambda keys: keys.all(), data=data, db=db)
+    if as_json():
+        show_json({"keys": [_fields(key) for key in keys], "total": len(keys)})
+        return
     if not keys:
         click.echo(
             "No keys: the server accepts everyone on this machine as owner `local`.", err=True
         )
         return
     now_s = time.time()
-    rows = [("ID", "KEY", "OWNER", "PROJECT", "NAME", "CREATED", "USED", "EXPIRES", "STATE")]
-    rows += [
-        (
-            str(key.key_id),
-            f"{key.hint}…",
-            key.owner,
-            key.project_id or "-",
-            key.name or "-",
-            _format_time(key.created_s),
-            _format_time(key.used_s),
-            _format_time(key.expires_s),
-            key.state(now_s),
-        )
-        for key in keys
-    ]
-    show_columns(rows)
+    show_table(
+        ("ID", "Key", "Owner", "Project", "Name", "Created", "Used", "Expires", "State"),
+        [
+            (
+                str(key.key_id),
+                f"{key.hint}…",
+                key.owner,
+                key.project_id or "",
+                key.name or "",
+                ago_exact(_moment(key.created_s)),
+                "never" if key.used_s is None else ago_exact(_moment(key.used_s)),
+                "never" if key.expires_s is None else ago_exact(_moment(key.expires_s)),
+                key.state(now_s),
+            )
+            for key in keys
+        ],
+        styles=STYLES,
+    )
 
 
-@command.command("revoke")
+@command.command("revoke", epilog=examples("tinkex key revoke 3"))
 @click.argument("key_id", metavar="ID", type=int)
 @data_option
 @db_option
@@ -133,7 +150,10 @@ def revoke(key_id: int, data: str | None, db: str | None) -> None:
     key = _with_keys(operation, data=data, db=db)
     if key is None:
         raise CommandFailed(f"there is no key {key_id}.", hint="`tinkex key list` shows all keys.")
-    click.echo(f"Key {key_id} ({key.hint}…, owner {key.owner}) is revoked.", err=True)
+    report(
+        f"Key {key_id} ({key.hint}…, owner {key.owner}) is revoked.",
+        {"key_id": key_id, "hint": key.hint, "owner": key.owner, "state": "revoked"},
+    )
 
 
 def _with_keys(
@@ -204,7 +224,21 @@ def _parse_expiry(text: str) -> float:
     return moment_s
 
 
-def _format_time(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return format_utc(seconds, form="%Y-%m-%d %H:%M")
+def _moment(seconds: float | None) -> datetime | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
+
+
+def _fields(key: "ApiKey") -> dict[str, Any]:
+    """A key for JSON, without its hash."""
+    return {
+        "key_id": key.key_id,
+        "hint": key.hint,
+        "owner": key.owner,
+        "project_id": key.project_id,
+        "name": key.name,
+        "limits": dict(key.limits),
+        "created_at": _moment(key.created_s),
+        "used_at": _moment(key.used_s),
+        "expires_at": _moment(key.expires_s),
+        "state": key.state(time.time()),
+    }

@@ -1,7 +1,10 @@
 """The entry point of the `tinkex` command."""
 
+import os
 import sys
 
+#: Set by the completion scripts of shells.
+COMPLETE_VAR = "_TINKEX_COMPLETE"
 #: The exit status that shells expect after Ctrl-C.
 INTERRUPTED = 130
 
@@ -12,6 +15,7 @@ def main() -> None:
         import click
 
         from tinkex.cli.command_group import command
+        from tinkex.cli.errors import ReaderGone
     except ModuleNotFoundError as error:
         # click and rich are optional: the client library does not need them.
         print(
@@ -20,8 +24,11 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
+    if COMPLETE_VAR in os.environ:
+        import tinkex.cli.completion  # noqa: F401 (registers the completion for bash)
+    status: object = 0
     try:
-        status = command.main(standalone_mode=False)
+        status = command.main(prog_name="tinkex", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         status = error.exit_code
@@ -31,6 +38,13 @@ def main() -> None:
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
         status = INTERRUPTED
+    except SystemExit as exit:
+        status = exit.code
+    try:
+        sys.stdout.flush()  # the reader may be gone only now
+    except BrokenPipeError:
+        ReaderGone().show()
+        status = ReaderGone.exit_code
     sys.exit(status if isinstance(status, int) else 0)
 
 

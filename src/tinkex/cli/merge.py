@@ -8,12 +8,20 @@ from pathlib import Path
 
 import click
 
+from tinkex.cli.completion import complete_adapters
 from tinkex.cli.errors import CommandFailed, missing_package
+from tinkex.cli.output import examples, report
 from tinkex.wire.text_format import format_bytes
 
 
-@click.command("merge")
-@click.argument("adapter", metavar="ADAPTER")
+@click.command(
+    "merge",
+    epilog=examples(
+        "tinkex merge tinker://RUN/weights/final merged",
+        "tinkex merge ./adapter merged --base ~/models/Qwen3-0.6B --dtype bfloat16",
+    ),
+)
+@click.argument("adapter", metavar="ADAPTER", shell_complete=complete_adapters)
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
 @click.option(
     "--base",
@@ -52,12 +60,21 @@ def command(adapter: str, out: Path, base: str | None, dtype: str | None, data: 
     except (UserFailure, UnsupportedModel, RefusedFolder, ModelNotFound, FileExistsError) as error:
         raise CommandFailed(str(error)) from error
     size = format_bytes(merged.size_bytes)
-    click.echo(f"{out}: {source.name} merged with {folder.name}, {merged.dtype}, {size}.")
+    words = f"{out}: {source.name} merged with {adapter}, {merged.dtype}, {size}."
     if merged.untied:
-        click.echo(
-            "The adapter changes the output projection, which the base model shares with its input "
-            "embeddings. The merged model has both separately (tie_word_embeddings is false)."
+        words += (
+            "\nThe adapter changes the output projection, which the base model shares with its "
+            "input embeddings. The merged model has both separately (tie_word_embeddings is false)."
         )
+    fields = {
+        "destination": str(out),
+        "adapter": adapter,
+        "base_model": source.name,
+        "dtype": merged.dtype,
+        "size_bytes": merged.size_bytes,
+        "untied": merged.untied,
+    }
+    report(words, fields, err=False)
 
 
 def named_base(folder: Path) -> str:

@@ -6,7 +6,7 @@ import click
 
 import tinkex
 from tinkex.cli.errors import CommandFailed
-from tinkex.cli.output import NONE, as_json, show_json, show_table, yes_no
+from tinkex.cli.output import NONE, as_json, examples, show_json, show_table, yes_no
 from tinkex.cli.service_options import service_arguments, service_options
 
 
@@ -15,7 +15,10 @@ def command() -> None:
     """List the base models of a service."""
 
 
-@command.command("list")
+@command.command(
+    "list",
+    epilog=examples("tinkex model list", "tinkex model list qwen", "tinkex model list -f json"),
+)
 @click.argument("substring", required=False)
 @service_options
 def list_(substring: str | None) -> None:

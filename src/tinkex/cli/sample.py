@@ -8,16 +8,30 @@ from typing import Any, TextIO
 import click
 
 import tinkex
+from tinkex.cli.completion import complete_checkpoints
 from tinkex.cli.errors import CommandFailed, missing_package
-from tinkex.cli.output import as_json, show_json
+from tinkex.cli.output import as_json, examples, printable, show_json
 from tinkex.cli.service_options import service_arguments, service_options
 
 
-@click.command("sample")
+@click.command(
+    "sample",
+    epilog=examples(
+        'tinkex sample "Who are you?"',
+        'tinkex sample "Who are you?" --path tinker://RUN/sampler_weights/final',
+        'tinkex sample --plain "The ship sails" -n 2 --max-tokens 20 -f json',
+        "tinkex sample --prompt-file question.txt --temperature 0 -o answer.txt",
+    ),
+)
 @click.argument("prompt", required=False)
 @click.option("--prompt-file", type=click.File(), help="Read the prompt from a file; - is stdin.")
 @click.option("--model", metavar="NAME", help="Base model.  [default: the first one served]")
-@click.option("--path", metavar="PATH", help="Saved weights: tinker://RUN/sampler_weights/NAME.")
+@click.option(
+    "--path",
+    metavar="PATH",
+    shell_complete=complete_checkpoints,
+    help="Saved weights: tinker://RUN/sampler_weights/NAME.",
+)
 @click.option(
     "--chat/--plain",
     default=True,
@@ -49,6 +63,8 @@ def command(
 ) -> None:
     """Sample from a model for PROMPT, or for the text of a file.
 
+    The text is printed as it is generated. With several samples, the first one is.
+
     Uses the service at TINKER_BASE_URL or --base-url; `--base-url local` starts a local server.
     """
     if (prompt is None) == (prompt_file is None):
@@ -60,32 +76,84 @@ def command(
     with tinkex.ServiceClient(**service_arguments()) as service:
         client = _sampler(service, model, path)
         try:
-            tokenizer = client.get_tokenizer()
+            # Not that of transformers, whose import takes longer than a short answer.
+            tokenizer = client._load_tokenizer(light=True)
         except ImportError as error:
             missing = ModuleNotFoundError(name=error.name or "tokenizers")
             raise missing_package(missing, "`tinkex sample`", "tokenizer") from error
-        answer = client.sample(
+        request = (
             _prompt(tokenizer, text or "", system, chat=chat),
             num_samples,
             tinkex.SamplingParams(**sampling),
-        ).result()
-    texts = [_text(tokenizer, sequence) for sequence in answer.sequences]
-    if as_json():
-        show_json(
-            {
-                "sequences": [
-                    {
-                        "text": text,
-                        "stop_reason": sequence.stop_reason,
-                        "tokens": sequence.tokens,
-                        "logprobs": sequence.logprobs,
-                    }
-                    for text, sequence in zip(texts, answer.sequences, strict=True)
-                ]
-            }
         )
-        return
-    click.echo("\n---\n".join(texts), file=output or sys.stdout)
+        if not as_json():
+            with client.sample_stream(*request) as stream:
+                _print_stream(stream, tokenizer, num_samples, output or sys.stdout)
+            return
+        answer = client.sample(*request).result()
+    sequences = [
+        {
+            "text": _text(tokenizer, sequence.tokens),
+            "stop_reason": sequence.stop_reason,
+            "tokens": sequence.tokens,
+            "logprobs": sequence.logprobs,
+        }
+        for sequence in answer.sequences
+    ]
+    show_json({"sequences": sequences}, file=output)
+
+
+def _print_stream(
+    stream: tinkex.SampleStream, tokenizer: Any, num_samples: int, file: TextIO
+) -> None:
+    """Print the first sample while it is generated, then the others."""
+    # What a model says must not control a terminal; a file or a program gets all of it.
+    shown = printable if file.isatty() else str
+    first = TextStream(tokenizer)
+
+    def label(number: int) -> None:
+        if num_samples > 1:
+            click.echo(f"{chr(10) * (number > 1)}sample {number} of {num_samples}:", file=file)
+
+    label(1)
+    for event in stream:
+        if event.sequence == 0 and (new := first.add(event.tokens)):
+            click.echo(shown(new), file=file, nl=False)
+    click.echo(shown(first.end()), file=file)
+    for number, sequence in enumerate(stream.response().sequences[1:], start=2):
+        label(number)
+        click.echo(shown(_text(tokenizer, sequence.tokens)), file=file)
+
+
+class TextStream:
+    """
+    The text of tokens that arrive one after another.
+
+    A character may consist of several tokens, and some tokenizers print a token differently at the
+    beginning of a text. So new tokens are decoded after those of the last text that was complete.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []
+        self._new: list[int] = []
+
+    def add(self, tokens: list[int]) -> str:
+        """The text that is complete now; empty in the middle of a character."""
+        self._new += tokens
+        text = self._unprinted()
+        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._context, self._new = self._new, []
+        return text
+
+    def end(self) -> str:
+        """What is left, complete or not."""
+        return self._unprinted()
+
+    def _unprinted(self) -> str:
+        known = _text(self._tokenizer, self._context)
+        return _text(self._tokenizer, self._context + self._new)[len(known) :]
 
 
 def _sampler(
@@ -111,5 +179,5 @@ def _prompt(tokenizer: Any, text: str, system: str | None, *, chat: bool) -> Any
     return tinkex.ModelInput.from_ints(list(getattr(tokens, "input_ids", tokens)))
 
 
-def _text(tokenizer: Any, sequence: tinkex.SampledSequence) -> str:
-    return str(tokenizer.decode(sequence.tokens, skip_special_tokens=True))
+def _text(tokenizer: Any, tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))

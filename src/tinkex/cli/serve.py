@@ -1,12 +1,15 @@
 """`tinkex serve`: run the server in the foreground."""
 
 import importlib.util
+import json
 import sys
 from typing import Any
 
 import click
 
+from tinkex.cli.download_progress import fetch_progress
 from tinkex.cli.errors import CommandFailed, missing_package
+from tinkex.cli.output import as_json, examples
 
 REQUIRED_PACKAGES = [
     "alembic",
@@ -19,7 +22,14 @@ REQUIRED_PACKAGES = [
 ]
 
 
-@click.command("serve")
+@click.command(
+    "serve",
+    epilog=examples(
+        "tinkex serve                                 # a small chat model",
+        "tinkex serve ~/models/Qwen3-0.6B --port 8001",
+        "tinkex serve Qwen/Qwen3-8B=~/models/small --device cuda --data /srv/tinkex",
+    ),
+)
 @click.argument("models", nargs=-1, metavar="[NAME|FOLDER|NAME=FOLDER]...")
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
 @click.option("--port", type=int, help="Port to listen on; 0: any free port.  [default: 8000]")
@@ -96,10 +106,14 @@ REQUIRED_PACKAGES = [
     default=None,
     help="Continue runs even if the files of their base model changed.",
 )
-def command(models: tuple[str, ...], **flags: Any) -> None:
+@click.option(
+    "--local", is_flag=True, hidden=True, help='Started by base_url="local": stops when unused.'
+)
+def command(models: tuple[str, ...], local: bool, **flags: Any) -> None:
     """Serve models to every Tinker client on this machine.
 
-    Without a name, a small chat model is served. Prints one line when the server is ready:
+    Without a name, a small chat model is served. Prints one line when the server is ready, and on a
+    terminal what it serves and how to connect:
 
         tinkex ready at http://HOST:PORT
 
@@ -109,6 +123,7 @@ def command(models: tuple[str, ...], **flags: Any) -> None:
     """
     try:
         from tinkex.models.resolve import ModelNotFound
+        from tinkex.server.announcement import Facts, banner, ready_line
         from tinkex.server.settings import Settings, SettingsError
         from tinkex.server.supervisor import StartFailed, run
     except ModuleNotFoundError as error:
@@ -116,10 +131,20 @@ def command(models: tuple[str, ...], **flags: Any) -> None:
     _check_packages()
     try:
         settings = Settings.from_sources({"models": models or None, **flags})
-        status = run(settings, announce=lambda line: print(line, flush=True))
-    except SettingsError as error:
+
+        def announce(url: str, facts: Facts) -> None:
+            if as_json():
+                known = {"url": url, "data": str(settings.folder), **json.loads(facts.to_json())}
+                print(json.dumps(known), flush=True)
+                return
+            # Programs read the line; a terminal shows more to the person at it.
+            tty = sys.stdout.isatty()
+            print(banner(url, settings.folder, facts) if tty else ready_line(url), flush=True)
+
+        status = run(settings, announce=announce, show_fetching=fetch_progress, local=local)
+    except (SettingsError, StartFailed) as error:
         raise CommandFailed(str(error), hint=error.hint) from error
-    except (ModelNotFound, StartFailed) as error:
+    except ModelNotFound as error:
         raise CommandFailed(str(error)) from error
     sys.exit(status)
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinkex.cli.errors import CommandFailed, missing_package
-from tinkex.cli.output import format_option
 
 if TYPE_CHECKING:
     from tinkex.server.settings import Settings
@@ -24,8 +23,8 @@ storage_option = click.option(
 
 
 def data_folder_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: --data, --db, --storage and --format."""
-    for option in (format_option, storage_option, db_option, data_option):
+    """Decorator: --data, --db and --storage."""
+    for option in (storage_option, db_option, data_option):
         command = option(command)
     return command
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypedDict, TypeVar
 
 import click
 
 import tinkex
-from tinkex.cli.output import as_json, format_option
+from tinkex.cli.output import as_json, counted
 
 T = TypeVar("T")
 
@@ -26,7 +27,6 @@ _OPTIONS = (
         metavar="KEY",
         help="API key.  [default: TINKER_API_KEY, else the stored key]",
     ),
-    format_option,
 )
 
 
@@ -52,10 +52,10 @@ limit_option = click.option(
 
 
 def service_options(command: Callable[..., T]) -> Callable[..., T]:
-    """Decorator: --base-url, --api-key and --format; `service_arguments()` reads the first two."""
+    """Decorator: --base-url and --api-key, which `service_arguments()` reads."""
 
     @functools.wraps(command)
-    def without(*args: Any, base_url: None, api_key: None, format: None, **kwargs: Any) -> T:
+    def without(*args: Any, base_url: None, api_key: None, **kwargs: Any) -> T:
         return command(*args, **kwargs)
 
     decorated: Callable[..., T] = without
@@ -105,17 +105,40 @@ def fetch_pages(
 
 
 def list_title(shown: int, total: int, what: str) -> str:
-    """The title of a list that may be cut off by --limit."""
+    """The title of a list of `what` (singular) that may be cut off by --limit."""
     more = f", {total - shown} more not shown (--limit 0 shows all)" if total > shown else ""
-    return f"{shown} {what}{more}"
+    return f"{counted(shown, what)}{more}"
+
+
+#: A bar for a shorter time would only flicker.
+BAR_AFTER_S = 0.7
 
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr if that is a terminal; otherwise, and with JSON, nothing."""
+    """
+    A callback for what is done and the total: shows a bar on stderr if that is a terminal and the
+    work takes a while. Otherwise, and with JSON, nothing.
+    """
     if as_json() or not sys.stderr.isatty():
         yield lambda done, total: None
         return
+    started = time.monotonic()
+    with ExitStack() as stack:
+        update: Callable[[int, int], None] | None = None
+
+        def show(done: int, total: int) -> None:
+            nonlocal update
+            if update is None and time.monotonic() - started >= BAR_AFTER_S:
+                update = stack.enter_context(_rich_bar(what))
+            if update is not None:
+                update(done, total)
+
+        yield show
+
+
+@contextmanager
+def _rich_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
     from rich.progress import Progress
 

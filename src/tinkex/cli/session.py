@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
 
 from tinkex.cli.errors import CommandFailed
-from tinkex.cli.output import report
+from tinkex.cli.output import examples, report
 from tinkex.cli.output import size as shown_size
 from tinkex.cli.service_options import progress_bar, rest_client, service_options
 
@@ -17,7 +18,14 @@ def command() -> None:
     """Export the trace of a session."""
 
 
-@command.command("export-trace")
+@command.command(
+    "export-trace",
+    epilog=examples(
+        "tinkex session export-trace SESSION",
+        "tinkex session export-trace SESSION --output trace.pftrace",
+        "tinkex session export-trace SESSION --url-only",
+    ),
+)
 @click.argument("session_id")
 @click.option(
     "--output",
@@ -31,7 +39,8 @@ def export_trace(session_id: str, output: Path | None, url_only: bool) -> None:
     """Download the trace of a session for a trace viewer."""
     if url_only and output:
         raise click.UsageError("Give either --output or --url-only.")
-    click.echo("Preparing the trace ...", err=True)
+    if sys.stderr.isatty():
+        click.echo("Preparing the trace ...", err=True)
     client = rest_client()
     url = client.export_session_trace(session_id).result()
     if url_only:

@@ -7,10 +7,17 @@ from pathlib import Path
 import click
 
 from tinkex.cli.errors import CommandFailed, missing_package
+from tinkex.cli.output import examples, report
 from tinkex.wire.text_format import format_bytes
 
 
-@click.command("tiny-model")
+@click.command(
+    "tiny-model",
+    epilog=examples(
+        "tinkex tiny-model tiny",
+        "tinkex tiny-model tiny --arch llama && tinkex serve test/tiny=tiny",
+    ),
+)
 @click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
 @click.option(
     "--arch",
@@ -36,5 +43,9 @@ def command(folder: Path, arch: str, seed: int, force: bool) -> None:
         raise missing_package(error, "`tinkex tiny-model`", "engine") from error
     write_tiny_model(folder, arch="llama" if arch == "llama" else "qwen3", seed=seed)
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-    click.echo(f"{folder}: a random {arch} model of {format_bytes(size)}, tokenizer included.")
-    click.echo(f"Serve it: tinkex serve {folder}")
+    report(
+        f"{folder}: a random {arch} model of {format_bytes(size)}, tokenizer included.\n"
+        f"Serve it: tinkex serve {folder}",
+        {"folder": str(folder), "arch": arch, "seed": seed, "size_bytes": size},
+        err=False,
+    )

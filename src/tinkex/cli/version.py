@@ -2,10 +2,10 @@
 
 import click
 
-from tinkex.cli.output import as_json, show_json
+from tinkex.cli.output import as_json, examples, show_json
 
 
-@click.command("version")
+@click.command("version", epilog=examples("tinkex version", "tinkex version -f json"))
 def command() -> None:
     """Show the version of tinkex."""
     from tinkex.client.settings import PROTOCOL_VERSION

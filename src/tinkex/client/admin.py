@@ -13,6 +13,7 @@ from tinkex.client.futures import Promise, awaits
 from tinkex.client.http.transport import Kind, Request, origin, redirect_url
 from tinkex.client.http.typed_requests import decode
 from tinkex.client.rest_base import Sessionless, sdk_headers, with_query
+from tinkex.tracebacks import public_edge
 from tinkex.wire.billing import (
     AuditLogResponse,
     BillingUsageResponse,
@@ -21,6 +22,7 @@ from tinkex.wire.billing import (
 from tinkex.wire.codec import JSON_TYPE
 
 
+@public_edge
 class AdminClient(Sessionless):
     """
     Audit log, usage and storage of an organization.
@@ -34,7 +36,19 @@ class AdminClient(Sessionless):
     def get_audit_log(
         self, event_type: validation.AuditEvents = "all", day: date | None = None
     ) -> Promise[AuditLogResponse]:
-        """Audit events of one kind, on one day (UTC); without a day, the latest ones."""
+        """
+        Audit events of one kind.
+
+        Args:
+            event_type: `"all"`, `"checkpoints"`, `"projects"`, `"teams"` or `"organizations"`.
+            day: The day (UTC). None: the latest events.
+
+        Returns:
+            A future of the events.
+
+        Example:
+            print(admin.get_audit_log("checkpoints").result().entries)
+        """
         validation.one_of("event_type", event_type, get_args(validation.AuditEvents))
         path = with_query("audit", {"event_type": event_type, "day": validation.day(day)})
 
@@ -68,7 +82,22 @@ class AdminClient(Sessionless):
     def get_billing_usage(
         self, starting_on: datetime | str, ending_before: datetime | str
     ) -> Promise[BillingUsageResponse]:
-        """Usage per hour. Whole hours (UTC if they have no time zone), at most 14 days."""
+        """
+        Usage per hour.
+
+        Args:
+            starting_on: First hour. Times without a zone are UTC.
+            ending_before: The hour after the last one, at most 14 days later.
+
+        Returns:
+            A future of the usage of each hour.
+
+        Raises:
+            ValueError: Not whole hours, or not in this order.
+
+        Example:
+            usage = admin.get_billing_usage("2026-11-01", "2026-11-08").result()
+        """
         start = validation.moment("starting_on", starting_on)
         end = validation.moment("ending_before", ending_before)
         if end <= start:
@@ -89,7 +118,18 @@ class AdminClient(Sessionless):
     def get_current_checkpoint_storage_usage(
         self, project_id: str | None = None
     ) -> Promise[CurrentCheckpointStorageUsageResponse]:
-        """Current storage of checkpoints, by project and owner."""
+        """
+        Current storage of checkpoints, by project and owner.
+
+        Args:
+            project_id: Of this project only.
+
+        Returns:
+            A future of the storage in use.
+
+        Example:
+            usage = admin.get_current_checkpoint_storage_usage().result()
+        """
         return self._ask(
             "get_current_checkpoint_storage_usage",
             "GET",

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import copy
 import json
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from tinkex.wire.errors import path_of
 
 if TYPE_CHECKING:
     from tinkex.client.http.transport import Request, Response
@@ -31,7 +33,35 @@ class ExperimentalWarning(FutureWarning):
 
 
 class TinkerError(Exception):
-    """Base of every error about the service."""
+    """
+    Base of every error about the service.
+
+    Its text is `summary`, then `details` and `hint` in parentheses. Programs that show errors to
+    people can print the parts on their own.
+    """
+
+    #: What was sent where, with the id to look for in logs; empty if there is no more to say.
+    details: str = ""
+    #: What to do next; empty if the summary says it.
+    hint: str = ""
+    _summary: str | None = None
+
+    @property
+    def summary(self) -> str:
+        """What went wrong, as one line."""
+        return self._summary or str(self).partition("\n")[0]
+
+    def explain(self, summary: str, *, details: str = "", hint: str = "") -> Self:
+        """Set the parts of the text."""
+        self._summary, self.details, self.hint = summary, details, hint
+        return self
+
+    def __str__(self) -> str:
+        if self._summary is None:
+            return super().__str__()
+        more = f"{self.details}. {self.hint}" if self.details and self.hint else self.details
+        more = (more or self.hint).strip()
+        return f"{self._summary}\n({more})" if more else self._summary
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Rebuilt from its state, not through __init__: subclasses have different signatures.
@@ -48,6 +78,8 @@ def _rebuild(kind: type[TinkerError], args: tuple[Any, ...], state: dict[str, An
 class APIError(TinkerError):
     """An exchange with the service failed."""
 
+    #: A short text as in the official client, such as `Error code: 404 - {...}`. For people, print
+    #: the error itself.
     message: str
     #: What was sent: method, URL and id, without headers and body.
     request: Request
@@ -176,11 +208,12 @@ class RequestFailedError(TinkerError):
         self.message = message
         self.request_id = request_id
         self.category = category
-
-    def __str__(self) -> str:
-        word = str(getattr(self.category, "value", self.category))
-        after = self._NEXT.get(word, self._NEXT["unknown"])
-        return f"{self.message}\n(request {self.request_id}, category {word}. {after})"
+        word = str(getattr(category, "value", category))
+        self.explain(
+            message,
+            details=f"request {request_id}, category {word}",
+            hint=self._NEXT.get(word, self._NEXT["unknown"]),
+        )
 
 
 _BY_STATUS: dict[int, type[APIStatusError]] = {
@@ -222,13 +255,53 @@ def status_error(response: Response, *, about: str = "") -> APIStatusError:
         hint = "The cause is on the server: see its log."
     else:
         hint = _HINTS.get(status, _HINTS[400])
-    found = f" - {body}" if body not in (None, "") else ""
-    where = f"{response.request.method} {response.request.path}"
-    where += identified(response.request, response)
+    message = f"Error code: {status}"
+    if isinstance(body, str) and body:
+        message = body
+    elif body not in (None, ""):
+        message += f" - {body}"
     about = f"{about}: " if about else ""
-    text = f"Error code: {status}{found}\n({about}{where}. {hint}".rstrip() + ")"
+    where = f"{response.request.method} {response.request.path}"
     fallback = InternalServerError if status >= 500 else APIStatusError
-    return _BY_STATUS.get(status, fallback)(text, response, body)
+    return _BY_STATUS.get(status, fallback)(message, response, body).explain(
+        _stated_reason(body) or f"The service answered {status} {response.reason_phrase}".rstrip(),
+        details=f"Error code: {status}, {about}{where}{identified(response.request, response)}",
+        hint=hint,
+    )
+
+
+#: Keys under which services put the reason of an error, the most telling first.
+_REASON_KEYS = ("detail", "message", "error", "reason")
+#: A longer reason is shortened; `body` has all of it.
+MAX_REASON_CHARS = 1000
+
+
+def _stated_reason(body: object) -> str:
+    """The reason that the service gives, on one line; empty if it gives none."""
+    text = ""
+    if isinstance(body, dict):
+        found = next((body[key] for key in _REASON_KEYS if body.get(key)), None)
+        if isinstance(found, list):  # the fields of a 422
+            text = "; ".join(filter(None, map(_field_reason, found[:5])))
+        elif found is not None:
+            return _stated_reason(found)
+        text = text or json.dumps(body, ensure_ascii=False, default=str)
+    elif isinstance(body, str) and "<html" not in body[:200].lower():
+        text = body
+    elif isinstance(body, list | int | float):
+        text = json.dumps(body, default=str)
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}..."
+
+
+def _field_reason(error: object) -> str:
+    """`ttl_seconds: must be above zero`, from one entry of a 422."""
+    if not isinstance(error, dict) or not isinstance(error.get("msg"), str):
+        return error if isinstance(error, str) else ""
+    loc = error.get("loc")
+    parts = [part for part in loc if isinstance(part, str | int)] if isinstance(loc, list) else []
+    path = path_of(tuple(parts[1:] if parts[:1] == ["body"] else parts))
+    return f"{path}: {error['msg']}" if path else str(error["msg"])
 
 
 def _redirect_hint(response: Response) -> str:

@@ -10,12 +10,14 @@ import inspect
 import operator
 import os
 import sys
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Iterator
+from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from tinkex.client import background_loop
+from tinkex import display
+from tinkex.client import background_loop, user_warnings
+from tinkex.tracebacks import end_at_caller
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -34,11 +36,43 @@ class APIFuture(ABC, Generic[T]):
 
     @abstractmethod
     def result(self, timeout: float | None = None) -> T:
-        """Block until the result is available, at most `timeout` seconds (then `TimeoutError`)."""
+        """
+        Block until the result is available.
+
+        Args:
+            timeout: Most seconds to wait. None: no limit.
+
+        Returns:
+            The result, however often it is called.
+
+        Raises:
+            TimeoutError: No result yet. The work continues; call again to keep waiting.
+            TinkerError: The work failed.
+
+        Example:
+            loss = training.forward_backward(data, "cross_entropy").result(timeout=600)
+        """
 
     @abstractmethod
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 (as upstream)
-        """The same, for coroutines."""
+        """
+        `result` for coroutines. `await future` is the same without a timeout.
+
+        Args:
+            timeout: Most seconds to wait. None: no limit.
+
+        Returns:
+            The result, however often it is called.
+
+        Raises:
+            TimeoutError: No result yet. The work continues; await again to keep waiting.
+            TinkerError: The work failed.
+
+        Example:
+            async def step():
+                future = training.forward_backward(data, "cross_entropy")
+                return await future.result_async(timeout=600)
+        """
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.result_async().__await__()
@@ -58,9 +92,15 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
         self._pid = os.getpid()
         self._cancel_with_waiter = cancel_with_waiter
         self._awaiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = set()
+        #: The error once a caller got it, and its frames without those of that caller.
+        self._raised: BaseException | None = None
+        self._frames: TracebackType | None = None
         #: Threads inside `result`, `exception` or `block`.
         self._blocked = 0
         self.add_done_callback(lambda _: self._wake_waiters())
+
+    def __repr__(self) -> str:
+        return _shown_future(self, type(self).__name__)
 
     def future(self) -> concurrent.futures.Future[T]:
         """The plain future, which is this object."""
@@ -70,8 +110,12 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
         if not self.done():
             self._check_process()
             refuse_to_block("result", "result_async")
-        with self._blocking():
-            return super().result(timeout)
+        try:
+            with self._blocking():
+                return super().result(timeout)
+        except (Exception, KeyboardInterrupt) as error:
+            self._end_at_caller(error)
+            raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         with self._blocking():
@@ -81,6 +125,14 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
         """`result()` without the warning, for callers that have checked already."""
         with self._blocking():
             return super().result()
+
+    def _end_at_caller(self, error: BaseException) -> None:
+        if error is self._raised:  # without the frames of callers that asked before
+            error.__traceback__ = self._frames
+        else:
+            end_at_caller(error)
+        if error is self._exception:
+            self._raised, self._frames = error, error.__traceback__
 
     @contextlib.contextmanager
     def _blocking(self) -> Iterator[None]:
@@ -121,7 +173,11 @@ class Promise(concurrent.futures.Future[T], APIFuture[T]):
                 )
         if self.cancelled():
             raise asyncio.CancelledError
-        return super().result(0)
+        try:
+            return super().result(0)
+        except Exception as error:
+            self._end_at_caller(error)
+            raise
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
@@ -159,6 +215,9 @@ class AwaitableConcurrentFuture(APIFuture[T]):
     def __init__(self, future: concurrent.futures.Future[T]) -> None:
         self._future = future
 
+    def __repr__(self) -> str:
+        return _shown_future(self._future, type(self).__name__)
+
     def future(self) -> concurrent.futures.Future[T]:
         return self._future
 
@@ -176,6 +235,25 @@ class AwaitableConcurrentFuture(APIFuture[T]):
 AwaitableConcurrentFuture.register(Promise)  # so that `isinstance` accepts every future
 
 
+def _shown_future(future: concurrent.futures.Future[Any], name: str) -> str:
+    """The repr of a future: its state, and its result or error if there is one."""
+    if future.cancelled():
+        shown: list[tuple[str, Any]] = [("state", "cancelled")]
+    elif not future.done():
+        shown = [("state", "pending")]
+    # `Future.result` and `.exception` do not wait: it is done.
+    elif (error := concurrent.futures.Future.exception(future)) is not None:
+        shown = [("state", "failed"), ("error", error)]
+    else:
+        result = concurrent.futures.Future.result(future)
+        # A text may be a signed link, so it is not shown.
+        shown = [
+            ("state", "done"),
+            ("result", display.Shown("<text>") if isinstance(result, str) else result),
+        ]
+    return display.call(name, shown)
+
+
 def refuse_to_block(name: str, alternative: str) -> None:
     """Raise where blocking would deadlock; warn where it blocks a running event loop."""
     if background_loop.on_background_thread():
@@ -191,11 +269,10 @@ def refuse_to_block(name: str, alternative: str) -> None:
         return
     call = name if " " in name else f"{name}()"
     instead = alternative if "(" in alternative else f"{alternative}()"
-    warnings.warn(
+    user_warnings.warn(
         f"{call} blocks the running event loop until the result is available; "
         f"write `await {instead}` instead.",
         RuntimeWarning,
-        stacklevel=3,
     )
 
 
@@ -220,9 +297,14 @@ def waits(start: Callable[Concatenate[S, P], Promise[T]]) -> Callable[Concatenat
     name = start.__name__.lstrip("_")
 
     def blocking(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        refuse_to_block(name, f"{name}_async")
-        return start(self, *args, **kwargs).block()
+        try:
+            refuse_to_block(name, f"{name}_async")
+            return start(self, *args, **kwargs).block()
+        except (Exception, KeyboardInterrupt) as error:
+            end_at_caller(error)
+            raise
 
+    blocking.ends_at_caller = True  # type: ignore[attr-defined]
     return as_written(blocking, name, start)
 
 
@@ -234,13 +316,20 @@ def awaits(
     now = _bound_method(start)
 
     async def variant(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        started = now(self)(*args, **kwargs)
-        if not isinstance(started, APIFuture) and isinstance(started, concurrent.futures.Future):
-            # A program replaced the method with one that returns a plain future.
-            return await AwaitableConcurrentFuture(started)
-        return await started
+        try:
+            started = now(self)(*args, **kwargs)
+            if not isinstance(started, APIFuture) and isinstance(
+                started, concurrent.futures.Future
+            ):
+                # A program replaced the method with one that returns a plain future.
+                return await AwaitableConcurrentFuture(started)
+            return await started
+        except Exception as error:
+            end_at_caller(error)
+            raise
 
-    return as_written(variant, start.__name__.lstrip("_") + "_async", start)
+    note = "A coroutine: it returns the value, not a future of it."
+    return as_written(variant, start.__name__.lstrip("_") + "_async", start, note=note)
 
 
 def submits(
@@ -251,9 +340,14 @@ def submits(
     now = _bound_method(start)
 
     async def variant(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Promise[T]:
-        return now(self)(*args, **kwargs)
+        try:
+            return now(self)(*args, **kwargs)
+        except Exception as error:
+            end_at_caller(error)
+            raise
 
-    return as_written(variant, start.__name__.lstrip("_") + "_async", start)
+    note = "A coroutine that submits the work: it returns the future."
+    return as_written(variant, start.__name__.lstrip("_") + "_async", start, note=note)
 
 
 def _bound_method(
@@ -274,12 +368,15 @@ def as_written(
     start: Callable[..., Any],
     doc: str | None = None,
     returns: Any = inspect.Signature.empty,
+    note: str = "",
 ) -> F:
-    """Give the generated function the name, signature and docstring of a written one."""
+    """Give the generated function the name, signature and docstring (and a note) of a written one."""
     owner, _, _ = start.__qualname__.rpartition(".")
     function.__name__ = name
     function.__qualname__ = f"{owner}.{name}"
     function.__doc__ = doc or start.__doc__
+    if note and function.__doc__:
+        function.__doc__ = f"{inspect.cleandoc(function.__doc__)}\n\n{note}"
     function.__module__ = start.__module__
     signature = inspect.signature(start).replace(return_annotation=returns)
     # Not `functools.wraps`: tools follow `__wrapped__` and would see a plain function.

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from tinkex import display
 from tinkex.client.errors import (
     APIConnectionError,
     APIStatusError,
@@ -26,6 +27,7 @@ from tinkex.client.http.retry import (
     retrying_in_thread,
 )
 from tinkex.client.rest import RestClient
+from tinkex.tracebacks import ends_at_caller
 
 if TYPE_CHECKING:
     from tinkex.client.service import ServiceClient
@@ -161,7 +163,7 @@ class Recovery:
         self.saved = saved
 
     def __repr__(self) -> str:
-        return f"<Recovery of {self.training.model_id} at step {self.step}>"
+        return display.call("Recovery", [("model_id", self.training.model_id), ("step", self.step)])
 
     @property
     def step(self) -> int:
@@ -169,14 +171,48 @@ class Recovery:
         return 0 if self.saved is None else self.saved.step
 
     def save(self, step: int, *, ttl_seconds: int | None = None) -> Saved:
-        """Save weights and optimizer; `step` is the next one to run. A restart resumes there."""
+        """
+        Save weights and optimizer. A restart resumes here.
+
+        Args:
+            step: The next step to run.
+            ttl_seconds: Seconds until the checkpoint expires. None: never.
+
+        Returns:
+            The checkpoint and the step.
+
+        Raises:
+            CorruptedRunError: The server marks the run as corrupted.
+
+        Example:
+            def train(run):
+                run.training.optim_step(tinkex.AdamParams()).result()
+                run.save(1, ttl_seconds=86400)
+        """
         answer = self.training.save_state(_name(step), ttl_seconds, overwrite=True).result()
         if is_corrupted(self.service, self.training):
             raise corrupted_error(self.training)
         return self._remember(answer, step)
 
     async def save_async(self, step: int, *, ttl_seconds: int | None = None) -> Saved:
-        """The same, for coroutines."""
+        """
+        `save` for coroutines.
+
+        Args:
+            step: The next step to run.
+            ttl_seconds: Seconds until the checkpoint expires. None: never.
+
+        Returns:
+            The checkpoint and the step.
+
+        Raises:
+            CorruptedRunError: The server marks the run as corrupted.
+
+        Example:
+            async def train(run):
+                await run.training.optim_step(tinkex.AdamParams())
+                await run.save_async(1)
+        """
         answer = await self.training.save_state(_name(step), ttl_seconds, overwrite=True)
         if await asyncio.to_thread(is_corrupted, self.service, self.training):
             raise corrupted_error(self.training)
@@ -210,6 +246,7 @@ def corrupted_error(training: TrainingClient) -> CorruptedRunError:
     )
 
 
+@ends_at_caller
 def recovering(
     train: Callable[[Recovery], T],
     *,
@@ -221,24 +258,36 @@ def recovering(
     on_restart: Callable[[Restart], None] | None = None,
 ) -> T:
     """
-    Run `train`, and restart it from its last checkpoint if the server loses the run.
+    Run a training function, and restart it from its last checkpoint if the server loses the run.
 
+    Each start has its own session. User errors are raised immediately, and so is any error of the
+    first start.
+
+    Args:
+        train: The training function. It starts at `run.step` and calls `run.save` now and then.
+        service: Creates the service client of a start.
+        create: Creates the training client of the first start.
+        saved: A checkpoint for the first start, instead of `create`.
+        most_restarts: Most restarts without a new checkpoint.
+        back_off_s: Seconds before the first restart; twice that before the next, and so on.
+        on_restart: Called before each restart.
+
+    Returns:
+        What `train` returns.
+
+    Example:
         def train(run: tinkex.Recovery) -> None:
-            for step in range(run.step, 1000):
-                done = run.training.forward_backward(batch(step), "cross_entropy")
+            for step in range(run.step, 4):
+                done = run.training.forward_backward(data, "cross_entropy")
                 run.training.optim_step(tinkex.AdamParams(learning_rate=1e-4)).result()
                 done.result()
-                if step % 50 == 49:
+                if step % 2 == 1:
                     run.save(step + 1)
 
-        tinkex.recovering(train, service=tinkex.ServiceClient,
-                          create=lambda service: service.create_lora_training_client(MODEL))
+        def create(service):
+            return service.create_lora_training_client(MODEL)
 
-    Each start has its own session (`service()`). The first start creates its model with
-    `create`, or from `saved`; later ones from the last checkpoint of `run.save`, including the
-    optimizer. There are at most `most_restarts` restarts without a new checkpoint, after
-    `back_off_s`, twice that, and so on. User errors are raised immediately, and so is any error of
-    the first start.
+        tinkex.recovering(train, service=tinkex.ServiceClient, create=create)
     """
     restarts = Restarts(most_restarts, back_off_s, saved, on_restart)
 
@@ -269,7 +318,32 @@ async def recovering_async(
     back_off_s: float = 5.0,
     on_restart: Callable[[Restart], None] | None = None,
 ) -> T:
-    """The same with coroutines for `train` and `create`."""
+    """
+    `recovering` with coroutines for `train` and `create`.
+
+    Args:
+        train: The training function. It starts at `run.step` and calls `run.save_async`.
+        service: Creates the service client of a start.
+        create: Creates the training client of the first start.
+        saved: A checkpoint for the first start, instead of `create`.
+        most_restarts: Most restarts without a new checkpoint.
+        back_off_s: Seconds before the first restart; twice that before the next, and so on.
+        on_restart: Called before each restart.
+
+    Returns:
+        What `train` returns.
+
+    Example:
+        async def train(run: tinkex.Recovery) -> None:
+            await run.training.optim_step(tinkex.AdamParams(learning_rate=1e-4))
+            await run.save_async(1)
+
+        async def create(service):
+            return await service.create_lora_training_client_async(MODEL)
+
+        async def main():
+            await tinkex.recovering_async(train, service=tinkex.ServiceClient, create=create)
+    """
     restarts = Restarts(most_restarts, back_off_s, saved, on_restart)
 
     async def start() -> T:

@@ -24,6 +24,7 @@ from tinkex.client.validation import (
     checkpoint_url,
     segment,
 )
+from tinkex.tracebacks import public_edge
 from tinkex.wire.billing import (
     AuditLogResponse,
     BillingUsageResponse,
@@ -50,6 +51,7 @@ from tinkex.wire.sessions import (
     SessionSummary,
     TraceExportResponse,
     TrainingRun,
+    TrainingRunMetricsResponse,
     TrainingRunsResponse,
 )
 
@@ -63,6 +65,7 @@ ORGANIZATION_PREFIX = "tml:organization:"
 ARCHIVE_LINK_TTL = timedelta(minutes=15)
 
 
+@public_edge
 class RestClient(Sessionless):
     """
     Access to runs and checkpoints on the service, without a session.
@@ -81,7 +84,22 @@ class RestClient(Sessionless):
     def get_training_run(
         self, training_run_id: str, access_scope: AccessScope = "owned"
     ) -> Promise[TrainingRun]:
-        """One run: its base model, its adapter, its last checkpoints."""
+        """
+        One run: its base model, its adapter, its last checkpoints.
+
+        Args:
+            training_run_id: The run, such as `TrainingClient.model_id`.
+            access_scope: `"owned"`: yours; `"accessible"`: also what you may read of others.
+
+        Returns:
+            A future of the run.
+
+        Raises:
+            NotFoundError: No such run, or not yours.
+
+        Example:
+            print(rest.get_training_run(training.model_id).result().base_model)
+        """
         return self._get_run("get_training_run", training_run_id, access_scope)
 
     def _get_run(
@@ -101,14 +119,37 @@ class RestClient(Sessionless):
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: AccessScope = "owned"
     ) -> Promise[TrainingRun]:
-        """The run that a checkpoint was saved from."""
+        """
+        The run that a checkpoint was saved from.
+
+        Args:
+            tinker_path: The checkpoint, `tinker://RUN/KIND/NAME`.
+            access_scope: `"owned"`: yours; `"accessible"`: also what you may read of others.
+
+        Returns:
+            A future of the run.
+
+        Example:
+            run = rest.get_training_run_by_tinker_path(path).result()
+        """
         run, _ = checkpoint_at(tinker_path)
         return self._get_run("get_training_run_by_tinker_path", run, access_scope)
 
     get_training_run_by_tinker_path_async = awaits(get_training_run_by_tinker_path)
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> Promise[WeightsInfoResponse]:
-        """What is needed to create a model that can load a checkpoint."""
+        """
+        What is needed to create a model that can load a checkpoint.
+
+        Args:
+            tinker_path: The checkpoint, `tinker://RUN/KIND/NAME`.
+
+        Returns:
+            A future of the base model, the rank and the layers that are trained.
+
+        Example:
+            print(rest.get_weights_info_by_tinker_path(path).result().lora_rank)
+        """
         checkpoint_at(tinker_path)
         return self._ask(
             "get_weights_info_by_tinker_path",
@@ -128,7 +169,22 @@ class RestClient(Sessionless):
         access_scope: AccessScope = "owned",
         project_id: str | None = None,
     ) -> Promise[TrainingRunsResponse]:
-        """A page of runs, newest first."""
+        """
+        A page of runs, newest first.
+
+        Args:
+            limit: Most runs of the page.
+            offset: Runs to skip.
+            access_scope: `"owned"`: yours; `"accessible"`: also what you may read of others.
+            project_id: Runs of this project only.
+
+        Returns:
+            A future of the runs, and of how many there are in all.
+
+        Example:
+            for run in rest.list_training_runs(limit=5).result().training_runs:
+                print(run.training_run_id)
+        """
         return self._ask(
             "list_training_runs",
             "GET",
@@ -147,7 +203,19 @@ class RestClient(Sessionless):
     def all_training_runs(
         self, access_scope: AccessScope = "owned", project_id: str | None = None
     ) -> Pages[TrainingRun]:
-        """Every run, newest first: `for` or `async for`."""
+        """
+        Every run, newest first. Pages are fetched as the loop reaches them.
+
+        Args:
+            access_scope: `"owned"`: yours; `"accessible"`: also what you may read of others.
+            project_id: Runs of this project only.
+
+        Returns:
+            The runs, for `for` or `async for`.
+
+        Example:
+            ranks = [run.lora_rank for run in rest.all_training_runs()]
+        """
         validation.scope(access_scope)
         return by_offset(
             lambda limit, offset: self.list_training_runs(limit, offset, access_scope, project_id),
@@ -156,10 +224,51 @@ class RestClient(Sessionless):
             size=100,
         )
 
+    def get_training_run_metrics(
+        self, training_run_id: str, points: int = 1000
+    ) -> Promise[TrainingRunMetricsResponse]:
+        """
+        The metrics of each optimizer step of a run, in order. Only a tinkex server stores them.
+
+        Args:
+            training_run_id: The run, such as `TrainingClient.model_id`.
+            points: The maximum number of points, 2 to 10,000. If the run has more steps, a point
+                is the mean over several steps, except for the last one, which is exact.
+
+        Returns:
+            A future of the points.
+
+        Example:
+            for point in rest.get_training_run_metrics(training.model_id).result().points:
+                print(point.step, point.metrics["loss"])
+        """
+        return self._ask(
+            "get_training_run_metrics",
+            "GET",
+            f"training_runs/{segment('training_run_id', training_run_id)}/metrics",
+            answer=TrainingRunMetricsResponse,
+            query={"points": validation.points(points)},
+            about=f"reading the metrics of run {training_run_id}",
+        )
+
+    get_training_run_metrics_async = awaits(get_training_run_metrics)
+
     # -- checkpoints -----------------------------------------------------------------------------
 
     def list_checkpoints(self, training_run_id: str) -> Promise[CheckpointsListResponse]:
-        """All checkpoints of a run."""
+        """
+        All checkpoints of a run.
+
+        Args:
+            training_run_id: The run, such as `TrainingClient.model_id`.
+
+        Returns:
+            A future of the checkpoints.
+
+        Example:
+            for checkpoint in rest.list_checkpoints(training.model_id).result().checkpoints:
+                print(checkpoint.tinker_path)
+        """
         return self._ask(
             "list_checkpoints",
             "GET",
@@ -173,7 +282,19 @@ class RestClient(Sessionless):
     def list_user_checkpoints(
         self, limit: int = 100, offset: int = 0
     ) -> Promise[CheckpointsListResponse]:
-        """A page of all checkpoints, newest first."""
+        """
+        A page of all checkpoints, newest first.
+
+        Args:
+            limit: Most checkpoints of the page.
+            offset: Checkpoints to skip.
+
+        Returns:
+            A future of the checkpoints, and of how many there are in all.
+
+        Example:
+            newest = rest.list_user_checkpoints(limit=1).result().checkpoints
+        """
         return self._ask(
             "list_user_checkpoints",
             "GET",
@@ -188,7 +309,15 @@ class RestClient(Sessionless):
     list_user_checkpoints_async = awaits(list_user_checkpoints)
 
     def all_user_checkpoints(self) -> Pages[Checkpoint]:
-        """Every checkpoint, newest first: `for` or `async for`."""
+        """
+        Every checkpoint, newest first. Pages are fetched as the loop reaches them.
+
+        Returns:
+            The checkpoints, for `for` or `async for`.
+
+        Example:
+            paths = [checkpoint.tinker_path for checkpoint in rest.all_user_checkpoints()]
+        """
         return by_offset(
             self.list_user_checkpoints,
             lambda found: found.checkpoints,
@@ -197,7 +326,19 @@ class RestClient(Sessionless):
         )
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> Promise[None]:
-        """Delete a checkpoint permanently. `checkpoint_id` is like `weights/0001`."""
+        """
+        Delete a checkpoint permanently.
+
+        Args:
+            training_run_id: The run, such as `TrainingClient.model_id`.
+            checkpoint_id: Kind and name, such as `weights/0001`.
+
+        Returns:
+            A future that is done when it is deleted.
+
+        Example:
+            rest.delete_checkpoint(training.model_id, "weights/0001").result()
+        """
         return self._delete("delete_checkpoint", training_run_id, checkpoint_id)
 
     def _delete(self, name: str, training_run_id: str, checkpoint_id: str) -> Promise[None]:
@@ -212,13 +353,35 @@ class RestClient(Sessionless):
     delete_checkpoint_async = awaits(delete_checkpoint)
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Promise[None]:
-        """Delete a checkpoint permanently."""
+        """
+        Delete a checkpoint permanently.
+
+        Args:
+            tinker_path: The checkpoint, `tinker://RUN/KIND/NAME`.
+
+        Returns:
+            A future that is done when it is deleted.
+
+        Example:
+            rest.delete_checkpoint_from_tinker_path(path).result()
+        """
         return self._delete("delete_checkpoint_from_tinker_path", *checkpoint_at(tinker_path))
 
     delete_checkpoint_from_tinker_path_async = awaits(delete_checkpoint_from_tinker_path)
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> Promise[None]:
-        """Let everybody who knows its path read a checkpoint."""
+        """
+        Let everybody who knows its path read a checkpoint.
+
+        Args:
+            tinker_path: The checkpoint, `tinker://RUN/KIND/NAME`.
+
+        Returns:
+            A future that is done when it is public.
+
+        Example:
+            rest.publish_checkpoint_from_tinker_path(path).result()
+        """
         return self._ask(
             "publish_checkpoint_from_tinker_path",
             "POST",
@@ -230,7 +393,18 @@ class RestClient(Sessionless):
     publish_checkpoint_from_tinker_path_async = awaits(publish_checkpoint_from_tinker_path)
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Promise[None]:
-        """Make a published checkpoint private again."""
+        """
+        Make a published checkpoint private again.
+
+        Args:
+            tinker_path: The checkpoint, `tinker://RUN/KIND/NAME`.
+
+        Returns:
+            A future that is done when it is private.
+
+        Example:
+            rest.unpublish_checkpoint_from_tinker_path(path).result()
+        """
         return self._ask(
             "unpublish_checkpoint_from_tinker_path",
             "DELETE",
@@ -244,7 +418,19 @@ class RestClient(Sessionless):
     def set_checkpoint_ttl_from_tinker_path(
         self, tinker_path: str, ttl_seconds: int | None
     ) -> Promise[None]:
-        """Set when a checkpoint expires, in seconds from now; None keeps it."""
+        """
+        Set when a checkpoint expires.
+
+        Args:
+            tinker_path: The checkpoint, `tinker://RUN/KIND/NAME`.
+            ttl_seconds: Seconds from now; None keeps it.
+
+        Returns:
+            A future that is done when it is set.
+
+        Example:
+            rest.set_checkpoint_ttl_from_tinker_path(path, 7 * 86400).result()
+        """
         # A plain dict, so that null is sent.
         return self._ask(
             "set_checkpoint_ttl_from_tinker_path",
@@ -266,9 +452,22 @@ class RestClient(Sessionless):
         weights_access_token: str | None = None,
     ) -> Promise[str]:
         """
-        Copy a checkpoint, your own or (with a key of its owner) another's; returns the new path.
+        Copy a checkpoint, your own or (with a key of its owner) another's.
 
-        The copy goes into the given project, else into that of TINKER_PROJECT_ID.
+        Args:
+            path: The checkpoint to copy.
+            destination_project_id: Project of the copy; None: that of TINKER_PROJECT_ID.
+            ttl_seconds: Seconds until the copy expires. None: never.
+            weights_access_token: Key of the checkpoint's owner, if it is another account.
+
+        Returns:
+            A future of the path of the copy.
+
+        Raises:
+            ValueError: Not a path, or no project.
+
+        Example:
+            copy = rest.copy_weights(path, "project-1").result()
         """
         checkpoint_at(path)
         project = destination_project_id or self.holder.settings.project_id
@@ -305,7 +504,22 @@ class RestClient(Sessionless):
     # -- files -----------------------------------------------------------------------------------
 
     def get_external_weights_urls(self, tinker_path: str) -> Promise[ExternalWeightsUrlsResponse]:
-        """A link for each file of a checkpoint from `save_weights_external`."""
+        """
+        A link for each file of a checkpoint from `save_weights_external`.
+
+        Args:
+            tinker_path: The checkpoint, `tinker://RUN/KIND/NAME`.
+
+        Returns:
+            A future of the links by file name, and of when they expire.
+
+        Raises:
+            ValueError: A checkpoint of another kind.
+
+        Example:
+            path = training.save_weights_external("files").result().path
+            links = rest.get_external_weights_urls(path).result().urls
+        """
         run, checkpoint = checkpoint_at(tinker_path)
         if not checkpoint.startswith("external_weights/"):
             raise ValueError(
@@ -326,7 +540,19 @@ class RestClient(Sessionless):
     def get_checkpoint_archive_url(
         self, training_run_id: str, checkpoint_id: str
     ) -> Promise[CheckpointArchiveUrlResponse]:
-        """A link to a tar of the adapter's files. Not every service supports this."""
+        """
+        A link to a tar of the adapter's files. Not every service supports this.
+
+        Args:
+            training_run_id: The run, such as `TrainingClient.model_id`.
+            checkpoint_id: Kind and name, such as `sampler_weights/0001`.
+
+        Returns:
+            A future of the link, and of when it expires.
+
+        Example:
+            link = rest.get_checkpoint_archive_url(training.model_id, "weights/0001").result().url
+        """
         path = f"{checkpoint_url(training_run_id, checkpoint_id)}/archive"
 
         async def work(connection: Connection) -> CheckpointArchiveUrlResponse:
@@ -354,7 +580,18 @@ class RestClient(Sessionless):
     def get_checkpoint_archive_url_from_tinker_path(
         self, tinker_path: str
     ) -> Promise[CheckpointArchiveUrlResponse]:
-        """A link to a tar of the adapter's files, by path. Not every service supports this."""
+        """
+        A link to a tar of the adapter's files, by path. Not every service supports this.
+
+        Args:
+            tinker_path: The checkpoint, `tinker://RUN/KIND/NAME`.
+
+        Returns:
+            A future of the link, and of when it expires.
+
+        Example:
+            link = rest.get_checkpoint_archive_url_from_tinker_path(path).result().url
+        """
         return self.get_checkpoint_archive_url(*checkpoint_at(tinker_path))
 
     get_checkpoint_archive_url_from_tinker_path_async = awaits(
@@ -366,7 +603,19 @@ class RestClient(Sessionless):
     def get_session(
         self, session_id: str, access_scope: AccessScope = "owned"
     ) -> Promise[GetSessionResponse]:
-        """The runs and samplers of a session."""
+        """
+        The runs and samplers of a session.
+
+        Args:
+            session_id: The session, as in `list_sessions`.
+            access_scope: `"owned"`: yours; `"accessible"`: also what you may read of others.
+
+        Returns:
+            A future of their ids.
+
+        Example:
+            print(rest.get_session("s-1").result().training_run_ids)
+        """
         return self._ask(
             "get_session",
             "GET",
@@ -381,7 +630,20 @@ class RestClient(Sessionless):
     def list_sessions(
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
     ) -> Promise[ListSessionsResponse]:
-        """A page of session ids, newest first."""
+        """
+        A page of session ids, newest first.
+
+        Args:
+            limit: Most sessions of the page.
+            offset: Sessions to skip.
+            access_scope: `"owned"`: yours; `"accessible"`: also what you may read of others.
+
+        Returns:
+            A future of the ids.
+
+        Example:
+            print(rest.list_sessions(limit=5).result().sessions)
+        """
         return self._ask(
             "list_sessions",
             "GET",
@@ -397,7 +659,18 @@ class RestClient(Sessionless):
     list_sessions_async = awaits(list_sessions)
 
     def all_sessions(self, access_scope: AccessScope = "owned") -> Pages[str]:
-        """The ids of all sessions, newest first: `for` or `async for`."""
+        """
+        The ids of all sessions, newest first. Pages are fetched as the loop reaches them.
+
+        Args:
+            access_scope: `"owned"`: yours; `"accessible"`: also what you may read of others.
+
+        Returns:
+            The ids, for `for` or `async for`.
+
+        Example:
+            count = len(list(rest.all_sessions()))
+        """
         validation.scope(access_scope)
         return by_offset(
             lambda limit, offset: self.list_sessions(limit, offset, access_scope),
@@ -407,7 +680,19 @@ class RestClient(Sessionless):
         )
 
     def search_sessions(self, request: SessionSearchRequest) -> Promise[SessionSearchResponse]:
-        """Sessions by metadata, project, owner or state. Experimental."""
+        """
+        Sessions by metadata, project, owner or state. Experimental.
+
+        Args:
+            request: What to search for.
+
+        Returns:
+            A future of the sessions of one page, and of where the next one starts.
+
+        Example:
+            wanted = tinkex.types.SessionSearchRequest(user_metadata={"team": "speech"})
+            print(rest.search_sessions(wanted).result().sessions)
+        """
         user_warnings.warn(
             "search_sessions() is experimental: it may change or be removed.", ExperimentalWarning
         )
@@ -416,7 +701,19 @@ class RestClient(Sessionless):
     search_sessions_async = awaits(search_sessions)
 
     def all_found_sessions(self, request: SessionSearchRequest) -> Pages[SessionSummary]:
-        """All results of a search: `for` or `async for`. Experimental."""
+        """
+        All results of a search. Experimental.
+
+        Args:
+            request: What to search for.
+
+        Returns:
+            The sessions, for `for` or `async for`.
+
+        Example:
+            wanted = tinkex.types.SessionSearchRequest(display_name="nightly")
+            found = list(rest.all_found_sessions(wanted))
+        """
         user_warnings.warn(
             "all_found_sessions() is experimental: it may change or be removed.",
             ExperimentalWarning,
@@ -449,7 +746,19 @@ class RestClient(Sessionless):
         )
 
     def assign_session_project(self, session_id: str, project_id: str) -> Promise[None]:
-        """Move a session and its contents into a project."""
+        """
+        Move a session and its contents into a project.
+
+        Args:
+            session_id: The session.
+            project_id: The project.
+
+        Returns:
+            A future that is done when it is moved.
+
+        Example:
+            rest.assign_session_project("s-1", "project-1").result()
+        """
         segment("project_id", project_id)
         return self._ask(
             "assign_session_project",
@@ -463,7 +772,18 @@ class RestClient(Sessionless):
     assign_session_project_async = awaits(assign_session_project)
 
     def export_session_trace(self, session_id: str) -> Promise[str]:
-        """A link to a session's trace, once the service has created it."""
+        """
+        A link to a session's trace, once the service has created it.
+
+        Args:
+            session_id: The session.
+
+        Returns:
+            A future of the link.
+
+        Example:
+            link = rest.export_session_trace("s-1").result()
+        """
         path = f"sessions/{segment('session_id', session_id)}/trace_export"
 
         async def work(connection: Connection) -> str:
@@ -496,7 +816,18 @@ class RestClient(Sessionless):
     export_session_trace_async = awaits(export_session_trace)
 
     def get_sampler(self, sampler_id: str) -> Promise[GetSamplerResponse]:
-        """The base model and the weights that a sampling session samples from."""
+        """
+        The base model and the weights that a sampling session samples from.
+
+        Args:
+            sampler_id: Id of the sampling session, as in `get_session`.
+
+        Returns:
+            A future of both.
+
+        Example:
+            print(rest.get_sampler("s-1:sample:0").result().base_model)
+        """
         return self._ask(
             "get_sampler",
             "GET",
@@ -510,7 +841,15 @@ class RestClient(Sessionless):
     # -- the user --------------------------------------------------------------------------------
 
     def whoami(self) -> Promise[WhoamiResponse]:
-        """The owner of the credential in use, according to its token."""
+        """
+        The owner of the credential in use, according to its token.
+
+        Returns:
+            A future of the user and the organization.
+
+        Example:
+            print(rest.whoami().result().user_urn)
+        """
 
         async def work(connection: Connection) -> WhoamiResponse:
             return owner_of_token(await connection.credential.claims())
@@ -524,7 +863,19 @@ class RestClient(Sessionless):
     def get_audit_log(
         self, event_type: AuditEvents = "all", day: date | None = None
     ) -> Promise[AuditLogResponse]:
-        """Deprecated: use `AdminClient`."""
+        """
+        Deprecated: use `AdminClient.get_audit_log`.
+
+        Args:
+            event_type: Kind of events, such as `"checkpoints"`.
+            day: The day (UTC). None: the latest events.
+
+        Returns:
+            A future of the events.
+
+        Example:
+            print(admin.get_audit_log("checkpoints").result().entries)
+        """
         _warn_moved("get_audit_log")
         return self._admin().get_audit_log(event_type, day)
 
@@ -533,7 +884,19 @@ class RestClient(Sessionless):
     def get_billing_usage(
         self, starting_on: datetime | str, ending_before: datetime | str
     ) -> Promise[BillingUsageResponse]:
-        """Deprecated: use `AdminClient`."""
+        """
+        Deprecated: use `AdminClient.get_billing_usage`.
+
+        Args:
+            starting_on: First hour.
+            ending_before: The hour after the last one.
+
+        Returns:
+            A future of the usage of each hour.
+
+        Example:
+            usage = admin.get_billing_usage("2026-11-01", "2026-11-08").result()
+        """
         _warn_moved("get_billing_usage")
         return self._admin().get_billing_usage(starting_on, ending_before)
 
@@ -542,7 +905,18 @@ class RestClient(Sessionless):
     def get_current_checkpoint_storage_usage(
         self, project_id: str | None = None
     ) -> Promise[CurrentCheckpointStorageUsageResponse]:
-        """Deprecated: use `AdminClient`."""
+        """
+        Deprecated: use `AdminClient.get_current_checkpoint_storage_usage`.
+
+        Args:
+            project_id: Of this project only.
+
+        Returns:
+            A future of the storage, by project and owner.
+
+        Example:
+            usage = admin.get_current_checkpoint_storage_usage().result()
+        """
         _warn_moved("get_current_checkpoint_storage_usage")
         return self._admin().get_current_checkpoint_storage_usage(project_id)
 

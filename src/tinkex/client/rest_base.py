@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from urllib.parse import urlencode
 
+from tinkex import display
 from tinkex.client.background_loop import after_fork
 from tinkex.client.connection import Connection
 from tinkex.client.errors import APITimeoutError
@@ -22,6 +23,7 @@ from tinkex.client.futures import Promise, refuse_to_block
 from tinkex.client.http.transport import Kind, Request
 from tinkex.client.session import Session
 from tinkex.client.settings import PROTOCOL_VERSION, Settings
+from tinkex.tracebacks import public_edge
 
 if TYPE_CHECKING:
     from tinkex.client.observe.telemetry import Telemetry
@@ -110,6 +112,7 @@ def next_offset(offset: int, got: int, limit: int, total: int | None) -> int | N
     return None if last or not got else after
 
 
+@public_edge
 class Sessionless:
     """The common part of RestClient and AdminClient."""
 
@@ -123,6 +126,19 @@ class Sessionless:
         base_url: str | None = None,
         api_key: str | None = None,
     ) -> None:
+        """
+        Creating a client sends nothing.
+
+        Args:
+            base_url: Address of the service, or `"local"`; else `TINKER_BASE_URL`.
+            api_key: Key of the service; else `TINKER_API_KEY`, or the one of `tinkex auth login`.
+
+        Raises:
+            TinkerError: A service on another machine, and no key for it.
+
+        Example:
+            rest = tinkex.RestClient(base_url="http://127.0.0.1:8000", api_key="tml-local")
+        """
         if _holder is not None and (base_url is not None or api_key is not None):
             raise ValueError(
                 "This client shares the service and key of another client: "
@@ -138,10 +154,24 @@ class Sessionless:
             )
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.holder.settings.base_url}>"
+        return display.call(type(self).__name__, [("base_url", self.holder.settings.base_url)])
 
     def with_timeout(self, seconds: float) -> Self:
-        """The same client, whose calls fail with `APITimeoutError` after `seconds` in total."""
+        """
+        The same client with a time limit for each call.
+
+        Args:
+            seconds: Limit of a call with all its retries; then it fails with `APITimeoutError`.
+
+        Returns:
+            A client that shares the connection.
+
+        Raises:
+            ValueError: Not above zero.
+
+        Example:
+            runs = rest.with_timeout(10).list_training_runs().result()
+        """
         if not seconds > 0:
             raise ValueError(f"the timeout is {seconds!r} seconds; it must be above zero.")
         sibling = type(self)(self._open_holder())
@@ -150,7 +180,15 @@ class Sessionless:
         return sibling
 
     def get_telemetry(self) -> Telemetry | None:
-        """The telemetry reporter of the session that created this client; None without one."""
+        """
+        The telemetry reporter of the session that created this client.
+
+        Returns:
+            The reporter; None without such a session.
+
+        Example:
+            reporter = rest.get_telemetry()
+        """
         return self.holder.telemetry
 
     # -- requests --------------------------------------------------------------------------------
@@ -202,7 +240,15 @@ class Sessionless:
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> Promise[None]:
-        """Close this client. Its connection stays open while another client uses it."""
+        """
+        Close this client. Its connection stays open while another client uses it.
+
+        Returns:
+            A future that is done when it is closed.
+
+        Example:
+            rest.close().result()
+        """
         self._closed = True
         if _leave_connection(self):
             return self.holder.close("success")

@@ -27,11 +27,12 @@ from tinkex.client.errors import (
 )
 from tinkex.client.futures import Promise
 from tinkex.client.http.backpressure import ClientQueue, input_bytes
-from tinkex.client.http.polling import ExpectedResult, QueueObserver, SharedPoll
+from tinkex.client.http.polling import ExpectedResult, QueueObserver, SharedPoll, subject_of
 from tinkex.client.http.retry import RetryConfig, is_retryable, is_user_error, retrying
 from tinkex.client.http.transport import Kind, Request
 from tinkex.client.observe import instrumentation
 from tinkex.client.observe.instrumentation import Operation
+from tinkex.client.observe.waiting import Limit
 from tinkex.client.sample_stream import PartialOutput, answers_all, open_stream
 from tinkex.client.session import Session, closed_error
 from tinkex.wire.codec import encode_json
@@ -320,6 +321,7 @@ class SampleQueue:
                 kind=Kind.SAMPLE,
                 headers={"X-Tinker-Sampling-Backpressure": "1"},
                 rate_limit_wait_s=rate_limit_wait_s,
+                rate_limit_ends=self._handler.limit,
                 about=_description(request, seq_id),
             )
 
@@ -359,6 +361,7 @@ class SampleQueue:
                 connection.calls,
                 body,
                 rate_limit_wait_s=rate_limit_wait_s,
+                rate_limit_ends=self._handler.limit,
                 about=_description(request, seq_id),
             )
         if stream is None:
@@ -480,6 +483,13 @@ class RetryHandler:
             self._timer.cancel()
             self._timer = None
 
+    def limit(self) -> Limit:
+        """When waiting samples fail because none finished."""
+        if self._timer is None:
+            return Limit()
+        ends_at = self._last_success + self.config.progress_timeout
+        return Limit(ends_at, "RetryConfig.progress_timeout")
+
     def recording(self, observer: QueueObserver) -> QueueObserver:
         """Wraps `observer` and records the last queue state, for the stuck-sample error."""
         return _RecordingObserver(self, observer)
@@ -514,6 +524,8 @@ class _RecordingObserver:
     def __init__(self, handler: RetryHandler, observer: QueueObserver) -> None:
         self._handler = handler
         self._observer = observer
+        self.subject = subject_of(observer)
+        self.limit = handler.limit
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
         self._handler.record_state(queue_state, queue_state_reason)

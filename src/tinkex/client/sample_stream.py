@@ -11,9 +11,10 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Self
 
+from tinkex import display
 from tinkex.client.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -24,6 +25,7 @@ from tinkex.client.futures import Promise, refuse_to_block
 from tinkex.client.http.sse import Consumed, EventStream, ServerSentEvent
 from tinkex.client.http.transport import Kind, Request, Response, StreamedResponse
 from tinkex.client.http.typed_requests import Calls
+from tinkex.client.observe.waiting import Limit
 from tinkex.wire.codec import decode_json
 from tinkex.wire.errors import RequestErrorCategory
 from tinkex.wire.futures import UntypedAPIFuture
@@ -52,6 +54,11 @@ class PartialOutput:
     def has_tokens(self) -> bool:
         """Whether tokens have arrived: then the sample cannot be retried."""
         return bool(self._partial.sequences)
+
+    def counts(self) -> list[int]:
+        """The number of tokens of each sequence so far."""
+        with self._lock:
+            return [self._partial.count(sequence) for sequence in sorted(self._partial.sequences)]
 
     def take(self, sequence: int, tokens: list[int], logprobs: list[float]) -> None:
         with self._lock:
@@ -102,16 +109,60 @@ class SampleStream:
         self._started = False
         weakref.finalize(self, promise.cancel).atexit = False
 
+    def __repr__(self) -> str:
+        promise = self._promise
+        state = "cancelled" if promise.cancelled() else "open"
+        if promise.done() and not promise.cancelled():
+            state = "done" if promise.exception(0) is None else "failed"
+        counts = self._partial_output.counts()
+        return display.call("SampleStream", [("state", state), ("tokens_per_sequence", counts)])
+
     def response(self, timeout: float | None = None) -> SampleResponse:
-        """Block until the sample is complete, at most `timeout` seconds; the result of `sample`."""
+        """
+        Block until the sample is complete.
+
+        Args:
+            timeout: Most seconds to wait. None: no limit.
+
+        Returns:
+            The result of `sample`, whether or not the events were read.
+
+        Raises:
+            TimeoutError: The sample is not complete yet.
+
+        Example:
+            with sampling.sample_stream(prompt, 1, tinkex.SamplingParams(max_tokens=4)) as stream:
+                answer = stream.response()
+        """
         return self._promise.result(timeout)
 
     async def response_async(self, timeout: float | None = None) -> SampleResponse:  # noqa: ASYNC109 (as APIFuture)
-        """The same, for coroutines."""
+        """
+        `response` for coroutines.
+
+        Args:
+            timeout: Most seconds to wait. None: no limit.
+
+        Returns:
+            The result of `sample`, whether or not the events were read.
+
+        Raises:
+            TimeoutError: The sample is not complete yet.
+
+        Example:
+            async def answer(stream):
+                return await stream.response_async(timeout=60)
+        """
         return await self._promise.result_async(timeout)
 
     def close(self) -> None:
-        """Cancel the sample, unless it is complete."""
+        """
+        Cancel the sample, unless it is complete.
+
+        Example:
+            stream = sampling.sample_stream(prompt, 1, tinkex.SamplingParams(max_tokens=4))
+            stream.close()
+        """
         self._promise.cancel()
 
     # -- reading ---------------------------------------------------------------------------------
@@ -216,7 +267,12 @@ class OpenStream:
 
 
 async def open_stream(
-    calls: Calls, body: bytes, *, rate_limit_wait_s: float, about: str
+    calls: Calls,
+    body: bytes,
+    *,
+    rate_limit_wait_s: float,
+    rate_limit_ends: Callable[[], Limit] = Limit,
+    about: str,
 ) -> OpenStream | None:
     """Send a sample and wait until it is accepted; None if the service has no streams."""
     sent = calls.request(
@@ -250,7 +306,11 @@ async def open_stream(
         # A request without a response is sent again. It has the same seq_id, so the server takes
         # both for one sample.
         return await calls.with_retries(
-            once, path="stream_sample", kind=Kind.SAMPLE, rate_limit_wait_s=rate_limit_wait_s
+            once,
+            path="stream_sample",
+            kind=Kind.SAMPLE,
+            rate_limit_wait_s=rate_limit_wait_s,
+            rate_limit_ends=rate_limit_ends,
         )
     except APIStatusError as error:
         if error.status_code not in (404, 405):

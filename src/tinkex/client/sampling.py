@@ -11,6 +11,7 @@ from types import FunctionType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import quote
 
+from tinkex import display
 from tinkex.client import sampler_pickling, tokenizer, validation
 from tinkex.client.futures import Promise, as_written, awaits, refuse_to_block, waits
 from tinkex.client.http.polling import QueueLog
@@ -21,6 +22,7 @@ from tinkex.client.sample_stream import PartialOutput, SampleStream
 from tinkex.client.sampler_pickling import SamplerHandle
 from tinkex.client.session import Session
 from tinkex.client.tokenizer import TextMixin
+from tinkex.tracebacks import public_edge
 from tinkex.wire.inputs import ModelInput
 from tinkex.wire.sampling import (
     CreateSamplingSessionRequest,
@@ -69,6 +71,7 @@ class Sampler(GetSamplerResponse):
     tokenizer_id: str | None = None
 
 
+@public_edge
 class SamplingClient(TextMixin):
     """
     Samples from one set of weights.
@@ -83,6 +86,9 @@ class SamplingClient(TextMixin):
 
     #: The retries of this client; its `config` is the `retry_config`.
     retry_handler: RetryHandler
+    #: For the repr; None until they are known.
+    _base_model: str | None = None
+    _model_path: str | None = None
 
     def __init__(
         self,
@@ -99,9 +105,9 @@ class SamplingClient(TextMixin):
         self._sampling_session_id = sampling_session_id
         self._retry = retry_config
         self._record_stability_info = record_stability_info
-        self._queue_log = QueueLog(
-            f"Sampling from {sampling_session_id}", telemetry=lambda: holder.telemetry
-        )
+        #: What waits, in the words of the log.
+        self.subject = f"Sampling from {sampling_session_id}"
+        self._queue_log = QueueLog(self.subject, telemetry=lambda: holder.telemetry)
         self._reset_queue(shadow)
 
     def _reset_queue(self, own_clone_id: bool) -> None:
@@ -124,7 +130,28 @@ class SamplingClient(TextMixin):
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> Promise[SamplingClient]:
-        """A client of saved weights, of a base model, or of an existing sampling session."""
+        """
+        A client of saved weights, of a base model, or of an existing sampling session.
+
+        Programs call `ServiceClient.create_sampling_client`.
+
+        Args:
+            holder: The session of a service client.
+            model_path: A checkpoint, `tinker://RUN/sampler_weights/NAME`.
+            base_model: Name of a base model.
+            sampling_session_id: Id of an existing sampling session.
+            retry_config: How the client retries; None: the defaults of `tinkex.RetryConfig`.
+            record_stability_info: Whether the service records how stable the samples are.
+
+        Returns:
+            A future of the client.
+
+        Raises:
+            ValueError: Nothing to sample from, or not a path.
+
+        Example:
+            sampling = tinkex.SamplingClient.create(service.holder, base_model=MODEL).result()
+        """
         if sampling_session_id is not None:
             made: Promise[SamplingClient] = Promise()
             made.finish(
@@ -151,7 +178,14 @@ class SamplingClient(TextMixin):
         )
 
     def __repr__(self) -> str:
-        return f"<SamplingClient of {self._sampling_session_id}>"
+        shown = {
+            "model_path": self._model_path,
+            "base_model": self._base_model,
+            "sampling_session_id": self._sampling_session_id,
+        }
+        return display.call(
+            "SamplingClient", ((name, each) for name, each in shown.items() if each is not None)
+        )
 
     # -- other processes -------------------------------------------------------------------------
 
@@ -160,16 +194,37 @@ class SamplingClient(TextMixin):
         return _copied, (self._sampler_handle(),)
 
     def get_sampler_handle(self) -> str:
-        """Text from which another process creates a client of the same weights. Contains no key."""
+        """
+        Text from which another process creates a client of the same weights.
+
+        Returns:
+            The text. It contains no key.
+
+        Example:
+            handle = sampling.get_sampler_handle()
+        """
         sampler_pickling.remember_original(self.holder)
         return self._sampler_handle().to_text()
 
     @staticmethod
     def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
         """
-        A client from `get_sampler_handle()`. `api_key` defaults as for a new client.
+        A client from the text of `get_sampler_handle`, in another process.
 
         A handle names the service that gets your key: use only handles from sources you trust.
+
+        Args:
+            handle: The text.
+            api_key: Key of the service; None: as for a new client.
+
+        Returns:
+            A client of the same weights.
+
+        Raises:
+            ValueError: Not a handle.
+
+        Example:
+            sampling = tinkex.SamplingClient.from_sampler_handle(handle, api_key="tml-local")
         """
         source = SamplerHandle.from_text(handle)
         return _copied(source, sampler_pickling.joined_session(source, api_key=api_key))
@@ -230,7 +285,31 @@ class SamplingClient(TextMixin):
 
     @_takes(_request)
     def sample(self, request: SampleRequest) -> Promise[SampleResponse]:
-        """Sample `num_samples` sequences that continue the prompt."""
+        """
+        Sample sequences that continue a prompt.
+
+        Args:
+            prompt: The tokens to continue.
+            num_samples: Number of sequences.
+            sampling_params: Length, temperature, stop texts and seed.
+            include_prompt_logprobs: Whether to return the logprob of each prompt token.
+            topk_prompt_logprobs: Return so many of the most likely tokens at each prompt position.
+            topk_sample_logprobs: The same at each sampled position.
+            target_prompt_logprobs: int64 `[prompt length - 1, K]`: tokens whose logprobs to return.
+            prompt_alt_tokens_k: Sample so many other tokens for each prompt position.
+            prompt_logprobs_last_n: Return prompt logprobs for so many positions at the end only.
+
+        Returns:
+            A future of the sequences, each with tokens, logprobs and the reason why it stopped.
+
+        Raises:
+            ValueError: An argument of the wrong shape or range.
+
+        Example:
+            params = tinkex.SamplingParams(max_tokens=8, temperature=0.7)
+            for sequence in sampling.sample(prompt, 2, params).result().sequences:
+                print(sequence.tokens, sequence.stop_reason)
+        """
         return self._run(request, _checked)
 
     sample_async = awaits(sample)
@@ -238,9 +317,32 @@ class SamplingClient(TextMixin):
     @_takes(_request)
     def sample_stream(self, request: SampleRequest) -> SampleStream:
         """
-        `sample`, with tokens read as they are generated: `for event in stream`, or `async for`.
+        `sample`, with tokens read as they are generated.
 
-        Its `response()` is the result of `sample`. A service without streams sends everything last.
+        A service without streams sends everything at the end.
+
+        Args:
+            prompt: The tokens to continue.
+            num_samples: Number of sequences.
+            sampling_params: Length, temperature, stop texts and seed.
+            include_prompt_logprobs: Whether to return the logprob of each prompt token.
+            topk_prompt_logprobs: Return so many of the most likely tokens at each prompt position.
+            topk_sample_logprobs: The same at each sampled position.
+            target_prompt_logprobs: int64 `[prompt length - 1, K]`: tokens whose logprobs to return.
+            prompt_alt_tokens_k: Sample so many other tokens for each prompt position.
+            prompt_logprobs_last_n: Return prompt logprobs for so many positions at the end only.
+
+        Returns:
+            A stream, for `for` or `async for`. Its `response()` is the result of `sample`.
+
+        Raises:
+            ValueError: An argument of the wrong shape or range.
+
+        Example:
+            params = tinkex.SamplingParams(max_tokens=8)
+            with sampling.sample_stream(prompt, 1, params) as stream:
+                for event in stream:
+                    print(event.tokens)
         """
         partial = PartialOutput()
         return SampleStream(self._run(request, _checked, partial=partial), partial)
@@ -248,7 +350,19 @@ class SamplingClient(TextMixin):
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> Promise[list[float | None]]:
-        """The logprob of each prompt token; None for the first, which has no context."""
+        """
+        The logprob of each prompt token.
+
+        Args:
+            prompt: The tokens.
+            prompt_logprobs_last_n: For so many positions at the end only. None: for all.
+
+        Returns:
+            A future of a list. The first is None: it has no context.
+
+        Example:
+            total = sum(sampling.compute_logprobs(prompt).result()[1:])
+        """
         request = SampleRequest(
             num_samples=1,
             prompt=validation.prompt(prompt),
@@ -275,7 +389,15 @@ class SamplingClient(TextMixin):
     # -- about the weights -----------------------------------------------------------------------
 
     def _get_base_model(self) -> Promise[str]:
-        """The name of the base model that the weights belong to."""
+        """
+        The name of the base model that the weights belong to.
+
+        Returns:
+            The name.
+
+        Example:
+            print(sampling.get_base_model())
+        """
 
         async def work() -> str:
             return (await self._ask()).base_model
@@ -286,25 +408,49 @@ class SamplingClient(TextMixin):
     get_base_model_async = awaits(_get_base_model)
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of the base model."""
+        """
+        The tokenizer of the base model.
+
+        Returns:
+            The tokenizer of transformers if that is installed, else a light one of tinkex.
+
+        Raises:
+            TokenizerUnavailable: No tokenizer was found; the message says where.
+
+        Example:
+            tokens = sampling.get_tokenizer().encode("Ahoy!")
+        """
         refuse_to_block("get_tokenizer", "asyncio.to_thread(sampling.get_tokenizer)")
+        return self._load_tokenizer()
+
+    def _load_tokenizer(self, *, light: bool = False) -> Any:
         sampler = self._get_sampler().block()
-        return tokenizer.load(sampler.base_model, sampler.tokenizer_id)
+        return tokenizer.load(sampler.base_model, sampler.tokenizer_id, light=light)
 
     def _get_sampler(self) -> Promise[Sampler]:
         return self.holder.run(self._ask())
 
     async def _ask(self) -> Sampler:
         connection = await self.holder.connect()
-        return await connection.calls.call(
+        sampler = await connection.calls.call(
             "GET",
             f"samplers/{quote(self._sampling_session_id, safe=':')}",
             answer=Sampler,
             about=f"looking up {self._sampling_session_id}",
         )
+        self._base_model, self._model_path = sampler.base_model, sampler.model_path
+        return sampler
 
     def get_telemetry(self) -> Telemetry | None:
-        """The telemetry reporter of this client's session."""
+        """
+        The telemetry reporter of this client's session.
+
+        Returns:
+            The reporter; None if telemetry is off.
+
+        Example:
+            reporter = sampling.get_telemetry()
+        """
         return self.holder.telemetry
 
     # -- submission ------------------------------------------------------------------------------
@@ -325,7 +471,16 @@ class SamplingClient(TextMixin):
         )
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
-        """Called while samples wait; logs the reason, at most once a minute. May be overridden."""
+        """
+        Called when the reason why samples wait changes. May be overridden.
+
+        Args:
+            queue_state: `"active"`, `"paused_capacity"` or `"paused_rate_limit"`.
+            queue_state_reason: Why, in words of the server.
+
+        Example:
+            sampling.on_queue_state_change("paused_capacity", "two jobs are ahead")
+        """
         self._queue_log.on_queue_state_change(queue_state, queue_state_reason)
 
 
@@ -339,6 +494,10 @@ async def open_sampler(
 ) -> SamplingClient:
     """Create a sampling session on the server, and a client of it."""
     connection, session_id = await holder.open()
+    if base_model is not None:
+        base_model = await holder.served_name(connection, base_model)
+    elif model_path is not None:
+        await holder.serve_base_of(connection, model_path)
     created = await connection.calls.call(
         "POST",
         "create_sampling_session",
@@ -351,12 +510,14 @@ async def open_sampler(
         answer=CreateSamplingSessionResponse,
         about=f"creating a sampler of {model_path or base_model}",
     )
-    return SamplingClient(
+    sampling = SamplingClient(
         holder,
         sampling_session_id=created.sampling_session_id,
         retry_config=retry_config,
         record_stability_info=record_stability_info,
     )
+    sampling._base_model, sampling._model_path = base_model, model_path
+    return sampling
 
 
 def draw(holder: Session, request: SampleRequest) -> Promise[SampleResponse]:

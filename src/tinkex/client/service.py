@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from tinkex.client import custom_loss
+from tinkex import display
+from tinkex.client import custom_loss, user_warnings
 from tinkex.client.auth.token_exchange import with_other_key
 from tinkex.client.connection import Connection
 from tinkex.client.futures import Promise, awaits, refuse_to_block, waits
@@ -19,8 +19,8 @@ from tinkex.client.session import CloseStatus, Session, closed_error
 from tinkex.client.settings import Settings
 from tinkex.client.training import TrainingClient
 from tinkex.client.validation import check_tinker_path
+from tinkex.tracebacks import public_edge
 from tinkex.wire.checkpoints import (
-    CONSOLE_URL,
     LoadWeightsRequest,
     LoadWeightsResponse,
     WeightsInfoRequest,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from tinkex.client.observe.telemetry import Telemetry
 
 
+@public_edge
 class ServiceClient:
     """
     The entry point of every program.
@@ -65,13 +66,31 @@ class ServiceClient:
         **kwargs: Any,
     ) -> None:
         # For tests: `tinkex.testing.FakeService` replaces the network.
+        """
+        Creating a client sends nothing and finds no fault with an unreachable server.
+
+        Args:
+            user_metadata: Texts that are stored with the session, such as `{"team": "speech"}`.
+            project_id: Project of the session; else `TINKER_PROJECT_ID`.
+            display_name: Name of the session in lists.
+            base_url: Address of the service, or `"local"`; else `TINKER_BASE_URL`.
+            api_key: Key of the service; else `TINKER_API_KEY`, or the one of `tinkex auth login`.
+            default_headers_overrides: Headers for every request; they win over the client's own.
+            kwargs: `settings`: a `tinkex.Settings`, instead of the arguments that it contains.
+
+        Raises:
+            TinkerError: A service on another machine, and no key for it.
+            ValueError: Both `settings` and an argument that it contains.
+
+        Example:
+            service = tinkex.ServiceClient(base_url="http://127.0.0.1:8000", api_key="tml-local")
+        """
         make_transport: MakeTransport | None = kwargs.pop("_make_transport", None)
         settings: Settings | None = kwargs.pop("settings", None)
         if kwargs:
-            warnings.warn(
+            user_warnings.warn(
                 f"ServiceClient ignores {', '.join(sorted(kwargs))}: unknown arguments.",
                 FutureWarning,
-                stacklevel=2,
             )
         if settings is None:
             settings = Settings.resolve(
@@ -93,7 +112,13 @@ class ServiceClient:
         )
 
     def __repr__(self) -> str:
-        return f"<ServiceClient of {self._session!r}>"
+        session = self._session
+        shown: list[tuple[str, Any]] = [("base_url", session.settings.base_url)]
+        if session.session_id is not None:
+            shown.append(("session_id", session.session_id))
+        if session.closed:
+            shown.append(("closed", True))
+        return display.call("ServiceClient", shown)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -109,18 +134,46 @@ class ServiceClient:
         return self._session
 
     def get_console_url(self) -> str:
-        """The console page of this session, or of all sessions before it exists."""
+        """
+        The console page of this session, or of all sessions before it exists.
+
+        For a server of your own this is its root page. With `base_url="local"` the server is started
+        if it does not run yet.
+
+        Returns:
+            The address of the page.
+
+        Example:
+            print(service.get_console_url())
+        """
         session_id = self._session.session_id
-        return f"{CONSOLE_URL}/sessions" + (f"/{session_id}" if session_id else "")
+        return f"{self._session.console}/sessions" + (f"/{session_id}" if session_id else "")
 
     def get_telemetry(self) -> Telemetry | None:
-        """The telemetry reporter; None before the session exists, or if telemetry is off."""
+        """
+        The telemetry reporter of this session.
+
+        Returns:
+            The reporter; None before the session exists, or if telemetry is off.
+
+        Example:
+            reporter = service.get_telemetry()
+        """
         return self._session.telemetry
 
     # -- capabilities ----------------------------------------------------------------------------
 
     def _get_server_capabilities(self) -> Promise[GetServerCapabilitiesResponse]:
-        """Which base models the server offers."""
+        """
+        Which base models the server offers.
+
+        Returns:
+            The models, each with its name and context length.
+
+        Example:
+            for model in service.get_server_capabilities().supported_models:
+                print(model.model_name, model.max_context_length)
+        """
 
         async def work() -> GetServerCapabilitiesResponse:
             connection = await self.holder.connect()
@@ -150,7 +203,29 @@ class ServiceClient:
         user_metadata: dict[str, str] | None = None,
         optimizer: OptimizerConfig | None = None,
     ) -> Promise[TrainingClient]:
-        """Create a LoRA adapter on a base model."""
+        """
+        Create a LoRA adapter on a base model.
+
+        Args:
+            base_model: Name of the base model, as in `get_server_capabilities`.
+            rank: Rank of the adapter. A higher rank has more weights to train.
+            seed: Seed of the initial weights. None: the service chooses one.
+            train_mlp: Whether the MLP blocks get an adapter.
+            train_attn: Whether the attention blocks get one.
+            train_unembed: Whether the output head gets one.
+            user_metadata: Texts that are stored with the run. `{"name": ...}` is shown in lists.
+            optimizer: Kind of optimizer. None: AdamW.
+
+        Returns:
+            A client that trains the adapter.
+
+        Raises:
+            ValueError: All of `train_mlp`, `train_attn` and `train_unembed` are False.
+            RequestFailedError: The server does not have the model or the rank.
+
+        Example:
+            training = service.create_lora_training_client(MODEL, rank=16, seed=0)
+        """
         if not (train_mlp or train_attn or train_unembed):
             raise ValueError(
                 "Nothing to train: set at least one of train_mlp, train_attn, train_unembed."
@@ -175,6 +250,7 @@ class ServiceClient:
         optimizer: OptimizerConfig | None,
     ) -> TrainingClient:
         connection, session_id = await self.holder.open()
+        base_model = await self.holder.served_name(connection, base_model)
         number = self.holder.next_model_number()
         created = await self.holder.submit(
             connection,
@@ -190,7 +266,9 @@ class ServiceClient:
             ExpectedResult(request_type="CreateModel", answer=CreateModelResponse),
             observer=self._watching(f"Creation of a model on {base_model}"),
         )
-        return TrainingClient(self.holder, number, created.model_id)
+        training = TrainingClient(self.holder, number, created.model_id)
+        training._base_model, training._lora_rank = base_model, lora.rank
+        return training
 
     def _watching(self, subject: str) -> QueueLog:
         return QueueLog(subject, telemetry=lambda: self._session.telemetry)
@@ -203,7 +281,27 @@ class ServiceClient:
         weights_access_token: str | None = None,
         optimizer: OptimizerConfig | None = None,
     ) -> Promise[TrainingClient]:
-        """Create a model from saved weights, with a new optimizer."""
+        """
+        Create a model from saved weights, with a new optimizer.
+
+        Args:
+            path: A checkpoint, `tinker://RUN/weights/NAME`.
+            base_model: Base model of the new model. None: that of the checkpoint.
+            user_metadata: Texts that are stored with the new run.
+            weights_access_token: Key of the checkpoint's owner, if it is another account.
+            optimizer: Kind of optimizer. None: that of the checkpoint.
+
+        Returns:
+            A client that trains the new model.
+
+        Raises:
+            ValueError: Not a path, or not a LoRA checkpoint.
+            NotFoundError: No such checkpoint, or not yours.
+
+        Example:
+            path = training.save_state("before").result().path
+            branch = service.create_training_client_from_state(path)
+        """
         return self.holder.run(
             self._restore(path, base_model, user_metadata, weights_access_token, optimizer, False)
         )
@@ -218,7 +316,26 @@ class ServiceClient:
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
     ) -> Promise[TrainingClient]:
-        """Create a model that continues a saved one exactly, including the optimizer."""
+        """
+        Create a model that continues a saved one exactly, including the optimizer.
+
+        Args:
+            path: A checkpoint, `tinker://RUN/weights/NAME`.
+            base_model: Base model of the new model. None: that of the checkpoint.
+            user_metadata: Texts that are stored with the new run.
+            weights_access_token: Key of the checkpoint's owner, if it is another account.
+
+        Returns:
+            A client that trains the new model.
+
+        Raises:
+            ValueError: Not a path, or not a LoRA checkpoint.
+            NotFoundError: No such checkpoint, or not yours.
+
+        Example:
+            path = training.save_state("latest", overwrite=True).result().path
+            resumed = service.create_training_client_from_state_with_optimizer(path)
+        """
         return self.holder.run(
             self._restore(path, base_model, user_metadata, weights_access_token, None, True)
         )
@@ -241,6 +358,7 @@ class ServiceClient:
     ) -> TrainingClient:
         check_tinker_path(path)
         connection, session_id = await self.holder.open()
+        await self.holder.serve_base_of(connection, path)
         if connection.config.create_model_via_load_weights:
             number = self.holder.next_model_number()
             await self.holder.submit(
@@ -301,10 +419,24 @@ class ServiceClient:
         self, fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank]
     ) -> Promise[LossHandle]:
         """
-        A custom loss for `forward_backward_custom`, traced once and run for each datum.
+        Create a custom loss for `forward_backward_custom`: traced once, run for each datum.
 
-        `fn(logprobs, *loss_fn_inputs)` returns a scalar and a dict of metrics; `input_ranks` gives
-        the number of dimensions of each parameter.
+        Args:
+            fn: `fn(logprobs, *loss_fn_inputs)` returns a scalar and a dict of metrics.
+            input_ranks: Number of dimensions of each parameter of `fn`, by name.
+
+        Returns:
+            A future of the handle of the loss, for the training clients of this session.
+
+        Raises:
+            ValueError: The loss cannot be traced, or uses what losses may not use.
+
+        Example:
+            def squared(logprobs, weights):
+                return (weights * logprobs**2).sum(), {}
+
+            ranks = {"logprobs": 1, "weights": 1}
+            loss = service.create_custom_loss(squared, ranks).result()
         """
         return custom_loss.create(self.holder, fn, input_ranks)
 
@@ -317,7 +449,25 @@ class ServiceClient:
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> Promise[SamplingClient]:
-        """Create a client that samples from saved weights (`model_path`) or from a base model."""
+        """
+        Create a client that samples from saved weights or from a base model.
+
+        Args:
+            model_path: A checkpoint, `tinker://RUN/sampler_weights/NAME`.
+            base_model: Name of a base model, to sample from it as it is.
+            retry_config: How the client retries; None: the defaults of `tinkex.RetryConfig`.
+            record_stability_info: Whether the service records how stable the samples are.
+
+        Returns:
+            A client that samples.
+
+        Raises:
+            ValueError: Neither `model_path` nor `base_model`, or not a path.
+            NotFoundError: No such checkpoint, or not yours.
+
+        Example:
+            sampling = service.create_sampling_client(base_model=MODEL)
+        """
         return SamplingClient.create(
             self.holder,
             model_path=model_path,
@@ -332,12 +482,19 @@ class ServiceClient:
     # -- REST -------------------------------------------------------------------------------------
 
     def create_rest_client(self) -> RestClient:
-        """Deprecated: `RestClient()` needs no session."""
-        warnings.warn(
+        """
+        Deprecated: `RestClient()` needs no session.
+
+        Returns:
+            A client with the service and key of this one.
+
+        Example:
+            rest = tinkex.RestClient(base_url="http://127.0.0.1:8000", api_key="tml-local")
+        """
+        user_warnings.warn(
             "create_rest_client() is deprecated: use RestClient(base_url=..., api_key=...), "
             "which needs no ServiceClient.",
             FutureWarning,
-            stacklevel=2,
         )
         return RestClient(self.holder)
 
@@ -348,7 +505,23 @@ class ServiceClient:
         ttl_seconds: int | None = None,
         weights_access_token: str | None = None,
     ) -> Promise[str]:
-        """Copy a checkpoint into the project of this client; returns the new path."""
+        """
+        Copy a checkpoint into the project of this client.
+
+        Args:
+            path: The checkpoint to copy.
+            ttl_seconds: Seconds until the copy expires. None: never.
+            weights_access_token: Key of the checkpoint's owner, if it is another account.
+
+        Returns:
+            A future of the path of the copy.
+
+        Raises:
+            ValueError: Not a path, or the client has no project.
+
+        Example:
+            copy = service.copy_weights(path, ttl_seconds=86400).result()
+        """
         return RestClient(self.holder).copy_weights(
             path, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
         )
@@ -356,7 +529,19 @@ class ServiceClient:
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self, status: CloseStatus, detail: str | None = None) -> Promise[None]:
-        """End the session and close all clients created from it. Later calls have no effect."""
+        """
+        End the session and close all clients created from it. Later calls have no effect.
+
+        Args:
+            status: How the program ended: `"success"`, `"errored"` or `"interrupted"`.
+            detail: More about it, for lists of sessions.
+
+        Returns:
+            A future that is done when the server knows.
+
+        Example:
+            service.close("success").result()
+        """
         return self._session.close(status, detail)
 
     def __enter__(self) -> Self:

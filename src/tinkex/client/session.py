@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from pydantic import BaseModel
 
@@ -32,18 +32,22 @@ from tinkex.client.connection import (
     open_connection,
     refresh_config,
 )
-from tinkex.client.errors import APIStatusError, TinkerError
+from tinkex.client.errors import APIConnectionError, APIStatusError, TinkerError
 from tinkex.client.futures import Promise, settle
 from tinkex.client.http.polling import ExpectedResult, QueueObserver
 from tinkex.client.http.transport import Kind, Request
 from tinkex.client.observe import instrumentation
 from tinkex.client.observe.telemetry import Telemetry
+from tinkex.client.observe.waiting import Limit
 from tinkex.client.settings import LOCAL, PROTOCOL_VERSION, Settings
+from tinkex.local.registry import LEASE_HEADER
 from tinkex.wire.base import Payload
+from tinkex.wire.checkpoints import CONSOLE_URL, WeightsInfoRequest, WeightsInfoResponse
 from tinkex.wire.futures import UntypedAPIFuture
 from tinkex.wire.sessions import (
     CreateSessionRequest,
     CreateSessionResponse,
+    GetServerCapabilitiesResponse,
     SessionHeartbeatRequest,
     SessionHeartbeatResponse,
 )
@@ -62,6 +66,7 @@ HEARTBEAT_EVERY_S = 10.0
 HEARTBEAT_WARN_AFTER_S = 120.0
 #: Limits how long closing waits for a server that does not respond.
 FINISH_TIMEOUT_S = 10.0
+FINISH_RETRY_S = 8.0
 
 CloseStatus = Literal["success", "errored", "interrupted"]
 
@@ -132,6 +137,14 @@ class Session:
         """The OpenTelemetry tracer; None unless the settings enable it."""
         return instrumentation.tracing() if self.settings.otel else None
 
+    @property
+    def console(self) -> str:
+        """The address of the service's console, before `/sessions` and the like."""
+        connection = self._connected.value
+        if connection is None and self.settings.base_url == LOCAL:
+            connection = self.run(self.connect()).block()  # its address is not known before
+        return console_of(self.settings.base_url if connection is None else connection.calls.root)
+
     # -- running work ----------------------------------------------------------------------------
 
     def run(self, work: Coroutine[Any, Any, T], *, cancel_with_waiter: bool = False) -> Promise[T]:
@@ -180,8 +193,7 @@ class Session:
     def follow(self, task: asyncio.Task[T], promise: Promise[T]) -> None:
         """Pass the outcome of a task to the promise; cancelling the promise cancels the task."""
         self.track(task)
-        task.add_done_callback(functools.partial(settle, promise))
-        task.add_done_callback(self._record_failure)
+        task.add_done_callback(functools.partial(self._settle, promise))
         loop = task.get_loop()
         promise.add_done_callback(
             lambda done: loop.call_soon_threadsafe(task.cancel) if done.cancelled() else None
@@ -191,10 +203,14 @@ class Session:
         """Close this object too when the session closes. Holds a weak reference."""
         self._dependents.add(waiting)
 
-    def _record_failure(self, task: asyncio.Task[Any]) -> None:
-        # After the promise is settled, so that the caller does not wait for this.
-        if self._telemetry and not task.cancelled() and (error := task.exception()):
-            self._telemetry.record_error(error)
+    def _settle(self, promise: Promise[T], task: asyncio.Task[T]) -> None:
+        error = None if task.cancelled() else task.exception()
+        # The caller removes the frames of this package (`tinkex.tracebacks`), maybe at once.
+        frames = None if error is None else error.__traceback__
+        settle(promise, task)
+        # Afterwards, so that the caller does not wait for this.
+        if error is not None and self._telemetry:
+            self._telemetry.record_error(error, frames)
 
     def track(self, task: asyncio.Task[Any]) -> None:
         """Keep a task, and cancel it when the session closes."""
@@ -216,14 +232,18 @@ class Session:
         return connection, await self._opened.get()
 
     async def _connect(self) -> Connection:
-        url = self.settings.base_url
-        if url == LOCAL:
+        url, settings, found = self.settings.base_url, self.settings, self.settings._found
+        if url == LOCAL or found is not None:
             from tinkex.client import local_server
 
-            if self._server is None:
+            if self._server is None and found is not None:
+                self._server = await asyncio.to_thread(local_server.hold, found)
+            elif self._server is None:
                 self._server = await asyncio.to_thread(local_server.attach)
-            url = self._server.url
-        connection = await open_connection(self.settings, url, self.make_transport)
+            if self._server is not None and url == LOCAL:
+                url = self._server.url
+                settings = settings.for_local_server(self._server.running)
+        connection = await open_connection(settings, url, self.make_transport)
         # When the session is garbage-collected, its connection is closed.
         weakref.finalize(
             self, close_unreferenced, background_loop.background(), connection, self._server
@@ -244,6 +264,7 @@ class Session:
                     display_name=self._display_name,
                 ),
                 answer=CreateSessionResponse,
+                headers=None if self._server is None else {LEASE_HEADER: self._server.lease},
                 about="creating a session",
             )
             for level, text in (
@@ -293,6 +314,45 @@ class Session:
             return await connection.results.fetch(
                 promised.request_id, expected, observer=observer, round_trip_s=monotonic() - started
             )
+
+    async def served_name(self, connection: Connection, base_model: str) -> str:
+        """
+        The name of a base model on the server.
+
+        A local server that does not serve it yet adds it. Everywhere else this asks nothing.
+        """
+        server = self._server
+        if server is None or not server.adds_models:
+            return base_model
+        served = await self._served(connection)
+        if base_model in served or base_model.partition(":")[0] in served:
+            return base_model
+        return await asyncio.to_thread(server.add_model, base_model)
+
+    async def serve_base_of(self, connection: Connection, path: str) -> None:
+        """Like `served_name`, for the base model of saved weights."""
+        if self._server is None or not self._server.adds_models:
+            return
+        try:
+            info = await connection.calls.call(
+                "POST",
+                "weights_info",
+                WeightsInfoRequest(tinker_path=path),
+                answer=WeightsInfoResponse,
+                kind=Kind.REST,
+            )
+        except APIStatusError:
+            return  # the request that needs the weights says why
+        await self.served_name(connection, info.base_model)
+
+    async def _served(self, connection: Connection) -> set[str | None]:
+        answer = await connection.calls.call(
+            "GET",
+            "get_server_capabilities",
+            answer=GetServerCapabilitiesResponse,
+            kind=Kind.REST,
+        )
+        return {model.model_name for model in answer.supported_models}
 
     def cancel_later(self, connection: Connection, request: str | Request) -> None:
         """Cancel an abandoned sample in the background, if the server supports it."""
@@ -368,12 +428,27 @@ class Session:
                             {"reason": {"type": status}, "detail": detail},
                             answer=type(None),
                             kind=Kind.SESSION,
+                            give_up_s=FINISH_RETRY_S,
                         )
                 except (TinkerError, TimeoutError) as error:
-                    log.warning("the server was not notified of the end of the session: %s", error)
+                    reason = error.summary if isinstance(error, TinkerError) else "no answer"
+                    log.warning("the server was not notified of the end of the session: %s", reason)
             await connection.transport.close()
         if self._server is not None:
             self._server.release()
+
+
+def console_of(url: str) -> str:
+    """
+    The console of a service: the address before `/sessions`, `/training_runs/RUN` and so on.
+
+    A server of one's own answers on its root page; the rest is a fragment, which browsers do not
+    send. Nothing about its runs may lead to the hosted service.
+    """
+    host = urlsplit(url).hostname or ""
+    if host.endswith((".thinkingmachines.dev", ".thinkingmachines.ai")):
+        return CONSOLE_URL
+    return f"{url}/#"
 
 
 def closed_error() -> RuntimeError:
@@ -382,29 +457,40 @@ def closed_error() -> RuntimeError:
 
 async def _send_heartbeats(connection: Connection, session_id: str) -> None:
     """Send heartbeats until the server reports that the session has ended."""
+    waiting, calls, beat = connection.limits.waiting, connection.calls, object()
     last = monotonic()
-    while True:
-        await asyncio.sleep(HEARTBEAT_EVERY_S)
-        try:
-            await connection.calls.call(
-                "POST",
-                "session_heartbeat",
-                SessionHeartbeatRequest(session_id=session_id),
-                answer=SessionHeartbeatResponse,
-                deadline_s=10.0,
-                give_up_s=0.0,
-            )
-            last = monotonic()
-        except APIStatusError as error:
-            if error.status_code == 410:
-                log.info("session %s has ended on the server", session_id)
-                return
-            _warn_if_overdue(last, error)
-        except TinkerError as error:
-            _warn_if_overdue(last, error)
+    try:
+        while True:
+            await asyncio.sleep(HEARTBEAT_EVERY_S)
+            began = monotonic()
+            try:
+                await calls.call(
+                    "POST",
+                    "session_heartbeat",
+                    SessionHeartbeatRequest(session_id=session_id),
+                    answer=SessionHeartbeatResponse,
+                    deadline_s=10.0,
+                    give_up_s=0.0,
+                )
+                last = monotonic()
+                waiting.over(beat)
+            except APIStatusError as error:
+                if error.status_code == 410:
+                    log.info("session %s has ended on the server", session_id)
+                    return
+                _warn_if_overdue(last, error)
+            except TinkerError as error:
+                if isinstance(error, APIConnectionError) and instrumentation.operations_in_flight():
+                    # A server that hangs: a poll alone would find out after 45 s.
+                    limit = Limit(last + calls.settings.reconnect_s, "results: TINKEX_RECONNECT_S")
+                    notice_s = calls.settings.wait_notice_s
+                    waiting.wait(beat, calls.cause(error), limit, since=began, notice_s=notice_s)
+                _warn_if_overdue(last, error)
+    finally:
+        waiting.leave(beat)
 
 
 def _warn_if_overdue(last: float, error: TinkerError) -> None:
     silent_s = monotonic() - last
     if silent_s > HEARTBEAT_WARN_AFTER_S:
-        log.warning("no heartbeat reached the server for %.0f s: %s", silent_s, error)
+        log.warning("no heartbeat reached the server for %.0f s: %s", silent_s, error.summary)

@@ -222,7 +222,7 @@ class StepSubmitter:
             raise closed_error()
         if self._pid != os.getpid():
             raise RuntimeError(
-                f"<TrainingClient of {self._model_id}> belongs to process {self._pid}. In a "
+                f"The training client of {self._model_id} belongs to process {self._pid}. In a "
                 "forked process its steps would reuse the same seq_ids. Create a training "
                 "client from a checkpoint here, or use a sampling client."
             )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel
 
+from tinkex import display
 from tinkex.client import custom_loss, tokenizer, user_warnings, validation
 from tinkex.client.batching import merge
 from tinkex.client.futures import Promise, awaits, refuse_to_block, submits, waits
@@ -18,9 +19,9 @@ from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.session import Session
 from tinkex.client.submission import Part, StepSubmitter, pass_parts, pass_result
 from tinkex.client.tokenizer import TextMixin
+from tinkex.tracebacks import public_edge
 from tinkex.wire.base import Payload
 from tinkex.wire.checkpoints import (
-    CONSOLE_URL,
     LoadWeightsRequest,
     LoadWeightsResponse,
     SaveWeightsExternalRequest,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound=BaseModel | Payload)
 T = TypeVar("T")
+S = TypeVar("S", SaveWeightsResponse, SaveWeightsForSamplerResponse)
 
 LossConfig = dict[str, float] | dict[str, str] | dict[str, float | str]
 
@@ -59,6 +61,7 @@ def _same(value: R) -> R:
     return value
 
 
+@public_edge
 class TrainingClient(TextMixin):
     """
     Trains one LoRA adapter.
@@ -71,6 +74,10 @@ class TrainingClient(TextMixin):
     a future immediately, so the next operation can be queued while one runs.
     """
 
+    #: For the repr; None until they are known.
+    _base_model: str | None = None
+    _lora_rank: int | None = None
+
     def __init__(self, holder: Session, model_seq_id: int, model_id: str) -> None:
         self.holder = holder
         self.model_id = model_id
@@ -79,7 +86,14 @@ class TrainingClient(TextMixin):
         self._steps = StepSubmitter(holder, model_id, self._queue_log)
 
     def __repr__(self) -> str:
-        return f"<TrainingClient of {self.model_id}>"
+        shown = {
+            "model_id": self.model_id,
+            "base_model": self._base_model,
+            "lora_rank": self._lora_rank,
+        }
+        return display.call(
+            "TrainingClient", ((name, each) for name, each in shown.items() if each is not None)
+        )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -95,7 +109,24 @@ class TrainingClient(TextMixin):
         loss_fn: LossFnType,
         loss_fn_config: LossConfig | None = None,
     ) -> Promise[ForwardBackwardOutput]:
-        """Compute the loss and its outputs for a batch, without gradients."""
+        """
+        Compute the loss and its outputs for a batch, without gradients.
+
+        Args:
+            data: The training examples.
+            loss_fn: Name of the loss, such as `"cross_entropy"`; see docs/reference/losses.md.
+            loss_fn_config: Settings of the loss, such as `{"clip_low_threshold": 0.8}`.
+
+        Returns:
+            A future of the metrics, and of the tensors for each example.
+
+        Raises:
+            ValueError: An unknown loss, or examples that cannot be sent.
+
+        Example:
+            passed = training.forward(data, "cross_entropy").result()
+            print(passed.metrics["loss:sum"])
+        """
         return self._pass("Forward", data, loss_fn, loss_fn_config, forward_only=True)
 
     forward_async = submits(forward)
@@ -106,7 +137,25 @@ class TrainingClient(TextMixin):
         loss_fn: LossFnType,
         loss_fn_config: LossConfig | None = None,
     ) -> Promise[ForwardBackwardOutput]:
-        """Compute the loss of a batch; add its gradients to those since the last `optim_step`."""
+        """
+        Compute the loss of a batch; add its gradients to those since the last `optim_step`.
+
+        Args:
+            data: The training examples. A large batch is sent in parts; the result is the same.
+            loss_fn: Name of the loss, such as `"cross_entropy"`; see docs/reference/losses.md.
+            loss_fn_config: Settings of the loss, such as `{"clip_low_threshold": 0.8}`.
+
+        Returns:
+            A future of the metrics (`loss:sum` is the loss), and of the tensors for each example.
+
+        Raises:
+            ValueError: An unknown loss, or examples that cannot be sent.
+
+        Example:
+            passed = training.forward_backward(data, "cross_entropy")
+            training.optim_step(tinkex.AdamParams(learning_rate=1e-4))
+            print(passed.result().metrics["loss:sum"])
+        """
         return self._pass("ForwardBackward", data, loss_fn, loss_fn_config, forward_only=False)
 
     forward_backward_async = submits(forward_backward)
@@ -132,9 +181,22 @@ class TrainingClient(TextMixin):
         loss_type_input: Literal["logprobs"] | None = None,
     ) -> Promise[Promise[ForwardBackwardOutput]]:
         """
-        `forward_backward` with a custom loss: a function of (data, logprobs), or a `LossHandle`.
+        `forward_backward` with a loss of your own. The loss runs on a separate thread.
 
-        Returns the future once the loss is computed, which happens on a separate thread.
+        Args:
+            data: The training examples.
+            loss_fn: A function of `(data, logprobs)` that returns a scalar and a dict of metrics,
+                or a handle from `create_custom_loss`.
+            loss_type_input: What the function gets; only `"logprobs"` is supported.
+
+        Returns:
+            The future of the pass, once the loss is computed.
+
+        Example:
+            def loss(data, logprobs):
+                return -sum(each.sum() for each in logprobs), {}
+
+            print(training.forward_backward_custom(data, loss).result().metrics)
         """
         return custom_loss.start(self, self._steps, data, loss_fn, loss_type_input)
 
@@ -149,7 +211,23 @@ class TrainingClient(TextMixin):
         *,
         adam_params: AdamParams | OptimParamsBase | None = None,
     ) -> Promise[OptimStepResponse]:
-        """Apply the gradients accumulated since the last step, and clear them."""
+        """
+        Apply the gradients accumulated since the last step, and clear them.
+
+        Args:
+            optim_params: Learning rate and other numbers of this step.
+            adam_params: The same under its older name. Pass only one of them.
+
+        Returns:
+            A future of the metrics of the step, such as the norm of the gradients.
+
+        Raises:
+            TypeError: No optimizer parameters.
+
+        Example:
+            training.forward_backward(data, "cross_entropy")
+            stepped = training.optim_step(tinkex.AdamParams(learning_rate=1e-4)).result()
+        """
         if optim_params is not None and adam_params is not None:
             raise ValueError("optim_params and adam_params are aliases: pass only one of them.")
         params = optim_params if optim_params is not None else adam_params
@@ -171,10 +249,28 @@ class TrainingClient(TextMixin):
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
     ) -> Promise[SaveWeightsResponse]:
-        """Save weights and optimizer state, to resume training from."""
+        """
+        Save weights and optimizer state, to resume training from.
+
+        Args:
+            name: Name of the checkpoint in this run.
+            ttl_seconds: Seconds until it expires. None: never.
+            overwrite: Whether to replace a checkpoint of the same name.
+            user_metadata: Texts that are stored with it.
+
+        Returns:
+            A future of its path, `tinker://RUN/weights/NAME`.
+
+        Raises:
+            RequestFailedError: There is a checkpoint of this name.
+
+        Example:
+            path = training.save_state("step-100", ttl_seconds=86400).result().path
+        """
         return self._single(
             SaveWeightsRequest,
             SaveWeightsResponse,
+            self._with_console,
             path=name,
             ttl_seconds=ttl_seconds,
             overwrite=overwrite,
@@ -189,16 +285,38 @@ class TrainingClient(TextMixin):
         ttl_seconds: int | None = None,
         user_metadata: dict[str, str] | None = None,
     ) -> Promise[SaveWeightsForSamplerResponse]:
-        """Save weights under a name, to sample from."""
+        """
+        Save weights under a name, to sample from.
+
+        Args:
+            name: Name of the checkpoint in this run.
+            ttl_seconds: Seconds until it expires. None: never.
+            user_metadata: Texts that are stored with it.
+
+        Returns:
+            A future of its path, `tinker://RUN/sampler_weights/NAME`.
+
+        Raises:
+            RequestFailedError: There is a checkpoint of this name.
+
+        Example:
+            path = training.save_weights_for_sampler("pirate").result().path
+            sampling = service.create_sampling_client(path)
+        """
         return self._single(
             SaveWeightsForSamplerRequest,
             SaveWeightsForSamplerResponse,
+            self._with_console,
             path=name,
             ttl_seconds=ttl_seconds,
             user_metadata=user_metadata,
         )
 
     save_weights_for_sampler_async = submits(save_weights_for_sampler)
+
+    def _with_console(self, saved: S) -> S:
+        saved._console = self.holder.console
+        return saved
 
     def save_weights_external(
         self,
@@ -211,6 +329,17 @@ class TrainingClient(TextMixin):
 
         `tinkex.download_checkpoint` downloads them. With age keys the files are encrypted; only the
         owners of the matching secret keys can read them.
+
+        Args:
+            name: Name of the checkpoint in this run.
+            ttl_seconds: Seconds until it expires. None: never.
+            age_encryption_recipients: Public keys of `age`, at most 10. None: not encrypted.
+
+        Returns:
+            A future of its path, `tinker://RUN/external_weights/NAME`.
+
+        Example:
+            path = training.save_weights_external("release").result().path
         """
         recipients = list(age_encryption_recipients) if age_encryption_recipients else None
         return self._single(
@@ -229,7 +358,20 @@ class TrainingClient(TextMixin):
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> Promise[SamplingClient]:
-        """A client that samples from the weights as they are after the steps submitted so far."""
+        """
+        A client that samples from the weights as they are after the steps submitted so far.
+
+        Args:
+            name: Ignored, with a warning. `save_weights_for_sampler` saves under a name.
+            retry_config: How the client retries; None: the defaults of `tinkex.RetryConfig`.
+            record_stability_info: Whether the service records how stable the samples are.
+
+        Returns:
+            The client. Later steps do not change its weights.
+
+        Example:
+            sampling = training.save_weights_and_get_sampling_client()
+        """
         if name is not None:
             user_warnings.warn(
                 "`name` is ignored: these weights are not saved under a name. Use "
@@ -243,12 +385,14 @@ class TrainingClient(TextMixin):
                     f"The server saved the weights of {self.model_id} but returned no sampling "
                     "session. Use save_weights_for_sampler(name) and create_sampling_client()."
                 )
-            return SamplingClient(
+            sampling = SamplingClient(
                 self.holder,
                 sampling_session_id=saved.sampling_session_id,
                 retry_config=retry_config,
                 record_stability_info=record_stability_info,
             )
+            sampling._base_model = self._base_model
+            return sampling
 
         return self._single(
             SaveWeightsForSamplerRequest,
@@ -264,7 +408,21 @@ class TrainingClient(TextMixin):
     def load_state(
         self, path: str, weights_access_token: str | None = None
     ) -> Promise[LoadWeightsResponse]:
-        """Replace the weights with saved ones; the optimizer state is reset."""
+        """
+        Replace the weights with saved ones; the optimizer state is reset.
+
+        Deprecated: `ServiceClient.create_training_client_from_state` creates a new client.
+
+        Args:
+            path: A checkpoint, `tinker://RUN/weights/NAME`.
+            weights_access_token: Key of the checkpoint's owner, if it is another account.
+
+        Returns:
+            A future that is done when the weights are loaded.
+
+        Example:
+            training.load_state(path).result()
+        """
         _deprecated("load_state", "create_training_client_from_state")
         return self._load(path, optimizer=False, weights_access_token=weights_access_token)
 
@@ -273,7 +431,22 @@ class TrainingClient(TextMixin):
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
     ) -> Promise[LoadWeightsResponse]:
-        """Replace weights and optimizer state with saved ones."""
+        """
+        Replace weights and optimizer state with saved ones.
+
+        Deprecated: `ServiceClient.create_training_client_from_state_with_optimizer` creates a new
+        client.
+
+        Args:
+            path: A checkpoint, `tinker://RUN/weights/NAME`.
+            weights_access_token: Key of the checkpoint's owner, if it is another account.
+
+        Returns:
+            A future that is done when the state is loaded.
+
+        Example:
+            training.load_state_with_optimizer(path).result()
+        """
         _deprecated("load_state_with_optimizer", "create_training_client_from_state_with_optimizer")
         return self._load(path, optimizer=True, weights_access_token=weights_access_token)
 
@@ -296,7 +469,24 @@ class TrainingClient(TextMixin):
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> Promise[SamplingClient]:
-        """Create a client that samples from saved weights."""
+        """
+        Create a client that samples from saved weights.
+
+        Args:
+            model_path: A checkpoint, `tinker://RUN/sampler_weights/NAME`.
+            retry_config: How the client retries; None: the defaults of `tinkex.RetryConfig`.
+            record_stability_info: Whether the service records how stable the samples are.
+
+        Returns:
+            A client that samples.
+
+        Raises:
+            NotFoundError: No such checkpoint, or not yours.
+
+        Example:
+            path = training.save_weights_for_sampler("latest").result().path
+            sampling = training.create_sampling_client(path)
+        """
         return self.holder.run(
             open_sampler(
                 self.holder,
@@ -313,11 +503,19 @@ class TrainingClient(TextMixin):
     # -- about the model -------------------------------------------------------------------------
 
     def _get_info(self) -> Promise[GetInfoResponse]:
-        """What the server knows about this model. Not ordered with the steps."""
+        """
+        What the server knows about this model. Not ordered with the steps.
+
+        Returns:
+            The base model, the rank and the tokenizer of the model.
+
+        Example:
+            print(training.get_info().lora_rank)
+        """
 
         async def work() -> GetInfoResponse:
             connection = await self.holder.connect()
-            return await connection.calls.call(
+            info = await connection.calls.call(
                 "POST",
                 "get_info",
                 GetInfoRequest(model_id=self.model_id),
@@ -325,6 +523,9 @@ class TrainingClient(TextMixin):
                 kind=Kind.REST,
                 about=f"looking up {self.model_id}",
             )
+            self._base_model = info.model_data.model_name or self._base_model
+            self._lora_rank = info.lora_rank or self._lora_rank
+            return info
 
         return self.holder.run(work())
 
@@ -332,17 +533,44 @@ class TrainingClient(TextMixin):
     get_info_async = awaits(_get_info)
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of the base model."""
+        """
+        The tokenizer of the base model.
+
+        Returns:
+            The tokenizer of transformers if that is installed, else a light one of tinkex.
+
+        Raises:
+            TokenizerUnavailable: No tokenizer was found; the message says where.
+
+        Example:
+            tokens = training.get_tokenizer().encode("Ahoy!")
+        """
         refuse_to_block("get_tokenizer", "asyncio.to_thread(training.get_tokenizer)")
         info = self._get_info().block().model_data
         return tokenizer.load(info.model_name or "", info.tokenizer_id)
 
     def get_console_url(self) -> str:
-        """The page of this run in the hosted service's console."""
-        return f"{CONSOLE_URL}/training_runs/{self.model_id}"
+        """
+        The page of this run in the console of its service; for your own server, its root page.
+
+        Returns:
+            The address of the page.
+
+        Example:
+            print(training.get_console_url())
+        """
+        return f"{self.holder.console}/training_runs/{self.model_id}"
 
     def get_telemetry(self) -> Telemetry | None:
-        """The telemetry reporter of this session; None if telemetry is off."""
+        """
+        The telemetry reporter of this session.
+
+        Returns:
+            The reporter; None if telemetry is off.
+
+        Example:
+            reporter = training.get_telemetry()
+        """
         return self.holder.telemetry
 
     # -- the end ---------------------------------------------------------------------------------
@@ -352,9 +580,15 @@ class TrainingClient(TextMixin):
         Free the model's memory on the server now, instead of when the session ends.
 
         Checkpoints are kept. A tinkex server reloads the model at the next call; other services may
-        reject that call.
+        reject that call. Not every service supports it.
 
-        Not ordered with the steps: wait for pending results first. Not every service supports it.
+        Not ordered with the steps: wait for pending results first.
+
+        Returns:
+            A future that is done when the memory is free.
+
+        Example:
+            training.unload_model().result()
         """
 
         async def work() -> UnloadModelResponse:

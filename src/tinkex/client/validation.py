@@ -72,6 +72,12 @@ def page(limit: object, offset: object) -> dict[str, int]:
     return {"limit": count("limit", limit), "offset": count("offset", offset)}
 
 
+def points(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 2 <= value <= 10_000:
+        raise ValueError(f"points is {value!r}; it must be a whole number from 2 to 10,000.")
+    return value
+
+
 def ttl(value: object) -> int | None:
     """Checks the type only; the service checks the range."""
     if value is None:

@@ -67,6 +67,15 @@ class Timeout:
         pool: Seconds
 
     def as_dict(self) -> dict[str, Seconds]:
+        """
+        The limits by name.
+
+        Returns:
+            `connect`, `read`, `write` and `pool`, in seconds; None means no limit.
+
+        Example:
+            limits = tinkex.Timeout(60, connect=5).as_dict()
+        """
         return {name: getattr(self, name) for name in ("connect", "read", "write", "pool")}
 
     def __eq__(self, other: object) -> bool:

@@ -1,7 +1,7 @@
 """
 Conformance checks for Tinker servers, over plain HTTP.
 
-    tinkex conformance http://127.0.0.1:8000 --key tml-...
+    tinkex conformance http://127.0.0.1:8000 --api-key tml-...
     TINKER_BASE_URL=http://127.0.0.1:8000 pytest --pyargs tinkex.conformance
 
 Each check is a function with the requirements it covers and a sentence that says what is expected.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,17 +55,36 @@ SAMPLING_PROFILES = {
 }
 
 
+class UnusableDevice(ValueError):
+    """The device does not exist or is not supported; the hint says what to use."""
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
 def choose_device(settings: EngineSettings) -> torch.device:
     if settings.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(settings.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"device is {settings.device!r}, but this torch finds no GPU. "
-            "Use --device cpu, or install a torch build with CUDA."
+    try:
+        device = torch.device(settings.device)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UnusableDevice(
+            f"the device {settings.device!r} is not supported.",
+            hint="Use --device cpu, --device cuda (or cuda:1, ...), or leave it out.",
         )
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {settings.device!r} is not supported; use cpu, cuda or auto.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UnusableDevice(
+            f"the device is {settings.device!r}, but torch finds no GPU on this machine.",
+            hint="Use --device cpu, or install a torch build with CUDA.",
+        )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UnusableDevice(
+            f"the device is {settings.device!r}, but torch finds {torch.cuda.device_count()} GPUs.",
+            hint=f"Use cuda:0 to cuda:{torch.cuda.device_count() - 1}.",
+        )
     return device
 
 
@@ -129,6 +149,26 @@ def available_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
+def total_bytes(device: torch.device) -> int:
+    """All memory of the device, used or not; on a CPU at most the container's limit."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _container_limit()
+    return machine if limit is None else min(machine, limit)
+
+
+def used_bytes(device: torch.device) -> int:
+    """Memory of the device that this process uses now."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        # Not Linux: the peak so far, in bytes on macOS.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def _machine_bytes() -> int | None:
     try:
         with open("/proc/meminfo") as lines:
@@ -140,10 +180,19 @@ def _machine_bytes() -> int | None:
     return None
 
 
-def _container_bytes() -> int | None:
-    """Free memory within the container's limit, which /proc/meminfo does not include."""
+def _container_limit() -> int | None:
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        return None if limit == "max" else int(limit)
+    except (OSError, ValueError):
+        return None
+
+
+def _container_bytes() -> int | None:
+    """Free memory within the container's limit, which /proc/meminfo does not include."""
+    if (limit := _container_limit()) is None:
+        return None
+    try:
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
         # The kernel reclaims inactive file pages when memory is needed.
         files = 0
@@ -152,4 +201,4 @@ def _container_bytes() -> int | None:
                 files = int(line.split()[1])
     except (OSError, ValueError):
         return None
-    return None if limit == "max" else max(0, int(limit) - used + files)
+    return max(0, limit - used + files)

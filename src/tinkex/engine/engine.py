@@ -25,7 +25,14 @@ from tinkex.engine.adapters.adapters import (
     seed_of,
 )
 from tinkex.engine.adapters.memory_plan import FRACTIONS, MemoryPlan, Tier, memory_plan
-from tinkex.engine.device import available_bytes, choose_device, choose_dtype, prepare_determinism
+from tinkex.engine.device import (
+    available_bytes,
+    choose_device,
+    choose_dtype,
+    prepare_determinism,
+    total_bytes,
+    used_bytes,
+)
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.lora import make_layout
 from tinkex.engine.sampling.sampler import Finished, PartialOutput, Sampler
@@ -40,6 +47,7 @@ from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.proto import frames_pb2
 from tinkex.wire.sampling import SampleRequest
+from tinkex.wire.text_format import memory_text
 from tinkex.wire.training import (
     ForwardBackwardInput,
     ForwardBackwardOutput,
@@ -88,7 +96,15 @@ class Engine:
             vocab_size=self.model.vocab_size, max_context_length=self.model.max_context_length
         )
         self.plan = plan_memory(self.model, settings)
-        log.info("memory: %s", self.plan.describe())
+        self.facts.memory_used_bytes = used_bytes(device)
+        self.facts.memory_bytes = self.plan.total
+        self.facts.device_bytes = total_bytes(device)
+        memory = memory_text(
+            used=self.facts.memory_used_bytes,
+            limit=self.facts.memory_bytes,
+            total=self.facts.device_bytes,
+        )
+        log.info("memory: %s (%s)", memory, self.plan.describe_parts())
         #: Maximum tokens of one forward pass. A longer sequence runs alone.
         self.max_batch_tokens = self.plan.batch_tokens
         self._use_count = itertools.count(1)
@@ -319,6 +335,9 @@ class Engine:
             stats.kv_bytes = self.plan.cache
             stats.samples_waiting = scheduler.waiting
             stats.sequences_running = scheduler.running
+            stats.samples_running = scheduler.running_requests
+            stats.tokens_prefilled = self._sampler.tokens_prefilled
+            stats.tokens_sampled = self._sampler.tokens_sampled
         return stats
 
     @property

@@ -13,15 +13,35 @@ import signal
 import sys
 import time
 
+import torch
+from safetensors import SafetensorError
+
 from tinkex.engine import Engine
+from tinkex.engine.adapters.memory_plan import DoesNotFit
 from tinkex.engine.connection import Connection
+from tinkex.engine.device import UnusableDevice
+from tinkex.engine.model.base_model import UnsupportedModel
 from tinkex.engine.worker import Worker
+from tinkex.models.gguf import GgufError
+from tinkex.models.weight_file_checks import RefusedFolder
 from tinkex.wire import engine_protocol
 from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.proto import frames_pb2
 from tinkex.wire.redaction import RedactingFormatter
 
 log = logging.getLogger("tinkex.engine.process")
+
+#: What a wrong setting, a damaged model folder or a small machine causes; the message says enough.
+EXPECTED = (
+    UnusableDevice,
+    DoesNotFit,
+    UnsupportedModel,
+    RefusedFolder,
+    GgufError,
+    SafetensorError,
+    OSError,
+    torch.OutOfMemoryError,
+)
 
 
 def _begin_log() -> None:
@@ -51,8 +71,12 @@ def main() -> None:
     try:
         engine = Engine(settings)
     except Exception as error:
-        log.exception("%s cannot be loaded", settings.name)
-        refused = frames_pb2.Refused(message=f"{settings.name} cannot be loaded: {error}")
+        # The command line shows the message. Only a bug needs the traceback too.
+        if not isinstance(error, EXPECTED):
+            log.exception("%s cannot be loaded", settings.name)
+        refused = frames_pb2.Refused(
+            message=f"{settings.name} cannot be loaded: {error}", hint=getattr(error, "hint", "")
+        )
         connection.send(engine_protocol.Report(refused=refused))
         return
     log.info("loaded %s in %.1f s", settings.name, time.perf_counter() - began_s)

@@ -101,6 +101,7 @@ class Worker:
         self._sample_began_s: dict[int, float] = {}
         #: Seconds of the last piece of training, and of sampling since then.
         self._trained_s = self._sampled_s = 0.0
+        self._tokens_trained = 0
         self._stats_reported_s = 0.0
         self._reported_stats: frames_pb2.Stats | None = None
         #: Writes snapshots while the engine continues to compute.
@@ -155,6 +156,8 @@ class Worker:
         self._stats_reported_s = now_s
         stats = self._engine.stats()
         stats.training_waiting = sum(len(jobs) for jobs in self._training.values())
+        stats.models_training = len(self._training)
+        stats.tokens_trained = self._tokens_trained
         if stats != self._reported_stats:
             self._reported_stats = stats
             self._connection.send(engine_protocol.Report(stats=stats))
@@ -338,9 +341,11 @@ class Worker:
         elapsed_s = time.perf_counter() - began_s
         left = [sum(training_pass.waiting) for _, training_pass, _ in slices]
         finished: list[str] = []
-        self._tokens_per_s = (sum(before) - sum(left)) / max(elapsed_s, 1e-6)
+        tokens = sum(before) - sum(left)
+        self._tokens_trained += tokens
+        self._tokens_per_s = tokens / max(elapsed_s, 1e-6)
         for (job, training_pass, _), had, has in zip(slices, before, left, strict=True):
-            job.compute_s += elapsed_s * (had - has) / max(1, sum(before) - sum(left))
+            job.compute_s += elapsed_s * (had - has) / max(1, tokens)
             if not has:
                 self._finish(training_pass.model_id, job, _pass_report(job, training_pass))
                 finished.append(training_pass.model_id)

@@ -62,18 +62,20 @@ def resolve(
     cache: Path | None = None,
     progress: Progress | None = None,
     env: Mapping[str, str] = os.environ,
+    serve_with: str = "tinkex serve ",
 ) -> ModelSource:
     """
     The model for a spec of the form "NAME", "FOLDER", "NAME=FOLDER" or "NAME=NAME".
 
     Tries alias, local folder, Hugging Face cache, embedded model and hub download, in this order.
-    Raises `ModelNotFound` with what was tried.
+    Raises `ModelNotFound` with what was tried; in its advice, `serve_with` stands before a spec.
     """
     if "=" in spec and not Path(spec).expanduser().is_dir():
         name, _, target = spec.partition("=")
         if not name or not target:
             raise ModelNotFound(f"{spec!r}: an alias is NAME=FOLDER; neither side may be empty.")
-        return replace(resolve(target, cache=cache, progress=progress, env=env), name=name)
+        found = resolve(target, cache=cache, progress=progress, env=env, serve_with=serve_with)
+        return replace(found, name=name)
     if (folder := Path(spec).expanduser()).is_dir():
         return _from_folder(folder)
     if spec.startswith(("/", "./", "../", "~")):  # no hub name begins like this
@@ -81,7 +83,7 @@ def resolve(
             f"There is no folder {str(folder)!r}. Check the path; it is relative to {Path.cwd()}. "
             "(`tinkex tiny-model DIR` writes a small model for tests.)"
         )
-    return _from_name(spec, cache=cache, progress=progress, env=env)
+    return _from_name(spec, cache=cache, progress=progress, env=env, serve_with=serve_with)
 
 
 def base_name(name: str) -> str:
@@ -101,7 +103,12 @@ def _from_folder(folder: Path) -> ModelSource:
 
 
 def _from_name(
-    spec: str, *, cache: Path | None, progress: Progress | None, env: Mapping[str, str]
+    spec: str,
+    *,
+    cache: Path | None,
+    progress: Progress | None,
+    env: Mapping[str, str],
+    serve_with: str,
 ) -> ModelSource:
     name = base_name(spec)
     tried = [f"a folder {spec!r}: there is none"]
@@ -123,16 +130,18 @@ def _from_name(
     if found:
         return ModelSource(name=name, folder=found)
     tried.append(f"the hub: {why}")
-    raise ModelNotFound(_not_found(spec, name, tried, env))
+    raise ModelNotFound(_not_found(spec, name, tried, env, serve_with))
 
 
-def _not_found(spec: str, name: str, tried: list[str], env: Mapping[str, str]) -> str:
+def _not_found(
+    spec: str, name: str, tried: list[str], env: Mapping[str, str], serve_with: str
+) -> str:
     known = {EMBEDDED_MODEL, *names_in_hub_cache(env)}
     near = nearest(name, known)
     advice = [f"Did you mean {near}?"] if near else []
     advice += [
-        f"Serve a folder you have under this name: tinkex serve {name}=FOLDER",
-        f"Serve the embedded model under this name: tinkex serve {name}={EMBEDDED_MODEL}",
+        f"Serve a folder you have under this name: {serve_with}{name}=FOLDER",
+        f"Serve the embedded model under this name: {serve_with}{name}={EMBEDDED_MODEL}",
         "Or write a small random model: tinkex tiny-model FOLDER",
     ]
     lines = [f"No model {spec!r}. Tried:"]

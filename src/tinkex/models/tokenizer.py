@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from tinkex import display
 from tinkex.extras import MissingExtra, needs
 from tinkex.models.chat_template import Message, TokenizerError, render
 
@@ -54,7 +55,22 @@ NEUTRAL_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
 
 
 def load_tokenizer(folder: str | Path, *, name: str | None = None) -> Tokenizer:
-    """Loads `tokenizer.json`, and `tokenizer_config.json` if there is one."""
+    """
+    Load `tokenizer.json`, and `tokenizer_config.json` if there is one.
+
+    Args:
+        folder: Folder of a model.
+        name: Name of the model; None: the folder.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        TokenizerError: No `tokenizer.json` in the folder.
+
+    Example:
+        tokenizer = load_tokenizer(folder, name="some/model")
+    """
     folder = Path(folder)
     if not (folder / "tokenizer.json").is_file():
         raise TokenizerError(
@@ -161,6 +177,11 @@ class Tokenizer:
         self.model_max_length = config.get("model_max_length") or int(1e30)
         _add_missing(backend, config, self.all_special_tokens)
 
+    def __repr__(self) -> str:
+        return display.call(
+            "Tokenizer", [("name_or_path", self.name_or_path), ("vocab_size", len(self))]
+        )
+
     # -- text to tokens --------------------------------------------------------------------------
 
     def __call__(
@@ -172,7 +193,22 @@ class Tokenizer:
         return_offsets_mapping: bool = False,
         **others: Any,
     ) -> Encoded:
-        """The ids of one text or of several texts, as `input_ids`."""
+        """
+        The ids of one text or of several texts.
+
+        Args:
+            text: A text, or a list of texts.
+            add_special_tokens: Whether to add what the model expects around a text, such as BOS.
+            return_attention_mask: False leaves out the mask, which is all ones.
+            return_offsets_mapping: Whether to return where in the text each token is.
+            others: Arguments of transformers, with values that have no effect.
+
+        Returns:
+            A mapping with `input_ids`: a list, or a list for each text.
+
+        Example:
+            ids = tokenizer("Who are you?")["input_ids"]
+        """
         reject_unsupported("tokenizer()", others)
         texts = [text] if isinstance(text, str) else list(text)
         if any(not isinstance(each, str) for each in texts):
@@ -188,10 +224,38 @@ class Tokenizer:
         return Encoded(columns)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, **others: Any) -> list[int]:
+        """
+        The ids of a text.
+
+        Args:
+            text: The text.
+            add_special_tokens: Whether to add what the model expects around a text, such as BOS.
+            others: Arguments of transformers, with values that have no effect.
+
+        Returns:
+            The ids.
+
+        Example:
+            ids = tokenizer.encode("Who are you?", add_special_tokens=False)
+        """
         reject_unsupported("encode()", others)
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = False, **others: Any) -> list[str]:
+        """
+        The tokens of a text, as texts of the vocabulary.
+
+        Args:
+            text: The text.
+            add_special_tokens: Whether to add what the model expects around a text, such as BOS.
+            others: Arguments of transformers, with values that have no effect.
+
+        Returns:
+            The tokens.
+
+        Example:
+            tokens = tokenizer.tokenize("Who are you?")
+        """
         reject_unsupported("tokenize()", others)
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).tokens)
 
@@ -200,7 +264,18 @@ class Tokenizer:
     @overload
     def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]: ...
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | list[int | None] | None:
-        """The id of one token or of several. Unknown tokens get the id of `unk_token`."""
+        """
+        The id of one token or of several.
+
+        Args:
+            tokens: A token, or a list of tokens. Unknown ones get the id of `unk_token`.
+
+        Returns:
+            An id, or a list of ids.
+
+        Example:
+            token_id = tokenizer.convert_tokens_to_ids(tokenizer.eos_token)
+        """
         if not isinstance(tokens, str):
             return [self.convert_tokens_to_ids(token) for token in tokens]
         found = self.backend.token_to_id(tokens)
@@ -219,7 +294,20 @@ class Tokenizer:
     def decode(
         self, token_ids: Any, skip_special_tokens: bool = False, **others: Any
     ) -> str | list[str]:
-        """The text of a list of ids, or of several lists."""
+        """
+        The text of a list of ids, or of several lists.
+
+        Args:
+            token_ids: An id, a list of ids, or a list of lists.
+            skip_special_tokens: Whether to leave out special tokens, such as the end of text.
+            others: Arguments of transformers, with values that have no effect.
+
+        Returns:
+            A text, or a list of texts.
+
+        Example:
+            text = tokenizer.decode(tokenizer.encode("Ahoy!"), skip_special_tokens=True)
+        """
         reject_unsupported("decode()", others)
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
         if isinstance(ids, int):
@@ -231,7 +319,20 @@ class Tokenizer:
     def batch_decode(
         self, sequences: Any, skip_special_tokens: bool = False, **others: Any
     ) -> list[str]:
-        """The text of each list of ids."""
+        """
+        The text of each list of ids.
+
+        Args:
+            sequences: Lists of ids.
+            skip_special_tokens: Whether to leave out special tokens, such as the end of text.
+            others: Arguments of transformers, with values that have no effect.
+
+        Returns:
+            The texts.
+
+        Example:
+            texts = tokenizer.batch_decode([[1, 2], [3]])
+        """
         return [self.decode(ids, skip_special_tokens, **others) for ids in sequences]
 
     @overload
@@ -243,18 +344,52 @@ class Tokenizer:
     def convert_ids_to_tokens(
         self, ids: int | Sequence[int], skip_special_tokens: bool = False
     ) -> str | list[str | None] | None:
+        """
+        The token of one id or of several, as texts of the vocabulary.
+
+        Args:
+            ids: An id, or a list of ids.
+            skip_special_tokens: Whether to leave out special tokens.
+
+        Returns:
+            A token, or a list of tokens; None for an id that does not exist.
+
+        Example:
+            tokens = tokenizer.convert_ids_to_tokens([1, 2, 3])
+        """
         if isinstance(ids, int):
             return self.backend.id_to_token(ids)
         left_out = set(self.all_special_ids) if skip_special_tokens else set()
         return [self.backend.id_to_token(int(each)) for each in ids if int(each) not in left_out]
 
     def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
+        """
+        The text of tokens of the vocabulary.
+
+        Args:
+            tokens: The tokens.
+
+        Returns:
+            The text.
+
+        Example:
+            text = tokenizer.convert_tokens_to_string(tokenizer.tokenize("Ahoy!"))
+        """
         decoder = self.backend.decoder
         return " ".join(tokens) if decoder is None else str(decoder.decode(list(tokens)))
 
     # -- the vocabulary --------------------------------------------------------------------------
 
     def get_vocab(self) -> dict[str, int]:
+        """
+        The id of each token, including added tokens.
+
+        Returns:
+            A new dict.
+
+        Example:
+            count = len(tokenizer.get_vocab())
+        """
         return dict(self.backend.get_vocab(with_added_tokens=True))
 
     @property
@@ -262,6 +397,15 @@ class Tokenizer:
         return self.get_vocab()
 
     def get_added_vocab(self) -> dict[str, int]:
+        """
+        The id of each added token, such as special tokens.
+
+        Returns:
+            A new dict, in the order of the ids.
+
+        Example:
+            added = tokenizer.get_added_vocab()
+        """
         added = self.backend.get_added_tokens_decoder()
         return {added[token_id].content: token_id for token_id in sorted(added)}
 
@@ -336,10 +480,28 @@ class Tokenizer:
         **variables: Any,
     ) -> Any:
         """
-        Renders a conversation with the chat template: ids, or text if `tokenize` is False.
+        Render a conversation with the chat template of the model.
 
-        Several conversations give a list. With `return_dict=True` the result is the same as from
-        calling the tokenizer (the default of transformers 5). Other arguments go to the template.
+        Args:
+            conversation: Messages with `role` and `content`, or several conversations.
+            tools: Tools that the model may call, as JSON schemas.
+            documents: Documents for the model.
+            chat_template: A template, or the name of one. None: that of the model.
+            add_generation_prompt: Whether to end with the start of the model's answer.
+            continue_final_message: Whether the model continues the last message.
+            tokenize: Whether to return ids; else text.
+            return_dict: Whether to return a mapping, as transformers 5 does.
+            variables: More variables of the template.
+
+        Returns:
+            Ids, a text, or a mapping; a list of them for several conversations.
+
+        Raises:
+            TokenizerError: The model has no chat template.
+
+        Example:
+            chat = [{"role": "user", "content": "Who are you?"}]
+            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
         """
         variables = reject_unsupported("apply_chat_template()", variables, others=True)
         if continue_final_message and add_generation_prompt:
@@ -368,7 +530,22 @@ class Tokenizer:
         return encoded if return_dict else encoded["input_ids"]
 
     def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
-        """The template for a conversation. `chat_template` may be a template or its name."""
+        """
+        The template for a conversation.
+
+        Args:
+            chat_template: A template, or the name of one. None: the default of the model.
+            tools: Tools, if there are any: some models have another template for them.
+
+        Returns:
+            The template, in the language of Jinja.
+
+        Raises:
+            TokenizerError: The model has no chat template.
+
+        Example:
+            template = tokenizer.get_chat_template()
+        """
         known = self.chat_template
         if isinstance(known, dict):
             name = chat_template or ("tool_use" if tools and "tool_use" in known else "default")

@@ -6,12 +6,15 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
+from tinkex.server.activity import ActivityLog
 from tinkex.server.api import (
     account,
     docs_page,
     downloads,
     errors,
     futures,
+    local,
+    metrics,
     models,
     openapi,
     operations,
@@ -19,6 +22,7 @@ from tinkex.server.api import (
     sample_stream,
     sampling,
     sessions,
+    status_page,
     submit,
     weights,
 )
@@ -57,6 +61,7 @@ ROUTERS = (
     operations.telemetry_router,
     sessions.router,
     runs_and_checkpoints.router,
+    local.router,
 )
 
 
@@ -94,6 +99,7 @@ def create_app(
             last_status=last_status,
             base_checks=base_checks,
         )
+        activity = ActivityLog(executor, scheduler, every_s=settings.activity_s)
         session_timeouts = SessionTimeouts(store, scheduler, grace_s=settings.session_grace_s)
         app.state.context = Context(
             settings=settings,
@@ -112,10 +118,12 @@ def create_app(
         cleanup = Cleanup(settings=settings, store=store, scheduler=scheduler, futures=results)
         cleanup.start()
         app.state.cleanup = cleanup
+        activity.start()
         try:
             yield
         finally:
             results.release()
+            await activity.close()
             await cleanup.close()
             await disk_monitor.close()
             await session_timeouts.close()
@@ -135,14 +143,24 @@ def create_app(
     )
     store.quotas.server, store.quotas.abandoned_s = Quota.of(settings), settings.abandoned_s
     app.state.authenticator = Authenticator(store.keys, Tokens.of_folder(settings.folder))
+    #: For the routes of local administration; None refuses them.
+    app.state.administration = None
+    #: Adds models to a local server; None elsewhere.
+    app.state.local_models = None
     app.state.body_budgets = BodyBudgets(settings)
     app.state.report_slots = ReportSlots()
+    #: Why the server is not ready yet; the web process sets it until the engine is up.
+    app.state.starting = None
     app.add_middleware(ReleaseBodyMemory)
     app.add_middleware(Authentication, host=settings.host)
+    app.state.request_counts = metrics.RequestCounts()
+    app.add_middleware(metrics.CountRequests, counts=app.state.request_counts)
     for router in ROUTERS:
         # Not `include_router`, which would call the routes through FastAPI.
         app.router.routes.extend(router.routes)
-    app.add_route("/metrics", operations.metrics, methods=["GET"])
+    app.add_route("/metrics", metrics.metrics, methods=["GET"])
+    app.add_route("/", status_page.status, methods=["GET"])
+    app.add_route("/readyz", operations.readyz, methods=["GET"])
     app.add_route("/docs", docs_page.docs, methods=["GET"])
     openapi.describe(app)
     return app

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from tinkex.server.executor import (
+    COUNTERS,
     BatchFailed,
     EngineKilled,
     EngineLost,
@@ -56,27 +57,48 @@ class LocalExecutor:
         engines: Iterable[EngineSettings],
         *,
         idle_s: float = 0.0,
+        on_demand: bool = False,
     ) -> None:
+        """`on_demand`: load even a single model on first use only."""
         self.served = tuple(served)
+        self._on_demand = on_demand
+        self._idle_s = idle_s
         self._engines = {settings.name: _Engine(settings) for settings in engines}
-        #: Idle time after which an engine is unloaded; 0 is never. A single engine stays loaded:
-        #: no other needs its memory.
-        self.unloads_after_s = idle_s if len(self._engines) > 1 else 0.0
         self._unloading = PeriodicTask()
 
     async def start(self) -> None:
         # A single model is loaded now, so that a server that is ready can start work immediately.
         # Several models are loaded on first use: they would compete for memory.
-        if len(self._engines) == 1:
+        if len(self._engines) == 1 and not self._on_demand:
             await next(iter(self._engines.values())).ready()
-        if self.unloads_after_s > 0:
+        if self._idle_s > 0:
             self._unloading.start(
-                self._unload_idle, self.unloads_after_s / 4, what="unloading idle engines", log=log
+                self._unload_idle, self._idle_s / 4, what="unloading idle engines", log=log
             )
 
+    @property
+    def unloads_after_s(self) -> float:
+        """
+        Idle time after which an engine is unloaded; 0 is never.
+
+        A single engine stays loaded: no other needs its memory.
+        """
+        return self._idle_s if len(self._engines) > 1 else 0.0
+
     async def _unload_idle(self) -> None:
-        for engine in self._engines.values():
-            engine.unload_if_idle(self.unloads_after_s)
+        if self.unloads_after_s > 0:
+            for engine in self._engines.values():
+                engine.unload_if_idle(self.unloads_after_s)
+
+    def add(self, model: ServedModel, settings: EngineSettings) -> None:
+        """Serve one more model. Its engine starts on first use."""
+        self._engines[model.name] = _Engine(settings)
+        self.served = (*self.served, model)
+
+    async def remove(self, base_model: str) -> None:
+        """Stop serving a model that was added."""
+        self.served = tuple(model for model in self.served if model.name != base_model)
+        await self._engines.pop(base_model).close()
 
     async def close(self) -> None:
         await self._unloading.close()
@@ -106,6 +128,10 @@ class LocalExecutor:
     def stats(self, base_model: str) -> frames_pb2.Stats | None:
         engine = self._engines.get(base_model)
         return None if engine is None else engine.stats
+
+    def facts(self, base_model: str) -> frames_pb2.Ready | None:
+        """What the engine reported when it was ready; None if it was not started yet."""
+        return self._engine(base_model).facts
 
     def _engine(self, base_model: str) -> "_Engine":
         engine = self._engines.get(base_model)
@@ -152,6 +178,11 @@ class _Engine:
         self._finished_work = False
         #: The last statistics of the child; None while it is down.
         self.stats: frames_pb2.Stats | None = None
+        #: What the current child has counted, and what all earlier ones had.
+        self._counted: dict[str, int] = {}
+        self._counted_before = dict.fromkeys(COUNTERS, 0)
+        #: What the last child reported when it was ready; None before the first one.
+        self.facts: frames_pb2.Ready | None = None
 
     @property
     def waiting_for(self) -> str | None:
@@ -311,6 +342,9 @@ class _Engine:
         finally:
             self._up.clear()
             self.stats = None
+            for name, count in self._counted.items():
+                self._counted_before[name] += count
+            self._counted = {}
             self._writer = None
             self._process = None
             ours.close()
@@ -345,19 +379,19 @@ class _Engine:
             case "ready":
                 self._incarnation += 1
                 self._writer = writer
+                self.facts = report.ready
                 self._up.set()
-                facts = report.ready
                 log.info(
-                    "the engine of %s is up: %s, %s, context %d",
+                    "the engine of %s is ready: %s, %s, context of %s tokens",
                     self._name,
-                    facts.device,
-                    facts.dtype,
-                    facts.max_context_length,
+                    self.facts.device,
+                    self.facts.dtype,
+                    f"{self.facts.max_context_length:,}",
                 )
             case "stats":
-                self.stats = report.stats
+                self._count(report.stats)
             case "refused":
-                raise EngineRefused(report.refused.message)
+                raise EngineRefused(report.refused.message, hint=report.refused.hint)
             case "done":
                 self._finished_work = True
                 if (future := self._unfinished(report.ticket)) is not None:
@@ -367,6 +401,13 @@ class _Engine:
             case "failed":
                 if (future := self._unfinished(report.ticket)) is not None:
                     future.set_exception(_failure(report.failed))
+
+    def _count(self, stats: frames_pb2.Stats) -> None:
+        """Store the statistics, with the counts of earlier children added."""
+        self._counted = {name: getattr(stats, name) for name in COUNTERS}
+        for name, earlier in self._counted_before.items():
+            setattr(stats, name, getattr(stats, name) + earlier)
+        self.stats = stats
 
     def _pass_on_tokens(self, ticket: int, sequences: Iterable[Tokens]) -> None:
         if (on_tokens := self._token_callbacks.get(ticket)) is None:

@@ -14,6 +14,9 @@ from typing import Protocol
 
 from tinkex.wire.proto.frames_pb2 import Done, Order, Stats, Tokens
 
+#: The fields of `Stats` that count up; the others are current values.
+COUNTERS = ("tokens_trained", "tokens_prefilled", "tokens_sampled")
+
 #: Called with tokens of a running sample.
 OnTokens = Callable[[Tokens], None]
 
@@ -68,6 +71,10 @@ class ModelNotLoaded(EngineLost):
 class EngineRefused(Exception):
     """The engine cannot run with these settings; a restart would not help."""
 
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
 
 class Executor(Protocol):
     """Runs work on base models. All methods may be called concurrently."""
@@ -103,4 +110,8 @@ class Executor(Protocol):
         """Why the engine does not make progress, as text for users; None when it does."""
 
     def stats(self, base_model: str) -> Stats | None:
-        """The last statistics that the engine of this model reported; None while it is down."""
+        """
+        The last statistics that the engine of this model reported; None while it is down.
+
+        Its `COUNTERS` count since the start of this process, across restarts of the engine.
+        """

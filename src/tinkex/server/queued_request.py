@@ -50,6 +50,8 @@ class Outcome:
     #: Whose error it was: `user` or `server`.
     category: str | None = None
     cause: Cause = Cause.WORK
+    #: Seconds that the engine computed.
+    compute_s: float = 0.0
     #: The storage key of a large result.
     result_key: str | None = None
     #: The checkpoint version that a save made or a load read. Recovery loads it again.

@@ -159,6 +159,12 @@ def poll(condition: Callable[[], bool], *, every_s: float, timeout_s: float | No
     return True
 
 
+async def poll_async(condition: Callable[[], bool], *, every_s: float) -> None:
+    """Wait until the condition is true."""
+    while not condition():  # noqa: ASYNC110  other threads change it, and set no event
+        await asyncio.sleep(every_s)
+
+
 async def run_periodically(
     run: Callable[[], Awaitable[object]],
     every_s: float | Callable[[], float],

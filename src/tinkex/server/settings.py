@@ -17,6 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
+from tinkex.local.registry import default_data_folder
+
 MEBIBYTE = 2**20
 
 CONFIG_FILE = "tinkex.toml"
@@ -184,6 +186,9 @@ class Settings:
     price_gb_month: float = 0.0
     #: How long entries of the audit log are kept.
     audit_kept_s: float = 400 * 24 * 3600.0
+    #: Interval of the log line about current work (runs, tokens per second, queue, memory), while
+    #: there is any; 0 disables it.
+    activity_s: float = 10.0
     #: Level of the log on standard error: info or debug.
     log_level: str = "info"
 
@@ -265,7 +270,8 @@ class Settings:
         """One line per setting, for the log, without the passwords of URLs."""
         for name, value in asdict(self).items():
             shown = _without_password(value) if name in ("db", "storage") else value
-            yield f"{name} = {shown!r}"
+            # Lists as in the settings file.
+            yield f"{name} = {list(shown) if isinstance(shown, tuple) else shown!r}"
 
     def changed(self) -> str:
         """The settings that differ from their defaults, as one line for the log."""
@@ -386,12 +392,6 @@ def _line(text: str, name: str) -> int:
     """The line number of a key, which may be quoted or the name of a table."""
     key = re.compile(rf"""^\s*\[?\s*["']?{re.escape(name)}["']?\s*[=.\]]""")
     return next((n for n, line in enumerate(text.splitlines(), 1) if key.match(line)), 1)
-
-
-def default_data_folder(env: Mapping[str, str]) -> Path:
-    """`$XDG_DATA_HOME/tinkex`, by default `~/.local/share/tinkex`."""
-    base = env.get("XDG_DATA_HOME")
-    return (Path(base) if base else Path("~/.local/share").expanduser()) / "tinkex"
 
 
 @functools.lru_cache(maxsize=64)

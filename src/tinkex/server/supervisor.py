@@ -6,6 +6,9 @@ and are not refused. The supervisor does as little as possible, so that it does 
 """
 
 import contextlib
+import errno
+import http.client
+import json
 import logging
 import os
 import signal
@@ -17,10 +20,20 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from types import FrameType
+from urllib.parse import urlsplit
 
-from tinkex.models.cache import line_progress
+from tinkex.local import registry
+from tinkex.models.cache import Progress
 from tinkex.models.resolve import DEFAULT_MODEL, ModelSource, resolve
 from tinkex.server import process_setup
+from tinkex.server.announcement import Facts
+from tinkex.server.registration import (
+    Administration,
+    Registration,
+    name_old_folders,
+    reachable_url,
+    take_over,
+)
 from tinkex.server.retry import Backoff, Crashed, poll, retry_blocking
 from tinkex.server.settings import Settings, SettingsError, is_loopback
 from tinkex.server.store.folder_lock import HeldLock, lock_database, lock_folder
@@ -33,25 +46,43 @@ BACKLOG = 2048
 LOCK_CHECK_INTERVAL_S = 5.0
 # While the web process restarts, new connections queue in the listening socket.
 RESTART_BACKOFF = Backoff(first_s=0.2, max_s=5.0, immediate=True)
+# Limits of the question to whoever uses the port.
+PROBE_TIMEOUT_S = 1.0
+MAX_PROBE_BYTES = 64 * 1024
 # A web process that crashes sooner after its start may do so again.
 STABLE_S = 3.0
 
 
 class StartFailed(Exception):
-    """The server could not start; the text says why."""
+    """The server could not start; the text says why, and the hint what to do."""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
 
 
-def run(settings: Settings, *, announce: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit status. `announce` gets the "ready" line."""
+#: Called once with the URL and the facts of a server that is ready.
+Announce = Callable[[str, Facts], None]
+#: Gives a callback that shows the progress of downloads.
+ShowFetching = Callable[[], contextlib.AbstractContextManager[Progress]]
+
+
+def run(
+    settings: Settings, *, announce: Announce, show_fetching: ShowFetching, local: bool = False
+) -> int:
+    """
+    Serve until SIGTERM or SIGINT; return the exit status.
+
+    A `local` server stops by itself when no program has used it for a while.
+    """
     process_setup.setup_logging()
     process_setup.set_log_level(settings.log_level)
-    log.info(
-        "tinkex %s starts with %s; other settings have their defaults",
-        version("tinkex"),
-        settings.changed(),
-    )
+    changed = settings.changed() or "default settings"
+    log.info("starting tinkex %s with %s", version("tinkex"), changed)
     for line in settings.lines():
         log.debug("setting %s", line)
+    take_over(settings)
+    name_old_folders(settings, log.warning)
     with contextlib.ExitStack() as stack:
         locks = [
             stack.enter_context(lock_folder(settings.folder)),
@@ -60,16 +91,28 @@ def run(settings: Settings, *, announce: Callable[[str], None]) -> int:
         if not is_loopback(settings.host):
             settings.check_reachable(has_keys=_has_keys(settings))
         listening = stack.enter_context(open_socket(settings))
-        sources = [
-            resolve(spec, progress=line_progress(sys.stderr))
-            for spec in settings.models or (DEFAULT_MODEL,)
-        ]
+        with show_fetching() as progress:
+            specs = settings.models or (DEFAULT_MODEL,)
+            sources = [resolve(spec, progress=progress) for spec in specs]
         _check_names(sources)
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{port}"
-        supervisor = Supervisor(settings, sources, listening, [one for one in locks if one])
-        return supervisor.run(on_ready=lambda: announce(f"tinkex ready at {url}"))
+        registration = Registration(settings, local=local)
+        stack.callback(registration.withdraw)
+        supervisor = Supervisor(
+            settings,
+            sources,
+            listening,
+            [one for one in locks if one],
+            administration=registration.administration,
+        )
+
+        def on_ready(facts: Facts) -> None:
+            registration.publish(reachable_url(host, port), facts)
+            announce(url, facts)
+
+        return supervisor.run(on_ready=on_ready)
 
 
 class Supervisor:
@@ -81,8 +124,11 @@ class Supervisor:
         sources: Sequence[ModelSource],
         listening: socket.socket,
         locks: Sequence[HeldLock],
+        *,
+        administration: Administration,
     ) -> None:
         self._settings = settings
+        self._administration = administration
         self._sources = sources
         self._listening = listening
         self._locks = locks
@@ -94,7 +140,7 @@ class Supervisor:
         #: The exit status of the last web process; None before the first one.
         self._last_status: int | None = None
 
-    def run(self, *, on_ready: Callable[[], None]) -> int:
+    def run(self, *, on_ready: Callable[[Facts], None]) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         threading.Thread(target=self._watch_locks, name="tinkex-locks", daemon=True).start()
@@ -105,10 +151,10 @@ class Supervisor:
             on_retry=lambda error, wait_s: log.error("%s; restarting it in %.1f s", error, wait_s),
             sleep=self._pause,
         )
-        log.info("stopped; requests that were accepted and not finished run after the next start")
+        log.info("stopped; accepted requests that are not finished run after the next start")
         return 1 if self._lost_lock else 0
 
-    def _run_until_crash(self, on_ready: Callable[[], None]) -> None:
+    def _run_until_crash(self, on_ready: Callable[[Facts], None]) -> None:
         """Run a web process; returns when the server is stopped, raises Crashed otherwise."""
         if self._stopping:
             return
@@ -124,7 +170,7 @@ class Supervisor:
         stable = ready and time.monotonic() - began_s > STABLE_S
         raise Crashed("the web process crashed", stable=stable)
 
-    def _run_once(self, *, first: bool, on_ready: Callable[[], None]) -> bool:
+    def _run_once(self, *, first: bool, on_ready: Callable[[Facts], None]) -> bool:
         """Run one web process until it exits; return whether it got ready."""
         report_reader, report_writer = os.pipe()
         # Nothing is written to this pipe. It closes when the supervisor exits, for any reason.
@@ -142,22 +188,32 @@ class Supervisor:
                 process_group=0,
             )
             self._child = child
-            _send_settings(child, self._settings)
+            self._send_settings(child)
             if self._stopping:
                 child.send_signal(signal.SIGTERM)
             os.close(report_writer)
             with os.fdopen(report_reader) as pipe:
-                word, _, reason = pipe.read().partition("\n")
+                word, _, content = pipe.read().partition("\n")
             if word == "ready" and first and not self._stopping:
-                on_ready()
+                on_ready(Facts.from_json(content))
             self._last_status = child.wait()
         finally:
             self._child = None
             os.close(lifeline_reader)
             os.close(lifeline_writer)
-        if word == "failed" and first and not self._stopping:
-            raise StartFailed(reason.strip())
+        if word == "failed" and not self._stopping:
+            failure = StartFailed(**json.loads(content))
+            if first:
+                raise failure
+            log.error("%s", failure)
         return word == "ready"
+
+    def _send_settings(self, child: "subprocess.Popen[bytes]") -> None:
+        if child.stdin is not None:
+            lines = f"{self._settings.to_json()}\n{self._administration.to_json()}\n"
+            # The report pipe shows when the child has already exited.
+            with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
+                pipe.write(lines.encode())
 
     def _command(self, report_descriptor: int, lifeline: int) -> list[str]:
         command = [
@@ -203,23 +259,50 @@ class Supervisor:
             child.send_signal(signal.SIGTERM)
 
 
-def _send_settings(child: "subprocess.Popen[bytes]", settings: Settings) -> None:
-    if child.stdin is not None:
-        # The report pipe shows when the child has already exited.
-        with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
-            pipe.write(settings.to_json().encode())
-
-
 def open_socket(settings: Settings) -> socket.socket:
     """Open the listening socket; connections queue in it from now on."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise SettingsError(
-            f"cannot listen on {settings.host} port {settings.port}: {error.strerror}.",
-            hint="Choose another port with --port; 0 picks a free one.",
-        ) from error
+        hint = "Choose another port with --port; 0 picks a free one."
+        # Python appends the address to the reason.
+        reason = (error.strerror or str(error)).partition(" (while")[0]
+        message = f"cannot listen on {settings.host} port {settings.port}: {reason}."
+        if error.errno == errno.EADDRINUSE:
+            message, hint = _port_in_use(settings, message, hint)
+        raise SettingsError(message, hint=hint) from error
+
+
+def _port_in_use(settings: Settings, message: str, hint: str) -> tuple[str, str]:
+    """The error and the advice for a port that another program has; it may be a tinkex server."""
+    for server in registry.running():
+        if urlsplit(server.url).port == settings.port:
+            message = (
+                f"port {settings.port} is in use by your tinkex server at {server.url} (process "
+                f"{server.pid}, data folder {server.data})."
+            )
+            use = f"Use that server: export TINKER_BASE_URL={server.url}. Or stop it with"
+            return message, f"{use} `tinkex stop {server.pid}`. {hint}"
+    if _answers_as_tinkex(settings.host, settings.port):
+        message = (
+            f"port {settings.port} is in use by another tinkex server. It is starting, or it "
+            "belongs to another user."
+        )
+    return message, hint
+
+
+def _answers_as_tinkex(host: str, port: int) -> bool:
+    """Whether a server at this port answers /readyz as this one does."""
+    connection = http.client.HTTPConnection(host, port, timeout=PROBE_TIMEOUT_S)
+    try:
+        connection.request("GET", "/readyz")
+        answer = json.loads(connection.getresponse().read(MAX_PROBE_BYTES))
+    except (OSError, ValueError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+    return isinstance(answer, dict) and answer.get("status") in ("ready", "not ready")
 
 
 def _has_keys(settings: Settings) -> bool:

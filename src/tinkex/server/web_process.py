@@ -4,8 +4,8 @@ The web process: runs uvicorn on the supervisor's socket. Only the supervisor st
     python -m tinkex.server.web_process --fd N --report-fd N --lifeline-fd N --model NAME FOLDER < SETTINGS
 
 `--last-status` is the exit status of the previous web process of this supervisor. This process
-writes one report to the report pipe: `ready`, or `failed` and the reason. It stops when the lifeline
-pipe closes, because then the supervisor is gone.
+writes one report to the report pipe: `ready` and facts, or `failed` and the reason, both as JSON. It
+stops when the lifeline pipe closes, because then the supervisor is gone.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import functools
 import hashlib
+import json
 import logging
 import os
 import resource
@@ -22,23 +23,28 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import cast
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tinkex.models.resolve import ModelSource, describe
+from tinkex.models.resolve import ModelNotFound, ModelSource
 from tinkex.server import process_setup
+from tinkex.server.announcement import Facts, LoadedModel
 from tinkex.server.api.connection_limits import LimitedProtocol, ReportingApp
 from tinkex.server.api.deps import Context
 from tinkex.server.app import create_app
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import EngineRefused, ServedModel
+from tinkex.server.local_models import LocalModels, served_model, with_remembered
 from tinkex.server.process_setup import collect_periodically, tune_gc, use_single_arena
+from tinkex.server.registration import Administration
+from tinkex.server.retry import poll_async
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.wire.engine_settings import DtypeName, EngineSettings
+from tinkex.wire.proto import frames_pb2
 
 log = logging.getLogger("tinkex.server.web_process")
 
@@ -47,6 +53,9 @@ log = logging.getLogger("tinkex.server.web_process")
 KEEP_ALIVE_S = 120
 
 GIGABYTE = 10**9
+# How often a starting server checks whether it answers requests, and whether its disk has space.
+START_POLL_S = 0.02
+DISK_POLL_S = 0.5
 
 
 class Reporter:
@@ -55,7 +64,13 @@ class Reporter:
     def __init__(self, descriptor: int) -> None:
         self._pipe = os.fdopen(descriptor, "w")
 
-    def report(self, text: str) -> None:
+    def ready(self, facts: Facts) -> None:
+        self._report(f"ready\n{facts.to_json()}")
+
+    def failed(self, message: str, *, hint: str | None = None) -> None:
+        self._report("failed\n" + json.dumps({"message": message, "hint": hint or None}))
+
+    def _report(self, text: str) -> None:
         if not self._pipe.closed:
             with contextlib.suppress(OSError):
                 self._pipe.write(text)
@@ -92,6 +107,7 @@ async def serve(
     lifeline: int,
     reporter: Reporter,
     last_status: int,
+    administration: Administration,
 ) -> bool:
     """Serve until stopped; return False when the server could not start."""
     try:
@@ -102,16 +118,25 @@ async def serve(
             exclusive=True,
         )
     except DatabaseRefused as refused:
-        log.error("%s", refused)
-        reporter.report(f"failed\n{refused}")
+        reporter.failed(str(refused))
         return False
-    shares_device = len(served) > 1
+    shares_device = len(served) > 1 or administration.local
     executor = LocalExecutor(
         served,
         [engine_settings(settings, model, shares_device=shares_device) for model in served],
         idle_s=settings.engine_idle_s,
+        # Many commands with `--base-url local` only read a list.
+        on_demand=administration.local,
     )
     app = create_app(settings, executor, store, last_status=last_status)
+    app.state.administration = administration
+    if administration.local:
+        app.state.local_models = LocalModels(
+            executor,
+            settings.folder,
+            lambda model: engine_settings(settings, model, shares_device=True),
+        )
+    app.state.starting = "the server is starting"
     server = Server(uvicorn_config(app, settings), app)
     _raise_file_limit()
     tune_gc()
@@ -124,7 +149,11 @@ async def serve(
     signal.signal(signal.SIGTERM, server.handle_exit)
     try:
         serving = asyncio.create_task(server.serve(sockets=[listening]))
-        started = await _start_engines(executor, reporter, serving, server)
+        starting = asyncio.create_task(_become_ready(server, app, executor))
+        await asyncio.wait({starting, serving}, return_when=asyncio.FIRST_COMPLETED)
+        started = await _report(starting, reporter)
+        if not started:
+            server.should_exit = True
         await serving
         return started and server.started
     finally:
@@ -132,23 +161,53 @@ async def serve(
         store.close()
 
 
-async def _start_engines(
-    executor: LocalExecutor, reporter: Reporter, serving: asyncio.Task[None], server: Server
-) -> bool:
-    """Wait for the engine, while the server already accepts requests; then report."""
-    starting = asyncio.create_task(executor.start())
-    await asyncio.wait({starting, serving}, return_when=asyncio.FIRST_COMPLETED)
+async def _become_ready(server: Server, app: FastAPI, executor: LocalExecutor) -> Facts:
+    """Wait for the engine and for space on the disk; meanwhile the server answers requests."""
+    await executor.start()
+    # The disk is checked at the start of the application.
+    await poll_async(lambda: server.started, every_s=START_POLL_S)
+    context: Context = app.state.context
+    health = context.store.health
+    if (problem := health.problem) is not None:
+        folder = context.settings.folder
+        log.error("not ready: %s (data folder %s). %s", problem.reason, folder, problem.advice)
+        await poll_async(lambda: health.problem is None, every_s=DISK_POLL_S)
+    app.state.starting = None
+    loaded = {model.name: executor.facts(model.name) for model in executor.served}
+    return Facts(
+        models=[
+            LoadedModel(
+                name=model.name,
+                context=model.max_context_length,
+                **({} if (facts := loaded[model.name]) is None else _engine_facts(facts)),
+            )
+            for model in executor.served
+        ],
+        needs_keys=await app.state.authenticator.needs_keys(),
+    )
+
+
+def _engine_facts(facts: frames_pb2.Ready) -> dict[str, Any]:
+    return {
+        "device": facts.device,
+        "dtype": facts.dtype,
+        "memory_used_bytes": facts.memory_used_bytes,
+        "memory_bytes": facts.memory_bytes,
+        "device_bytes": facts.device_bytes,
+    }
+
+
+async def _report(starting: asyncio.Task[Facts], reporter: Reporter) -> bool:
+    """Report to the supervisor; False if the server could not start."""
     if not starting.done():
         starting.cancel()
-        reporter.report("failed\nthe web process could not start; the log lines above say why")
+        reporter.failed("the web process could not start; the log lines above say why")
         return False
     try:
-        await starting
+        reporter.ready(await starting)
     except EngineRefused as refused:
-        reporter.report(f"failed\n{refused}")
-        server.should_exit = True
+        reporter.failed(str(refused), hint=refused.hint)
         return False
-    reporter.report("ready\n")
     return True
 
 
@@ -224,19 +283,17 @@ def main() -> None:
     # The supervisor logs start and stop.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     reporter = Reporter(options.report_fd)
-    settings = Settings.from_json(sys.stdin.read())
+    settings = Settings.from_json(sys.stdin.readline())
+    administration = Administration.from_json(sys.stdin.readline())
     process_setup.set_log_level(settings.log_level)
-    served = []
-    for name, folder in options.model:
-        facts = describe(ModelSource(name=name, folder=Path(folder)))
-        served.append(
-            ServedModel(
-                name=name,
-                folder=Path(folder),
-                arch=facts.arch,
-                max_context_length=facts.max_context_length,
-            )
-        )
+    try:
+        sources = [ModelSource(name=name, folder=Path(folder)) for name, folder in options.model]
+        served = [served_model(source) for source in sources]
+        if administration.local:
+            served = with_remembered(served, settings.folder)
+    except ModelNotFound as error:
+        reporter.failed(str(error))
+        sys.exit(1)
     listening = socket.socket(fileno=options.fd)
     serving = serve(
         settings,
@@ -245,6 +302,7 @@ def main() -> None:
         lifeline=options.lifeline_fd,
         reporter=reporter,
         last_status=options.last_status,
+        administration=administration,
     )
     if not asyncio.run(serving):
         sys.exit(1)

@@ -288,7 +288,9 @@ class FakeService:
             failure = UserFailure(f"lora_config.rank is {rank}; ranks go from 1 to {MAX_RANK}.")
             self._resolve(request_id, failure)
         else:
-            self._store.models[model_id] = Model(request.base_model, rank)
+            metadata = request.user_metadata
+            noted = None if metadata is None else {k: str(v) for k, v in metadata.items()}
+            self._store.models[model_id] = Model(request.base_model, rank, user_metadata=noted)
             self._resolve(request_id, ({"model_id": model_id}, None))
         return accepted
 

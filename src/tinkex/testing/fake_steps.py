@@ -32,6 +32,9 @@ def _pass(store: FakeStore, headers: Mapping[str, str], body: bytes) -> Step:
 
     def run(model: Model) -> Result:
         output = toy_pass(request.forward_backward_input, model.steps)
+        if not forward_only:
+            tokens = sum(len(each["logprobs"].data) for each in output.loss_fn_outputs)
+            model.passes.append((output.metrics["loss:sum"], tokens))
         return output.model_dump(), encode_forward_backward_output(output)
 
     name = "forward" if forward_only else "forward_backward"
@@ -43,6 +46,7 @@ def _optim_step(store: FakeStore, headers: Mapping[str, str], body: bytes) -> St
 
     def run(model: Model) -> Result:
         model.steps += 1
+        model.finish_step(getattr(request.optim_params, "learning_rate", 0.0))
         return {"metrics": {"grad_norm:mean": 1.0}}, None
 
     return request.model_id, request.seq_id, "optim_step", run

@@ -23,8 +23,22 @@ class Model:
     base_model: str
     rank: int
     steps: int = 0
+    user_metadata: dict[str, str] | None = None
     next: int = 1
     waiting: dict[int, Callable[[], Any]] = field(default_factory=dict)
+    #: Loss and tokens of each pass since the last optimizer step.
+    passes: list[tuple[float, int]] = field(default_factory=list)
+    #: The metrics of each optimizer step.
+    trained: list[dict[str, float]] = field(default_factory=list)
+
+    def finish_step(self, learning_rate: float) -> None:
+        """Make one step of the passes since the last one."""
+        loss, tokens = sum(one[0] for one in self.passes), sum(one[1] for one in self.passes)
+        metrics = {"grad_norm": 1.0, "learning_rate": learning_rate, "tokens": tokens}
+        if self.passes:
+            metrics |= {"loss": loss / (tokens or 1), "loss_sum": loss}
+        self.trained.append({**metrics, "passes": len(self.passes)})
+        self.passes = []
 
 
 class FakeStore:
@@ -83,6 +97,8 @@ class FakeStore:
         run, _, part = rest.partition("/")
         if run and run not in self.models:
             raise KeyError(f"training run {run}")
+        if part == "metrics":
+            return {"training_run_id": run, "points": self._points(self.models[run])}
         if what == "checkpoints" or part:
             found = [_checkpoint(path) for path in self.checkpoints if run in path]
             return {"checkpoints": found, "cursor": _page(found)}
@@ -97,8 +113,19 @@ class FakeStore:
             "model_owner": "fake",
             "is_lora": True,
             "lora_rank": model.rank,
+            "user_metadata": model.user_metadata,
             "last_request_time": FIXED_TIME,
+            "steps": len(model.trained),
+            "last_loss": model.trained[-1].get("loss") if model.trained else None,
+            "status": "idle",
         }
+
+    def _points(self, model: Model) -> list[dict[str, Any]]:
+        """Every step; the fake does not combine steps into means."""
+        return [
+            {"step": number, "time": FIXED_TIME, "metrics": metrics}
+            for number, metrics in enumerate(model.trained, 1)
+        ]
 
 
 def _check_ttl(ttl_s: int | None) -> None:

@@ -19,6 +19,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, create_model, model
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema, from_json, to_json
 
+from tinkex import display
+from tinkex.tracebacks import end_at_caller
 from tinkex.wire.errors import WireError
 
 if TYPE_CHECKING:
@@ -63,6 +65,13 @@ class _Model(BaseModel):
         ser_json_inf_nan="constants",
     )
 
+    def __repr__(self) -> str:
+        return display.call(type(self).__name__, self._shown())
+
+    def _shown(self) -> Iterable[tuple[str, Any]]:
+        """The fields of the repr, except those that pydantic is told not to show."""
+        return ((name or "", value) for name, value in self.__repr_args__())
+
     def __str__(self) -> str:
         return repr(self)
 
@@ -71,6 +80,9 @@ class LenientModel(_Model):
     """A response: immutable; unknown fields are ignored. Floats may be NaN."""
 
     model_config = ConfigDict(extra="ignore")
+
+    def _shown(self) -> Iterable[tuple[str, Any]]:
+        return ((name, value) for name, value in super()._shown() if value is not None)
 
 
 class StrictModel(_Model):
@@ -128,12 +140,14 @@ class _SuggestsNearestField(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             try:
                 return super().__call__(*args, **kwargs)
-            except TypeError:
+            except (TypeError, ValueError) as error:
                 # Only after the call has failed, so that valid calls cost nothing extra.
-                known = list(inspect.signature(cls.__init__).parameters)[1:]
-                for name in kwargs:
-                    if name not in known:
-                        raise TypeError(f"{cls.__name__}: {unknown_field(name, known)}") from None
+                if isinstance(error, TypeError):
+                    known = list(inspect.signature(cls.__init__).parameters)[1:]
+                    unknown = next((name for name in kwargs if name not in known), None)
+                    if unknown is not None:
+                        error.args = (f"{cls.__name__}: {unknown_field(unknown, known)}",)
+                end_at_caller(error)
                 raise
 
 
@@ -141,7 +155,7 @@ class Payload(metaclass=_SuggestsNearestField):
     """
     A frozen, slotted dataclass with the part of pydantic's model interface that programs use.
 
-    Subclasses implement `_read` (from a plain dict) and may override `_dump`.
+    Subclasses implement `_read` (from a plain dict) and may override `_dump` and `_shown`.
     """
 
     __slots__ = ()
@@ -161,11 +175,19 @@ class Payload(metaclass=_SuggestsNearestField):
 
     def _dump(self) -> dict[str, Any]:
         """Public fields by name, in order; nested messages stay objects."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)  # type: ignore[arg-type]
-            if not field.name.startswith("_")
-        }
+        return dict(self._fields())
+
+    def __repr__(self) -> str:
+        return display.call(type(self).__name__, self._shown())
+
+    def _shown(self) -> Iterable[tuple[str, Any]]:
+        """The fields of the repr: those with a value."""
+        return ((name, value) for name, value in self._fields() if value is not None)
+
+    def _fields(self) -> Iterable[tuple[str, Any]]:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if not field.name.startswith("_"):
+                yield field.name, getattr(self, field.name)
 
     # -- pydantic's interface ------------------------------------------------------------------
 

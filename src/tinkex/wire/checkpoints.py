@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, Final, Literal
 from urllib.parse import quote
 
-from pydantic import Field, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 
+from tinkex import display
 from tinkex.wire.base import LenientModel, StrictModel
 from tinkex.wire.training import AdamOptimizerConfig, OptimizerConfig, optimizer_config_from
 
@@ -47,7 +49,7 @@ KINDS: Final[dict[str, CheckpointType]] = {
     "external_weights": "external",
 }
 
-#: Base address of the hosted service's web console.
+#: The hosted service's web console.
 CONSOLE_URL: Final = "https://tinker.thinkingmachines.ai"
 
 
@@ -82,10 +84,18 @@ class ParsedCheckpointTinkerPath(LenientModel):
         )
 
 
-def _console_url(tinker_path: str) -> str:
-    parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
-    run, checkpoint = quote(parsed.training_run_id, safe=""), quote(parsed.checkpoint_id, safe="")
-    return f"{CONSOLE_URL}/checkpoints/{run}/{checkpoint}"
+class _Saved(LenientModel):
+    """A saved checkpoint, and its pages."""
+
+    path: str
+    #: The console of the service that saved it; set by the client.
+    _console: str = PrivateAttr(CONSOLE_URL)
+
+    def get_console_url(self) -> str:
+        """This checkpoint in the console of its service."""
+        parsed = ParsedCheckpointTinkerPath.from_tinker_path(self.path)
+        run, name = quote(parsed.training_run_id, safe=""), quote(parsed.checkpoint_id, safe="")
+        return f"{self._console}/checkpoints/{run}/{name}"
 
 
 # -- saving --------------------------------------------------------------------------------------
@@ -107,13 +117,8 @@ class SaveWeightsRequest(StrictModel):
     type: Literal["save_weights"] = "save_weights"
 
 
-class SaveWeightsResponse(LenientModel):
-    path: str
+class SaveWeightsResponse(_Saved):
     type: Literal["save_weights"] | None = None
-
-    def get_console_url(self) -> str:
-        """This checkpoint in the console of the hosted service."""
-        return _console_url(self.path)
 
 
 class SaveWeightsForSamplerRequest(StrictModel):
@@ -130,19 +135,14 @@ class SaveWeightsForSamplerRequest(StrictModel):
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
-class SaveWeightsForSamplerResponse(LenientModel):
+class SaveWeightsForSamplerResponse(_Saved):
     """The public result of a named save."""
 
-    path: str
     type: Literal["save_weights_for_sampler"] | None = None
 
-    def get_console_url(self) -> str:
-        """This checkpoint in the console of the hosted service."""
-        return _console_url(self.path)
-
     def get_playground_url(self) -> str:
-        """This checkpoint in the playground of the hosted service."""
-        return f"{CONSOLE_URL}/playground?mode=checkpoint&checkpoint={quote(self.path, safe='')}"
+        """This checkpoint in the playground of the hosted service; elsewhere the server's page."""
+        return f"{self._console}/playground?mode=checkpoint&checkpoint={quote(self.path, safe='')}"
 
 
 class SaveWeightsForSamplerResponseInternal(LenientModel):
@@ -182,11 +182,18 @@ class ExternalWeightsUrlsResponse(LenientModel):
     urls: dict[str, str]
     expires: datetime
 
+    def _shown(self) -> Iterable[tuple[str, Any]]:
+        shown = {name: display.without_query(url) for name, url in self.urls.items()}
+        return ("urls", shown), ("expires", self.expires)
+
 
 class CheckpointArchiveUrlResponse(LenientModel):
     #: Signed URL of a tar archive of the files.
     url: str
     expires: datetime
+
+    def _shown(self) -> Iterable[tuple[str, Any]]:
+        return ("url", display.without_query(self.url)), ("expires", self.expires)
 
 
 # -- loading and copying -------------------------------------------------------------------------
@@ -266,6 +273,8 @@ class WeightsInfoResponse(LenientModel):
 
 
 class Checkpoint(LenientModel):
+    """A saved adapter."""
+
     #: `<kind>/<name>`
     checkpoint_id: str
     checkpoint_type: CheckpointType
@@ -278,6 +287,15 @@ class Checkpoint(LenientModel):
     #: When it will be deleted; None: never.
     expires_at: datetime | None = None
 
+    def _shown(self) -> Iterable[tuple[str, Any]]:
+        # The path contains the id and the type.
+        yield "tinker_path", self.tinker_path
+        left_out = ("tinker_path", "checkpoint_id", "checkpoint_type")
+        yield from ((name, value) for name, value in super()._shown() if name not in left_out)
+
+    def _repr_html_(self) -> str:
+        return checkpoints_html([self])
+
 
 class Cursor(LenientModel):
     offset: int
@@ -288,6 +306,26 @@ class Cursor(LenientModel):
 class CheckpointsListResponse(LenientModel):
     checkpoints: list[Checkpoint]
     cursor: Cursor | None = None
+
+    def _repr_html_(self) -> str:
+        return checkpoints_html(self.checkpoints, self.cursor.total_count if self.cursor else 0)
+
+
+def checkpoints_html(checkpoints: list[Checkpoint], total: int = 0) -> str:
+    """A table of checkpoints, of which there are `total`."""
+    columns = ("path", "type", "saved", "bytes", "public", "expires")
+    rows = [
+        (
+            each.tinker_path,
+            each.checkpoint_type,
+            each.time,
+            each.size_bytes,
+            each.public,
+            each.expires_at or "never",
+        )
+        for each in checkpoints
+    ]
+    return display.table(columns, rows, caption="Checkpoints", total=total)
 
 
 class SetCheckpointTtlRequest(StrictModel):

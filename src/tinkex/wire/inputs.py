@@ -61,7 +61,7 @@ class TextEncoder(Protocol):
 # -- prompts -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ModelInput(ModelPayload):
     """
     A prompt: text tokens, images and audio, in order.
@@ -217,7 +217,7 @@ LIST_DTYPES: Final[Mapping[str, TensorDtype]] = {
 _SPARSE_INPUTS: Final = frozenset({"target_tokens", "weights"})
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Datum(Payload):
     """
     One training example: the input of the model and the tensors of its loss.

@@ -58,6 +58,7 @@ __all__ = [
     "encode_forward_backward_output",
     "encode_forward_backward_request",
     "encode_sample_response",
+    "read_pass_metrics",
 ]
 
 #: A record without tensors may still claim any number of examples; at most this many are accepted.
@@ -261,6 +262,12 @@ def decode_forward_backward_output(body: bytes) -> ForwardBackwardOutput:
     if not output_type and not outputs:
         output_type = "ArrayRecord"
     return ForwardBackwardOutput(output_type, outputs, dict(message.metrics))
+
+
+def read_pass_metrics(body: bytes) -> tuple[Mapping[str, float], int]:
+    """The metrics of an encoded result and its number of examples, without building arrays."""
+    message = _parse(pb.ForwardBackwardOutput, body)
+    return message.metrics, sum(record.num_datums for record in message.loss_fn_outputs)
 
 
 def _write_batched(message: pb.BatchedTensor, tensors: Sequence[TensorData]) -> None:

@@ -7,12 +7,13 @@ A request is sent as JSON, its result as protobuf (`protobuf.py`) or, to old cli
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias, get_args
 
 from pydantic import Field
 
+from tinkex import display
 from tinkex.wire.base import LenientModel, Payload, StrictModel, json_kind
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.inputs import ModelInput
@@ -137,7 +138,7 @@ class SampleRequest(StrictModel):
 # -- responses -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TopkLogprobs(Payload):
     """The most likely tokens at each position. Rows may be padded with token 0, logprob -99999."""
 
@@ -186,6 +187,10 @@ class TopkLogprobs(Payload):
             rows.append(list(zip(ids[:last], logprobs[:last], strict=True)))
         return rows
 
+    def _shown(self) -> Iterable[tuple[str, Any]]:
+        length, k = self.token_ids.shape
+        return ("length", length), ("k", k)
+
     def _dump(self) -> dict[str, Any]:
         return {"token_ids": self.token_ids.tolist(), "logprobs": self.logprobs.tolist()}
 
@@ -196,7 +201,7 @@ class TopkLogprobs(Payload):
         return self.token_ids.shape, self.token_ids.tobytes(), self.logprobs.tobytes()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SampledSequence(Payload):
     """One sampled sequence. The arrays are stored; lists are made from them on first access."""
 
@@ -254,6 +259,17 @@ class SampledSequence(Payload):
             self._lists["topk"] = self.topk_logprobs_np.rows()
         return self._lists.get("topk")
 
+    def _shown(self) -> Iterable[tuple[str, Any]]:
+        yield "tokens", display.numbers(() if self.tokens_np is None else self.tokens_np)
+        yield "logprobs", None if self.logprobs_np is None else display.numbers(self.logprobs_np, 3)
+        if self.topk_logprobs_np is not None:
+            yield "topk_logprobs", self.topk_logprobs_np
+        yield "stop_reason", self.stop_reason
+        yield "sequence_id", self.sequence_id
+
+    def _repr_html_(self) -> str:
+        return _html([self])
+
     def _dump(self) -> dict[str, Any]:
         return {
             "stop_reason": self.stop_reason,
@@ -285,7 +301,7 @@ class SampledSequence(Payload):
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PromptAltTokens(Payload):
     """Alternative tokens sampled for each prompt position."""
 
@@ -299,7 +315,7 @@ class PromptAltTokens(Payload):
             object.__setattr__(self, name, _tensor_at(name, getattr(self, name)))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SampleResponse(Payload):
     """All sequences of one request, and the requested values for its prompt."""
 
@@ -370,6 +386,22 @@ class SampleResponse(Payload):
             self._lists["topk"] = self.topk_prompt_logprobs_np.rows()
         return self._lists.get("topk")
 
+    def _shown(self) -> Iterable[tuple[str, Any]]:
+        yield "sequences", list(self.sequences)
+        if self.prompt_logprobs_np is not None:
+            yield "prompt_logprobs", display.numbers(self.prompt_logprobs_np, 3)
+        if self.topk_prompt_logprobs_np is not None:
+            yield "topk_prompt_logprobs", self.topk_prompt_logprobs_np
+        if self.target_prompt_logprobs is not None:
+            yield "target_prompt_logprobs", self.target_prompt_logprobs
+        if self.prompt_cache_hit_tokens:
+            yield "prompt_cache_hit_tokens", self.prompt_cache_hit_tokens
+        if self.prompt_alt_tokens is not None:
+            yield "prompt_alt_tokens", self.prompt_alt_tokens
+
+    def _repr_html_(self) -> str:
+        return _html(self.sequences)
+
     def _dump(self) -> dict[str, Any]:
         return {
             "sequences": list(self.sequences),
@@ -402,6 +434,22 @@ class SampleResponse(Payload):
             self.prompt_cache_hit_tokens,
             self.prompt_alt_tokens,
         )
+
+
+def _html(sequences: Sequence[SampledSequence]) -> str:
+    """A table of sampled sequences. It has tokens, because their text needs a tokenizer."""
+    rows = [
+        (
+            position,
+            0 if each.tokens_np is None else len(each.tokens_np),
+            display.numbers(() if each.tokens_np is None else each.tokens_np, 24),
+            None if each.logprobs_np is None else float(each.logprobs_np.sum()),
+            each.stop_reason,
+        )
+        for position, each in enumerate(sequences)
+    ]
+    columns = ("sequence", "tokens", "first tokens", "sum of logprobs", "stop reason")
+    return display.table(columns, rows, caption="Sampled sequences")
 
 
 def _frozen(value: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AwareDatetime, BeforeValidator, Field, field_validator
 
+from tinkex import display
 from tinkex.wire.base import LenientModel, StrictModel, time_from_text
 from tinkex.wire.checkpoints import Checkpoint, Cursor
 from tinkex.wire.training import AdamOptimizerConfig, OptimizerConfig, optimizer_config_from
@@ -49,8 +51,10 @@ __all__ = [
     "SessionStatus",
     "SessionStatusQuery",
     "SessionSummary",
+    "StepMetrics",
     "SupportedModel",
     "TrainingRun",
+    "TrainingRunMetricsResponse",
     "TrainingRunsResponse",
     "UserSearchOwner",
 ]
@@ -112,11 +116,76 @@ class TrainingRun(LenientModel):
     last_checkpoint: Checkpoint | None = None
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: dict[str, str] | None = None
+    # Only a tinkex server sends these, and only to the owner of the run.
+    #: Optimizer steps so far.
+    steps: int | None = None
+    #: The loss of the last step, per token.
+    last_loss: float | None = None
+    #: `running`, `idle`, `finished` (its session was closed) or `failed`.
+    status: str | None = None
+
+    def _shown(self) -> Iterable[tuple[str, Any]]:
+        for name, value in super()._shown():
+            if name != "corrupted" or value:
+                yield name, value.tinker_path if isinstance(value, Checkpoint) else value
+
+    def _repr_html_(self) -> str:
+        return runs_html([self])
+
+
+class StepMetrics(LenientModel):
+    """The metrics of one optimizer step, or the means over several that follow each other."""
+
+    #: The number of the step in its run, from 1; of several steps, that of the last.
+    step: int
+    #: How many steps this is the mean of.
+    steps: int = 1
+    #: When the step finished.
+    time: datetime
+    #: By name: `loss`, `tokens`, `learning_rate`, `grad_norm`, `update_norm`, `seconds`, and what
+    #: losses add.
+    metrics: dict[str, float]
+    #: The smallest and largest loss of these steps.
+    loss_min: float | None = None
+    loss_max: float | None = None
+
+
+class TrainingRunMetricsResponse(LenientModel):
+    """The steps of a run in order, as at most as many points as were requested."""
+
+    training_run_id: str
+    points: list[StepMetrics]
 
 
 class TrainingRunsResponse(LenientModel):
     training_runs: list[TrainingRun]
     cursor: Cursor
+
+    def _repr_html_(self) -> str:
+        return runs_html(self.training_runs, self.cursor.total_count)
+
+
+def runs_html(runs: list[TrainingRun], total: int = 0) -> str:
+    """A table of training runs, of which there are `total`."""
+    columns = (
+        *("run", "name", "base model", "rank", "steps", "loss", "status"),
+        *("last request", "last checkpoint"),
+    )
+    rows = [
+        (
+            run.training_run_id,
+            (run.user_metadata or {}).get("name"),
+            run.base_model,
+            run.lora_rank,
+            run.steps,
+            run.last_loss,
+            run.status or ("failed" if run.corrupted else None),
+            run.last_request_time,
+            run.last_checkpoint and run.last_checkpoint.tinker_path,
+        )
+        for run in runs
+    ]
+    return display.table(columns, rows, caption="Training runs", total=total)
 
 
 # -- sessions ------------------------------------------------------------------------------------
@@ -340,5 +409,5 @@ class TraceExportResponse(LenientModel):
     """A trace is created on request; poll until it is ready."""
 
     status: Literal["pending", "ready", "failed"]
-    url: str | None = None
+    url: str | None = Field(default=None, repr=False)  # signed
     error: str | None = None

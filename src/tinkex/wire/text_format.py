@@ -13,6 +13,11 @@ def format_bytes(count: int) -> str:
     return f"{amount:.1f} GB"
 
 
+def memory_text(*, used: int, limit: int, total: int) -> str:
+    """What an engine uses now, and its limit: a limit alone reads as if it were in use."""
+    return f"{format_bytes(used)} used now, up to {format_bytes(limit)} of {format_bytes(total)}"
+
+
 def format_binary_bytes(count: int) -> str:
     """A size such as `1.5 MB`, with units that are powers of 1024, as official clients show it."""
     amount = float(count)

@@ -6,7 +6,8 @@ Passes are sent as protobuf (`protobuf.py`); everything else here is JSON.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeAlias, get_args
 
@@ -21,7 +22,8 @@ from pydantic import (
     model_validator,
 )
 
-from tinkex.wire.base import LenientModel, Payload, StrictModel, json_kind, unknown_field
+from tinkex import display
+from tinkex.wire.base import LenientModel, Payload, StrictModel, json_kind
 from tinkex.wire.errors import WireError
 from tinkex.wire.inputs import Datum
 from tinkex.wire.limits import (
@@ -204,7 +206,18 @@ class UnloadModelResponse(LenientModel):
 # -- passes --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+def _unknown_loss(name: str, known: tuple[str, ...]) -> str:
+    # Only a name that is very near is a typing error: `dpo` is not meant to be `ppo`.
+    names = ", ".join(each for each in known if each != "custom")
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    guess = f"; did you mean `{near[0]}`?" if near else "."
+    return (
+        f"unknown loss `{name}`{guess} The losses are {names}. Any other loss, such as "
+        "DPO, is a function of your own: see forward_backward_custom()."
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ForwardBackwardInput(Payload):
     """A batch and the loss to compute on it."""
 
@@ -216,7 +229,7 @@ class ForwardBackwardInput(Payload):
     def __post_init__(self) -> None:
         known = get_args(LossFnType)
         if self.loss_fn not in known:
-            raise ValueError(unknown_field(str(self.loss_fn), known).replace("field", "loss", 1))
+            raise ValueError(_unknown_loss(str(self.loss_fn)[:200], known))
         check_finite(("loss_fn_config",), self.loss_fn_config)
         data = [_datum_at(item, position) for position, item in enumerate(self.data)]
         object.__setattr__(self, "data", data)
@@ -323,7 +336,7 @@ def _read_step(value: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {key: work, "model_id": model_id, "seq_id": seq_id}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ForwardBackwardRequest(Payload):
     """A forward and backward pass; adds to the gradients of the model."""
 
@@ -337,7 +350,7 @@ class ForwardBackwardRequest(Payload):
         return cls(**_read_step(value, "forward_backward_input"))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ForwardRequest(Payload):
     """A forward pass only; changes nothing."""
 
@@ -351,7 +364,7 @@ class ForwardRequest(Payload):
         return cls(**_read_step(value, "forward_input"))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ForwardBackwardOutput(Payload):
     """The result of a pass. The loss is a metric: `metrics["loss:sum"]`."""
 
@@ -361,6 +374,14 @@ class ForwardBackwardOutput(Payload):
     loss_fn_outputs: list[LossFnOutput]
     #: Keys are `name:reducer`; the reducer says how to merge the chunks of a batch.
     metrics: dict[str, float] = field(default_factory=dict)
+
+    def _shown(self) -> Iterable[tuple[str, Any]]:
+        yield "metrics", self.metrics
+        yield "loss_fn_outputs", self.loss_fn_outputs
+        yield "loss_fn_output_type", self.loss_fn_output_type
+
+    def _repr_html_(self) -> str:
+        return _metrics_html(self.metrics)
 
     def runs(self) -> Iterator[list[LossFnOutput]]:
         """Groups of adjacent outputs with the same names, dtypes and trailing shapes."""
@@ -440,5 +461,14 @@ class OptimStepRequest(StrictModel):
 
 
 class OptimStepResponse(LenientModel):
+    """The result of an optimizer step."""
+
     #: Such as the gradient norm.
     metrics: dict[str, float] | None = None
+
+    def _repr_html_(self) -> str:
+        return _metrics_html(self.metrics or {})
+
+
+def _metrics_html(metrics: Mapping[str, float]) -> str:
+    return display.table(("metric", "value"), list(metrics.items()))

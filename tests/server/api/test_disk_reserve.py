@@ -87,6 +87,7 @@ EXEMPT = {
     "POST /api/v1/sessions/search": "reads",
     "POST /api/v1/auth/token": "signs a token; stores nothing",
     "POST /api/v1/auth/apikey": "always refused",
+    "POST /api/v1/local/models": "loads a model; writes one line for its owner, the server's user",
     "DELETE /api/v1/auth/apikey/me": "a key that leaked is revoked at once",
     f"DELETE {CHECKPOINT}": "frees disk space",
     f"DELETE {CHECKPOINT}/publish": "unpublishes; once until it is published again",

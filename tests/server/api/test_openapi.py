@@ -1,5 +1,6 @@
 """OpenAPI and the page at /docs: all routes are described, and all references resolve."""
 
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ async def test_every_body_and_the_answers_of_frequent_routes_are_described(page:
             operation = described["paths"][route.path][min(route.methods).lower()]
             if "application/json" not in operation.get("requestBody", {}).get("content", {}):
                 without.add(route.path.rpartition("/")[2])
-    assert without == {"publish"}
+    assert without == {"publish", "models"}
     # FastAPI would read a body without budgets.
     assert not [
         route.path
@@ -137,6 +138,35 @@ async def test_the_page_loads_nothing_external_and_names_every_route(api: Api) -
         assert path in reader.text
     for name in described["components"]["schemas"]:
         assert name in reader.anchors
+
+
+async def test_routes_have_titles_for_people_and_typed_answers(page: Any) -> None:
+    _, described = page
+    operations = {
+        (path, method): operation
+        for path, methods in described["paths"].items()
+        for method, operation in methods.items()
+    }
+    titles = [operation["summary"] for operation in operations.values()]
+    assert len(set(titles)) == len(titles)
+    assert operations["/api/v1/healthz", "get"]["summary"] == "Health check"
+    assert operations["/api/v1/training_runs", "get"]["summary"] == "List training runs"
+    # In sentence case, without names of functions.
+    assert not [title for title in titles if not re.fullmatch(r"[A-Z][a-z]+[a-z, ]*", title)]
+    listed = operations["/api/v1/training_runs", "get"]["responses"]["200"]["content"]
+    assert listed["application/json"]["schema"]["$ref"].endswith("/TrainingRunsResponse")
+    # A file is not JSON of any type.
+    download = operations["/api/v1/downloads/{version_id}/{file}", "get"]["responses"]["200"]
+    assert "content" not in download
+
+
+async def test_the_page_shows_the_errors_of_all_routes_once(page: Any) -> None:
+    _, described = page
+    text = docs_page.page(described)
+    for words in ("Over a limit; retry later", "Unknown key", "Malformed"):
+        assert text.count(words) == 1
+    # For programs, each route has them.
+    assert "429" in described["paths"]["/api/v1/healthz"]["get"]["responses"]
 
 
 def test_descriptions_are_escaped_on_the_page() -> None:

@@ -74,6 +74,8 @@ POLL = {
 EXPECTED: Mapping[tuple[str, str], Expected] = {
     ("GET", f"{V1}/healthz"): Expected("open"),
     ("GET", "/api/unauthed/auth-config"): Expected("open", 404),
+    ("GET", "/"): Expected("open"),
+    ("GET", "/readyz"): Expected("open"),
     ("GET", "/docs"): Expected("open"),
     ("GET", "/openapi.json"): Expected("open"),
     ("GET", f"{V1}/signed/traces/{{session_id}}"): Expected(
@@ -82,6 +84,8 @@ EXPECTED: Mapping[tuple[str, str], Expected] = {
     ("GET", f"{V1}/downloads/{{version_id}}/{{file}}"): Expected(
         "signed", 403, query="expires=9999999999&signature=0"
     ),
+    ("GET", f"{V1}/local/status"): Expected("signed", 403),
+    ("POST", f"{V1}/local/models"): Expected("signed", 403, query="model=m"),
     ("GET", "/metrics"): Expected("machine"),
     ("GET", f"{V1}/audit"): Expected("caller"),
     ("GET", f"{V1}/auth/apikey/me"): Expected("caller"),
@@ -109,6 +113,7 @@ EXPECTED: Mapping[tuple[str, str], Expected] = {
     ("GET", f"{V1}/sessions/{{session_id}}/trace_export"): Expected("owned"),
     ("GET", f"{V1}/training_runs/{{run}}"): Expected("shared"),
     ("GET", f"{V1}/training_runs/{{run}}/checkpoints"): Expected("shared"),
+    ("GET", f"{V1}/training_runs/{{run}}/metrics"): Expected("owned"),
     ("GET", f"{CHECKPOINT}/archive"): Expected("shared", 302),
     ("GET", f"{CHECKPOINT}/external_weights_urls"): Expected("shared", 400),
     ("POST", f"{V1}/weights_info"): Expected("shared", body={"tinker_path": "{path}"}),
@@ -391,9 +396,10 @@ async def test_metrics_need_a_key_unless_on_loopback(echo: EchoExecutor, tmp_pat
     ):
         assert (await api.get("/metrics")).status == 401
         await alice.model()
-        hers = 'tinkex_owner_compute_seconds_total{owner="alice"}'
-        assert hers in (await alice.get("/metrics")).body.decode()
-        assert "alice" not in (await bob.get("/metrics")).body.decode()
+        for one in (alice, bob):
+            text = (await one.get("/metrics")).body.decode()
+            assert 'tinkex_engine_operations_total{task="create"} 1.0' in text
+            assert "alice" not in text
     async with hosted(EchoExecutor(), tmp_path) as api:
         assert (await api.get("/metrics")).status == 200
         assert (await api.get("/api/v1/healthz")).status == 200

@@ -69,7 +69,13 @@ FIXED = {
         "downloads/{version_id}/{file}",
     },
     # Bounded by the settings of the server.
-    "the server": {"healthz", "get_server_capabilities", "client/config", "client/dynamic_config"},
+    "the server": {
+        "healthz",
+        "get_server_capabilities",
+        "client/config",
+        "client/dynamic_config",
+        *("local/status", "local/models"),
+    },
     # Limited by the completion log; and one result, which has limits of its own.
     "results": {"retrieve_future", "retrieve_futures"},
 }

@@ -57,6 +57,22 @@ async def test_runs_are_listed_in_pages_with_the_newest_first(api: Api) -> None:
     assert (await api.get(f"{RUNS}?limit=-1")).status == 422
 
 
+async def test_an_unknown_run_says_how_to_list_runs_not_how_to_train(api: Api) -> None:
+    for method, path in (
+        ("GET", f"{RUNS}/nope"),
+        ("GET", f"{RUNS}/nope?access_scope=accessible"),
+        ("GET", f"{RUNS}/nope/checkpoints"),
+        ("DELETE", f"{RUNS}/nope/checkpoints/weights/a"),
+        ("POST", f"{RUNS}/nope/checkpoints/weights/a/publish"),
+    ):
+        async with api.http.request(method, path) as got:
+            assert got.status == 404
+            assert (await got.json())["detail"] == (
+                "there is no training run 'nope' on this server. `tinkex run list` or GET "
+                "training_runs lists yours."
+            )
+
+
 async def test_checkpoints_are_listed_by_run_and_in_pages(api: Api) -> None:
     model = await api.model()
     for seq_id, name in enumerate("abc", 1):

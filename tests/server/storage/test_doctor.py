@@ -210,6 +210,7 @@ def schema(folder: Path) -> Iterator[sqlite3.Connection]:
 async def test_an_old_database_is_upgraded(tmp_path: Path) -> None:
     await filled(tmp_path)
     with sqlite3.connect(tmp_path / "tinkex.db") as connection:
+        connection.execute("DROP TABLE step_metrics")
         connection.execute("ALTER TABLE models DROP COLUMN base_hash")
         connection.execute("UPDATE alembic_version SET version_num = '0008'")
     connection.close()

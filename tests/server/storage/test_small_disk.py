@@ -3,22 +3,28 @@
 import asyncio
 import logging
 import os
+import socket
 import subprocess
+import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from server.echo import EchoExecutor, content
-from server.hosting import Api, hosted
+from server.hosting import Api, connected, hosted
 from serving import TINY
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import ServedModel
 from tinkex.server.maintenance import disk_monitor
 from tinkex.server.retry import Backoff
 from tinkex.server.scheduler import checkpoints
+from tinkex.server.settings import SettingsError
+from tinkex.server.store.folder_lock import lock_folder
 from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.proto.frames_pb2 import Done, Order
 from waiting import until_async
@@ -115,6 +121,77 @@ async def test_saves_wait_for_free_space_and_log_it_once(
     lines = [line.split(" ", 2)[-1] for line in of_engine.splitlines()]
     assert len(set(lines)) == len(lines), lines
     assert caplog.text.count("was written after") == len(models)
+
+
+def test_a_disk_without_any_space_is_one_error(small_disk: Path) -> None:
+    (small_disk / "data").mkdir()
+    fill(small_disk, left=0)
+    with (
+        pytest.raises(SettingsError, match="cannot be written: No space left") as refused,
+        lock_folder(small_disk / "data"),
+    ):
+        pytest.fail("the folder was locked")
+    assert refused.value.hint == "Free some space, or choose another one with --data."
+
+
+@contextmanager
+def starting(data: Path, model: Path) -> Iterator[tuple[int, list[str], list[str]]]:
+    """A `tinkex serve` that may not get ready: its port, and the lines of its output and log."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    serve = ["serve", f"{TINY}={model}", "--port", str(port), "--data", str(data)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tinkex.cli.main", *serve, "--threads", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    lines: tuple[list[str], list[str]] = ([], [])
+    pipes = [pipe for pipe in (process.stdout, process.stderr) if pipe is not None]
+    threads = [
+        threading.Thread(target=into.extend, args=(pipe,), daemon=True)
+        for into, pipe in zip(lines, pipes, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield port, *lines
+    finally:
+        process.terminate()
+        process.wait(20)
+        for thread, pipe in zip(threads, pipes, strict=True):
+            thread.join(5)
+            pipe.close()
+
+
+async def test_a_server_with_a_full_disk_is_not_ready(small_disk: Path, tiny_model: Path) -> None:
+    data = small_disk / "data"
+    data.mkdir()
+    (data / "tinkex.toml").write_text("reserve_mb = 8\n")
+    filler = fill(small_disk, left=6 * 2**20)
+    with starting(data, tiny_model) as (port, out, log):
+        await until_async(lambda: any(" not ready: " in line for line in log), within_s=60)
+        (said,) = (line for line in log if " not ready: " in line)
+        for part in (" MiB are free", "8 MiB are reserved", f"data folder {data}", "Free some"):
+            assert part in said
+        async with connected(f"http://127.0.0.1:{port}") as api:
+            waiting = await api.get("/readyz")
+            assert (waiting.status, waiting.json["status"]) == (503, "not ready")
+            assert "the disk of this server is full" in waiting.json["reason"]
+            assert (await api.get("/api/v1/healthz")).status == 503
+            assert "Not ready:" in (await api.get("/")).body.decode()
+            assert not out
+            filler.unlink()
+            await until_async(lambda: out)
+            assert out == [f"tinkex ready at http://127.0.0.1:{port}\n"]
+            assert (await api.get("/readyz")).json == {"status": "ready"}
+            # Later, too.
+            at = len(log)
+            filler = fill(small_disk, left=6 * 2**20)
+            await until_async(
+                lambda: any("the disk of this server is full" in line for line in log[at:])
+            )
+            assert (await api.get("/readyz")).status == 503
 
 
 async def test_a_burst_of_sessions_leaves_most_of_the_reserve(small_disk: Path) -> None:

@@ -98,9 +98,16 @@ async def test_a_single_write_is_one_statement_and_is_not_delayed(store: Store) 
         statements.append(statement.split()[0])
 
     event.listen(store._database._writing, "before_cursor_execute", asks)
-    accepted = await store.requests.accept(step(model, 1))
+    accepted = await store.requests.accept(step(model, 1, Kind.SAVE_WEIGHTS))
     await store.requests.finish_one(accepted, Outcome(result=b"{}"))
     assert statements == ["BEGIN", "INSERT", "BEGIN", "UPDATE"]
+    for number, kind in enumerate((Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP) * 2, 2):
+        statements.clear()
+        accepted = await store.requests.accept(step(model, number, kind))
+        await store.requests.finish_one(accepted, Outcome(result=b"{}"))
+        # Its metrics are one more; the first one reads which step the run has come to.
+        reads = ["SELECT"] if number == 2 else []
+        assert statements == ["BEGIN", "INSERT", "BEGIN", "UPDATE", *reads, "INSERT"]
 
 
 async def check_repeats_and_invalid_requests(store: Store) -> None:

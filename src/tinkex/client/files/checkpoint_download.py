@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from tinkex.client.errors import APIStatusError
 from tinkex.client.files.file_download import DownloadFailed, Fetcher, FileInfo, Links, Stopped
 from tinkex.client.futures import refuse_to_block
+from tinkex.tracebacks import ends_at_caller
 from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ EXPORT_TTL_S = 3600
 NO_ARCHIVES = frozenset({404, 405, 410, 501})
 
 
+@ends_at_caller
 def download_checkpoint(
     path: str,
     folder: str | Path,
@@ -50,11 +52,26 @@ def download_checkpoint(
     progress: Progress | None = None,
 ) -> Path:
     """
-    Download the adapter files of a checkpoint of any kind into `folder`, which is created.
+    Download the adapter files of a checkpoint of any kind.
 
-    If the folder exists and is not empty, this is an error, unless `overwrite` is set, which
-    replaces it. `progress(done_bytes, total_bytes)` is called from another thread, one call at a
-    time. A failed download resumes where it stopped when it is called again.
+    A failed download resumes where it stopped when it is called again.
+
+    Args:
+        path: The checkpoint, `tinker://RUN/KIND/NAME`.
+        folder: Where the files go; it is created.
+        rest: The client to use. None: a new one with the default service and key.
+        overwrite: Whether to replace a folder that is not empty; else that is an error.
+        progress: Called with `(done_bytes, total_bytes)` from another thread, one call at a time.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileExistsError: The folder is not empty.
+        NotFoundError: No such checkpoint, or not yours.
+
+    Example:
+        tinkex.download_checkpoint(path, "adapter", rest=rest)
     """
     refuse_to_block("download_checkpoint", "download_checkpoint_async")
     stop = threading.Event()
@@ -75,7 +92,23 @@ async def download_checkpoint_async(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """The same, for coroutines. If cancelled, it stops after the current piece."""
+    """
+    `download_checkpoint` for coroutines. If cancelled, it stops after the current piece.
+
+    Args:
+        path: The checkpoint, `tinker://RUN/KIND/NAME`.
+        folder: Where the files go; it is created.
+        rest: The client to use. None: a new one with the default service and key.
+        overwrite: Whether to replace a folder that is not empty; else that is an error.
+        progress: Called with `(done_bytes, total_bytes)` from another thread, one call at a time.
+
+    Returns:
+        The folder.
+
+    Example:
+        async def fetch():
+            await tinkex.download_checkpoint_async(path, "adapter", rest=rest)
+    """
     stop = threading.Event()
     try:
         return await asyncio.to_thread(

@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 
 from tinkex.client.http.circuit_breaker import Breaker, BreakerPolicy
 from tinkex.client.http.transport import Kind
+from tinkex.client.observe.waiting import Cause, Waiting
 from tinkex.wire.inputs import DmelChunk, EncodedTextChunk, ImageChunk, ModelInput
 
 E = TypeVar("E")
@@ -31,8 +32,6 @@ SLOW_START_S = 10.0
 MAX_SPREAD_S = 15.0
 #: Delay between attempts while a 402 counts as a pause and not as an error.
 BILLING_PAUSE_S = 5.0
-#: The user gets a warning about a billing pause this often.
-BILLING_WARN_S = 60.0
 #: After this long without a 402, the next one starts a new pause.
 BILLING_RESET_S = 300.0
 
@@ -178,15 +177,11 @@ class BillingPause:
         self._clock = clock
         self._opened = -math.inf
         self._last = -math.inf
-        self._warned_at = -math.inf
 
-    def should_warn(self) -> bool:
-        """Whether to warn the user now: once every `BILLING_WARN_S` for all waiting requests."""
-        now = self._clock()
-        if now - self._warned_at < BILLING_WARN_S:
-            return False
-        self._warned_at = now
-        return True
+    @property
+    def ends_at(self) -> float:
+        """When a 402 counts as an error."""
+        return self._opened + self.max_pause_s
 
     def pause_s(self) -> float | None:
         """Seconds to wait after a 402, or None if the pause has lasted `max_pause_s`."""
@@ -218,8 +213,10 @@ class ServiceLimits:
 
     backoff: Backoff = field(default_factory=Backoff)
     billing: BillingPause = field(default_factory=BillingPause)
-    #: When the user was last warned about a long wait.
-    long_wait_warned_at: float = -math.inf
+    #: Why the service sent the last 429.
+    busy: Cause = field(default_factory=lambda: Cause("busy", "the service", "it is busy"))
+    #: What the user is told about waits.
+    waiting: Waiting = field(default_factory=Waiting)
     #: Circuit breakers, if the settings enable them; each policy has its own.
     breakers: dict[tuple[Kind, BreakerPolicy], Breaker] = field(default_factory=dict)
     #: Running samples, from submission to result.

@@ -41,7 +41,21 @@ class BreakerPolicy:
 
     @classmethod
     def parse(cls, text: str) -> BreakerPolicy | None:
-        """`on`, `off`, or `FAILURES/SECONDS`."""
+        """
+        The policy that a text names.
+
+        Args:
+            text: `on`, `off`, or `FAILURES/SECONDS`.
+
+        Returns:
+            The policy; None for `off`.
+
+        Raises:
+            TinkerError: Any other text.
+
+        Example:
+            policy = tinkex.BreakerPolicy.parse("5/30")
+        """
         word = text.strip().lower()
         if word in _OFF:
             return None

@@ -27,6 +27,7 @@ from pydantic import BaseModel
 
 from tinkex.client.errors import (
     APIConnectionError,
+    APIError,
     APIResponseValidationError,
     APIStatusError,
     RequestFailedError,
@@ -42,6 +43,7 @@ from tinkex.client.http.retry import (
 from tinkex.client.http.transport import Kind, Response
 from tinkex.client.http.typed_requests import LONG_WAIT_S, Calls, decode, requested_delay_s
 from tinkex.client.observe import queue_states
+from tinkex.client.observe.waiting import Cause, Limit
 from tinkex.wire.base import Payload
 from tinkex.wire.codec import JSON_TYPE, PROTOBUF_TYPE
 from tinkex.wire.futures import (
@@ -70,7 +72,8 @@ HELD_S = 1.0
 #: Proxies sometimes drop a request and respond with a 400, so this many in a row are retried. The
 #: next one counts as the response of the service.
 MAX_400 = 3
-QUEUE_LOG_EVERY_S = 60.0
+#: Asks a tinkex server to answer a poll after so many seconds if the request is paused by then.
+QUEUE_STATE_AFTER = "X-Tinkex-Queue-State-After"
 #: For servers that send a state without a reason.
 QUEUE_REASONS = {
     "paused_rate_limit": "a rate limit of this account was reached",
@@ -169,7 +172,11 @@ class PollDelays:
 
 
 class PollRetries:
-    """After a failed poll: wait, or give up. The same rules for every kind of poll."""
+    """
+    After a failed poll: wait, or give up. The same rules for every kind of poll.
+
+    Call `end` when the polls end.
+    """
 
     def __init__(self, calls: Calls, *, clock: Callable[[], float], rng: random.Random) -> None:
         self.delays = PollDelays(rng)
@@ -178,14 +185,43 @@ class PollRetries:
         self._last_contact = clock()
         self._bad_requests = 0
         self._garbled = 0
+        #: When the failures began that are not over; None if the last poll was answered.
+        self._failing_since: float | None = None
 
     def answered(self) -> None:
         self._last_contact = self._clock()
         self._bad_requests = 0
         self._garbled = 0
+        if self._failing_since is not None:
+            self._failing_since = None
+            self._calls.limits.waiting.over(self)
+
+    def end(self) -> None:
+        if self._failing_since is not None:
+            self._calls.limits.waiting.leave(self)
 
     def delay_after(self, error: Exception) -> float | None:
         """Seconds before the next poll; None if polling again is pointless."""
+        delay = self._delay_after(error)
+        if delay is not None and isinstance(error, APIError):
+            if self._failing_since is None:
+                self._failing_since = self._clock()
+            settings, limit = self._calls.settings, Limit()
+            if isinstance(error, APIConnectionError):
+                ends_at = self._last_contact + settings.reconnect_s
+                limit = Limit(ends_at, "results: TINKEX_RECONNECT_S")
+            elif isinstance(error, APIStatusError) and error.status_code == 402:
+                limit = Limit(self._calls.limits.billing.ends_at)
+            self._calls.limits.waiting.wait(
+                self,
+                self._calls.cause(error),
+                limit,
+                since=self._failing_since,
+                notice_s=settings.wait_notice_s,
+            )
+        return delay
+
+    def _delay_after(self, error: Exception) -> float | None:
         if isinstance(error, APIResponseValidationError):
             self._garbled += 1
             if not is_retryable(error) or self._garbled > MAX_GARBLED:
@@ -208,9 +244,8 @@ class PollRetries:
             return None
         delay = self.delays.after_failure(requested)
         if error.status_code == 429:
-            self._calls.note_rate_limit("retrieve_future", requested or delay)
+            self._calls.note_rate_limit("retrieve_future", error, requested or delay)
             return 0.0  # the next poll waits for the shared back-off
-        self._calls.warn_of_long_wait("retrieve_future", requested or delay)
         return delay
 
 
@@ -247,7 +282,7 @@ class ResultPoller:
         polls = 0
         allow_metadata_only = size is None
         about = f"result of {expected.request_type} request {request_id}"
-        reporter = _QueueStateReporter(observer)
+        reporter = _QueueStateReporter(observer, self._calls, self._clock())
         reserved = contextlib.AsyncExitStack()
 
         async def poll() -> T:
@@ -257,6 +292,8 @@ class ResultPoller:
                 "X-Tinker-Request-Iteration": str(polls),
                 "Accept": PROTOBUF_TYPE if expected.read_protobuf else JSON_TYPE,
             }
+            if reporter.wants_state and self._calls.settings.wait_notice_s is not None:
+                headers[QUEUE_STATE_AFTER] = f"{self._calls.settings.wait_notice_s:g}"
             if polls == 0 and round_trip_s is not None:
                 headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{round_trip_s:.6f}"
             polls += 1
@@ -298,18 +335,26 @@ class ResultPoller:
             raise NotYet(0.0)  # fetch it now
 
         async with reserved:
-            reserved.callback(reporter.finish)
+            reserved.callback(retries.end)
+            reserved.push(reporter.finish)
             if size is not None:
                 await reserved.enter_async_context(self._calls.limits.result_bytes.hold(size))
             return await retrying(poll, retries.delay_after)
 
 
 class _QueueStateReporter:
-    """Notifies an observer of queue states, and of the end of the wait."""
+    """Notifies an observer of queue states, and of the end of the wait; the log gets both too."""
 
-    def __init__(self, observer: QueueObserver | None) -> None:
+    def __init__(self, observer: QueueObserver | None, calls: Calls, started: float) -> None:
         self._observer = observer
+        self._calls = calls
+        self._started = started
         self._state = "active"
+
+    @property
+    def wants_state(self) -> bool:
+        """Whether it is not known that the request waits."""
+        return self._state == "active"
 
     def update(self, body: object) -> None:
         if not isinstance(body, dict):
@@ -318,11 +363,31 @@ class _QueueStateReporter:
         if isinstance(state, str):
             self._report(state, reason if isinstance(reason, str) else None)
 
-    def finish(self) -> None:
+    def finish(self, error: type[BaseException] | None, *_: object) -> None:
         if self._state != "active":
+            if error is not None:
+                self._calls.limits.waiting.leave(self)
             self._report("active", None)
 
     def _report(self, state: str, reason: str | None) -> None:
+        waiting = self._calls.limits.waiting
+        if state != "active":
+            waiting.wait(
+                self,
+                Cause(
+                    f"queue {state[:64]}",
+                    subject_of(self._observer),
+                    queue_reason(state, reason),
+                    joint=" is paused:",
+                    does="Waiting",
+                    over="goes on",
+                ),
+                getattr(self._observer, "limit", Limit)(),
+                since=self._started,
+                notice_s=self._calls.settings.wait_notice_s,
+            )
+        elif self._state != "active":
+            waiting.over(self)
         self._state = state
         if self._observer is None:
             return
@@ -332,44 +397,42 @@ class _QueueStateReporter:
             log.exception("a queue-state observer failed; the request continues")
 
 
+def subject_of(observer: object) -> str:
+    """What waits, in the words of the log: `Training of m`."""
+    return str(getattr(observer, "subject", "A request"))
+
+
+def queue_reason(state: str, reason: str | None) -> str:
+    """The reason that the service gave, or a default one."""
+    unnamed = f"queue state {state[:64]!r}, without a reason"
+    return reason or QUEUE_REASONS.get(state, unnamed)
+
+
 class QueueLog:
     """
-    The default observer: logs at most one line a minute while a request is paused.
+    The default observer: publishes changes of the queue state to `on_queue_state` callbacks.
 
-    Changes are also published to `on_queue_state` callbacks, and counted in the telemetry of the
-    session.
+    They are also counted in the telemetry of the session.
     """
 
     def __init__(
-        self,
-        subject: str,
-        clock: Callable[[], float] = monotonic,
-        *,
-        telemetry: Callable[[], Telemetry | None] = lambda: None,
+        self, subject: str, *, telemetry: Callable[[], Telemetry | None] = lambda: None
     ) -> None:
-        self._subject = subject
-        self._clock = clock
+        self.subject = subject
         self._telemetry = telemetry
-        self._last = -QUEUE_LOG_EVERY_S
         self._known: tuple[str, str | None] = ("active", None)
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
         reason = None
         if queue_state != "active":
-            reason = queue_state_reason or QUEUE_REASONS.get(
-                queue_state, f"queue state {queue_state[:64]!r}, without a reason"
-            )
+            reason = queue_reason(queue_state, queue_state_reason)
         if (queue_state, reason) != self._known:
             self._known = (queue_state, reason)
             if telemetry := self._telemetry():
                 telemetry.record_queue_state(queue_state)
             queue_states.publish(
-                queue_states.QueueState(subject=self._subject, state=queue_state, reason=reason)
+                queue_states.QueueState(subject=self.subject, state=queue_state, reason=reason)
             )
-        now = self._clock()
-        if reason is not None and now - self._last >= QUEUE_LOG_EVERY_S:
-            self._last = now
-            log.warning("%s is paused: %s", self._subject, reason)
 
 
 #: Up to this many samples of a client poll for themselves: that is one request less each, and few
@@ -518,7 +581,10 @@ class SharedPoll:
             self._start_fallback_poll()
             raise NotYet(retries.delays.after_not_yet(self._clock() - sent_at))
 
-        await retrying(poll, retries.delay_after)
+        try:
+            await retrying(poll, retries.delay_after)
+        finally:
+            retries.end()
 
     def _deliver(self, event: FutureCompletion) -> None:
         done = self._waiting.get(event.request_id)

@@ -269,7 +269,21 @@ class RetryConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be zero or more.")
 
     def delay_s(self, failures: int, *, rng: random.Random) -> float:
-        """Seconds before the sample is retried, after so many `failures` (from 1)."""
+        """
+        Seconds before a sample is retried.
+
+        Args:
+            failures: How often it failed, from 1.
+            rng: Source of the random part.
+
+        Returns:
+            The seconds.
+
+        Example:
+            import random
+
+            pause_s = tinkex.RetryConfig().delay_s(3, rng=random.Random(0))
+        """
         delay = exponential_delay_s(
             failures, first_s=self.retry_delay_base, max_s=self.retry_delay_max
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import errno
 import functools
 import json
 import ssl
@@ -226,7 +227,15 @@ class StreamedResponse:
 
 
 class Unreachable(Exception):
-    """No complete response: refused, reset or cut short. Raised by transports only."""
+    """
+    No complete response: refused, reset or cut short. Raised by transports only.
+
+    `reason` says it in plain words, such as `connection refused`.
+    """
+
+    def __init__(self, found: str, reason: str | None = None) -> None:
+        super().__init__(found)
+        self.reason = reason or found
 
 
 class DeadlineExceeded(Unreachable):
@@ -445,7 +454,39 @@ def _network_errors(request: Request) -> Iterator[None]:
     except aiohttp.InvalidURL as error:
         raise TinkerError(f"{request.url!r} is not a valid URL.") from error
     except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
-        raise Unreachable(str(error) or type(error).__name__) from error
+        found = str(error) or type(error).__name__
+        raise Unreachable(found, _plain_reason(error, found)) from error
+
+
+def _plain_reason(error: BaseException, found: str) -> str:
+    """What a network error means, in the words that people search for."""
+    import aiohttp
+
+    if isinstance(error, aiohttp.ClientProxyConnectionError):
+        words = _ERRNO_WORDS.get(error.os_error.errno or 0, str(error.os_error))
+        return f"the proxy at {error.host}:{error.port}: {words}"
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return "the host name cannot be resolved"
+    if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError):
+        return f"the TLS connection failed ({error.os_error})"
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    if isinstance(cause, OSError) and cause.errno in _ERRNO_WORDS:
+        return _ERRNO_WORDS[cause.errno]
+    if "Connect call failed" in found:  # several addresses, each with an error of its own
+        return "connection refused"
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "the server closed the connection"
+    return found
+
+
+_ERRNO_WORDS = {
+    errno.ECONNREFUSED: "connection refused",
+    errno.ECONNRESET: "connection reset",
+    errno.EPIPE: "connection reset",
+    errno.EHOSTUNREACH: "no route to the host",
+    errno.ENETUNREACH: "the network is unreachable",
+    errno.ETIMEDOUT: "the connection timed out",
+}
 
 
 def _tls(ca_bundle: str | None) -> ssl.SSLContext:

@@ -48,6 +48,7 @@ from tinkex.client.http.transport import (
     Unreachable,
 )
 from tinkex.client.observe import instrumentation
+from tinkex.client.observe.waiting import Cause, Limit
 from tinkex.client.settings import PROTOCOL_VERSION, Settings
 from tinkex.wire.codec import JSON_TYPE, NOT_JSON, decode_json, encode_json
 from tinkex.wire.content_digest import is_intact
@@ -57,11 +58,14 @@ log = logging.getLogger("tinkex.calls")
 
 T = TypeVar("T")
 A = TypeVar("A", bound=Response | StreamedResponse)
+E = TypeVar("E", bound=TinkerError)
 
 DEADLINE_S = 60.0
-#: The user gets a warning about a wait longer than this. For a shared back-off, polls wait at most
-#: this long, and so do calls with a shorter `give_up_s`.
+#: For a shared back-off, polls wait at most this long, and so do calls with a shorter `give_up_s`.
 LONG_WAIT_S = 60.0
+#: A server that is lost again so soon after a line about it is not mentioned again.
+CONNECTION_QUIET_S = 10.0
+ACCEPTS = "accepts requests again"
 KEY_HEADER = "X-API-Key"
 #: Headers that may be logged with their values: the client sets them, and none is secret.
 _LOGGED_HEADERS = frozenset({"accept", "content-type", "content-encoding", "x-idempotency-key"})
@@ -107,7 +111,7 @@ class Calls:
         self._transport = transport
         self._clock = clock
         self._rng = rng or random.Random()
-        self._root = base_url or settings.base_url
+        self.root = base_url or settings.base_url
         self._headers = merged(headers, settings.headers)
         self._sets_own_key = any(name.lower() == KEY_HEADER.lower() for name in settings.headers)
         #: Queried before every attempt.
@@ -137,6 +141,7 @@ class Calls:
         deadline_s: float = DEADLINE_S,
         give_up_s: float | None = None,
         rate_limit_wait_s: float | None = None,
+        rate_limit_ends: Callable[[], Limit] = Limit,
         follow_redirects: bool = True,
         about: str = "",
     ) -> T:
@@ -145,7 +150,7 @@ class Calls:
 
         Retried for `give_up_s` (default: from the settings; 0 tries once). With
         `rate_limit_wait_s` a 429 is not a failure: the call waits as long as the server asks, or
-        `rate_limit_wait_s`, as often as it comes.
+        `rate_limit_wait_s`, as often as it comes; the caller ends that at `rate_limit_ends`.
         """
         request = self.request(
             method,
@@ -169,6 +174,7 @@ class Calls:
             kind=kind,
             give_up_s=give_up_s,
             rate_limit_wait_s=rate_limit_wait_s,
+            rate_limit_ends=rate_limit_ends,
         )
 
     async def with_retries(
@@ -179,20 +185,40 @@ class Calls:
         kind: Kind = Kind.SESSION,
         give_up_s: float | None = None,
         rate_limit_wait_s: float | None = None,
+        rate_limit_ends: Callable[[], Limit] = Limit,
     ) -> T:
         """Call `attempt_once`, and retry it under the policy."""
         breaker = self._breaker(kind)
         retry_s = self.settings.give_up_s if give_up_s is None else give_up_s
+        setting = "TINKEX_GIVE_UP_S" if give_up_s is None else ""
         started = self._clock()
         attempts = garbled = 0
+        request = object()  # identifies this call in `limits.waiting`
+        waits = False
+
+        def wait(cause: Cause, limit: Limit) -> None:
+            nonlocal waits
+            waits = True
+            self.limits.waiting.wait(
+                request, cause, limit, since=started, notice_s=self.settings.wait_notice_s
+            )
+
+        if not self.reached and retry_s:
+            # A server may also keep a connection waiting, instead of refusing it.
+            ends_at = started + min(retry_s, self.settings.first_contact_s)
+            wait(self._no_answer("no answer yet"), Limit(ends_at, "TINKEX_FIRST_CONTACT_S"))
 
         async def attempt() -> T:
             nonlocal attempts
             attempts += 1
             if self.limits.backoff.left_s > 0:
                 time_s = max(retry_s, LONG_WAIT_S) - (self._clock() - started)
+                limit = Limit(self._clock() + time_s, setting)
                 # A call that does not treat 429 as a failure may wait without limit.
-                await self._wait_for_backoff(math.inf if rate_limit_wait_s is not None else time_s)
+                if rate_limit_wait_s is not None:
+                    time_s, limit = math.inf, rate_limit_ends()
+                wait(self.limits.busy, limit)
+                await self._wait_for_backoff(time_s)
             if breaker is None:
                 return await attempt_once()
             if (left_s := breaker.blocked_s()) is not None:
@@ -206,7 +232,7 @@ class Calls:
             return answer
 
         def delay_after(error: Exception) -> float | None:
-            nonlocal garbled, retry_s
+            nonlocal garbled, retry_s, setting
             if not isinstance(error, APIError) or isinstance(error, CircuitOpenError):
                 return None
             garbled += isinstance(error, APIResponseValidationError)
@@ -216,53 +242,67 @@ class Calls:
             status = error.status_code if isinstance(error, APIStatusError) else None
             if status == 402 and retry_s:
                 pause = self.limits.billing.pause_s()
-                if pause is not None and self.limits.billing.should_warn():
-                    log.warning("paused by the service: %s", error.message)
+                if pause is not None:
+                    wait(self.cause(error), Limit(self.limits.billing.ends_at))
                 return pause
             requested = requested_delay_s(error, now)
             if status == 429 and rate_limit_wait_s is not None:
-                self.note_rate_limit(path, requested or rate_limit_wait_s)
+                self.note_rate_limit(path, error, requested or rate_limit_wait_s)
                 return 0.0  # the next attempt waits for the shared back-off
-            if not self.reached:
-                retry_s = min(retry_s, self.settings.first_contact_s)
+            if not self.reached and retry_s > self.settings.first_contact_s:
+                retry_s, setting = self.settings.first_contact_s, "TINKEX_FIRST_CONTACT_S"
             elapsed = self._clock() - started
             delay = RetryPolicy(give_up_s=retry_s).delay_s(
                 attempts, error, elapsed_s=elapsed, now=now, rng=self._rng
             )
             if delay is None:
                 if isinstance(error, APIConnectionError) and attempts > 1:
-                    _extend_message(error, f"Gave up after {attempts} attempts in {elapsed:.0f} s.")
+                    gave_up = f"gave up after {attempts} attempts in {elapsed:.0f} s."
+                    error.explain(
+                        f"{error.summary.rstrip('.')}; {gave_up}",
+                        details=error.details,
+                        hint=error.hint,
+                    )
                 return None
             if status == 429:
-                self.note_rate_limit(path, requested or delay)
-            elif requested:
-                self.warn_of_long_wait(path, requested)
+                self.note_rate_limit(path, error, requested or delay)
+            wait(self.cause(error), Limit(started + retry_s, setting))
             instrumentation.METRICS.count("retries", endpoint(path))
             log.debug("attempt %d of %s failed; retrying in %.2f s", attempts, path, delay)
             return delay
 
-        return await retrying(attempt, delay_after)
+        try:
+            answer = await retrying(attempt, delay_after)
+        except BaseException:
+            if waits:
+                self.limits.waiting.leave(request)
+            raise
+        if waits:
+            self.limits.waiting.over(request)
+        return answer
 
-    def note_rate_limit(self, path: str, delay_s: float) -> None:
+    def cause(self, error: APIError) -> Cause:
+        """Why a request is retried, for the user."""
+        if not isinstance(error, APIStatusError):
+            return self._no_answer(error.summary.removeprefix(f"{self.root}: "))
+        reason = error.summary
+        asked_s = requested_delay_s(error, datetime.now(UTC))
+        if asked_s is not None and asked_s > LONG_WAIT_S:
+            reason = f"{reason.rstrip('.')}. It asks to wait {asked_s:.0f} s (Retry-After)"
+        if error.status_code == 429:
+            return Cause("busy", self.root, reason, does="Waiting", over=ACCEPTS)
+        return Cause(f"status {error.status_code}", self.root, reason, over=ACCEPTS)
+
+    def _no_answer(self, reason: str) -> Cause:
+        over = "answers again" if self.reached else "answers"
+        return Cause("connection", self.root, reason, over=over, quiet_s=CONNECTION_QUIET_S)
+
+    def note_rate_limit(self, path: str, error: APIError, delay_s: float) -> None:
         """After a 429: delay all requests with the same limits by `delay_s`."""
         self.limits.backoff.extend(delay_s)
+        self.limits.busy = self.cause(error)
         instrumentation.METRICS.count("rate_limited", endpoint(path))
         self.on_rate_limit(delay_s)
-        self.warn_of_long_wait(path, delay_s)
-
-    def warn_of_long_wait(self, path: str, requested_s: float) -> None:
-        """Warn about a long wait, at most once a minute for all waiting requests."""
-        now = self._clock()
-        if requested_s > LONG_WAIT_S and now - self.limits.long_wait_warned_at >= LONG_WAIT_S:
-            self.limits.long_wait_warned_at = now
-            log.warning(
-                "%s asks to wait %.0f s before %s is retried (Retry-After). Requests wait that long, "
-                "or for the time they have left (give_up_s), and are then sent again. Polls for "
-                "results wait at most a minute.",
-                self._root,
-                requested_s,
-                endpoint(path),
-            )
 
     async def _wait_for_backoff(self, at_most_s: float) -> None:
         started = self._clock()
@@ -280,8 +320,8 @@ class Calls:
 
     def _circuit_open(self, path: str, kind: Kind, left_s: float) -> CircuitOpenError:
         return CircuitOpenError(
-            Request(method="POST", url=f"{self._root}/api/v1/{path}", kind=kind),
-            f"Connection error. {path} was not sent: {self._root} failed too many {kind.value} "
+            Request(method="POST", url=f"{self.root}/api/v1/{path}", kind=kind),
+            f"Connection error. {path} was not sent: {self.root} failed too many {kind.value} "
             f"requests in a row (Settings.breaker). Requests are sent again in {left_s:.0f} s; "
             "retry then, or look at the server's log.",
             left_s,
@@ -319,13 +359,10 @@ class Calls:
             yield
         except DeadlineExceeded as error:
             timeout = APITimeoutError(request.without_payload())
-            _extend_message(timeout, self._where(request, about, f"{error}"))
-            raise timeout from error
+            raise self._located(timeout, request, about, error.reason) from error
         except Unreachable as error:
-            raise APIConnectionError(
-                request.without_payload(),
-                f"Connection error. {self._where(request, about, str(error))}",
-            ) from error
+            lost = APIConnectionError(request.without_payload())
+            raise self._located(lost, request, about, error.reason, str(error)) from error
 
     def _note_response(self, answer: Response | StreamedResponse) -> None:
         self.reached = True
@@ -340,11 +377,9 @@ class Calls:
     ) -> APIConnectionError | APIStatusError:
         if response.status_code == 400 and not response.content:
             # Servers send a body with a 400. Without a body, it comes from a faulty proxy.
-            return APIConnectionError(
-                request.without_payload(),
-                "Connection error. "
-                + self._where(request, about, "an empty 400, probably from a broken proxy"),
-            )
+            error = APIConnectionError(request.without_payload())
+            found = "an empty 400, probably from a broken proxy"
+            return self._located(error, request, about, found)
         return status_error(response, about=about)
 
     async def _send(
@@ -432,7 +467,7 @@ class Calls:
         data = body if body is None or isinstance(body, bytes) else encode_json(body)
         return Request(
             method=method,
-            url=f"{self._root}/api/v1/{path}",
+            url=f"{self.root}/api/v1/{path}",
             headers=sent,
             body=data,
             deadline_s=deadline_s,
@@ -441,11 +476,14 @@ class Calls:
             follow_redirects=follow_redirects,
         )
 
-    def _where(self, request: Request, about: str, found: str) -> str:
+    def _located(self, error: E, request: Request, about: str, reason: str, found: str = "") -> E:
+        """The error with its text: what happened, then to which request, then what to check."""
         about = f"{about}: " if about else ""
-        return (
-            f"{about}{request.method} {request.url}{identified(request)}: {found}. "
-            "Check that the server is running and that base_url (TINKER_BASE_URL) is right."
+        found = f": {found}" if found and found != reason else ""
+        return error.explain(
+            f"{self.root}: {reason}.",
+            details=f"{about}{request.method} {request.url}{identified(request)}{found}",
+            hint="Check that the server is running and that base_url (TINKER_BASE_URL) is right.",
         )
 
 
@@ -532,9 +570,3 @@ def requested_delay_s(error: APIError, now: datetime) -> float | None:
     if isinstance(error, APIStatusError):
         return retry_after_s(error.response.headers, now=now)
     return None
-
-
-def _extend_message(error: TinkerError, text: str) -> None:
-    message = f"{error.args[0]} {text}"
-    error.args = (message,)
-    error.__dict__["message"] = message

@@ -169,16 +169,25 @@ def _reset_after_fork() -> None:
 
 def metrics_snapshot() -> dict[str, Any]:
     """
-    The metrics of all clients in this process: `counters`, `gauges` and `latency_s`.
+    The metrics of all clients in this process.
 
-    Names are `family.name`, such as `requests.asample` or `operations_done.sample`; see
-    docs/guides/observing.md.
+    Returns:
+        `counters`, `gauges` and `latency_s`, each by name, such as `requests.asample` or
+        `operations_done.sample`; see docs/guides/observing.md.
+
+    Example:
+        print(tinkex.metrics_snapshot()["counters"])
     """
     return METRICS.snapshot()
 
 
 def reset_metrics() -> None:
-    """Clear counters and latencies; gauges stay."""
+    """
+    Clear counters and latencies of this process; gauges stay.
+
+    Example:
+        tinkex.reset_metrics()
+    """
     METRICS.reset()
 
 
@@ -323,6 +332,11 @@ class Operation:
         self._metrics.observe("operation", self._name, taken_s)
         if self._span is not None:
             self._span.end(outcome, error, taken_s)
+
+
+def operations_in_flight() -> bool:
+    """Whether an operation of any client in this process is in progress."""
+    return any(count > 0 for count in METRICS.family("operations_in_flight").values())
 
 
 @contextmanager

@@ -1,7 +1,9 @@
-"""Shows the operations of a running program: a bar on a terminal, plain lines elsewhere."""
+"""Shows the operations of a running program: bars on a terminal or in a notebook, else lines."""
 
 from __future__ import annotations
 
+import contextvars
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,9 +15,10 @@ from tinkex.client.observe import instrumentation, queue_states
 from tinkex.client.observe.queue_states import QueueState
 from tinkex.extras import MissingExtra, needs
 
-__all__ = ["Row", "progress", "rows", "summary_line"]
+__all__ = ["Row", "as_html", "progress", "rows", "summary_line"]
 
 BAR_EVERY_S = 0.25
+NOTEBOOK_EVERY_S = 0.5
 LINES_EVERY_S = 10.0
 
 
@@ -80,19 +83,51 @@ def summary_line(shown: Sequence[Row], paused: Sequence[QueueState]) -> str:
     return "; ".join(parts)
 
 
+def as_html(shown: Sequence[Row], paused: Sequence[QueueState]) -> str:
+    """The same as a table with bars, for a notebook."""
+    from html import escape
+
+    lines = []
+    for row in shown:
+        notes = [f"{row.failed} failed"] if row.failed else []
+        if paused and row.in_flight:
+            notes.append(f"paused: {paused[0].reason}")
+        ended = row.done + row.failed
+        lines.append(
+            f'<tr><td style="text-align: left">{escape(row.name)}</td>'
+            f'<td><progress value="{ended}" max="{row.total}"></progress></td>'
+            f"<td>{ended}/{row.total}</td>"
+            f'<td style="text-align: left">{escape(", ".join(notes))}</td></tr>'
+        )
+    return f"<table><tbody>{''.join(lines)}</tbody></table>"
+
+
 @contextmanager
 def progress(file: TextIO | None = None, *, every_s: float | None = None) -> Iterator[None]:
     """
     Show the operations of every client of this process while the block runs.
 
+    In a notebook, and on a terminal with the extra `cli`, there is a bar for each kind of
+    operation; elsewhere a line every 10 s if something changed, and one at the end.
+
+    Args:
+        file: Where to print. None: the notebook, else stderr.
+        every_s: Seconds between updates. None: less than 1 for bars, 10 for lines.
+
+    Returns:
+        A context for the block.
+
+    Example:
         with tinkex.progress():
             answers = [each.result() for each in futures]
-
-    On a terminal (stderr unless `file` is given) there is a bar for each kind of operation, with
-    the extra `cli`; elsewhere a line every 10 s if something changed, and one at the end.
     """
     out = sys.stderr if file is None else file
     before = instrumentation.metrics_snapshot()
+    if file is None and _in_notebook():
+        cell = _NotebookCell(before)
+        with _periodically(every_s or NOTEBOOK_EVERY_S, cell.show):
+            yield
+        return
     if out.isatty() and (bars := _bars(out)) is not None:
         with bars, _periodically(every_s or BAR_EVERY_S, lambda: bars.show(before)):
             yield
@@ -120,7 +155,9 @@ def _periodically(seconds: float, show: Callable[[], None]) -> Iterator[None]:
         while not ended.wait(seconds):
             show()
 
-    thread = threading.Thread(target=run, name="tinkex-progress", daemon=True)
+    # In the caller's context, which tells a notebook the cell that the output belongs to.
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(run,), name="tinkex-progress", daemon=True)
     thread.start()
     try:
         yield
@@ -128,6 +165,35 @@ def _periodically(seconds: float, show: Callable[[], None]) -> Iterator[None]:
         ended.set()
         thread.join()
         show()
+
+
+def _in_notebook() -> bool:
+    """Whether this is a kernel of Jupyter. A program that has not loaded IPython is none."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None
+
+
+class _NotebookCell:
+    """One output of a cell, replaced when something changes."""
+
+    def __init__(self, before: Mapping[str, Any]) -> None:
+        self._before = before
+        self._shown = ""
+        self._handle: Any = None
+
+    def show(self) -> None:
+        now, paused = rows(self._before, instrumentation.metrics_snapshot()), queue_states.paused()
+        html = as_html(now, paused)
+        if not now or html == self._shown:
+            return
+        self._shown = html
+        data = {"text/html": html, "text/plain": f"tinkex: {summary_line(now, paused)}"}
+        if self._handle is None:
+            display = importlib.import_module("IPython.display").display
+            self._handle = display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
 
 
 class _Bars:

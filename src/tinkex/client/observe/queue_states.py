@@ -72,13 +72,18 @@ def _reset_after_fork() -> None:
 
 def on_queue_state(callback: Callback) -> Watch:
     """
-    Call `callback` with a `QueueState` whenever a state or reason changes.
+    Call a function whenever the server lets requests of this process wait, or no longer.
 
+    Args:
+        callback: Gets a `QueueState`. It is called on the client's thread: return quickly, and
+            never wait for a tinkex result there.
+
+    Returns:
+        A context that ends with its block, or with `stop()`.
+
+    Example:
         with tinkex.on_queue_state(lambda state: print(state.subject, state.reason)):
-            ...
-
-    Applies to all clients of the process, until `stop()` or the end of the block. It is called on
-    the client's thread: return quickly, and never wait for a tinkex result there.
+            training.forward_backward(data, "cross_entropy").result()
     """
     watch = Watch(callback)
     with _lock:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from time import monotonic
+from types import TracebackType
 from typing import Any, get_args
 
 from tinkex.client.background_loop import after_fork
@@ -149,8 +150,8 @@ class Telemetry:
             return False
         return True
 
-    def record_error(self, error: BaseException) -> None:
-        """Record the type of an error, not its message."""
+    def record_error(self, error: BaseException, frames: TracebackType | None = None) -> None:
+        """Record the type of an error and where it was raised, not its message."""
         status, category = getattr(error, "status_code", None), getattr(error, "category", None)
         if is_user_error(error):
             data = {
@@ -167,7 +168,7 @@ class Telemetry:
                 event="UNHANDLED_EXCEPTION",
                 error_type=type(error).__name__,
                 error_message="" if status is None and category is None else cause,
-                traceback=own_frames(error),
+                traceback=own_frames(frames or error.__traceback__),
             )
 
     def record_queue_state(self, queue_state: str) -> None:
@@ -249,11 +250,11 @@ class Telemetry:
             self._batch = []
 
 
-def own_frames(error: BaseException) -> str:
+def own_frames(frames: TracebackType | None) -> str:
     """Stack frames in this package only: no source lines, and no files of the user's program."""
     places = (
         (Path(frame.f_code.co_filename), line, frame.f_code.co_name)
-        for frame, line in traceback.walk_tb(error.__traceback__)
+        for frame, line in traceback.walk_tb(frames)
     )
     ours = [
         f"{file.relative_to(_PACKAGE.parent).as_posix()}:{line} {name}"

@@ -17,6 +17,10 @@ from tinkex.wire.text_format import format_bytes
 class DoesNotFit(ValueError):
     """The base model leaves too little memory for passes and the KV cache."""
 
+    hint = (
+        "Serve a smaller model, use --dtype bfloat16, free memory, or allow more with --memory-gb."
+    )
+
 
 class Tier(enum.IntEnum):
     """Where an adapter is. With a CPU as the device, HOST is not used."""
@@ -59,15 +63,17 @@ class MemoryPlan:
     adapters: int
 
     def describe(self) -> str:
+        return f"{format_bytes(self.total)} in total: {self.describe_parts()}"
+
+    def describe_parts(self) -> str:
         parts = (
             ("base model", self.base),
             ("reserved", self.reserved),
-            (f"passes of {self.batch_tokens} tokens", self.activations),
-            (f"cache of {self.kv_tokens} tokens", self.cache),
+            (f"passes of {self.batch_tokens:,} tokens", self.activations),
+            (f"KV cache of {self.kv_tokens:,} tokens", self.cache),
             ("adapters", self.adapters),
         )
-        shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
-        return f"{format_bytes(self.total)} in total: {shown}"
+        return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
 
 
 def memory_plan(
@@ -96,8 +102,7 @@ def memory_plan(
         raise DoesNotFit(
             f"the base model takes {format_bytes(base)} of {format_bytes(total)}, and "
             f"{format_bytes(reserved)} are reserved: {format_bytes(max(0, left))} are left, and at "
-            f"least {format_bytes(smallest)} are needed. Serve a smaller model, use --dtype "
-            "bfloat16, or free memory."
+            f"least {format_bytes(smallest)} are needed."
         )
     free = left
     if kv_tokens is not None:

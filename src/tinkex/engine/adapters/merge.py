@@ -58,6 +58,7 @@ def merge(
             generation = base_folder / "generation_config.json"
             if generation.exists():
                 shutil.copyfile(generation, part / generation.name)
+            equalize_modes(part)
     return Merged(
         folder=out_folder,
         size_bytes=size_bytes(out_folder),
@@ -100,6 +101,13 @@ def add(model: Any, saved: SavedAdapter, adapter: str) -> None:
                 "model it was trained on."
             )
         weight.copy_(weight.float().addmm_(B.float(), A.float(), alpha=saved.scale))
+
+
+def equalize_modes(folder: Path) -> None:
+    """Gives all files the mode that the umask allows; weights are written as private files."""
+    mode = (folder / "config.json").stat().st_mode & 0o777
+    for file in folder.iterdir():
+        file.chmod(mode)
 
 
 def copy_other_files(base_folder: Path, part: Path) -> None:

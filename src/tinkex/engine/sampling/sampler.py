@@ -131,6 +131,8 @@ class Sampler:
         self._loading: _AdapterLoad | None = None
         #: Whether the last step found nothing to compute and no request has arrived since.
         self._stalled = False
+        #: Tokens computed since the start.
+        self.tokens_prefilled = self.tokens_sampled = 0
         #: Requests whose adapter could not be loaded.
         self._failed_loads: list[Finished] = []
         self._pending: dict[int, _PendingResponse] = {}
@@ -342,6 +344,7 @@ class Sampler:
     def _prefill(self, step: PrefillStep) -> None:
         chunks = step.chunks
         hidden_TH, starts = self._runner.prefill(chunks)
+        self.tokens_prefilled += starts[-1]
         ready: list[tuple[int, list[SampleSequence]]] = []
         for at, chunk in enumerate(chunks):
             hidden = hidden_TH[starts[at] : starts[at + 1]]
@@ -376,6 +379,7 @@ class Sampler:
             tokens, logprobs = decoded.tokens[:, at].tolist(), decoded.logprobs[:, at].tolist()
             for token, logprob in zip(tokens, logprobs, strict=True):
                 sequence.append(token, logprob, None)
+                self.tokens_sampled += 1
                 if sequence.stop_reason is not None:
                     break
             if sequence.request.streams:
@@ -386,6 +390,7 @@ class Sampler:
     def _sample(self, sequences: Sequence[SampleSequence], logits_SV: Tensor) -> None:
         steps = [SampleStep(s.request.sampling, s.index, len(s.tokens)) for s in sequences]
         sampled = sample_tokens(logits_SV, steps)
+        self.tokens_sampled += len(sequences)
         for at, sequence in enumerate(sequences):
             sequence.append(sampled.tokens[at], sampled.logprobs[at], sampled.tops[at])
             if sequence.request.streams:

@@ -134,6 +134,12 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def running_requests(self) -> int:
+        """Number of requests that are being prefilled or decoded."""
+        prefilling = {prefill.request.ticket for prefill in self._prefilling}
+        return len(prefilling | {sequence.request.ticket for sequence in self._running})
+
+    @property
     def served(self) -> dict[str, int]:
         """Token counts of the owners who have work."""
         return self._waiting.served

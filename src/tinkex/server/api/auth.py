@@ -40,9 +40,19 @@ LOCAL_OWNER = "local"
 WEIGHTS_TOKEN = "X-Tinker-Weights-Access-Token"
 
 #: Paths that need no key: they reveal nothing about any owner.
-OPEN_PATHS = frozenset({"/api/v1/healthz", "/api/unauthed/auth-config", "/docs", "/openapi.json"})
-#: Links that this server signed; the signature replaces the key.
-SIGNED_PREFIXES: tuple[str, ...] = ("/api/v1/signed/", "/api/v1/downloads/")
+OPEN_PATHS = frozenset(
+    {
+        "/",
+        "/readyz",
+        "/docs",
+        "/openapi.json",
+        "/api/v1/healthz",
+        "/api/unauthed/auth-config",
+    }
+)
+#: Links that this server signed; the signature replaces the key. For the routes of local
+#: administration, the token of the server's file does (`api/local.py`).
+SIGNED_PREFIXES: tuple[str, ...] = ("/api/v1/signed/", "/api/v1/downloads/", "/api/v1/local/")
 #: Paths that need no key on a server that only this machine can reach.
 LOCAL_PATHS = frozenset({"/metrics"})
 

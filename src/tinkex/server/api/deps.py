@@ -129,9 +129,13 @@ class Context:
         """Evict a session that has changed from the cache."""
         self._sessions.forget(session_id)
 
-    async def model(self, request: Request, model_id: str) -> Model:
+    async def find_model(self, request: Request, model_id: str) -> Model | None:
+        """The model, if it is the caller's."""
         model = await self._models.get(model_id)
-        if model is None or model.owner != owner_of(request):
+        return None if model is None or model.owner != owner_of(request) else model
+
+    async def model(self, request: Request, model_id: str) -> Model:
+        if (model := await self.find_model(request, model_id)) is None:
             raise not_found("model", model_id, "Create one with create_model.")
         return model
 

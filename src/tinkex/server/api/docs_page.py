@@ -13,6 +13,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
+from tinkex.server.api.openapi import REFUSALS
+
 #: The page loads and runs nothing, and cannot be framed.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -62,6 +64,9 @@ def page(described: SchemaLike) -> str:
             ),
             f"<h1>{escape(about['title'])}</h1><p>{escape(about.get('description', ''))} ",
             "For programs: <a href='openapi.json'>openapi.json</a>.</p>",
+            "<h2 id='errors'>Errors of all routes</h2>",
+            "<p>The body of each is an <a href='#ErrorDetail'><code>ErrorDetail</code></a>.</p>",
+            _table(("Status", ""), ((status, escape(text)) for status, text in REFUSALS.items())),
             *_routes(described["paths"]),
             "<h2 id='schemas'>Schemas</h2>",
             *(_schema(name, schema) for name, schema in sorted(schemas.items())),
@@ -102,6 +107,8 @@ def _operation(method: str, path: str, operation: SchemaLike) -> str:
     rows = (
         (status, _content(response.get("content", {})), escape(response.get("description", "")))
         for status, response in sorted(operation.get("responses", {}).items())
+        # One table above has these.
+        if response.get("description") != REFUSALS.get(status)
     )
     parts.append(_table(("Response", "", ""), rows))
     return "".join((*parts, "</details>"))

@@ -1,6 +1,7 @@
 """The routes that return results: long polls, held until the result is ready or for about 30 s."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -40,6 +41,8 @@ PROTOBUF_RESULTS = PASSES | {Kind.SAMPLE}
 # Smaller results are converted to JSON on the event loop: a thread would cost more.
 INLINE_ENCODE_BYTES = 64 * 1024
 MAX_INT64 = 2**63 - 1
+# A client that asks earlier whether its request is paused is answered after this many seconds.
+MIN_EARLY_S = 0.1
 
 T = TypeVar("T")
 
@@ -60,12 +63,26 @@ _RESULT: dict[str, Any] = {
 )
 async def retrieve_future(request: Request, message: FutureRetrieveRequest) -> Response:
     context = context_of(request)
+    within_s = context.settings.long_poll_s
+    early_s = _queue_state_after(request, within_s)
+    started = time.monotonic()
     finished = await context.futures.wait(
         message.request_id,
         owner=owner_of(request),
-        within_s=context.settings.long_poll_s,
+        within_s=early_s,
         on_disconnect=_on_disconnect(request),
     )
+    waited_s = time.monotonic() - started
+    # Less if the client has disconnected, or the server is stopping.
+    if finished.outcome is None and early_s < within_s and waited_s > 0.9 * early_s:
+        if _queue_state(context, message.request_id).state != "active":
+            return _try_again(context, message.request_id)
+        finished = await context.futures.wait(
+            message.request_id,
+            owner=owner_of(request),
+            within_s=within_s - waited_s,
+            on_disconnect=_on_disconnect(request),
+        )
     if (outcome := finished.outcome) is None:
         return _try_again(context, message.request_id)
     if outcome.error is not None:
@@ -135,11 +152,28 @@ def _event(event: Completion) -> FutureCompletion:
     )
 
 
-def _try_again(context: Context, request_id: str) -> Response:
-    waiting = context.scheduler.queue_state(request_id)
+def _queue_state_after(request: Request, within_s: float) -> float:
+    """After how many seconds the client wants to know that its request is paused."""
+    text = request.headers.get("x-tinkex-queue-state-after")
+    if text is None:
+        return within_s
+    try:
+        seconds = float(text)
+    except ValueError:
+        return within_s
+    # Also without a number (NaN).
+    return max(seconds, MIN_EARLY_S) if seconds < within_s else within_s
+
+
+def _queue_state(context: Context, request_id: str) -> QueueState:
     if (problem := context.store.health.problem) is not None:
         # The request may be done, with a result that cannot be stored now.
-        waiting = QueueState(state="paused_capacity", reason=problem.text)
+        return QueueState(state="paused_capacity", reason=problem.text)
+    return context.scheduler.queue_state(request_id)
+
+
+def _try_again(context: Context, request_id: str) -> Response:
+    waiting = _queue_state(context, request_id)
     return json_response(
         TryAgainResponse(
             request_id=request_id,

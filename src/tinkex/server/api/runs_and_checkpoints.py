@@ -3,9 +3,9 @@
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -30,6 +30,7 @@ from tinkex.server.scheduler.checkpoints import (
     no_checkpoint,
 )
 from tinkex.server.store.checkpoint_catalog import NamedCheckpoint, RunSummary
+from tinkex.server.store.step_metrics import StepPoint
 from tinkex.wire.checkpoints import (
     KINDS,
     Checkpoint,
@@ -40,9 +41,18 @@ from tinkex.wire.checkpoints import (
 )
 from tinkex.wire.codec import decode_json, parse_json
 from tinkex.wire.errors import UserFailure
-from tinkex.wire.sessions import TrainingRun, TrainingRunsResponse
+from tinkex.wire.sessions import (
+    StepMetrics,
+    TrainingRun,
+    TrainingRunMetricsResponse,
+    TrainingRunsResponse,
+)
 
 router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=MessageRoute)
+
+#: Points of one response.
+MAX_POINTS = 10_000
+Points = Annotated[int, Query(ge=2, le=MAX_POINTS)]
 
 CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
@@ -78,6 +88,27 @@ async def list_training_runs(
 @router.get("/training_runs/{run}")
 async def get_training_run(request: Request, run: str, access_scope: Access = "owned") -> Response:
     return json_response(_run(await _readable(request, run, access_scope)))
+
+
+@router.get("/training_runs/{run}/metrics")
+@bounded(entries=MAX_POINTS)
+async def get_training_run_metrics(request: Request, run: str, points: Points = 1000) -> Response:
+    """
+    The metrics of its optimizer steps in order.
+
+    If the run has more steps than `points`, a point is the mean over several steps, except for the
+    last one.
+    """
+    context = context_of(request)
+    model = await context.model(request, run)
+    found = await context.store.step_metrics.points(model.model_id, limit=points)
+    return await report(
+        request,
+        lambda: TrainingRunMetricsResponse(
+            training_run_id=model.model_id, points=[_step(point) for point in found]
+        ),
+        advice="Request fewer with `points`.",
+    )
 
 
 @router.get("/training_runs/{run}/checkpoints")
@@ -167,13 +198,15 @@ async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
 
 async def _readable(request: Request, run: str, access_scope: Access) -> RunSummary:
     """A run of the caller or, with `accessible`, one with a published checkpoint."""
-    context = context_of(request)
-    if access_scope == "owned":
-        await context.model(request, run)
-    found = await context.store.checkpoint_catalog.run(run, reader=owner_of(request))
-    if found is None:
-        raise not_found("model", run, "Create one with create_model.")
+    found = await context_of(request).store.checkpoint_catalog.run(run, reader=owner_of(request))
+    if found is None or (access_scope == "owned" and found.model.owner != owner_of(request)):
+        raise _no_run(run)
     return found
+
+
+def _no_run(run: str) -> Refusal:
+    """Unlike a route that trains, none of these could go on with a new model."""
+    return not_found("training run", run, "`tinkex run list` or GET training_runs lists yours.")
 
 
 def _ttl(body: bytes) -> int | None:
@@ -193,7 +226,9 @@ def time_of(seconds: float) -> datetime:
 
 async def _key(request: Request, run: str, kind: str, name: str) -> Mapping[str, Any]:
     """The key of a checkpoint, whose run must belong to the caller."""
-    model = await context_of(request).model(request, run)
+    model = await context_of(request).find_model(request, run)
+    if model is None:
+        raise _no_run(run)
     return {"model_id": model.model_id, "kind": kind, "name": name}
 
 
@@ -223,6 +258,20 @@ def _run(run: RunSummary) -> TrainingRun:
         last_checkpoint=None if training is None else _checkpoint(training),
         last_sampler_checkpoint=None if sampler is None else _checkpoint(sampler),
         user_metadata=_metadata_as_str(model.user_metadata),
+        steps=run.steps,
+        last_loss=run.last_loss,
+        status=run.status,
+    )
+
+
+def _step(point: StepPoint) -> StepMetrics:
+    return StepMetrics(
+        step=point.step,
+        steps=point.steps,
+        time=time_of(point.finished_s),
+        metrics=dict(point.metrics),
+        loss_min=point.loss_min,
+        loss_max=point.loss_max,
     )
 
 

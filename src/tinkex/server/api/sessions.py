@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tinkex.local.registry import LEASE_HEADER
 from tinkex.server.api.auth import caller_of, owner_of
 from tinkex.server.api.bodies import MessageRoute
 from tinkex.server.api.deps import context_of, json_response
@@ -59,6 +60,7 @@ router = APIRouter(prefix="/api/v1", tags=["sessions"], route_class=MessageRoute
 MAX_VERSION_LENGTH = 64
 MAX_PROJECT_LENGTH = 200
 MAX_DISPLAY_NAME_LENGTH = 500
+MAX_LEASE_LENGTH = 64
 # Clients send a traceback of any length here; the rest is cut off.
 MAX_FINISH_DETAIL_LENGTH = 4_000
 
@@ -107,7 +109,8 @@ async def create_session(request: Request, message: CreateSessionRequest) -> Res
     _check_length("display_name", message.display_name, MAX_DISPLAY_NAME_LENGTH)
     key = request.headers.get("x-idempotency-key")
     caller = caller_of(request)
-    session = await context_of(request).store.sessions.create_session(
+    context = context_of(request)
+    session = await context.store.sessions.create_session(
         owner=caller.owner,
         sdk_version=message.sdk_version[:MAX_VERSION_LENGTH],
         tags=list(message.tags),
@@ -116,6 +119,8 @@ async def create_session(request: Request, message: CreateSessionRequest) -> Res
         display_name=message.display_name,
         idempotency_key=None if key is None else hashlib.sha256(key.encode()).hexdigest(),
     )
+    lease = request.headers.get(LEASE_HEADER)
+    context.session_timeouts.begin(session.session_id, lease and lease[:MAX_LEASE_LENGTH])
     return json_response(
         CreateSessionResponse(session_id=session.session_id, type="create_session")
     )

@@ -68,7 +68,7 @@ class Manifest:
 
 def create(settings: Settings, target: Path) -> Manifest:
     """Copy everything that a server needs to continue from this moment to a new folder."""
-    database, root = _local(settings)
+    database, root = local_storage(settings)
     target = target.absolute()
     if target.exists():
         raise BackupFailed(f"{target} exists already.", hint="Choose a folder that does not exist.")
@@ -125,7 +125,7 @@ def _fill(part: Path, database: Path, root: Path, folder: Path) -> Manifest:
         for _ in range(MAX_ROUNDS):
             copy_database(database, part / DATABASE)
             keys = referenced_keys(f"sqlite:///{part / DATABASE}")
-            missing = [key for key in sorted(keys) if not _copied(root, part, key)]
+            missing = [key for key in sorted(keys) if not copy_key(root, part, key)]
             if not missing:
                 break
     except CopyFailed as error:
@@ -150,7 +150,7 @@ def _fill(part: Path, database: Path, root: Path, folder: Path) -> Manifest:
     )
 
 
-def _copied(root: Path, part: Path, key: str) -> bool:
+def copy_key(root: Path, part: Path, key: str) -> bool:
     """Copy a file or folder; False if it does not exist any more."""
     source, target = root / key, part / key
     if target.exists():
@@ -254,7 +254,7 @@ def _check_complete(source: Path, found: Manifest) -> None:
         )
 
 
-def _local(settings: Settings) -> tuple[Path, Path]:
+def local_storage(settings: Settings) -> tuple[Path, Path]:
     """The database file and the storage root, if both are on this machine."""
     root = Files(settings.storage_url).local
     if root is None or not settings.db_url.startswith("sqlite:///"):

@@ -9,6 +9,7 @@ it.
 """
 
 import asyncio
+import functools
 import logging
 import threading
 import time
@@ -42,20 +43,24 @@ class BaseModelChecks:
         # Its own thread: hashing gigabytes must not delay other file work.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tinkex-base-hash")
         self._stop = threading.Event()
-        self._checks = {
-            model.name: BaseModelCheck(
-                store,
-                model,
-                cache_file=folder / CACHE_FILE,
-                accept=accept,
-                pool=self._pool,
-                stop=self._stop,
-            )
-            for model in served
-        }
+        self._new = functools.partial(
+            BaseModelCheck,
+            store,
+            cache_file=folder / CACHE_FILE,
+            accept=accept,
+            pool=self._pool,
+            stop=self._stop,
+        )
+        self._checks = {model.name: self._new(model) for model in served}
 
     def get(self, base_model: str) -> "BaseModelCheck | None":
         return self._checks.get(base_model)
+
+    def add(self, model: ServedModel) -> "BaseModelCheck":
+        """Check one more model, that a running server was given."""
+        check = self._checks[model.name] = self._new(model)
+        check.start()
+        return check
 
     def start(self) -> None:
         for check in self._checks.values():

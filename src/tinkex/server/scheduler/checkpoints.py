@@ -58,7 +58,7 @@ class CheckpointSteps:
 
     def __init__(self, store: Store, base_check: BaseModelCheck | None = None) -> None:
         self._store = store
-        self._base_check = base_check
+        self.base_check = base_check
 
     async def save(
         self, model: Model, step: QueuedRequest, payload: bytes, run: RunOrder
@@ -87,8 +87,8 @@ class CheckpointSteps:
         request = decode_json(LoadWeightsRequest, payload)
         version = await self._version(model, request.path, version_id)
         refuse_external(version)
-        if self._base_check is not None:
-            await self._base_check.check_version(version.version_id)
+        if self.base_check is not None:
+            await self.base_check.check_version(version.version_id)
         if version.kind != TRAINING and request.optimizer:
             raise UserFailure(
                 f"{request.path} was saved for sampling and holds no optimizer state. "

@@ -215,21 +215,21 @@ class EngineClient:
         self,
         order: Order,
         *,
-        owner: str | None = None,
+        counted: bool = False,
         incarnation: int | None = None,
         on_tokens: OnTokens | None = None,
     ) -> asyncio.Future[Done]:
         """
-        Send an order, counted as usage of the owner if there is one.
+        Send an order; `counted` in the metrics if it is work of a request.
 
         The engine has the order when this returns, before anything that is sent later.
         """
         future = await self._executor.send(
             self.base_model, order, incarnation=incarnation, on_tokens=on_tokens
         )
-        if owner is not None:
+        if counted:
             task = order.WhichOneof("work") or ""
-            future.add_done_callback(functools.partial(self._execution.usage.record, task, owner))
+            future.add_done_callback(functools.partial(self._execution.usage.record, task))
         return future
 
     async def attempt(
@@ -277,8 +277,9 @@ class EngineClient:
 
         async def run(_: Attempt) -> None:
             nonlocal done
+            self._execution.futures.started(request)
             try:
-                done = await (await self.send(order, owner=request.owner, on_tokens=on_tokens))
+                done = await (await self.send(order, counted=True, on_tokens=on_tokens))
             except EngineLost:
                 if not self._execution.closing:
                     self._admission.engine_lost()

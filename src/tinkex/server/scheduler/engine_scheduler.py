@@ -52,7 +52,7 @@ class EngineScheduler:
             base_check=base_check,
             max_sequences=max_sequences,
         )
-        checkpoints = CheckpointSteps(execution.store, base_check)
+        self._checkpoints = checkpoints = CheckpointSteps(execution.store, base_check)
         self._slots = TrainingSlots(limits)
         rebuilds = RebuildQueue(self._slots)
         self.recovery = Recovery(execution, self.client, checkpoints, rebuilds)
@@ -75,6 +75,10 @@ class EngineScheduler:
             clock=clock,
         )
         self.samples = SampleWorker(execution, self.client)
+
+    def set_base_check(self, check: BaseModelCheck) -> None:
+        """The base model is served from now on."""
+        self.client.base_check = self._checkpoints.base_check = check
 
     def queue_state(self, request_id: str) -> QueueState:
         """The state of an unfinished request, and what it waits for."""

@@ -104,7 +104,7 @@ class ModelState:
         self, engine: EngineClient, order: Order, incarnation: int
     ) -> asyncio.Future[Done]:
         """Send an order for this model to the incarnation that has it."""
-        future = await engine.send(order, owner=self.model.owner, incarnation=incarnation)
+        future = await engine.send(order, counted=True, incarnation=incarnation)
         future.add_done_callback(self._count_compute)
         return future
 
@@ -168,6 +168,8 @@ class StepRunner:
         EngineLost if the step has to run again.
         """
         outcome: Awaitable[Outcome]
+        self._execution.runs.add(state.model.model_id)
+        self._execution.futures.started(step)
         if isinstance(payload, BaseException):
             outcome = _raise(payload)
         elif step.kind in PIPELINED:
@@ -237,7 +239,8 @@ class StepRunner:
 
 
 async def _outcome_of(future: asyncio.Future[Done]) -> Outcome:
-    return Outcome(result=(await future).result)
+    done = await future
+    return Outcome(result=done.result, compute_s=done.compute_s)
 
 
 async def _raise(error: BaseException) -> Outcome:

@@ -10,10 +10,11 @@ import asyncio
 import logging
 import time
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tinkex.server.histogram import Histogram
 from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.server.scheduler.fairness import Load
 from tinkex.server.store import Completion, Damaged, StorageError, Store
@@ -34,6 +35,8 @@ MAX_EVENTS_PER_CLIENT = 20_000
 UNREAD_TTL_S = 120.0
 # If a client has more events than this, its next poll returns the following ones immediately.
 MAX_EVENTS_PER_POLL = 1_000
+# Buckets of the metrics about waiting and running.
+TIMING_BOUNDS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 # How long a poll is held when the database cannot be read.
 STORAGE_RETRY_S = 1.0
 
@@ -82,9 +85,35 @@ def _wake_one(waiter: "asyncio.Future[None]") -> None:
         waiter.set_result(None)
 
 
+class Timings:
+    """How long requests waited and ran, and how they ended, by kind; for the metrics page."""
+
+    def __init__(self) -> None:
+        #: From acceptance to the first time that an engine got the request.
+        self.queue_s: defaultdict[str, Histogram] = defaultdict(_seconds)
+        #: From acceptance until the outcome was stored.
+        self.total_s: defaultdict[str, Histogram] = defaultdict(_seconds)
+        self.finished: defaultdict[tuple[str, str], int] = defaultdict(int)
+
+    def finish(self, kind: str, outcome: Outcome | None, seconds: float) -> None:
+        ended = "done"
+        if outcome is not None and outcome.error is not None:
+            ended = "user_error" if outcome.category == "user" else "server_error"
+        self.finished[kind, ended] += 1
+        self.total_s[kind].observe(seconds)
+
+
+def _seconds() -> Histogram:
+    return Histogram(TIMING_BOUNDS_S)
+
+
 @dataclass(slots=True)
 class _Unfinished:
     request: QueuedRequest
+    #: When this process accepted it, or read it from the store after a restart.
+    since_s: float
+    #: Whether an engine got it.
+    started: bool = False
     #: How many polls have begun to wait for it.
     polls: int = 0
     waiters: Waiters = field(default_factory=Waiters)
@@ -103,6 +132,9 @@ class Futures:
         self._cache_bytes = 0
         #: The server is stopping: polls return immediately.
         self.closing = False
+        self.timings = Timings()
+        #: Called when there is an unfinished request after there was none.
+        self.on_busy: Callable[[], None] = lambda: None
         self.completion_log = CompletionLog(store)
 
     async def start(self) -> None:
@@ -112,13 +144,25 @@ class Futures:
         """This process will finish the request."""
         if request.request_id in self._unfinished:
             return
-        self._unfinished[request.request_id] = _Unfinished(request)
+        if not self._unfinished:
+            self.on_busy()
+        self._unfinished[request.request_id] = _Unfinished(request, time.monotonic())
         self._loads[request.owner] = self.load(request.owner) + load_of(request)
+
+    def started(self, request: QueuedRequest) -> None:
+        """An engine gets the request now; a later attempt does not count."""
+        unfinished = self._unfinished.get(request.request_id)
+        if unfinished is not None and not unfinished.started:
+            unfinished.started = True
+            waited_s = time.monotonic() - unfinished.since_s
+            self.timings.queue_s[request.kind.value].observe(waited_s)
 
     def finish(self, request: QueuedRequest) -> None:
         """Its outcome is stored: wake the polls that wait for it."""
         unfinished = self._unfinished.pop(request.request_id, None)
         if unfinished is not None:
+            waited_s = time.monotonic() - unfinished.since_s
+            self.timings.finish(request.kind.value, request.outcome, waited_s)
             unfinished.request = request
             unfinished.waiters.wake()
             self._loads[request.owner] -= load_of(request)
@@ -179,6 +223,15 @@ class Futures:
         """The base model of an unfinished request."""
         unfinished = self._unfinished.get(request_id)
         return None if unfinished is None else unfinished.request.base_model
+
+    def base_models(self) -> set[str]:
+        """The base models of all unfinished requests."""
+        return {one.request.base_model for one in self._unfinished.values()}
+
+    @property
+    def waiting(self) -> int:
+        """The number of unfinished requests that no engine got yet."""
+        return sum(not one.started for one in self._unfinished.values())
 
     def __len__(self) -> int:
         """The number of unfinished requests."""

@@ -9,7 +9,7 @@ import asyncio
 import functools
 import logging
 import secrets
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,8 +35,6 @@ log = logging.getLogger("tinkex.server.scheduler")
 STORE_BACKOFF = Backoff(first_s=0.5, max_s=30.0, retries=7)
 #: The longest error text of a failed session.
 MAX_MESSAGE_CHARS = 2000
-#: Owners on the metrics page: the ones that used an engine last.
-MAX_OWNERS = 1_000
 #: Small payloads up to this size in total are kept in memory.
 MAX_KEPT_BYTES = 128 * 2**20
 #: A request that was lost this many times, the last time alone, fails.
@@ -127,32 +125,19 @@ class Payloads:
             request.payload = None
 
 
-class _RecentOwners(defaultdict[str, float]):
-    """Keeps the owners whose numbers were set last."""
-
-    def __setitem__(self, owner: str, value: float) -> None:
-        self.pop(owner, None)
-        super().__setitem__(owner, value)
-        if len(self) > MAX_OWNERS:
-            del self[next(iter(self))]
-
-
 class ComputeUsage:
     """What engines computed, for the metrics page."""
 
     def __init__(self) -> None:
         #: Number of operations and seconds of compute, by the name of the order.
         self.by_task: dict[str, tuple[int, float]] = {}
-        #: Seconds of compute.
-        self.by_owner: defaultdict[str, float] = _RecentOwners(float)
 
-    def record(self, task: str, owner: str, future: asyncio.Future[Done]) -> None:
+    def record(self, task: str, future: asyncio.Future[Done]) -> None:
         if future.cancelled() or future.exception() is not None:
             return
         compute_s = future.result().compute_s
         count, seconds = self.by_task.get(task, (0, 0.0))
         self.by_task[task] = (count + 1, seconds + compute_s)
-        self.by_owner[owner] += compute_s
 
 
 class SessionFailures:
@@ -212,6 +197,8 @@ class Execution:
         self.payloads = Payloads(store)
         self.failures = SessionFailures(store)
         self.usage = ComputeUsage()
+        #: Models that had a step sent to an engine, since the activity log looked last.
+        self.runs: set[str] = set()
         #: Accepted requests that this process runs, until their results are stored.
         self.claimed: set[str] = set()
         self.closing = False

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from tinkex.server.executor import Executor
+from tinkex.server.executor import Executor, ServedModel
 from tinkex.server.queued_request import Cause, Kind, Outcome, QueuedRequest
 from tinkex.server.retry import run_periodically
 from tinkex.server.scheduler.base_model_check import BaseModelChecks
@@ -134,6 +134,29 @@ class Scheduler:
         self._opening: set[str] = set()
         self._losses = CustomLossWorker(self._execution, self._models, self.engine)
 
+    def on_busy(self, callback: Callable[[], None]) -> None:
+        """Call this whenever there is an unfinished request after there was none."""
+        self._execution.futures.on_busy = callback
+
+    @property
+    def unfinished(self) -> int:
+        """The number of accepted requests that are not finished."""
+        return len(self._execution.futures)
+
+    @property
+    def waiting(self) -> int:
+        """How many of them no engine has yet."""
+        return self._execution.futures.waiting
+
+    def base_models(self) -> set[str]:
+        """The base models that have unfinished requests."""
+        return self._execution.futures.base_models()
+
+    def take_runs(self) -> int:
+        """How many models had a step sent to an engine since the last call."""
+        runs, self._execution.runs = self._execution.runs, set()
+        return len(runs)
+
     def engine(self, base_model: str) -> EngineScheduler:
         """The scheduler of one engine; requests of a model that is not served fail there."""
         engine = self._engines.get(base_model)
@@ -143,6 +166,12 @@ class Scheduler:
                 base_check=self._base_checks.get(base_model) if self._base_checks else None,
             )
         return engine
+
+    def add_model(self, model: ServedModel) -> None:
+        """A running server serves one more model; requests of its earlier runs may come now."""
+        engine = self.engine(model.name)
+        if self._base_checks is not None:
+            engine.set_base_check(self._base_checks.add(model))
 
     async def start(self) -> None:
         """Start, and schedule the requests that an earlier process accepted and did not finish."""

@@ -92,6 +92,10 @@ class SessionTimeouts:
         self.timed_out: set[str] = set()
         #: When sessions last sent a request, for clients that send no heartbeats.
         self.last_request_s: dict[str, float] = {}
+        #: The leases of the programs of sessions, for `tinkex.local`.
+        self.leases: dict[str, str] = {}
+        #: When a session was last finished; at first, the start of this process.
+        self._last_finish_s = time.monotonic()
         self._task = PeriodicTask()
 
     async def start(self) -> None:
@@ -108,6 +112,23 @@ class SessionTimeouts:
     async def close(self) -> None:
         await self._task.close()
 
+    def begin(self, session_id: str, lease: str | None) -> None:
+        """A session was created, by a program with this lease."""
+        self.last_request_s[session_id] = time.monotonic()
+        if lease is not None:
+            self.leases[session_id] = lease
+
+    def alive(self, within_s: float) -> list[str]:
+        """The sessions whose clients sent something within this time."""
+        oldest_s = time.monotonic() - within_s
+        return [one for one, at_s in self.last_request_s.items() if at_s >= oldest_s]
+
+    @property
+    def idle_s(self) -> float:
+        """How long no session has sent anything."""
+        newest_s = max(self.last_request_s.values(), default=0.0)
+        return time.monotonic() - max(newest_s, self._last_finish_s)
+
     def revive(self, session_id: str) -> None:
         """The client of a session that timed out sent something."""
         self.timed_out.discard(session_id)
@@ -117,6 +138,8 @@ class SessionTimeouts:
     def finish(self, session_id: str) -> None:
         """The client of a session finished it."""
         self.last_request_s.pop(session_id, None)
+        self.leases.pop(session_id, None)
+        self._last_finish_s = time.monotonic()
         self.timed_out.discard(session_id)
         self._scheduler.unload_session(session_id)
 
@@ -125,6 +148,11 @@ class SessionTimeouts:
         oldest_s = time.monotonic() - self._grace_s
         self.last_request_s = {
             session_id: at_s for session_id, at_s in self.last_request_s.items() if at_s >= oldest_s
+        }
+        self.leases = {
+            session_id: lease
+            for session_id, lease in self.leases.items()
+            if session_id in self.last_request_s
         }
         # Rows outlive this process, so their times are of the system clock.
         silent = await self._store.sessions.inactive_sessions(self._clock() - self._grace_s)

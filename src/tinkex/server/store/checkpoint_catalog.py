@@ -26,6 +26,7 @@ from tinkex.server.store.database import (
 from tinkex.server.store.models import MODEL_COLUMNS, Model, RunTaken
 from tinkex.server.store.quotas import Quotas
 from tinkex.server.store.schema import (
+    Status,
     checkpoint_names,
     checkpoint_versions,
     models,
@@ -33,6 +34,7 @@ from tinkex.server.store.schema import (
     sessions,
 )
 from tinkex.server.store.sql_dialects import in_list
+from tinkex.server.store.step_metrics import newest_steps, run_status
 from tinkex.wire.checkpoints import tinker_path
 from tinkex.wire.errors import UserFailure
 
@@ -62,6 +64,12 @@ class RunSummary:
     newest: Mapping[str, NamedCheckpoint]
     #: Recovery cannot rebuild it.
     lost: bool
+    # These are None in the run of another owner.
+    #: Optimizer steps so far.
+    steps: int | None = None
+    last_loss: float | None = None
+    #: See `run_status`.
+    status: str | None = None
 
 
 _NAME = (
@@ -322,13 +330,24 @@ def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Ru
         .scalar_subquery()
     )
     chosen = (
-        sa.select(*MODEL_COLUMNS, models.c.last_request_s, last.label("last_s"), sessions.c.failure)
+        sa.select(
+            *MODEL_COLUMNS,
+            models.c.last_request_s,
+            last.label("last_s"),
+            sessions.c.failure,
+            sessions.c.finished_s,
+            sessions.c.lapsed_s,
+        )
         .join(sessions, sessions.c.session_id == models.c.session_id)
         .where(in_list(models.c.model_id, ids), was_created())
     )
     newest: dict[str, dict[str, NamedCheckpoint]] = {}
     for saved in _newest(connection, ids, reader):
         newest.setdefault(saved.model_id, {})[saved.kind] = saved
+    steps = newest_steps(connection, ids)
+    waiting = sa.select(requests.c.model_id).where(requests.c.status == Status.WAITING).distinct()
+    has_work = set(connection.scalars(waiting.where(in_list(requests.c.model_id, ids))))
+    now_s = time.time()
     found = {}
     for row in connection.execute(chosen):
         named = row._mapping
@@ -340,12 +359,28 @@ def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Ru
             failed = None
             shown = newest.get(model.model_id, {}).values()
             last_s = max((saved.saved_s for saved in shown), default=model.created_s)
-        found[model.model_id] = RunSummary(
+        summary = RunSummary(
             model=model,
             last_request_s=last_s,
             newest=newest.get(model.model_id, {}),
             lost=failed == model.model_id,
         )
+        if model.owner == reader:
+            step = steps.get(model.model_id)
+            summary = replace(
+                summary,
+                steps=0 if step is None else step.number,
+                last_loss=None if step is None else step.loss,
+                status=run_status(
+                    lost=summary.lost,
+                    has_work=model.model_id in has_work,
+                    session_ended=row.finished_s is not None,
+                    session_silent=row.lapsed_s is not None,
+                    last_step_s=None if step is None else step.finished_s,
+                    now_s=now_s,
+                ),
+            )
+        found[model.model_id] = summary
     return [found[model_id] for model_id in ids if model_id in found]
 
 

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 
 from tinkex.server.retry import Backoff, retry, retry_blocking
-from tinkex.server.store import group_commit, migrations, request_rows, sql_dialects
+from tinkex.server.store import group_commit, migrations, request_rows, sql_dialects, step_rows
 from tinkex.server.store.connections import as_refusal, check_integrity, connection_pools
 from tinkex.server.store.group_commit import BatchWrite, Writer
 from tinkex.server.store.schema import (
@@ -113,8 +113,8 @@ class Database:
         )
         self.writer = Writer(
             self._writing,
-            before_commit=request_rows.write_token_counts,
-            after_rollback=request_rows.discard_token_counts,
+            before_commit=_write_sums,
+            after_rollback=_discard_sums,
             health=self.health,
         )
 
@@ -291,6 +291,17 @@ class Database:
             if (problem := self.health.record(error)) is not None:
                 raise StorageError(problem) from error
             raise
+
+
+def _write_sums(connection: sa.Connection) -> None:
+    """What finished requests add to rows of their owner and their run."""
+    request_rows.write_token_counts(connection)
+    step_rows.write_steps(connection)
+
+
+def _discard_sums(connection: sa.Connection) -> None:
+    request_rows.discard_token_counts(connection)
+    step_rows.forget_steps(connection)
 
 
 def _waits_for_database(error: Exception) -> bool:

@@ -196,6 +196,40 @@ older_snapshots = sa.Table(
     sa.UniqueConstraint("place"),
 )
 
+step_metrics = sa.Table(
+    "step_metrics",
+    metadata,
+    # One row for each optimizer step of a run, from 1. It stays as long as the run.
+    sa.Column(
+        "model_id",
+        sa.String(120),
+        sa.ForeignKey("models.model_id", ondelete="CASCADE"),
+        primary_key=True,
+    ),
+    # A step is stored once: the key refuses a second row.
+    sa.Column("number", sa.BigInteger, primary_key=True, autoincrement=False),
+    # NULL while the step is not finished: passes have run, and its optim_step has not.
+    sa.Column("finished_s", sa.Float),
+    # Sums over the passes of the step.
+    sa.Column("passes", sa.Integer, nullable=False),
+    sa.Column("examples", sa.BigInteger, nullable=False),
+    sa.Column("tokens", sa.BigInteger, nullable=False),
+    # Tokens that have a gradient.
+    sa.Column("loss_tokens", sa.BigInteger, nullable=False),
+    # These are NULL if the step has no such number, or if it is not finite.
+    sa.Column("loss_sum", sa.Float),
+    sa.Column("entropy_sum", sa.Float),
+    sa.Column("learning_rate", sa.Float),
+    sa.Column("grad_norm", sa.Float),
+    sa.Column("update_norm", sa.Float),
+    # Seconds that the engine computed, passes included.
+    sa.Column("compute_s", sa.Float, nullable=False),
+    # Other metrics by name, such as those of a custom loss.
+    sa.Column("more", sa.JSON(none_as_null=True)),
+    # Rows are read by run and in order: without row ids, that is the order on disk.
+    sqlite_with_rowid=False,
+)
+
 custom_losses = sa.Table(
     "custom_losses",
     metadata,

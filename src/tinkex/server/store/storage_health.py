@@ -292,7 +292,10 @@ class StorageHealth:
             if problem is None or not problem.is_temporary:
                 return
             del self.problems[part]
-        log.warning("the %s of this server can be written again", part)
+        if part == FREE_SPACE:
+            log.warning("the disk of this server has enough free space again")
+        else:
+            log.warning("the %s of this server can be written again", part)
 
     def refuse_new_work(self) -> None:
         """Raise StorageError while there is any problem. For new requests."""

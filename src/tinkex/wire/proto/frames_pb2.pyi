@@ -499,11 +499,18 @@ class Ready(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    MEMORY_USED_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_BYTES_FIELD_NUMBER: _builtins.int
     arch: _builtins.str
     max_context_length: _builtins.int
     vocab_size: _builtins.int
     device: _builtins.str
     dtype: _builtins.str
+    memory_used_bytes: _builtins.int
+    """Memory that the engine uses now, the most it will use, and all memory of its device."""
+    memory_bytes: _builtins.int
+    device_bytes: _builtins.int
     def __init__(
         self,
         *,
@@ -512,10 +519,13 @@ class Ready(_message.Message):
         vocab_size: _builtins.int = ...,
         device: _builtins.str = ...,
         dtype: _builtins.str = ...,
+        memory_used_bytes: _builtins.int = ...,
+        memory_bytes: _builtins.int = ...,
+        device_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arch", b"arch", "device", b"device", "dtype", b"dtype", "max_context_length", b"max_context_length", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arch", b"arch", "device", b"device", "device_bytes", b"device_bytes", "dtype", b"dtype", "max_context_length", b"max_context_length", "memory_bytes", b"memory_bytes", "memory_used_bytes", b"memory_used_bytes", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -524,7 +534,7 @@ Global___Ready: _TypeAlias = Ready  # noqa: Y015
 @_typing.final
 class Stats(_message.Message):
     """Current sizes and counts; about once a second while there is work, and when it ends.
-    Every field is a gauge in /metrics, under the name of the field.
+    Every field is in /metrics, under the name of the field: `tokens_...` as counters, others as gauges.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -549,10 +559,16 @@ class Stats(_message.Message):
     TRAINING_WAITING_FIELD_NUMBER: _builtins.int
     SAMPLES_WAITING_FIELD_NUMBER: _builtins.int
     SEQUENCES_RUNNING_FIELD_NUMBER: _builtins.int
+    MODELS_TRAINING_FIELD_NUMBER: _builtins.int
+    SAMPLES_RUNNING_FIELD_NUMBER: _builtins.int
+    TOKENS_TRAINED_FIELD_NUMBER: _builtins.int
+    TOKENS_PREFILLED_FIELD_NUMBER: _builtins.int
+    TOKENS_SAMPLED_FIELD_NUMBER: _builtins.int
     memory_bytes: _builtins.int
     base_bytes: _builtins.int
     adapter_budget_bytes: _builtins.int
     adapters_resident: _builtins.int
+    """Training adapters on the device, in host memory and on disk."""
     adapters_resident_bytes: _builtins.int
     adapters_on_host: _builtins.int
     adapters_on_host_bytes: _builtins.int
@@ -563,12 +579,23 @@ class Stats(_message.Message):
     kv_pages: _builtins.int
     kv_pages_used: _builtins.int
     kv_pages_known: _builtins.int
+    """Unused pages that hold a cached prefix."""
     kv_bytes: _builtins.int
     batch_tokens: _builtins.int
+    """Maximum tokens in one forward pass, and the activation memory of one token."""
     activation_bytes_per_token: _builtins.int
     training_waiting: _builtins.int
     samples_waiting: _builtins.int
     sequences_running: _builtins.int
+    models_training: _builtins.int
+    """Training models that have orders now, and sample requests that are being computed."""
+    samples_running: _builtins.int
+    tokens_trained: _builtins.int
+    """Since the start of the engine process: tokens of finished micro-batches, computed prompt tokens
+    (without those from the prefix cache), and sampled tokens.
+    """
+    tokens_prefilled: _builtins.int
+    tokens_sampled: _builtins.int
     def __init__(
         self,
         *,
@@ -592,10 +619,15 @@ class Stats(_message.Message):
         training_waiting: _builtins.int = ...,
         samples_waiting: _builtins.int = ...,
         sequences_running: _builtins.int = ...,
+        models_training: _builtins.int = ...,
+        samples_running: _builtins.int = ...,
+        tokens_trained: _builtins.int = ...,
+        tokens_prefilled: _builtins.int = ...,
+        tokens_sampled: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_bytes_per_token", b"activation_bytes_per_token", "adapter_budget_bytes", b"adapter_budget_bytes", "adapters_on_disk", b"adapters_on_disk", "adapters_on_disk_bytes", b"adapters_on_disk_bytes", "adapters_on_host", b"adapters_on_host", "adapters_on_host_bytes", b"adapters_on_host_bytes", "adapters_resident", b"adapters_resident", "adapters_resident_bytes", b"adapters_resident_bytes", "base_bytes", b"base_bytes", "batch_tokens", b"batch_tokens", "kv_bytes", b"kv_bytes", "kv_pages", b"kv_pages", "kv_pages_known", b"kv_pages_known", "kv_pages_used", b"kv_pages_used", "memory_bytes", b"memory_bytes", "sampler_adapters", b"sampler_adapters", "sampler_adapters_bytes", b"sampler_adapters_bytes", "samples_waiting", b"samples_waiting", "sequences_running", b"sequences_running", "training_waiting", b"training_waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_bytes_per_token", b"activation_bytes_per_token", "adapter_budget_bytes", b"adapter_budget_bytes", "adapters_on_disk", b"adapters_on_disk", "adapters_on_disk_bytes", b"adapters_on_disk_bytes", "adapters_on_host", b"adapters_on_host", "adapters_on_host_bytes", b"adapters_on_host_bytes", "adapters_resident", b"adapters_resident", "adapters_resident_bytes", b"adapters_resident_bytes", "base_bytes", b"base_bytes", "batch_tokens", b"batch_tokens", "kv_bytes", b"kv_bytes", "kv_pages", b"kv_pages", "kv_pages_known", b"kv_pages_known", "kv_pages_used", b"kv_pages_used", "memory_bytes", b"memory_bytes", "models_training", b"models_training", "sampler_adapters", b"sampler_adapters", "sampler_adapters_bytes", b"sampler_adapters_bytes", "samples_running", b"samples_running", "samples_waiting", b"samples_waiting", "sequences_running", b"sequences_running", "tokens_prefilled", b"tokens_prefilled", "tokens_sampled", b"tokens_sampled", "tokens_trained", b"tokens_trained", "training_waiting", b"training_waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -701,20 +733,23 @@ Global___Failed: _TypeAlias = Failed  # noqa: Y015
 
 @_typing.final
 class Refused(_message.Message):
-    """The engine cannot start with these settings; a restart would not help."""
+    """The engine cannot start with these settings; a restart would not help. The hint says what to do."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGE_FIELD_NUMBER: _builtins.int
+    HINT_FIELD_NUMBER: _builtins.int
     message: _builtins.str
+    hint: _builtins.str
     def __init__(
         self,
         *,
         message: _builtins.str = ...,
+        hint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hint", b"hint", "message", b"message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
