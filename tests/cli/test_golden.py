@@ -34,6 +34,8 @@ UPDATE = os.environ.get("TINKEX_UPDATE_GOLDEN") == "1"
 #: `{new}`, `{key}` and `{secret}` are others in each run: a checkpoint, a name, a key.
 COMMANDS = {
     "version": "version",
+    # Early: it says how long ago the server started.
+    "status": "status",
     "model list": "model list",
     "run list": "run list",
     "run info": "run info {run}",
@@ -59,6 +61,8 @@ COMMANDS = {
     "doctor": "doctor --data restored",
     "merge": "merge {state} {new} --base tiny --data {data}",
     "tiny-model": "tiny-model {new}",
+    "use": "use http://gpu-box:8000 --name lab",
+    "import": "import restored --data {new}",
     "completion": "completion fish",
     # From here on the server has keys.
     "auth login": "auth login --api-key {secret}",
@@ -72,6 +76,9 @@ COMPUTING = {"merge", "tiny-model"}
 ELSEWHERE = {
     "serve": "runs until it is stopped: test_serve.py",
     "demo": "trains for minutes: test_demo.py",
+    "ps": "its columns depend on the machine: test_servers.py",
+    "stop": "ends a server: test_servers.py",
+    "logs": "prints lines of a server: test_servers.py",
 }
 #: What surrounds a command, for those that need it: before each run.
 BEFORE = {"auth login": "auth logout", "auth logout": "auth login --api-key {secret}"}
@@ -185,6 +192,10 @@ def stable(text: str, values: dict[str, str]) -> str:
     """Replaces what differs between two runs. Ids keep their length, so columns stay aligned."""
     for name in ("url", "data", "folder"):
         text = text.replace(values[name], name.upper())
+    text = re.sub(r'("(pid|memory_bytes)": )\w+', r"\g<1>0", text)
+    text = text.replace(f"{values['pid']} (serve)", "PID (serve)")
+    text = re.sub(r"\d[\d.]* [MG]B$", "1.0 GB", text, flags=re.MULTILINE)
+    text = re.sub(r"\d[\d.]* [MGT]B free", "66.0 GB free", text)
     text = re.sub(r"\b(new|old)-\d+", r"\1-00", text)
     text = re.sub(r"tml-\w{32}", "tml-" + "0" * 32, text)
     text = re.sub(r"tml-\w{4}(?=…|\")", "tml-0000", text)
@@ -229,6 +240,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, obj
         "HOME": str(home),
         "XDG_DATA_HOME": str(home / "data"),
         "XDG_CONFIG_HOME": str(home / "config"),
+        # Where `serving` lets the server write its file.
+        "XDG_STATE_HOME": str(folder / "data-state"),
         "XDG_CACHE_HOME": str(home / "cache"),
         "HF_TOKEN_PATH": str(home / "no-token"),
         "TINKEX_FIRST_CONTACT_S": "0.5",
@@ -242,6 +255,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, obj
     ):
         shell.env = computing.env = {**env, "TINKER_BASE_URL": server.url}
         world = prepared_world(shell, computing, server.url, folder)
+        world.values["pid"] = str(server.process.pid)
         found: dict[str, object] = {}
         for name in COMMANDS:
             if name == "auth login":
