@@ -36,6 +36,7 @@ PRELOADED = (
     "rich.table",
     "aiohttp",
     "numpy",
+    "tokenizers",
     "tinkex.cli.command_group",
     "tinkex.cli.completion",
     "tinkex.client.connection",
@@ -46,6 +47,7 @@ PRELOADED = (
     "tinkex.client.service",
     "tinkex.client.training",
     "tinkex.conformance",
+    "tinkex.models.tokenizer",
     "tinkex.server.maintenance.backup",
     "tinkex.server.maintenance.doctor",
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import itertools
 import os
 import pty
 import re
@@ -16,7 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-Z\\^_])")
-_ENDED = re.compile(r"\n__ended (\d+)__\r?\n")
 
 
 class Failed(Exception):
@@ -48,16 +49,21 @@ class Terminal:
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
+            # Make it the terminal of the session, so that Ctrl-C is a signal.
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509
         )
         os.close(theirs)
         self._file = ours
         self._unread = ""
+        self._numbers = itertools.count(1)
         self.run("PS1= PS2=", limit_s=30)  # output without prompts
 
     def run(self, command: str, *, limit_s: float) -> tuple[int, str]:
         """Paste a command and wait for its end: its exit status, and what it printed."""
-        self._write(f"{command}\nprintf '\\n__ended %d__\\n' $?\n")
-        raw, ended = self._read_until(_ENDED, limit_s, command)
+        number = next(self._numbers)
+        self._write(f"{command}\nprintf '\\n__ended {number} %d__\\n' $?\n")
+        pattern = re.compile(rf"\n__ended {number} (\d+)__\r?\n")
+        raw, ended = self._read_until(pattern, limit_s, command)
         return int(ended[1]), as_read(raw).strip("\n")
 
     def start(self, command: str, ready: str, *, limit_s: float) -> str:
@@ -66,11 +72,15 @@ class Terminal:
         raw, found = self._read_until(re.compile(ready), limit_s, command)
         return as_read(raw + found[0])
 
-    def interrupt(self, *, limit_s: float = 60) -> tuple[int, str]:
-        """Ctrl-C, and wait until the command has ended."""
+    def interrupt(self, *, tries: int = 30) -> None:
+        """Ctrl-C, and wait until the command has ended and the shell answers again."""
         self._write("\x03")
-        time.sleep(0.2)
-        return self.run("true $?", limit_s=limit_s)
+        for _ in range(tries):
+            # A shell that is interrupted may drop what was pasted meanwhile, so it is repeated.
+            with contextlib.suppress(Failed):
+                self.run(":", limit_s=2)
+                return
+        raise Failed(f"{self.name}: did not stop after Ctrl-C")
 
     def close(self) -> None:
         os.killpg(self._shell.pid, signal.SIGHUP)

@@ -169,4 +169,4 @@ def test_an_unreachable_service_is_reported_soon(tmp_path: Path) -> None:
     done = Shell("http://127.0.0.1:9", tmp_path).run("auth", "status")
     assert done.exit_code == 1
     assert "Credentials available: yes" in done.stdout
-    assert "Check that the server is running" in done.stderr
+    assert "Check that the server runs" in done.stderr

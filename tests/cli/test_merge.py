@@ -48,7 +48,7 @@ def test_problems_are_reported_with_advice(adapter: Path, tiny_model: Path, tmp_
         (other / "config.json").read_text().replace('"qwen3"', '"qwen3_moe"')
     )
     for arguments, message in (
-        ((adapter, tmp_path / "taken"), "exists. Name a new folder"),
+        ((adapter, tmp_path / "taken"), "hint: Name a new folder"),
         ((tmp_path / "nothing", tmp_path / "out"), "is not a checkpoint"),
         ((adapter, tmp_path / "out", "--base", other), "mixture of experts"),
         ((adapter, tmp_path / "out", "--base", "no/such"), "no/such"),

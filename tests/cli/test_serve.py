@@ -1,10 +1,15 @@
 """The command line: fast help, errors as a message and a hint, missing packages."""
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from tinkex.cli.command_group import command
 
 
 def tinkex(*arguments: str, code: str | None = None) -> "subprocess.CompletedProcess[str]":
@@ -119,3 +124,23 @@ main()
     assert f"needs {missing}, which is not installed" in done.stderr
     assert extra in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_with_json_a_program_reads_the_url_the_models_and_the_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from tinkex.server import supervisor
+    from tinkex.server.announcement import Facts
+
+    def run(settings: object, *, announce: Callable[[str, Facts], None], **_: object) -> int:
+        announce("http://127.0.0.1:8000", Facts(needs_keys=True))
+        return 0
+
+    monkeypatch.setattr(supervisor, "run", run)
+    done = CliRunner().invoke(command, ["serve", "--data", str(tmp_path), "-f", "json"])
+    assert json.loads(done.stdout) == {
+        "url": "http://127.0.0.1:8000",
+        "data": str(tmp_path),
+        "models": [],
+        "needs_keys": True,
+    }

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import concurrent.futures
 import functools
 import hashlib
 import io
@@ -33,6 +34,7 @@ from tinkex.client.files.file_download import DownloadFailed, Fetcher, FileInfo,
 from tinkex.client.http.retry import RetryPolicy
 from tinkex.client.http.transport import Request, Response
 from tinkex.client.rest import RestClient
+from waiting import until
 
 EXPORT = "tinker://s:train:0/external_weights/e"
 SAMPLER = "tinker://s:train:0/sampler_weights/w"
@@ -283,6 +285,31 @@ def test_a_failed_request_for_links_is_not_repeated_here(status: int | None) -> 
     with pytest.raises(tinkex.APIError):
         fetcher.probe(Links(renew), "a")
     assert len(asked) == 1
+
+
+def test_r1_a_download_that_waits_says_so_and_that_it_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    failing = threading.Event()
+    failing.set()
+
+    def answer(request: Received) -> Reply:
+        if failing.is_set():
+            return reply_json({"detail": "the store is down"}, 503)
+        return Reply(status=206, body=b"x", headers={"Content-Range": "bytes 0-0/1"})
+
+    settings = tinkex.Settings(base_url="http://x", wait_notice_s=0.1, give_up_s=30.0)
+    with stub_server(answer) as stub:
+        links = Links(lambda: ({"a": f"{stub.url}/a"}, datetime.now(UTC) + timedelta(hours=1)))
+        fetcher = Fetcher(settings, threading.Event())
+        with concurrent.futures.ThreadPoolExecutor(4) as threads:
+            probed = [threads.submit(fetcher.probe, links, "a") for _ in range(4)]
+            until(lambda: caplog.records)
+            failing.clear()
+            assert all(each.result(20).size == 1 for each in probed)
+    first, last = [record.getMessage() for record in caplog.records]
+    assert first.startswith("Download of a: the store is down. Trying for 30 s more (TINKEX_GIVE")
+    assert last.startswith("Download of a goes on after ")
 
 
 def test_links_are_renewed_before_they_expire() -> None:

@@ -129,7 +129,7 @@ def logout() -> None:
     )
     if failure is not None:
         raise CommandFailed(
-            f"the key was removed here but could not be deleted on the service: {failure}",
+            f"the key was removed here but could not be deleted on the service: {failure.summary}",
             hint="It still works: delete it in the console of the service.",
         )
     if not deleted:
@@ -153,7 +153,7 @@ def status() -> None:
         settings = Settings.resolve(**service_arguments())
         sessionless_requests.ask(settings, sessionless_requests.capabilities)
     except TinkerError as error:
-        problem = str(error)
+        problem = error
     has_credentials, is_accessible = settings is not None, problem is None
     report(
         f"Credentials available: {yes_no(has_credentials)}\n"
@@ -161,13 +161,13 @@ def status() -> None:
         {
             "credentials_available": has_credentials,
             "service_accessible": is_accessible,
-            "problem": problem,
+            "problem": None if problem is None else problem.summary,
         },
         err=False,
     )
-    if problem:
-        if not as_json():
-            click.echo(problem, err=True)
+    if problem is not None and not as_json():
+        raise problem
+    if problem is not None:
         raise click.exceptions.Exit(1)
 
 

@@ -23,15 +23,21 @@ SECTIONS = {
         "session": "Export the trace of a session.",
     },
     "Choose a service": {
+        "use": "Use a service by default, by its URL or a name.",
         "auth": "Store an API key, and show its owner.",
         "billing": "Show usage and costs.",
     },
     "Run a server": {
         "serve": "Serve models to every Tinker client on this machine.",
+        "ps": "List the servers of this user on this machine.",
+        "status": "Show one server: ready or not, models, queue, clients.",
+        "stop": "Stop a server of this user.",
+        "logs": "Print the log of a server of this user.",
         "key": "Create, list and revoke the API keys of a server.",
         "doctor": "Find and repair problems in a server's data folder.",
         "backup": "Copy the data of a server, even while it runs.",
         "restore": "Create a data folder from a backup.",
+        "import": "Add the runs and checkpoints of another data folder.",
         "conformance": "Check that a server implements the Tinker protocol.",
         "tiny-model": "Write a small random model for tests.",
     },
@@ -41,6 +47,15 @@ SECTIONS = {
     },
 }
 SUBCOMMANDS = {name: line for section in SECTIONS.values() for name, line in section.items()}
+#: Modules and names of commands that are not `command` in a module of their own name.
+PLACES = {
+    "import": ("import_folder", "command"),
+    "logs": ("servers", "logs"),
+    "ps": ("servers", "ps"),
+    "restore": ("backup", "restore_command"),
+    "status": ("servers", "status"),
+    "stop": ("servers", "stop"),
+}
 #: Where to find a command that people look for at the top.
 ELSEWHERE = {
     "login": "auth login",
@@ -60,13 +75,10 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in SUBCOMMANDS:
             return None
-        if cmd_name == "restore":
-            from tinkex.cli.backup import restore_command
-
-            return with_common_options(restore_command)
-        module = importlib.import_module(f"tinkex.cli.{cmd_name.replace('-', '_')}")
-        command: click.Command = module.command
-        return with_common_options(command)
+        module_name, name = PLACES.get(cmd_name, (cmd_name.replace("-", "_"), "command"))
+        module = importlib.import_module(f"tinkex.cli.{module_name}")
+        found: click.Command = getattr(module, name)
+        return with_common_options(found)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -139,7 +151,7 @@ def with_common_options(command: click.Command) -> click.Command:
 
 @click.group(
     cls=LazyGroup,
-    params=list[click.Parameter](common_options()),
+    params=list[click.Parameter](common_options(default="table")),
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=examples(
         "tinkex demo                      # two minutes on a laptop",

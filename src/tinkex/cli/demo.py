@@ -205,11 +205,9 @@ def command(steps: int, output: Path, base_url: str, model: str) -> None:
     pirate, and asks again. Takes about two minutes on two cores; fails if nothing changes.
     """
     console = Console(highlight=False, stderr=as_json())
-    from tinkex import TinkerError
-
     try:
         outcome = run(console, steps=steps, base_url=base_url, model=model)
-    except (ModelNotFound, TinkerError) as error:
+    except ModelNotFound as error:
         raise CommandFailed(str(error)) from error
     write_files(outcome, output)
     print_summary(console, outcome, output)

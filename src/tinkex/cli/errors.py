@@ -31,12 +31,24 @@ _HINTS = {
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
 
 
+def first_sentence(text: str) -> tuple[str, str | None]:
+    """What is wrong, and what to do about it: the first sentence and the others."""
+    sentence, *more = _SENTENCE_END.split(text.strip(), maxsplit=1)
+    return sentence, more[0] if more else None
+
+
 class CommandFailed(click.ClickException):
-    """A failure with its cause and, if possible, advice. `details` are shown with --verbose."""
+    """
+    A failure with its cause and, if possible, advice. `details` are shown with --verbose.
+
+    Without a hint, what follows the first sentence of the message is the hint.
+    """
 
     verbose = False
 
     def __init__(self, message: str, *, hint: str | None = None, details: str = "") -> None:
+        if hint is None:
+            message, hint = first_sentence(message)
         super().__init__(message)
         self.hint = hint
         self.details = details
@@ -85,8 +97,7 @@ def as_command_failure(error: Exception) -> CommandFailed | None:
     if isinstance(error, TinkerError):
         return _service_failure(error)
     if isinstance(error, ValueError):
-        sentence, hint = first_sentence(str(error))
-        return CommandFailed(sentence, hint=hint)
+        return CommandFailed(str(error))
     if isinstance(error, OSError) and error.strerror:
         name = f"{error.filename}: " if error.filename else ""
         return CommandFailed(f"{name}{error.strerror}.")
@@ -99,12 +110,6 @@ def _service_failure(error: TinkerError) -> CommandFailed:
     for name in names:
         hint = _SHELL_HINTS.get(name) or hint or _HINTS.get(name)
     return CommandFailed(sentence, hint=hint, details=error.details)
-
-
-def first_sentence(text: str) -> tuple[str, str | None]:
-    """What is wrong, and what to do about it: the first sentence and the others."""
-    sentence, *more = _SENTENCE_END.split(text.strip(), maxsplit=1)
-    return sentence, more[0] if more else None
 
 
 def missing_package(error: ModuleNotFoundError, what: str, extra: str) -> CommandFailed:

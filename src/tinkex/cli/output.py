@@ -22,6 +22,8 @@ _UNITS = (("minute", 60), ("hour", 3600), ("day", 86_400), ("week", 604_800))
 _DISTANT_S = 30 * 86_400
 #: Between columns.
 _GAP = 2
+#: Longer words are broken in a table on a terminal, except in the first column.
+_MAX_WORD = 20
 #: Keys of `click.Context.meta`, which a command shares with its groups.
 _FORMAT, _VERBOSE = "tinkex.format", "tinkex.verbose"
 
@@ -40,12 +42,17 @@ def _remember(key: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
     return store
 
 
-def common_options(*, hidden: bool = False) -> list[click.Option]:
-    """--format and --verbose. `command_group` adds them to every command and group."""
+def common_options(*, hidden: bool = False, default: str | None = None) -> list[click.Option]:
+    """
+    --format and --verbose. `command_group` adds them to every command and group.
+
+    Only the first group has a default: what is given before the subcommand holds after it.
+    """
     return [
         click.Option(
             ["--format", "-f"],
             type=click.Choice(["table", "json"]),
+            default=default,
             callback=_remember(_FORMAT),
             expose_value=False,
             hidden=hidden,
@@ -177,11 +184,14 @@ def show_table(
 
 
 def fits(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> bool:
-    """Whether a table fits if all columns but the first wrap between words."""
+    """Whether a table fits if all columns but the first wrap."""
     needed = -_GAP
     for number, cells in enumerate(zip(columns, *rows, strict=True)):
-        pieces = cells if number == 0 else [word for cell in cells for word in cell.split()]
-        needed += _GAP + max(map(len, pieces), default=0)
+        if number == 0:
+            needed += _GAP + max(map(len, cells))
+        else:
+            words = [len(word) for cell in cells for word in cell.split()]
+            needed += _GAP + min(max(words, default=0), _MAX_WORD)
     return needed <= width
 
 

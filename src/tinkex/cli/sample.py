@@ -76,7 +76,8 @@ def command(
     with tinkex.ServiceClient(**service_arguments()) as service:
         client = _sampler(service, model, path)
         try:
-            tokenizer = client.get_tokenizer()
+            # Not that of transformers, whose import takes longer than a short answer.
+            tokenizer = client._load_tokenizer(light=True)
         except ImportError as error:
             missing = ModuleNotFoundError(name=error.name or "tokenizers")
             raise missing_package(missing, "`tinkex sample`", "tokenizer") from error

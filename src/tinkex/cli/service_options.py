@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypedDict, TypeVar
 
 import click
@@ -109,12 +110,35 @@ def list_title(shown: int, total: int, what: str) -> str:
     return f"{counted(shown, what)}{more}"
 
 
+#: A bar for a shorter time would only flicker.
+BAR_AFTER_S = 0.7
+
+
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr if that is a terminal; otherwise, and with JSON, nothing."""
+    """
+    A callback for what is done and the total: shows a bar on stderr if that is a terminal and the
+    work takes a while. Otherwise, and with JSON, nothing.
+    """
     if as_json() or not sys.stderr.isatty():
         yield lambda done, total: None
         return
+    started = time.monotonic()
+    with ExitStack() as stack:
+        update: Callable[[int, int], None] | None = None
+
+        def show(done: int, total: int) -> None:
+            nonlocal update
+            if update is None and time.monotonic() - started >= BAR_AFTER_S:
+                update = stack.enter_context(_rich_bar(what))
+            if update is not None:
+                update(done, total)
+
+        yield show
+
+
+@contextmanager
+def _rich_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
     from rich.progress import Progress
 

@@ -27,6 +27,7 @@ from tinkex.client.http.retry import (
     retrying_in_thread,
 )
 from tinkex.client.rest import RestClient
+from tinkex.tracebacks import ends_at_caller
 
 if TYPE_CHECKING:
     from tinkex.client.service import ServiceClient
@@ -245,6 +246,7 @@ def corrupted_error(training: TrainingClient) -> CorruptedRunError:
     )
 
 
+@ends_at_caller
 def recovering(
     train: Callable[[Recovery], T],
     *,

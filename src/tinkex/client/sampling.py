@@ -421,8 +421,11 @@ class SamplingClient(TextMixin):
             tokens = sampling.get_tokenizer().encode("Ahoy!")
         """
         refuse_to_block("get_tokenizer", "asyncio.to_thread(sampling.get_tokenizer)")
+        return self._load_tokenizer()
+
+    def _load_tokenizer(self, *, light: bool = False) -> Any:
         sampler = self._get_sampler().block()
-        return tokenizer.load(sampler.base_model, sampler.tokenizer_id)
+        return tokenizer.load(sampler.base_model, sampler.tokenizer_id, light=light)
 
     def _get_sampler(self) -> Promise[Sampler]:
         return self.holder.run(self._ask())

@@ -66,6 +66,7 @@ HEARTBEAT_EVERY_S = 10.0
 HEARTBEAT_WARN_AFTER_S = 120.0
 #: Limits how long closing waits for a server that does not respond.
 FINISH_TIMEOUT_S = 10.0
+FINISH_RETRY_S = 8.0
 
 CloseStatus = Literal["success", "errored", "interrupted"]
 
@@ -427,9 +428,11 @@ class Session:
                             {"reason": {"type": status}, "detail": detail},
                             answer=type(None),
                             kind=Kind.SESSION,
+                            give_up_s=FINISH_RETRY_S,
                         )
                 except (TinkerError, TimeoutError) as error:
-                    log.warning("the server was not notified of the end of the session: %s", error)
+                    reason = error.summary if isinstance(error, TinkerError) else "no answer"
+                    log.warning("the server was not notified of the end of the session: %s", reason)
             await connection.transport.close()
         if self._server is not None:
             self._server.release()
@@ -490,4 +493,4 @@ async def _send_heartbeats(connection: Connection, session_id: str) -> None:
 def _warn_if_overdue(last: float, error: TinkerError) -> None:
     silent_s = monotonic() - last
     if silent_s > HEARTBEAT_WARN_AFTER_S:
-        log.warning("no heartbeat reached the server for %.0f s: %s", silent_s, error)
+        log.warning("no heartbeat reached the server for %.0f s: %s", silent_s, error.summary)

@@ -25,6 +25,7 @@ __all__ = [
     "ApiKey",
     "Settings",
     "is_loopback",
+    "named_url",
     "normalize_url",
     "service_url",
     "setting",
@@ -156,7 +157,7 @@ class Settings:
         Example:
             settings = tinkex.Settings.resolve(base_url="http://127.0.0.1:8000", give_up_s=60)
         """
-        named = _named_url(base_url, env, home)
+        named = named_url(base_url, env, home)
         # A key from an editor or a shell often ends in a line break, which a header cannot contain.
         given = (api_key or setting("API_KEY", env) or "").strip()
         command = credential_cmd or setting("CREDENTIAL_CMD", env)
@@ -289,13 +290,15 @@ def setting(name: str, env: Mapping[str, str]) -> str | None:
 
 def service_url(given: str | None, env: Mapping[str, str] = os.environ) -> str:
     """The address of the named service, else of the hosted one; normalized."""
-    url = _named_url(given, env, None)
+    url = named_url(given, env, None)
     if not url:
         _log_default_service()
     return normalize_url(url or DEFAULT_URL)
 
 
-def _named_url(given: str | None, env: Mapping[str, str], home: Path | None) -> str | None:
+def named_url(
+    given: str | None, env: Mapping[str, str] = os.environ, home: Path | None = None
+) -> str | None:
     """The address that an argument, the environment or a profile names."""
     if url := given or setting("BASE_URL", env):
         return url

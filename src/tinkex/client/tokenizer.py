@@ -9,6 +9,7 @@ model runs only at the revisions in `PINNED`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -66,8 +67,13 @@ def tokenizer_id_of(model_name: str, tokenizer_id: str | None) -> str:
 
 
 @functools.lru_cache(maxsize=32)
-def load(model_name: str, tokenizer_id: str | None = None) -> Any:
-    """The tokenizer of a model, cached for the process."""
+def load(model_name: str, tokenizer_id: str | None = None, *, light: bool = False) -> Any:
+    """
+    The tokenizer of a model, cached for the process.
+
+    `light` prefers the tinkex class, which gives the same tokens: the import of transformers takes
+    seconds, which a command does not have.
+    """
     found = tokenizer_id_of(model_name, tokenizer_id)
     if not found:
         raise TokenizerUnavailable("The server named neither the model nor its tokenizer.")
@@ -80,12 +86,12 @@ def load(model_name: str, tokenizer_id: str | None = None) -> Any:
     except MissingExtra as error:
         raise TokenizerUnavailable(str(error)) from error
     if folder is not None:
-        return _from_folder(folder, model_name)
+        return _from_folder(folder, model_name, light=light)
     tried: list[str] = []
     for look in (_from_hub_cache, _embedded, _from_hub):
         folder = look(found, tried)
         if folder is not None and (folder / "tokenizer.json").is_file():
-            return _from_folder(folder, model_name)
+            return _from_folder(folder, model_name, light=light)
         if folder is not None:
             # It has files, but no tokenizer.json: it is code, or an older format.
             return _from_transformers(found, tried)
@@ -100,11 +106,15 @@ def _unavailable(found: str, tried: list[str]) -> TokenizerUnavailable:
     )
 
 
-def _from_folder(folder: Path, model_name: str) -> Any:
+def _from_folder(folder: Path, model_name: str, *, light: bool) -> Any:
     """The tokenizer in a folder: of transformers if that is installed, else of tinkex."""
     from tinkex.models.tokenizer import TokenizerError, load_tokenizer
 
-    if _is_installed("transformers") and (folder / "tokenizer.json").is_file():
+    has_file = (folder / "tokenizer.json").is_file()
+    if light and has_file:
+        with contextlib.suppress(TokenizerError):  # transformers may know this one
+            return load_tokenizer(folder, name=model_name or None)
+    if _is_installed("transformers") and has_file:
         try:
             with needs("Its tokenizer"):
                 from transformers import AutoTokenizer

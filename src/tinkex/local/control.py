@@ -109,7 +109,9 @@ def clients_of(server: RunningServer, told: Mapping[str, Any] | None) -> Clients
         for session in (told or {}).get("sessions", [])
         if session["lease"] is None
     )
-    return Clients(holders=tuple(leases.holders(Path(server.data))), sessions=tuple(sessions))
+    # A program may have several clients.
+    programs = {one.pid: one for one in leases.holders(Path(server.data))}
+    return Clients(holders=tuple(programs.values()), sessions=tuple(sessions))
 
 
 def is_used_without_lease(server: RunningServer, keep_s: float) -> bool:

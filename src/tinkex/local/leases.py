@@ -136,14 +136,14 @@ def _holder(file: Path, text: bytes) -> Holder:
 
 def _program() -> str:
     """The name of this program, for people: `train.py`, `tinkex run list`."""
-    first = sys.argv[0] if sys.argv else ""
-    name = os.path.basename(first)
-    if name in ("", "-", "-c", "-m"):
+    path = Path(sys.argv[0] if sys.argv else "")
+    if path.name in ("", "-", "-c", "-m"):
         return "python"
-    if name in ("main.py", "__main__.py", "tinkex"):
-        words = [word for word in sys.argv[1:3] if word.replace("-", "").isalpha()]
+    if path.name == "tinkex" or path.parts[-3:] == ("tinkex", "cli", "main.py"):
+        words = [word for word in sys.argv[1:3] if word.isalpha()]
         return " ".join(["tinkex", *words])
-    return name[:100]
+    # `python -m pytest` runs pytest/__main__.py.
+    return (path.parent.name if path.name == "__main__.py" else path.name)[:100]
 
 
 @contextlib.contextmanager

@@ -23,6 +23,8 @@ from tinkex.server.executor import ServedModel
 from tinkex.server.maintenance import disk_monitor
 from tinkex.server.retry import Backoff
 from tinkex.server.scheduler import checkpoints
+from tinkex.server.settings import SettingsError
+from tinkex.server.store.folder_lock import lock_folder
 from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.proto.frames_pb2 import Done, Order
 from waiting import until_async
@@ -119,6 +121,17 @@ async def test_saves_wait_for_free_space_and_log_it_once(
     lines = [line.split(" ", 2)[-1] for line in of_engine.splitlines()]
     assert len(set(lines)) == len(lines), lines
     assert caplog.text.count("was written after") == len(models)
+
+
+def test_a_disk_without_any_space_is_one_error(small_disk: Path) -> None:
+    (small_disk / "data").mkdir()
+    fill(small_disk, left=0)
+    with (
+        pytest.raises(SettingsError, match="cannot be written: No space left") as refused,
+        lock_folder(small_disk / "data"),
+    ):
+        pytest.fail("the folder was locked")
+    assert refused.value.hint == "Free some space, or choose another one with --data."
 
 
 @contextmanager

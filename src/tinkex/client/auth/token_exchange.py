@@ -111,7 +111,7 @@ class ExchangedToken(Credential):
             # The old token may still be valid; if not, the service rejects it.
             if self._clock() - self._warned_s >= RENEW_RETRY_S:
                 self._warned_s = self._clock()
-                log.warning("the token was not renewed, so the old one is used: %s", error)
+                log.warning("the token was not renewed, so the old one is used: %s", error.summary)
             return cached.text
 
     async def renew(self, refused: str) -> bool:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from tinkex.client.errors import APIStatusError
 from tinkex.client.files.file_download import DownloadFailed, Fetcher, FileInfo, Links, Stopped
 from tinkex.client.futures import refuse_to_block
+from tinkex.tracebacks import ends_at_caller
 from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ EXPORT_TTL_S = 3600
 NO_ARCHIVES = frozenset({404, 405, 410, 501})
 
 
+@ends_at_caller
 def download_checkpoint(
     path: str,
     folder: str | Path,

@@ -31,6 +31,7 @@ from tinkex.client.errors import (
 from tinkex.client.http.retry import RetryPolicy, retrying_in_thread
 from tinkex.client.http.transport import Request, Response, origin, redirect_url
 from tinkex.client.http.typed_requests import KEY_HEADER
+from tinkex.client.observe.waiting import Cause, Limit, ThreadedWaiting
 from tinkex.client.settings import Settings
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ class Fetcher:
     def __init__(self, settings: Settings, stop: threading.Event) -> None:
         self.stop = stop
         self._policy = RetryPolicy(give_up_s=settings.give_up_s)
+        self._waiting = ThreadedWaiting(settings.wait_notice_s)
         self._rng = random.Random()
         self._opener = _opener(settings)
         self._origin = origin(settings.base_url)
@@ -203,6 +205,7 @@ class Fetcher:
         """Retry under the policy; progress resets the counters."""
         failures, refusals, since, last = 0, 0, monotonic(), progress()
         link: str | None = None
+        request = object()  # identifies this download in `_waiting`
 
         def attempt() -> T:
             nonlocal link
@@ -225,11 +228,21 @@ class Fetcher:
                 return 0.0
             failures += 1
             elapsed_s, now = monotonic() - since, datetime.now(UTC)
-            return self._policy.delay_s(
+            delay_s = self._policy.delay_s(
                 failures, error, elapsed_s=elapsed_s, now=now, rng=self._rng
             )
+            if delay_s is not None:
+                limit = Limit(since + self._policy.give_up_s, "TINKEX_GIVE_UP_S")
+                self._waiting.wait(request, _cause(name, error), limit, since=since)
+            return delay_s
 
-        return retrying_in_thread(attempt, delay_after, self.stop.wait)
+        try:
+            answer = retrying_in_thread(attempt, delay_after, self.stop.wait)
+        except BaseException:
+            self._waiting.leave(request)
+            raise
+        self._waiting.over(request)
+        return answer
 
     def _open(self, link: str, headers: Mapping[str, str], *, accept: tuple[int, ...]) -> _Answer:
         from urllib.error import HTTPError
@@ -427,6 +440,10 @@ def _without_query(link: str) -> Request:
 
 def _broken(link: str, error: Exception) -> APIConnectionError:
     found = str(getattr(error, "reason", error)) or type(error).__name__
-    return APIConnectionError(
-        _without_query(link), f"Connection error. {_without_query(link).url}: {found}."
-    )
+    request = _without_query(link)
+    return APIConnectionError(request).explain(f"{request.url}: {found}.")
+
+
+def _cause(name: str, error: Exception) -> Cause:
+    reason = error.summary if isinstance(error, TinkerError) else str(error)
+    return Cause("download", f"Download of {name}", reason, over="goes on")

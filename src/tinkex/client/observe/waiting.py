@@ -6,7 +6,8 @@ and how to stop. One more when it goes on. All requests to one service that wait
 share these lines: 200 requests to a dead server give one.
 
 `WaitLog` decides what is said and when: no clock, no timer, no output. `Waiting` is its driver, with
-one timer while something waits. Requests that succeed at once touch neither.
+one timer while something waits; `ThreadedWaiting` is the one of downloads. Requests that succeed at
+once touch neither.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
@@ -185,6 +187,34 @@ def _duration(seconds: float) -> str:
     if seconds < 600:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min"
+
+
+class ThreadedWaiting:
+    """Writes the lines of work that threads retry: at an attempt, not by a timer."""
+
+    def __init__(self, notice_s: float | None) -> None:
+        self._notice_s = notice_s
+        self._log = WaitLog()
+        self._lock = threading.Lock()
+
+    def wait(self, request: object, cause: Cause, limit: Limit, *, since: float) -> None:
+        if self._notice_s is None:
+            return
+        with self._lock:
+            self._log.wait(request, cause, limit, since=since, notice_s=self._notice_s)
+            lines, _ = self._log.due(monotonic())
+        for line in lines:
+            log.warning("%s", line)
+
+    def over(self, request: object) -> None:
+        with self._lock:
+            line = self._log.over(request, monotonic())
+        if line is not None:
+            log.warning("%s", line)
+
+    def leave(self, request: object) -> None:
+        with self._lock:
+            self._log.leave(request)
 
 
 class Waiting:

@@ -11,6 +11,7 @@ lock, and also lock out servers of earlier versions.
 """
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -78,12 +79,13 @@ def lock_folder(folder: Path) -> Iterator[HeldLock]:
             stack.callback(os.close, descriptor)
             free = _flock(descriptor)
             lock = stack.enter_context(_opened(folder / LOCK_FILE))
+            _take_or_refuse(lock, free, f"data folder {folder}", "folder with --data")
         except OSError as error:
+            space = "Free some space, or choose" if error.errno == errno.ENOSPC else "Choose"
             raise SettingsError(
                 f"the data folder {folder} cannot be written: {error.strerror}.",
-                hint="Choose another one with --data.",
+                hint=f"{space} another one with --data.",
             ) from error
-        _take_or_refuse(lock, free, f"data folder {folder}", "folder with --data")
         held = HeldLock(lock, folder / LOCK_FILE, folder, descriptor)
         stack.callback(held.close)
         yield held
@@ -243,8 +245,8 @@ def _take(lock: TextIO) -> str | None:
     except BlockingIOError:
         return _holder_in(lock)
     lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
+    # Not buffered: on a full disk, closing the file would fail again.
+    os.write(lock.fileno(), f"{os.getpid()}\n".encode())
     return None
 
 
