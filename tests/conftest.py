@@ -19,9 +19,17 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 LONG = {"together", "chaos", "faults", "docs", "numerics"}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files come first, so that at the end no worker waits for another one's long file."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """
+    Long files come first, so that at the end no worker waits for another one's long file.
+
+    Tests that need a GPU are not part of a run without one: `pytest -m gpu` runs them.
+    """
     items.sort(key=lambda item: LONG.isdisjoint(item.path.parts))
+    if "gpu" not in config.option.markexpr:
+        gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
 
 
 @pytest.fixture(scope="session")

@@ -111,6 +111,11 @@ MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
         {"TINKER_BASE_URL": "http://127.0.0.1:9"},
     ),
     "not a server": ("run list", {"TINKER_BASE_URL": "banana"}),
+    "no service": (
+        "run list",
+        dict.fromkeys(("XDG_CONFIG_HOME", "XDG_STATE_HOME"), "/nonexistent")
+        | {"TINKER_BASE_URL": ""},
+    ),
     "no key for the hosted service": ("run list", {"TINKER_BASE_URL": "https://tinker.example"}),
 }
 WITH_KEYS: dict[str, tuple[str, dict[str, str]]] = {

@@ -22,6 +22,8 @@ import os, signal, sys, time
 from pathlib import Path
 from tinkex.local import leases, registry
 print("loading", *sys.argv[1:], file=sys.stderr, flush=True)
+print("2026-11-16 20:00:00,000 tinkex.server.supervisor /old has runs and checkpoints of an "
+      "earlier version. To have them here: tinkex import /old", file=sys.stderr, flush=True)
 if "--broken" in sys.argv:
     sys.exit("no such model")
 data = sys.argv[sys.argv.index("--data") + 1]
@@ -238,6 +240,12 @@ def test_a_server_that_does_not_start_is_reported_with_its_log(settings):
     broken = dataclasses.replace(settings, arguments=("--broken",))
     with pytest.raises(TinkerError, match="no such model"):
         local_server.attach(broken)
+
+
+def test_old_folders_are_named_to_the_program(settings, caplog):
+    local_server.attach(settings).release()
+    (line,) = [record.getMessage() for record in caplog.records if "/old" in record.getMessage()]
+    assert line.endswith("To have them here: tinkex import /old")
 
 
 def test_settings_come_from_the_environment(tmp_path):

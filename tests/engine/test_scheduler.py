@@ -1,5 +1,6 @@
 """The scheduler, with numbers instead of tensors."""
 
+import dataclasses
 import random
 from collections.abc import Callable
 
@@ -78,8 +79,8 @@ def next_token(sequence: SampleSequence) -> int:
 class Machine:
     """Runs steps as the sampler does, and tracks the content of each cache slot."""
 
-    def __init__(self, plan: Scheduler) -> None:
-        self.plan = plan
+    def __init__(self, plan: Scheduler, *, ahead: int = 1) -> None:
+        self.plan, self.ahead = plan, ahead
         #: The adapter and all tokens up to the slot's own: what its keys and values depend on.
         self.slots: dict[int, tuple[str | None, tuple[int, ...]]] = {}
         self.done: list[SampleSequence] = []
@@ -93,7 +94,7 @@ class Machine:
         return [p for step in self.steps if isinstance(step, PrefillStep) for p in step.chunks]
 
     def step(self) -> bool:
-        step = self.plan.next_step()
+        step = self.plan.next_step(decode_steps=self.ahead)
         if step is None:
             return False
         self.steps.append(step)
@@ -125,28 +126,33 @@ class Machine:
                 sequence.append(next_token(sequence), 0.0, None)
 
     def _decode(self, step: DecodeStep) -> None:
-        for sequence in step.sequences:
+        for _ in range(step.steps):
+            if unfinished := [s for s in step.sequences if s.stop_reason is None]:
+                self._decode_once(unfinished)
+
+    def _decode_once(self, sequences: list[SampleSequence]) -> None:
+        for sequence in sequences:
             position = sequence.length - 1
             slot = self.plan.pages.slot(sequence.page_table, position)
             known = (*sequence.request.prompt, *sequence.tokens)
             self.slots[slot] = (sequence.request.adapter, known)
-        levels = plan_range_reads(self.plan.pages, step.sequences)
+        levels = plan_range_reads(self.plan.pages, sequences)
         read: dict[int, list[int]] = {}
         for level in levels:
             reading = [s for run in level.ranges for s in range(run.first, run.last)]
             if level.sequences is None:
-                assert reading == list(range(len(step.sequences)))
+                assert reading == list(range(len(sequences)))
             else:
                 assert reading == level.sequences.tolist()
             for run in level.ranges:
                 for at in range(run.first, run.last):
                     read.setdefault(at, []).extend(range(run.start, run.stop))
-        for at, sequence in enumerate(step.sequences):
+        for at, sequence in enumerate(sequences):
             known = (*sequence.request.prompt, *sequence.tokens)
             assert [self.slots[slot] for slot in read[at]] == [
                 (sequence.request.adapter, known[:end]) for end in range(1, len(known) + 1)
             ]
-        for sequence in step.sequences:
+        for sequence in sequences:
             sequence.append(next_token(sequence), 0.0, None)
 
 
@@ -182,6 +188,57 @@ def test_samples_of_a_prompt_read_its_full_pages_together() -> None:
         (1, 2, 3),
         (2, 3, 3),
     ]
+
+
+def test_a_decode_step_has_pages_for_all_its_tokens() -> None:
+    plan = schedule(64)
+    plan.add(request(1, 10, 30))
+    plan.add(request(2, 10, 3))
+    machine = Machine(plan)
+    machine.step()
+    step = plan.next_step(decode_steps=8)
+    assert isinstance(step, DecodeStep)
+    assert step.steps == 8
+    long, short = step.sequences
+    assert long.page_table.page_count == plan.pages.needed(long.length + 7)
+    # Two tokens are left, and the last sampled token is never written.
+    assert short.page_table.page_count == plan.pages.needed(12)
+
+
+def test_a_decode_step_has_one_token_if_pages_are_short() -> None:
+    plan = schedule(8)
+    plan.add(request(1, 12, 20))
+    plan.add(request(2, 12, 20))
+    machine = Machine(plan)
+    machine.step()
+    step = plan.next_step(decode_steps=8)
+    assert isinstance(step, DecodeStep)
+    assert step.steps == 1
+    assert len(step.sequences) == 2
+
+
+def test_a_decode_step_between_prefills_is_short() -> None:
+    plan = schedule(64, tokens=8)
+    plan.add(request(1, 8, 20))
+    plan.add(request(2, 20, 20))
+    machine = Machine(plan, ahead=8)
+    for _ in range(12):
+        machine.step()
+    kinds = [s.steps if isinstance(s, DecodeStep) else "prefill" for s in machine.steps]
+    last = max(at for at, kind in enumerate(kinds) if kind == "prefill")
+    assert set(kinds[:last]) == {"prefill", 1}
+    assert kinds[last + 1] == 8
+
+
+def test_sequences_that_need_the_host_get_one_token() -> None:
+    plan = schedule(64)
+    truncated = dataclasses.replace(SAMPLING, top_k=5)
+    plan.add(dataclasses.replace(request(1, 10, 30), sampling=truncated))
+    machine = Machine(plan)
+    machine.step()
+    step = plan.next_step(decode_steps=8)
+    assert step is not None
+    assert plan.pages.count - plan.pages.available == plan.pages.needed(11)
 
 
 def test_long_prompts_are_prefilled_in_chunks() -> None:
@@ -355,7 +412,7 @@ def test_random_requests_all_end_with_their_own_tokens(seed: int, prefix_cache: 
         between=rng.choice([None, 2]),
         max_idle=rng.randint(1, pages) if prefix_cache else 0,
     )
-    machine = Machine(plan)
+    machine = Machine(plan, ahead=8 if seed % 2 else 1)
     asked: dict[int, Request] = {}
     for ticket in range(20):
         prompt = rng.randint(1, pages * 2)

@@ -43,6 +43,7 @@ ALLOWED_IMPORTS = {
     "models.tiny_model": "extras ~tokenizers ~torch ~safetensors",
     "models": "display extras ~numpy ~tokenizers ~huggingface_hub ~jinja2",
     "engine": "durable_files wire models numpy torch ~triton transformers safetensors tokenizers",
+    "engine.model.decode_kernels": "torch triton",  # itself loaded in functions only
     "server.queued_request": "",
     "server.scheduler.step_queue": "wire server.queued_request",
     "server.process_setup": "wire server.retry",

@@ -27,6 +27,13 @@ _HINTS = {
     "APIConnectionError": "Check that the server runs, and --base-url or TINKER_BASE_URL.",
     "APIResponseValidationError": "Check --base-url or TINKER_BASE_URL.",
 }
+#: Arguments of Python that messages name, and what they are in a shell.
+_OPTIONS = (
+    ('base_url="local" (`--base-url local`)', "`--base-url local`"),
+    ("base_url=..., --base-url", "--base-url"),
+    ("base_url=...", "--base-url"),
+    ("api_key=...", "--api-key"),
+)
 #: The end of a sentence that another one follows.
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
 
@@ -106,7 +113,10 @@ def as_command_failure(error: Exception) -> CommandFailed | None:
 
 def _service_failure(error: TinkerError) -> CommandFailed:
     names = [kind.__name__ for kind in type(error).__mro__]
-    sentence, hint = first_sentence(error.summary)
+    said = error.summary
+    for argument, option in _OPTIONS:
+        said = said.replace(argument, option)
+    sentence, hint = first_sentence(said)
     for name in names:
         hint = _SHELL_HINTS.get(name) or hint or _HINTS.get(name)
     return CommandFailed(sentence, hint=hint, details=error.details)

@@ -20,7 +20,7 @@ _OPTIONS = (
     click.option(
         "--base-url",
         metavar="URL",
-        help="URL of the service.  [default: TINKER_BASE_URL, else the hosted service]",
+        help="URL of the service.  [default: TINKER_BASE_URL, else your running server]",
     ),
     click.option(
         "--api-key",

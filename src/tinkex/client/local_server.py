@@ -38,6 +38,8 @@ log = logging.getLogger("tinkex.local")
 READY = re.compile(r"^tinkex ready at (http://\S+)$", re.MULTILINE)
 #: Lines of the server's log, which has them. Other lines show the progress of a download.
 LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d ")
+#: The line about a data folder of an earlier version (`server/registration.py`).
+OLD_FOLDER = re.compile(r"(\S+ has runs and checkpoints of an earlier version\. .*)$")
 POLL_S = 0.05
 DEFAULT_WAIT_S = 600.0
 #: A start that takes longer than this is worth a word.
@@ -230,6 +232,11 @@ def _wait_ready(
         nonlocal said
         ended = process.poll() is not None
         took_s = time.monotonic() - began
+        for line in progress:
+            if named := OLD_FOLDER.search(line):
+                log.warning("%s", named[1])
+            elif line.strip() and not LOG_LINE.match(line):
+                log.warning("local server: %s", line.rstrip())
         if found := READY.search(out_path.read_text(errors="replace")):
             if said:
                 log.warning("the local server is ready after %.0f s", took_s)
@@ -239,9 +246,6 @@ def _wait_ready(
             log.warning(
                 "starting a server on this machine (base_url='local'); its log is %s", log_path
             )
-        for line in progress:
-            if line.strip() and not LOG_LINE.match(line):
-                log.warning("local server: %s", line.rstrip())
         if ended:
             tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-15:])
             raise TinkerError(

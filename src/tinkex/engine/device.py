@@ -6,6 +6,7 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,6 +14,45 @@ import torch
 from tinkex.wire.engine_settings import EngineSettings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingProfile:
+    """How sampling suits a kind of device."""
+
+    #: Tokens in a page of the KV cache. Small pages waste little at the end of a sequence. A CPU
+    #: reads contiguous pages as one range, a GPU kernel reads one page at a time.
+    page_tokens: int
+    #: Maximum prompt tokens of a prefill step, alone and while sequences are decoding.
+    max_prefill_tokens: int
+    max_prefill_tokens_while_decoding: int
+    #: Limits of idle pages in the prefix cache, as a fraction of all pages and in bytes. On a CPU
+    #: pages that were never written take no memory, so without a limit an idle server would grow.
+    max_idle_fraction: float
+    max_idle_bytes: int
+    #: Number of noise values generated at a time.
+    noise_block: int
+
+
+SAMPLING_PROFILES = {
+    "cpu": SamplingProfile(
+        page_tokens=16,
+        max_prefill_tokens=2048,
+        max_prefill_tokens_while_decoding=512,
+        max_idle_fraction=0.25,
+        max_idle_bytes=1 << 29,
+        # Small, so that the noise stays in the processor's cache.
+        noise_block=1 << 16,
+    ),
+    "cuda": SamplingProfile(
+        page_tokens=64,
+        max_prefill_tokens=8192,
+        max_prefill_tokens_while_decoding=2048,
+        max_idle_fraction=1.0,
+        max_idle_bytes=1 << 40,
+        noise_block=1 << 26,
+    ),
+}
 
 
 class UnusableDevice(ValueError):
@@ -40,10 +80,12 @@ def choose_device(settings: EngineSettings) -> torch.device:
             f"the device is {settings.device!r}, but torch finds no GPU on this machine.",
             hint="Use --device cpu, or install a torch build with CUDA.",
         )
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        found, names = ("1 GPU", "cuda:0") if count == 1 else (f"{count} GPUs", "")
         raise UnusableDevice(
-            f"the device is {settings.device!r}, but torch finds {torch.cuda.device_count()} GPUs.",
-            hint=f"Use cuda:0 to cuda:{torch.cuda.device_count() - 1}.",
+            f"the device is {settings.device!r}, but torch finds {found}.",
+            hint=f"Use --device {names or f'cuda:0 to cuda:{count - 1}'}.",
         )
     return device
 

@@ -11,10 +11,11 @@ from starlette.routing import Route
 
 from server.echo import EchoExecutor
 from server.hosting import Api
-from tinkex.server.api import docs_page
+from tinkex.server.api import docs_page, status_page
 from tinkex.server.api.bodies import MessageRoute
 from tinkex.server.api.deps import describe_body
 from tinkex.server.app import create_app
+from tinkex.server.executor import ServedModel
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
 from tinkex.wire.training import OptimStepRequest
@@ -179,6 +180,23 @@ def test_descriptions_are_escaped_on_the_page() -> None:
     reader = Reader()
     reader.feed(docs_page.page(described))
     assert reader.loads == []
+
+
+def test_the_status_page_is_valid_and_escapes_names() -> None:
+    hostile = "<script>alert(1)</script>"
+    text = status_page.page(
+        url=f"http://{hostile}",
+        models=[ServedModel(name=hostile, folder=Path("/"), max_context_length=8192)],
+        needs_keys=False,
+        problem=hostile,
+    )
+    reader = Reader()
+    reader.feed(text)
+    assert reader.open == []
+    assert reader.loads == []
+    assert "8,192" in text
+    assert "tml-local" in text
+    assert "YOUR-KEY" in status_page.page(url="http://x", models=[], needs_keys=True, problem=None)
 
 
 @pytest.mark.parametrize("described", [False, True])

@@ -31,7 +31,8 @@ class SamplerAdapter:
     """Immutable weights in the number format of the base model."""
 
     def __init__(self, *, layout: Layout, scale: float, live: Tensor) -> None:
-        self._layout, self._scale = layout, scale
+        self._layout = layout
+        self.scale = scale
         self.live = live
         self.pairs: Mapping[str, Pair] = make_pairs(layout, live, scale=scale)
 
@@ -40,7 +41,11 @@ class SamplerAdapter:
         live = self.live.to(device)
         if live is self.live:
             return self
-        return SamplerAdapter(layout=self._layout, scale=self._scale, live=live)
+        return SamplerAdapter(layout=self._layout, scale=self.scale, live=live)
+
+    @property
+    def rank(self) -> int:
+        return self._layout.rank
 
 
 class TrainingAdapter:

@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from tinkex.engine.model import attention
 from tinkex.engine.model.attention import Packing, PackingLost
+from tinkex.engine.model.fused_decoder import FusedDecoder
 from tinkex.engine.model.lm_head import HEAD, Head
 from tinkex.engine.model.lora import (
     AdapterContext,
@@ -86,6 +87,14 @@ class BaseModel:
             )
         )
         model.set_attn_implementation(attention.NAME)
+        #: Decodes faster on a GPU; None if there is no such code for the model.
+        self.fused: FusedDecoder | None = None
+        if device.type == "cuda" and dtype == torch.bfloat16:
+            self.fused = FusedDecoder.of(self._decoder, self._embed, self.head)
+            # The weights were moved, and their old memory is in pieces.
+            torch.cuda.empty_cache()
+        #: A few tokens, and the original model's logits after them.
+        self.probed = (probe(self.vocab_size).to(device), expected[-1].clone())
         #: (key heads, head size) of every layer, for the KV cache.
         self.cache_shapes = self._check(expected)
         #: Peak activation memory of a training pass per token.

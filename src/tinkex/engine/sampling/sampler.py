@@ -18,25 +18,14 @@ from tinkex.engine.adapters import checkpoints
 from tinkex.engine.adapters.adapters import SamplerAdapter
 from tinkex.engine.adapters.checkpoints import SavedAdapter, describe_difference
 from tinkex.engine.adapters.memory_plan import Resident
-from tinkex.engine.model.attention import (
-    CachedPrefix,
-    CacheLayer,
-    CacheUse,
-    Packing,
-)
+from tinkex.engine.device import SAMPLING_PROFILES
 from tinkex.engine.model.base_model import BaseModel
-from tinkex.engine.model.lora import AdapterSegment, Layout, make_layout
-from tinkex.engine.sampling.cache_reads import (
-    gather_is_cheaper,
-    gathered_table,
-    plan_range_reads,
-    slots_of,
-)
+from tinkex.engine.model.lora import Layout, make_layout
 from tinkex.engine.sampling.kv_pages import Pages
+from tinkex.engine.sampling.model_runner import ModelRunner
 from tinkex.engine.sampling.prompt_logprobs import PromptLogprobResults
 from tinkex.engine.sampling.sample_checks import SampleChecks
 from tinkex.engine.sampling.scheduler import (
-    CopySlots,
     DecodeStep,
     PrefillChunk,
     PrefillStep,
@@ -63,23 +52,10 @@ log = logging.getLogger(__name__)
 
 # T packed tokens, H hidden size
 
-#: Tokens in a page. Small pages waste little at the end of a sequence; contiguous pages are read as
-#: one range, so their number does not matter.
-PAGE_TOKENS = 16
-
 #: A burst is a series of steps without an interruption. Limits of one burst: the number of steps,
 #: and the seconds after which no further step starts.
 BURST_STEPS = 8
 BURST_S = 0.25
-
-#: Maximum prompt tokens of a prefill step, alone and while sequences are decoding.
-MAX_PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
-MAX_PREFILL_TOKENS_WHILE_DECODING = {"cpu": 512, "cuda": 2048}
-
-#: Limits of idle pages in the prefix cache, as a fraction of all pages and in bytes. On a CPU pages
-#: that were never written take no memory, so without a limit an idle server would grow.
-MAX_IDLE_FRACTION = {"cpu": 0.25, "cuda": 1.0}
-MAX_IDLE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 40}
 
 #: While a request waits for memory for its adapter, requests for loaded adapters are admitted for
 #: this many seconds. Then they wait too, or a steady stream of them would block it forever.
@@ -162,18 +138,21 @@ class Sampler:
         self._pending: dict[int, _PendingResponse] = {}
         #: Streamed sequences with unreported tokens, in the order in which they were sampled.
         self._partial: dict[SampleSequence, None] = {}
-        count, kind = max(1, kv_tokens // PAGE_TOKENS), model.device.type
+        profile = SAMPLING_PROFILES[model.device.type]
+        count = max(1, kv_tokens // profile.page_tokens)
         max_idle = 0
         # Cached tokens were computed in another batch and are equal only up to rounding.
         if settings.prefix_cache and not settings.deterministic:
-            bytes_each = PAGE_TOKENS * model.cache_bytes_per_token
-            max_idle = min(int(count * MAX_IDLE_FRACTION[kind]), MAX_IDLE_BYTES[kind] // bytes_each)
-        pages = Pages(count, PAGE_TOKENS, max_idle=max_idle)
+            bytes_each = profile.page_tokens * model.cache_bytes_per_token
+            max_idle = min(
+                int(count * profile.max_idle_fraction), profile.max_idle_bytes // bytes_each
+            )
+        pages = Pages(count, profile.page_tokens, max_idle=max_idle)
         self._scheduler = Scheduler(
             pages,
             max_sequences=settings.max_sequences,
-            max_batch_tokens=min(max_batch_tokens, MAX_PREFILL_TOKENS[kind]),
-            prefill_tokens=MAX_PREFILL_TOKENS_WHILE_DECODING[kind],
+            max_batch_tokens=min(max_batch_tokens, profile.max_prefill_tokens),
+            prefill_tokens=profile.max_prefill_tokens_while_decoding,
             one_request_at_a_time=settings.deterministic,
             load_adapter=self._load_adapter,
             may_load=self._may_load,
@@ -184,15 +163,14 @@ class Sampler:
             eos_token_ids=model.eos_token_ids,
             folder=settings.folder,
         )
-        # Not initialized: on a CPU pages take physical memory only once they are written.
-        slots = pages.count * pages.size
-        self._layers = [
-            CacheLayer(
-                torch.empty(slots, *shape, dtype=model.dtype, device=model.device),
-                torch.empty(slots, *shape, dtype=model.dtype, device=model.device),
-            )
-            for shape in model.cache_shapes
-        ]
+        self._runner = ModelRunner(
+            model,
+            pages,
+            self._adapters,
+            max_sequences=settings.max_sequences,
+            # Which path runs depends on when its kernels are compiled.
+            graphs=not settings.deterministic,
+        )
 
     @property
     def busy(self) -> bool:
@@ -242,7 +220,7 @@ class Sampler:
         finished: list[Finished] = []
         ends_s = time.perf_counter() + BURST_S
         for _ in range(BURST_STEPS):
-            step = self._scheduler.next_step()
+            step = self._scheduler.next_step(decode_steps=self._runner.decode_steps)
             self._stalled = step is None
             failed, self._failed_loads = self._failed_loads, []
             finished += failed
@@ -350,15 +328,6 @@ class Sampler:
         for key in [key for key in self._adapters if key not in kept][:spare]:
             self.drop_adapter(key)
 
-    def _adapter_segments(
-        self, ranges: Sequence[tuple[int, int, AdapterKey]]
-    ) -> list[AdapterSegment]:
-        return [
-            AdapterSegment(start, stop, self._adapters[key].pairs)
-            for start, stop, key in ranges
-            if key is not None
-        ]
-
     # -- steps ------------------------------------------------------------------------------------
 
     def _run(self, step: PrefillStep | DecodeStep) -> None:
@@ -374,34 +343,8 @@ class Sampler:
 
     def _prefill(self, step: PrefillStep) -> None:
         chunks = step.chunks
-        device, pages = self._model.device, self._scheduler.pages
-        lengths = [chunk.stop - chunk.start for chunk in chunks]
-        slots = [slots_of(pages, chunk) for chunk in chunks]
-        cache = CacheUse(
-            layers=self._layers,
-            write_slots_T=torch.cat([s[c.start :] for s, c in zip(slots, chunks, strict=True)]).to(
-                device
-            ),
-            prefixes=[
-                CachedPrefix.of(s.to(device), c.stop - c.start) if c.start else None
-                for s, c in zip(slots, chunks, strict=True)
-            ],
-        )
-        packing = Packing.of(
-            lengths, device=device, offsets=[chunk.start for chunk in chunks], cache=cache
-        )
-        ids = [
-            token for chunk in chunks for token in chunk.prefill.tokens[chunk.start : chunk.stop]
-        ]
-        starts = packing.starts
-        segments = self._adapter_segments(
-            [
-                (start, stop, chunk.prefill.request.adapter)
-                for start, stop, chunk in zip(starts, starts[1:], chunks, strict=False)
-            ]
-        )
-        hidden_TH = self._model.hidden(torch.tensor(ids, device=device), packing, segments)
-        self.tokens_prefilled += len(ids)
+        hidden_TH, starts = self._runner.prefill(chunks)
+        self.tokens_prefilled += starts[-1]
         ready: list[tuple[int, list[SampleSequence]]] = []
         for at, chunk in enumerate(chunks):
             hidden = hidden_TH[starts[at] : starts[at + 1]]
@@ -410,7 +353,7 @@ class Sampler:
             if chunk.prefill.prompt_logprobs:
                 self._score_prompt(chunk, hidden)
             started, copies = self._scheduler.finish_chunk(chunk)
-            self._copy_slots(copies)
+            self._runner.copy_slots(copies)
             if started:
                 ready.append((starts[at + 1] - 1, started))
         if ready:
@@ -420,33 +363,29 @@ class Sampler:
         self, hidden_TH: Tensor, ready: Sequence[tuple[int, list[SampleSequence]]]
     ) -> None:
         """Samples the first token of sequences whose prefill is complete."""
-        segments = self._adapter_segments(adapter_ranges(started[0] for _, started in ready))
+        segments = self._runner.adapter_segments(adapter_ranges(started[0] for _, started in ready))
         logits = self._model.head.logits(hidden_TH[[at for at, _ in ready]], segments)
         repeats = [at for at, (_, started) in enumerate(ready) for _ in started]
         self._sample([sequence for _, started in ready for sequence in started], logits[repeats])
 
     def _decode(self, step: DecodeStep) -> None:
-        sequences = step.sequences
-        device, pages = self._model.device, self._scheduler.pages
-        positions = [sequence.length - 1 for sequence in sequences]
-        write = [
-            pages.slot(sequence.page_table, position)
-            for sequence, position in zip(sequences, positions, strict=True)
-        ]
-        rounds = plan_range_reads(pages, sequences) if device.type == "cpu" else None
-        if rounds and gather_is_cheaper(rounds, [sequence.length for sequence in sequences]):
-            rounds = None
-        cache = CacheUse(
-            layers=self._layers,
-            write_slots_T=torch.tensor(write, device=device),
-            rounds=rounds,
-            table=None if rounds else gathered_table(pages, sequences, self._model),
-        )
-        packing = Packing.of([1] * len(sequences), device=device, offsets=positions, cache=cache)
-        segments = self._adapter_segments(adapter_ranges(sequences))
-        ids = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=device)
-        hidden_SH = self._model.hidden(ids, packing, segments)
-        self._sample(sequences, self._model.head.logits(hidden_SH, segments))
+        # Sequences whose tokens the host must sample run one step beside the others.
+        alone = [s for s in step.sequences if not s.request.sampling.needs_host]
+        decoded = self._runner.decode_and_sample(alone, step.steps) if alone else None
+        if decoded is None:
+            self._sample(step.sequences, self._runner.decode(step.sequences))
+            return
+        for at, sequence in enumerate(alone):
+            tokens, logprobs = decoded.tokens[:, at].tolist(), decoded.logprobs[:, at].tolist()
+            for token, logprob in zip(tokens, logprobs, strict=True):
+                sequence.append(token, logprob, None)
+                self.tokens_sampled += 1
+                if sequence.stop_reason is not None:
+                    break
+            if sequence.request.streams:
+                self._partial[sequence] = None
+        if others := [s for s in step.sequences if s.request.sampling.needs_host]:
+            self._sample(others, self._runner.decode(others))
 
     def _sample(self, sequences: Sequence[SampleSequence], logits_SV: Tensor) -> None:
         steps = [SampleStep(s.request.sampling, s.index, len(s.tokens)) for s in sequences]
@@ -457,12 +396,6 @@ class Sampler:
             if sequence.request.streams:
                 self._partial[sequence] = None
 
-    def _copy_slots(self, copies: Sequence[CopySlots]) -> None:
-        for source, target, length in copies:
-            for layer in self._layers:
-                for cached in layer:
-                    cached[target : target + length] = cached[source : source + length]
-
     def _score_prompt(self, chunk: PrefillChunk, hidden_tH: Tensor) -> None:
         request = chunk.prefill.request
         results = self._pending[request.ticket].prompt
@@ -470,7 +403,7 @@ class Sampler:
         if not len(sources):
             return
         needed_tH = hidden_tH[torch.from_numpy(sources - chunk.start).to(hidden_tH.device)]
-        segments = self._adapter_segments([(0, len(needed_tH), request.adapter)])
+        segments = self._runner.adapter_segments([(0, len(needed_tH), request.adapter)])
         for part in self._model.head.chunks(needed_tH, segments):
             results.add_logits(sources[part.span], part.logits_tV, request.sampling)
 

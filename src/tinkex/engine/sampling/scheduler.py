@@ -73,6 +73,9 @@ class PrefillStep:
 class DecodeStep:
     #: Grouped by adapter, then by request.
     sequences: Sequence[SampleSequence]
+    #: The sequences have pages for this many more tokens, or for all that they may still sample.
+    #: One token for sequences that need the host for each.
+    steps: int = 1
 
 
 class CopySlots(NamedTuple):
@@ -170,21 +173,22 @@ class Scheduler:
         self._prefilling = [f for f in self._prefilling if f.request.ticket != ticket]
         self._running = [s for s in self._running if s.request.ticket != ticket]
 
-    def next_step(self) -> PrefillStep | DecodeStep | None:
+    def next_step(self, *, decode_steps: int = 1) -> PrefillStep | DecodeStep | None:
         """
         The next step. The caller computes it, then calls `finish_chunk` for each prefill chunk.
 
         Prefills come first, so that more sequences decode together. After each prefill step follows
-        a decode step, so that a stream of new requests does not block running sequences.
+        a decode step, so that a stream of new requests does not block running sequences. It is
+        short if more prefills follow; otherwise it has up to `decode_steps` tokens.
         """
         if self._running and self._prefilled_last:
             self._prefilled_last = False
-            return self._decode_step()
+            return self._decode_step(1 if self._prefilling or self._waiting else decode_steps)
         self._admit()
         if self._prefilling:
             self._prefilled_last = True
             return PrefillStep(chunks=self._next_chunks())
-        return self._decode_step() if self._running else None
+        return self._decode_step(decode_steps) if self._running else None
 
     def finish_chunk(self, chunk: PrefillChunk) -> tuple[list[SampleSequence], list[CopySlots]]:
         """
@@ -235,8 +239,8 @@ class Scheduler:
 
     # -- decoding ---------------------------------------------------------------------------------
 
-    def _decode_step(self) -> DecodeStep | None:
-        """The running sequences, each with a page for its next token."""
+    def _decode_step(self, steps: int) -> DecodeStep | None:
+        """The running sequences, each with pages for its next tokens: `steps`, or only one."""
         pages = self.pages
         short = [s for s in self._running if pages.needed(s.length) > s.page_table.page_count]
         for sequence in sorted(short, key=lambda s: s.admission_number):
@@ -244,13 +248,27 @@ class Scheduler:
                 sequence.page_table, max_pages=self._max_pages(sequence.request)
             ):
                 self._preempt_last_admitted()
+        if steps > 1 and not self._extend_ahead(steps):
+            steps = 1
         for sequence in self._running:
-            self._waiting.charge(sequence.request.owner, 1)
+            self._waiting.charge(sequence.request.owner, _tokens_ahead(sequence, steps))
         if not self._sorted:
             # Sequences with the same adapter or prefix become adjacent.
             self._running.sort(key=_decode_order)
             self._sorted = True
-        return DecodeStep(sequences=tuple(self._running)) if self._running else None
+        return DecodeStep(sequences=tuple(self._running), steps=steps) if self._running else None
+
+    def _extend_ahead(self, steps: int) -> bool:
+        """Adds pages for several tokens. Returns False if too few are available."""
+        pages = self.pages
+        for sequence in self._running:
+            needed = pages.needed(sequence.length + _tokens_ahead(sequence, steps) - 1)
+            for _ in range(needed - sequence.page_table.page_count):
+                if not pages.extend(
+                    sequence.page_table, max_pages=self._max_pages(sequence.request)
+                ):
+                    return False
+        return True
 
     def _preempt_last_admitted(self) -> None:
         """Preempts the prefill or sequence admitted last, which may be the one that needs pages."""
@@ -469,6 +487,11 @@ class Scheduler:
         if rest := prefill.sequences[len(started) :]:
             self._waiting.requeue(prefill.request.owner, _resume_prefill(prefill.request, rest))
         return started, copies
+
+
+def _tokens_ahead(sequence: SampleSequence, steps: int) -> int:
+    """How many tokens a decode step of `steps` samples for a sequence."""
+    return 1 if sequence.request.sampling.needs_host else min(steps, sequence.tokens_left)
 
 
 def _decode_order(sequence: SampleSequence) -> tuple[str, list[int], int, int]:

@@ -64,6 +64,11 @@ class SamplingConfig:
         """Whether top_k or top_p exclude some tokens."""
         return self.top_k is not None or self.top_p is not None
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether a GPU cannot sample several tokens in a row without the host."""
+        return self.is_truncated or self.top_logprobs > 0
+
 
 class PromptTargets(NamedTuple):
     """Requested logprobs: of `token[i]` as the continuation of prompt token `source[i]`."""
@@ -139,6 +144,11 @@ class SampleSequence:
     def length(self) -> int:
         """Number of tokens so far, including the prompt."""
         return len(self.request.prompt) + len(self.tokens)
+
+    @property
+    def tokens_left(self) -> int:
+        """Number of tokens that may still be sampled."""
+        return self.request.max_new_tokens - len(self.tokens)
 
     @property
     def cached_tokens(self) -> list[int]:

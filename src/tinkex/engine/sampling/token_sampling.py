@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tinkex.engine.device import SAMPLING_PROFILES
 from tinkex.engine.sampling.sequences import SamplingConfig
 
 # S sequences (rows of logits), V vocabulary
@@ -42,10 +44,6 @@ class SampledTokens:
     tops: list[tuple[list[int], list[float]] | None]
 
 
-#: Number of noise values generated at a time.
-NOISE_BLOCK = {"cpu": 1 << 16, "cuda": 1 << 26}
-
-
 def sample_tokens(logits_SV: Tensor, steps: Sequence[SampleStep]) -> SampledTokens:
     """Samples one token for each row. Overwrites the logits."""
     temperatures = [step.sampling.temperature or 1.0 for step in steps]
@@ -59,8 +57,8 @@ def sample_tokens(logits_SV: Tensor, steps: Sequence[SampleStep]) -> SampledToke
             tokens_S[at] = _sample_one(logits_SV[at], step)
         else:
             plain.append(at)
-    # A few rows at a time, so that the noise stays in the processor's cache.
-    block = max(1, NOISE_BLOCK[logits_SV.device.type] // logits_SV.shape[1])
+    profile = SAMPLING_PROFILES[logits_SV.device.type]
+    block = max(1, profile.noise_block // logits_SV.shape[1])
     for begin in range(0, len(plain), block):
         rows = plain[begin : begin + block]
         keys = [noise_keys(d.sampling.seed, d.sample, d.step) for d in (steps[at] for at in rows)]
@@ -178,10 +176,14 @@ def uniform_number(seed: int, index: int, step: int) -> float:
 
 def noise_keys(seed: int, index: int, step: int) -> tuple[int, int]:
     """Two 32-bit keys for one row."""
-    state = _mixed(seed & _MASK64)
-    state = _mixed(state ^ index)
-    state = _mixed(state ^ step)
+    state = _mixed(sample_key(seed, index) ^ step)
     return state & 0xFFFFFFFF, state >> 32
+
+
+@lru_cache(maxsize=4096)
+def sample_key(seed: int, index: int) -> int:
+    """64 bits for one sample of a request. A GPU mixes them with the step itself."""
+    return _mixed(_mixed(seed & _MASK64) ^ index)
 
 
 def _mixed(value: int) -> int:

@@ -1,0 +1,261 @@
+"""Decoding with CUDA graphs, in the whole engine, against the code of transformers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tinkex.engine import Engine, EngineSettings
+from tinkex.engine.sampling.model_runner import ModelRunner
+from tinkex.wire.inputs import Datum, ModelInput
+from tinkex.wire.sampling import SampledSequence, SampleRequest, SamplingParams
+from tinkex.wire.training import AdamOptimizerConfig, ForwardBackwardInput, LoraConfig
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [[(7 * at + 3 * length) % 1000 for at in range(length)] for length in (63, 200)]
+ADAPTERS = {"small": (8, False), "large": (32, False), "odd": (3, True)}
+
+
+def write_model(folder: Path, kind: str) -> Path:
+    """Scaled so that logits have the magnitude of a trained model."""
+    import transformers
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
+    sizes |= {"vocab_size": 5000, "max_position_embeddings": 1024, "num_attention_heads": 8}
+    if kind == "qwen3":
+        config = transformers.Qwen3Config(
+            **sizes, num_key_value_heads=4, head_dim=64, tie_word_embeddings=False
+        )
+    elif kind == "qwen2":  # biases; one key head for each query head; tied embeddings
+        config = transformers.Qwen2Config(**sizes, num_key_value_heads=8, tie_word_embeddings=True)
+    else:
+        config = transformers.LlamaConfig(
+            **sizes, num_key_value_heads=2, head_dim=80, tie_word_embeddings=False
+        )
+    config.eos_token_id = None
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=0.1 if "lm_head" in name else weight.shape[1] ** -0.5)
+            elif "bias" in name:
+                weight.normal_(std=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+class Subject:
+    """An engine whose decode steps run as graphs, and some adapters."""
+
+    def __init__(self, folder: Path, kind: str, **settings: int) -> None:
+        self.engine = Engine(
+            EngineSettings(
+                name=kind,
+                folder=write_model(folder / "model", kind),
+                device="cuda",
+                **{"kv_tokens": 16_384, "max_sequences": 8, **settings},
+            )
+        )
+        self.adapters: list[Path | None] = [None]
+        for name, (rank, head) in ADAPTERS.items():
+            lora = LoraConfig(rank=rank, seed=rank, train_unembed=head, train_mlp=name != "small")
+            self.engine.create(name, lora, AdamOptimizerConfig())
+            adapter = self.engine._adapter(name)
+            generator = torch.Generator("cuda").manual_seed(rank)
+            adapter.master.normal_(std=0.05, generator=generator)
+            adapter.refresh_live()
+            self.engine.save(name, folder / name, optimizer=False)
+            self.adapters.append(folder / name)
+        self.sample(1, max_tokens=1)
+        graphs = self.runner._graphs
+        assert graphs is not None
+        # One bucket, so that there are few kernels to compile.
+        graphs.waits, graphs._buckets = True, [8]
+        assert self.engine._sampler is not None
+        self.engine._sampler.scheduler.pages._evict_idle(0)
+        # NaN in every slot: nothing may read what was not written.
+        for layer in self.runner._layers:
+            for cached in layer:
+                cached.fill_(float("nan"))
+
+    @property
+    def runner(self) -> ModelRunner:
+        assert self.engine._sampler is not None
+        return self.engine._sampler._runner
+
+    def sample(
+        self,
+        samples: int = 2,
+        *,
+        adapters: list[Path | None] | None = None,
+        streams: bool = False,
+        **params: object,
+    ) -> dict[tuple[int, int], SampledSequence]:
+        """(ticket, sample) -> the outcome of every prompt with every adapter."""
+        adapters = self.adapters if adapters is None else adapters
+        cases = [(prompt, adapter) for adapter in adapters for prompt in PROMPTS]
+        for ticket, (prompt, adapter) in enumerate(cases):
+            request = SampleRequest(
+                prompt=ModelInput.from_ints(prompt),
+                num_samples=samples,
+                sampling_params=SamplingParams(**{"max_tokens": 21, "seed": 5, "stop": [], **params}),
+            )  # fmt: skip
+            self.engine.submit(ticket, request, adapter=adapter, streams=streams)
+        found: dict[tuple[int, int], SampledSequence] = {}
+        while self.engine.sampling:
+            for finished in self.engine.advance():
+                assert not isinstance(finished.outcome, Exception), finished.outcome
+                for at, sequence in enumerate(finished.outcome.sequences):
+                    found[finished.ticket, at] = sequence
+        return found
+
+    def sample_with_graphs(self, **params: object) -> dict[tuple[int, int], SampledSequence]:
+        found = self.sample(**params)  # type: ignore[arg-type]
+        graphs = self.runner._graphs
+        assert graphs is not None
+        assert graphs.active
+        assert not graphs._refused
+        assert graphs._graphs
+        return found
+
+    def forward_logprobs(self, ticket: int, sequence: SampledSequence) -> np.ndarray:
+        prompt = PROMPTS[ticket % len(PROMPTS)]
+        tokens = np.array([*prompt, *sequence.tokens])
+        datum = Datum(
+            model_input=ModelInput.from_ints(tokens[:-1].tolist()),
+            loss_fn_inputs={"target_tokens": tokens[1:].astype(np.int64)},
+        )
+        work = ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
+        name = list(ADAPTERS)[ticket // len(PROMPTS) - 1]
+        output = self.engine.run_pass(name, work, backward=False).loss_fn_outputs[0]
+        return np.asarray(output["logprobs"].to_numpy()[len(prompt) - 1 :])
+
+    def check(self, found: dict[tuple[int, int], SampledSequence]) -> None:
+        """
+        Sampled logprobs against those of a forward pass over the whole sequence.
+
+        The bound is for this model: with the code of transformers the difference is 1.1e-2.
+        """
+        gaps = [
+            np.abs(self.forward_logprobs(ticket, sequence) - sequence.logprobs_np)
+            for (ticket, _), sequence in found.items()
+            if ticket >= len(PROMPTS)
+        ]
+        gap = float(np.concatenate(gaps).mean())
+        assert gap < 2.5e-2
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen2", "llama"])
+def any_subject(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Subject:
+    return Subject(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    return Subject(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+@pytest.fixture
+def without_graphs(subject: Subject) -> Iterator[None]:
+    runner = subject.runner
+    kept, runner._graphs = runner._graphs, None
+    yield
+    runner._graphs = kept
+
+
+def test_sampled_logprobs_equal_those_of_a_forward_pass(any_subject: Subject) -> None:
+    found = any_subject.sample_with_graphs()
+    assert all(len(sequence.tokens) == 21 for sequence in found.values())
+    any_subject.check(found)
+
+
+def test_logits_equal_those_of_transformers(any_subject: Subject) -> None:
+    """One step of the same sequences on both paths: base model, three ranks, an adapted head."""
+    subject = any_subject
+    engine, sampler = subject.engine, subject.engine._sampler
+    assert sampler is not None
+    for ticket, adapter in enumerate(subject.adapters):
+        request = SampleRequest(
+            prompt=ModelInput.from_ints(PROMPTS[1]),
+            num_samples=2,
+            sampling_params=SamplingParams(max_tokens=90, seed=1, stop=[]),
+        )
+        engine.submit(ticket, request, adapter=adapter)
+    while sampler.scheduler.running < 8:
+        engine.advance()
+    step = sampler.scheduler.next_step()
+    runner, graphs = subject.runner, subject.runner._graphs
+    with torch.inference_mode():
+        assert graphs is not None
+        found = graphs.logits(step.sequences, sampler._adapters)
+        assert found is not None
+        found = found.clone().log_softmax(dim=1)
+        runner._graphs = None
+        expected = runner.decode(step.sequences).log_softmax(dim=1)
+        runner._graphs = graphs
+    for ticket in range(len(subject.adapters)):
+        engine.cancel(ticket)
+    # Of each row: the error of one adapter would hide in the mean of all.
+    gaps = (found - expected).abs().mean(dim=1).tolist()
+    assert max(gaps) < 6e-2, gaps
+
+
+def test_greedy_tokens_are_the_most_likely(subject: Subject) -> None:
+    subject.check(subject.sample_with_graphs(samples=1, temperature=0.0))
+    # From now on the prompts are in the prefix cache.
+    found = subject.sample(samples=1, temperature=0.0)
+    again = subject.sample(samples=1, temperature=0.0)
+    assert {key: one.tokens for key, one in again.items()} == {
+        key: one.tokens for key, one in found.items()
+    }
+
+
+def test_the_same_seed_gives_the_same_tokens_again(subject: Subject) -> None:
+    subject.sample_with_graphs()
+    found, again = subject.sample(), subject.sample()
+    for key, one in found.items():
+        assert one.tokens == again[key].tokens
+        assert one.logprobs == again[key].logprobs
+
+
+@pytest.mark.usefixtures("without_graphs")
+def test_without_graphs(subject: Subject) -> None:
+    """The other path is checked by the same rule."""
+    subject.check(subject.sample())
+
+
+def test_stops_end_a_sequence_at_the_token(subject: Subject) -> None:
+    subject.sample_with_graphs()
+    found = subject.sample()
+    ticket, stop = next((key[0], one.tokens[4]) for key, one in found.items() if key[1] == 0)
+    again = subject.sample(stop=[stop])
+    sequence = again[ticket, 0]
+    expected = found[ticket, 0].tokens
+    assert sequence.tokens == expected[: expected.index(stop) + 1]
+    assert sequence.stop_reason == "stop"
+
+
+@pytest.mark.parametrize("params", [{"top_k": 5}, {"top_p": 0.8}])
+def test_requests_that_need_the_host(subject: Subject, params: dict[str, object]) -> None:
+    found = subject.sample_with_graphs(**params)
+    assert all(len(sequence.tokens) == 21 for sequence in found.values())
+    subject.check(found)
+
+
+def test_streamed_tokens_are_the_result(subject: Subject) -> None:
+    found = subject.sample_with_graphs(streams=True, samples=1)
+    assert len(found) == 8
+
+
+def test_few_pages_preempt_and_keep_the_tokens(tmp_path: Path) -> None:
+    """With pages for a few sequences, several steps ahead are reserved only where they fit."""
+    tight = Subject(tmp_path, "qwen3", kv_tokens=11 * 64, max_sequences=8)
+    found = tight.sample_with_graphs(max_tokens=80, adapters=tight.adapters[:3])
+    assert all(len(sequence.tokens) == 80 for sequence in found.values())
+    tight.check(found)
