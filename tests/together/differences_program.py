@@ -75,6 +75,8 @@ except client.NotFoundError as error:
     facts["a 404 is no success"] = (response.status_code, response.is_success, response.is_error)
     facts["raise_for_status raises"] = result_of(response.raise_for_status) is not None
     facts["time of an error"] = response.elapsed.total_seconds() > 0
+    facts["message of an error"] = error.message
+    facts["first line of an error"] = str(error).partition("\n")[0]
     facts["request of an error holds the key"] = "tml-secret" in str(error.request.headers)
 facts["logger"] = sys.argv[1] in logging.root.manager.loggerDict
 facts["redirect to another origin"] = result_of(

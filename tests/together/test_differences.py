@@ -28,6 +28,7 @@ SAME: dict[str, Any] = {
     "header of an error": "3",
     "url of an error": True,
     "a 404 is no success": [404, False, True],
+    "message of an error": "Error code: 404 - {'detail': 'not here'}",
     "raise_for_status raises": True,
     "time of an error": True,
     "logger": True,  # each client has its own name
@@ -47,6 +48,7 @@ DIFFERENT: dict[str, tuple[Any, Any]] = {
     "bools as tokens": ([1, 0], "ValueError"),
     "client without a key": ("made", "TinkerError"),
     "request of an error holds the key": (True, False),
+    "first line of an error": ("Error code: 404 - {'detail': 'not here'}", "not here"),
     "redirect to another origin": (0, "APIStatusError"),
 }
 
@@ -65,7 +67,8 @@ def service() -> Iterator[tuple[StubServer, StubServer]]:
         def answer(request: Received) -> Reply:
             nonlocal times
             if "training_runs" in request.path:
-                return Reply(status=404, body=b"{}", headers={"Retry-After": "3"})
+                headers = {"Retry-After": "3", "Content-Type": "application/json"}
+                return Reply(status=404, body=b'{"detail": "not here"}', headers=headers)
             if request.path.startswith("/moved") or not request.path.endswith("capabilities"):
                 body = {"session_id": "s", "type": "create_session", "supported_models": []}
                 return reply_json(body)
@@ -142,6 +145,8 @@ ROWS = {
     "raise_for_status raises": "| `error.response`",
     "time of an error": "| `error.response`",
     "request of an error holds the key": "| `error.response`",
+    "message of an error": "| the text of a status error ✓",
+    "first line of an error": "| the text of a status error ✓",
     "logger": "- The logger is `tinkex` ✓",
 }
 

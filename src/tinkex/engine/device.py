@@ -80,10 +80,12 @@ def choose_device(settings: EngineSettings) -> torch.device:
             f"the device is {settings.device!r}, but torch finds no GPU on this machine.",
             hint="Use --device cpu, or install a torch build with CUDA.",
         )
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        found, names = ("1 GPU", "cuda:0") if count == 1 else (f"{count} GPUs", "")
         raise UnusableDevice(
-            f"the device is {settings.device!r}, but torch finds {torch.cuda.device_count()} GPUs.",
-            hint=f"Use cuda:0 to cuda:{torch.cuda.device_count() - 1}.",
+            f"the device is {settings.device!r}, but torch finds {found}.",
+            hint=f"Use --device {names or f'cuda:0 to cuda:{count - 1}'}.",
         )
     return device
 
