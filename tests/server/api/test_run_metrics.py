@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, with_key
-from tinkex.server.store import step_metrics
+from tinkex.server.store import step_metrics, step_rows
 from tinkex.server.store.schema import step_metrics as table
 from waiting import until_async
 
@@ -177,22 +177,21 @@ async def test_a_result_is_stored_with_its_metrics_in_one_transaction(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the metrics cannot be written, the result is not stored either, and is retried."""
-    from tinkex.server.store import step_rows
-
     model = await api.model()
-    write, failures = step_rows._UPSERTS["sqlite"], [2]
+    write, failures = step_rows.write_steps, [2]
 
-    class Fails(dict[str, Any]):
-        def __missing__(self, dialect: str) -> Any:
-            if failures[0]:
-                failures[0] -= 1
-                raise RuntimeError("not now")
-            return write
+    def fails_twice(connection: sa.Connection) -> None:
+        if failures[0]:
+            failures[0] -= 1
+            raise RuntimeError("not now")
+        write(connection)
 
-    monkeypatch.setattr(step_rows, "_UPSERTS", Fails())
     passed = await api.forward_backward(model, 1)
+    await api.passed(passed)
+    monkeypatch.setattr(step_rows, "write_steps", fails_twice)
+    passed = await api.forward_backward(model, 2)
     await until_async(lambda: failures[0] == 0)
     await api.passed(passed)
-    await api.result(await api.optim_step(model, 2))
+    await api.result(await api.optim_step(model, 3))
     (point,) = await metrics(api, model)
-    assert point["metrics"]["passes"] == 1
+    assert point["metrics"]["passes"] == 2

@@ -1,6 +1,7 @@
 """Step metrics: one row for each optimizer step, written when its requests finish, once."""
 
 import json
+import logging
 import math
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from server.store.test_store import a_model, step
 from tinkex.server.queued_request import Cause, Kind, Outcome
 from tinkex.server.store import Store, open_store, step_rows
 from tinkex.server.store.group_commit import MAX_GROUP
-from tinkex.server.store.schema import models, step_metrics
+from tinkex.server.store.schema import models, requests, step_metrics
 from tinkex.server.store.step_metrics import RUNNING_S, StepPoint, run_status
 from tinkex.server.store.step_rows import Step, is_kept
 from tinkex.wire.protobuf import encode_forward_backward_output
@@ -158,15 +159,15 @@ async def test_a_step_continues_after_a_restart(url: str, run: Run, tmp_path: Pa
 
 async def test_a_transaction_that_is_rolled_back_is_not_counted(run: Run) -> None:
     """A write of the same group fails: the others run again, each in its own transaction."""
-    requests, database = run.store.requests, run.store._database
-    one = await requests.accept(step(run.model_id, next(run.seq_ids), Kind.FORWARD_BACKWARD))
+    store, database = run.store.requests, run.store._database
+    one = await store.accept(step(run.model_id, next(run.seq_ids), Kind.FORWARD_BACKWARD))
 
     def fails(connection: sa.Connection) -> None:
         connection.execute(models.insert(), {"model_id": run.model_id})
 
     # The writer is busy with the first write, so the other two are one group.
     busy = database.write(lambda connection: None)
-    finished = requests.finish_one(one, passed({"loss:sum": 5.0}))
+    finished = store.finish_one(one, passed({"loss:sum": 5.0}))
     failing = database.write(fails)
     await busy
     with pytest.raises(sa.exc.IntegrityError):
@@ -217,6 +218,35 @@ async def test_a_result_that_cannot_be_read_is_stored_without_metrics(run: Run) 
     assert [point.metrics["passes"] for point in await run.points()] == [1, 0, 0, 0]
 
 
+async def test_the_rows_of_a_run_are_deleted_with_it(run: Run) -> None:
+    await run.optim_step()
+
+    def delete(connection: sa.Connection) -> None:
+        connection.execute(requests.delete())
+        connection.execute(models.delete().where(models.c.model_id == run.model_id))
+
+    await run.store._database.write(delete)
+    assert await run.rows() == 0
+
+
+async def test_the_steps_in_progress_of_a_limited_number_of_runs_are_remembered(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_rows, "MAX_OPEN_STEPS", 2)
+    runs = [run, *[Run(run.store, await a_model(run.store), iter(range(1, 9))) for _ in range(3)]]
+    for loss in (1.0, 2.0):
+        for one in runs:
+            await one.train(loss=loss, loss_tokens=1)
+    states: list[Any] = []
+    await run.store._database.write(
+        lambda connection: states.append(connection.info["step_metrics"])
+    )
+    assert len(states[0].open) == 2
+    for one in runs:
+        await one.optim_step()
+        assert [point.metrics["loss_sum"] for point in await one.points()] == [3.0]
+
+
 def test_other_metrics_are_merged_as_clients_merge_chunks() -> None:
     step = Step(1)
     step.add_pass({"a:sum": 1, "b:mean": 1, "c:min": 1, "d:max": 1, "e:unique": 1}, 1, 0.0)
@@ -241,9 +271,10 @@ def test_rows_are_thinned_so_that_any_run_has_at_most_twice_the_full_steps() -> 
 
 
 async def test_a_very_long_run_keeps_its_newest_step(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(step_rows, "FULL_STEPS", 8)
+    caplog.set_level(logging.INFO, "tinkex.server.store")
     for number in range(1, 52):
         await run.train(loss=float(number), loss_tokens=1)
         await run.optim_step()
@@ -253,6 +284,9 @@ async def test_a_very_long_run_keeps_its_newest_step(
     assert steps[-1] == 51
     assert points[-1].metrics["loss"] == 51
     assert len(steps) <= 16
+    assert (
+        len([line for line in caplog.messages if "not every step keeps its metrics" in line]) == 1
+    )
 
 
 async def test_many_steps_are_read_as_means_and_the_last_step_exactly(run: Run) -> None:
