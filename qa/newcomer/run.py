@@ -79,6 +79,10 @@ class Newcomer:
     def close(self) -> None:
         for each in self.terminals:
             each.close()
+        # A local server stays for minutes after its last program.
+        tinkex = self.clone / ".venv" / "bin" / "tinkex"
+        if tinkex.exists():
+            subprocess.run([tinkex, "stop"], env=self.env, capture_output=True, check=False)
 
 
 Check = Callable[[Newcomer, str], str]
