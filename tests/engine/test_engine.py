@@ -10,6 +10,7 @@ import torch
 from tinkex.client.submission import noop_step
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine import engine as engine_module
+from tinkex.engine.device import UnusableDevice
 from tinkex.engine.model.base_model import UnsupportedModel
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum, ModelInput
@@ -199,8 +200,9 @@ def test_two_models_train_independently(engine: Engine, model: str, tmp_path: Pa
 
 
 def test_an_unsupported_device_error_lists_the_allowed_ones(tiny_folder: Path) -> None:
-    with pytest.raises(ValueError, match="use cpu, cuda or auto"):
+    with pytest.raises(UnusableDevice, match="'mps' is not supported") as raised:
         Engine(EngineSettings(name="tiny", folder=tiny_folder, device="mps"))
+    assert "--device cpu, --device cuda" in raised.value.hint
 
 
 def test_a_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:

@@ -165,19 +165,25 @@ def _read(file: Path) -> RunningServer | None:
         known = {one.name for one in fields(RunningServer)}
         told["models"] = tuple(told["models"])
         server = RunningServer(**{name: told[name] for name in told if name in known})
-        host = server.machine.partition(" ")[0]
+        boot = server.machine.split(" ")[:2]
     except (ValueError, TypeError, KeyError, AttributeError):
         log.warning("%s is ignored: it does not describe a server", file)
         return None
     if server.machine != machine():
-        # Another machine, or the same one before it was started again.
-        if host == machine().partition(" ")[0]:
-            file.unlink(missing_ok=True)
+        # Another machine, a container of this one, or this machine before it was started again.
+        here = machine().split(" ")[:2]
+        if boot[:1] == here[:1] and boot[1:] != here[1:]:
+            _delete(file)
         return None
     if not is_running(server):
-        file.unlink(missing_ok=True)
+        _delete(file)
         return None
     return server
+
+
+def _delete(file: Path) -> None:
+    with contextlib.suppress(OSError):  # a home folder that is read-only
+        file.unlink(missing_ok=True)
 
 
 def _is_private(about: os.stat_result, mode: int) -> bool:
