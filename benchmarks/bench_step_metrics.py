@@ -190,7 +190,8 @@ def main() -> None:
             for row in rows
         ),
         "",
-        f"The goal is a cost below {MAX_COST:.0%} of a step that is really computed (the last row).",
+        "The web process alone computes nothing: its engine is a fake. The tiny model has 0.6 MB, so",
+        f"for any real model the cost is lower. The goal is below {MAX_COST:.0%} in the last row.",
     ]
     reports.write("step_metrics", "\n".join(lines) + "\n")
     if rows[-1].cost > MAX_COST:

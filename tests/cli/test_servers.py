@@ -48,7 +48,7 @@ def test_without_a_server_every_command_says_so() -> None:
         assert err.startswith("error: no tinkex server of this user runs on this machine.\nhint: ")
     assert "tinkex ps" in run("stop", "4711", code=1)[1]
     assert run("stop", "--all")[1] == "No server runs.\n"
-    assert "base_url" in run("run", "list", code=1)[1]
+    assert "--base-url local" in run("run", "list", code=1)[1]
 
 
 @pytest.mark.timeout(120)

@@ -18,7 +18,7 @@ from tinkex.client.auth import key_store
 from tinkex.client.auth.credentials import ApiKey
 from tinkex.client.auth.key_store import StoredKey, StoredKeys
 from tinkex.client.settings import DEFAULT_URL, Settings
-from tinkex.local import profiles, registry
+from tinkex.local import control, profiles, registry
 from tinkex.local.registry import RunningServer
 
 
@@ -47,6 +47,18 @@ def server(url: str = "http://127.0.0.1:1", **changes: object) -> RunningServer:
         token="secret-token",
     )
     return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+
+
+# -- servers that do not respond ----------------------------------------------------------------
+
+
+def test_a_server_that_does_not_respond_is_not_stopped() -> None:
+    # Port 1 refuses connections; the process of the record is this one.
+    silent = server()
+    Path(silent.data).mkdir(parents=True)
+    assert control.is_used_without_lease(silent, keep_s=0.0)
+    with pytest.raises(control.NotResponding, match="not known whether programs use it"):
+        control.stop(silent)
 
 
 # -- which files are trusted ---------------------------------------------------------------------
@@ -97,10 +109,25 @@ def test_files_of_other_machines_on_a_shared_disk_are_left_alone() -> None:
     file = registry.publish(server(machine="elsewhere 1 2"))
     assert registry.running() == []
     assert file.exists()
+    # A container that shares the name and the home folder of this machine.
+    host, boot, _ = registry.machine().split(" ")
+    registry.publish(server(machine=f"{host} {boot} pid:[1]"))
+    assert registry.running() == []
+    assert file.exists()
     host, _, rest = registry.machine().partition(" ")
     registry.publish(server(machine=f"{host} another-boot{rest}"))
     assert registry.running() == []
     assert not file.exists()
+
+
+def test_a_user_without_a_home_folder_has_no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert registry.running() == []
+    with pytest.raises(RuntimeError):  # the server logs it and goes on
+        registry.publish(server(data="/d"))
 
 
 def test_the_server_of_the_default_folder_is_chosen_else_the_only_one(home: Path) -> None:

@@ -20,7 +20,7 @@ from serving import TINY
 from tinkex.engine.process import parser
 from tinkex.server import engine_process, web_process
 from tinkex.server.engine_process import LocalExecutor, _command
-from tinkex.server.executor import EngineKilled, EngineLost, ServedModel
+from tinkex.server.executor import EngineKilled, EngineLost, EngineRefused, ServedModel
 from tinkex.server.retry import Backoff
 from tinkex.server.settings import CHOICES, Settings
 from tinkex.wire.engine_settings import EngineSettings
@@ -63,6 +63,36 @@ async def test_an_idle_engine_is_unloaded_and_comes_back_with_its_models(
 def test_the_only_engine_stays(tiny_model: Path) -> None:
     assert local_executor(tiny_model, TINY, idle_s=IDLE_S).unloads_after_s == 0
     assert local_executor(tiny_model, TINY, "other", idle_s=IDLE_S).unloads_after_s == IDLE_S
+
+
+async def test_a_model_that_was_loaded_before_is_tried_again(tiny_model: Path) -> None:
+    """Its requests wait, because the reason may be temporary; who loads it is told at once."""
+    settings = EngineSettings(name=TINY, folder=tiny_model, threads=1, memory_bytes=1)
+    served = [ServedModel(name=TINY, folder=tiny_model)]
+    executor = LocalExecutor(served, [settings], on_demand=True, loaded_before=[TINY])
+    waiting = asyncio.create_task(executor.ready(TINY))
+    try:
+        with pytest.raises(EngineRefused, match="cannot be loaded now"):
+            await executor.load(TINY)
+        assert not waiting.done()
+        assert "cannot be loaded now" in (executor.waiting_for(TINY) or "")
+        assert "It is tried again" in (executor.waiting_for(TINY) or "")
+    finally:
+        waiting.cancel()
+        await executor.close()
+
+
+async def test_loading_a_model_whose_engine_dies_ends(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    monkeypatch.setattr(engine_process, "_command", lambda *_: dies)
+    executor = local_executor(tiny_model, TINY)
+    try:
+        with pytest.raises(EngineRefused, match="its engine died"):
+            await asyncio.wait_for(executor.load(TINY), 30)
+    finally:
+        await executor.close()
 
 
 SERVED = ServedModel(name="m", folder=Path("/models/m"))

@@ -13,6 +13,7 @@ import pytest
 
 from tinkex.server import engine_process, supervisor
 from tinkex.server import retry as module
+from tinkex.server.registration import Administration
 from tinkex.server.retry import (
     Backoff,
     Crashed,
@@ -93,7 +94,9 @@ def test_a_web_process_was_stable_if_it_was_ready_for_a_while(
 ) -> None:
     monkeypatch.setattr(supervisor, "STABLE_S", -lived_s)
     with socket.socket() as listening:
-        web = supervisor.Supervisor(Settings(), [], listening, [])
+        web = supervisor.Supervisor(
+            Settings(), [], listening, [], administration=Administration(local=False)
+        )
         web._was_ready = True
         web._run_once = lambda **_: ready  # type: ignore[method-assign]
         with pytest.raises(Crashed) as crash:
@@ -116,7 +119,11 @@ def test_an_engine_was_stable_if_it_finished_work_or_ran_for_long(
     monkeypatch.setattr(engine_process, "STABLE_S", -lived_s)
 
     async def test() -> None:
-        engine = engine_process._Engine(EngineSettings(name="a", folder=Path("a")))
+        engine = engine_process._Engine(
+            EngineSettings(name="a", folder=Path("a")),
+            loaded_before=False,
+            on_loaded=lambda name: None,
+        )
 
         async def run_once() -> None:
             engine._finished_work = finished_work

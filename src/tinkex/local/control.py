@@ -56,6 +56,10 @@ class HasClients(ControlFailed):
         self.clients = clients
 
 
+class NotResponding(ControlFailed):
+    """The server does not say whether it has clients, so it was not stopped."""
+
+
 class StillRunning(ControlFailed):
     """The server did not stop in time."""
 
@@ -117,17 +121,31 @@ def clients_of(server: RunningServer, told: Mapping[str, Any] | None) -> Clients
 def is_used_without_lease(server: RunningServer, keep_s: float) -> bool:
     """Whether a program without a lease used the server within this time, or waits for a result."""
     if (told := status(server)) is None:
-        return False
+        return True  # it is busy or restarts: programs may wait for it
     waits = told["open_requests"] and told["idle_s"] < MAX_WAIT_S
     return bool(waits or clients_of(server, told).sessions or told["idle_s"] < keep_s)
 
 
+def _refuse_if_used(server: RunningServer) -> None:
+    told = status(server)
+    if clients := clients_of(server, told):
+        raise HasClients(server, clients)
+    if told is None and registry.is_running(server):
+        raise NotResponding(
+            f"the server at {server.url} (process {server.pid}) does not respond, so it is not "
+            "known whether programs use it"
+        )
+
+
 def stop(server: RunningServer, *, force: bool = False, wait_s: float = STOP_S) -> None:
-    """Stop a server and wait for its end. HasClients if it has some, unless forced."""
+    """
+    Stop a server and wait for its end.
+
+    HasClients if it has some, NotResponding if that is not known, unless forced.
+    """
     with leases.locked(Path(server.data)):
-        clients = Clients(holders=(), sessions=()) if force else clients_of(server, status(server))
-        if clients:
-            raise HasClients(server, clients)
+        if not force:
+            _refuse_if_used(server)
         if registry.is_running(server):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(server.pid, signal.SIGTERM)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import sys
@@ -23,12 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+log = logging.getLogger("tinkex.local")
+
 FOLDER = "leases"
 LOCK_FILE = "local.lock"
 #: Seconds that a local server stays after its last program.
 DEFAULT_KEEP_S = 300.0
 #: How often a server looks for programs.
 LOOK_EVERY_S = 1.0
+#: How long it waits after it could not read the leases.
+READ_AGAIN_S = 30.0
 
 
 class NoFileLocks(Exception):
@@ -213,8 +218,15 @@ def _watch(data: Path, in_use: Callable[[float], bool], stop: Callable[[], None]
     idle = IdleTime(time.monotonic())
     lock = _open_lock(data)
     while True:
-        ended = delete_ended(data)
-        if not idle.is_over(holders(data), ended, time.monotonic()):
+        try:
+            ended = delete_ended(data)
+            over = idle.is_over(holders(data), ended, time.monotonic())
+        except OSError as error:
+            # A full or hung disk: nobody knows who uses the server.
+            log.warning("the leases in %s cannot be read now: %s", data / FOLDER, error)
+            time.sleep(READ_AGAIN_S)
+            continue
+        if not over:
             # A short time is wanted by tests, and by programs that need the memory back.
             time.sleep(LOOK_EVERY_S if idle.keep_s >= LOOK_EVERY_S else LOOK_EVERY_S / 10)
             continue

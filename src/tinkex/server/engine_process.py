@@ -12,7 +12,8 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 from tinkex.server.executor import (
     COUNTERS,
@@ -58,12 +59,23 @@ class LocalExecutor:
         *,
         idle_s: float = 0.0,
         on_demand: bool = False,
+        loaded_before: Collection[str] = (),
     ) -> None:
-        """`on_demand`: load even a single model on first use only."""
+        """
+        `on_demand`: load even a single model on first use only.
+
+        `loaded_before` are names of models that an earlier server loaded: if one cannot be loaded
+        now, its requests wait.
+        """
         self.served = tuple(served)
         self._on_demand = on_demand
         self._idle_s = idle_s
-        self._engines = {settings.name: _Engine(settings) for settings in engines}
+        #: Called with the name of a model whenever its engine is up.
+        self.on_loaded: Callable[[str], None] = lambda name: None
+        self._engines = {
+            settings.name: self._new_engine(settings, loaded_before=settings.name in loaded_before)
+            for settings in engines
+        }
         self._unloading = PeriodicTask()
 
     async def start(self) -> None:
@@ -92,13 +104,23 @@ class LocalExecutor:
 
     def add(self, model: ServedModel, settings: EngineSettings) -> None:
         """Serve one more model. Its engine starts on first use."""
-        self._engines[model.name] = _Engine(settings)
+        self._engines[model.name] = self._new_engine(settings)
         self.served = (*self.served, model)
 
+    def _new_engine(self, settings: EngineSettings, *, loaded_before: bool = False) -> "_Engine":
+        return _Engine(
+            settings, loaded_before=loaded_before, on_loaded=lambda name: self.on_loaded(name)
+        )
+
+    async def load(self, base_model: str) -> None:
+        """Load a model now. EngineRefused if that fails, even if it may succeed later."""
+        await self._engine(base_model).load()
+
     async def remove(self, base_model: str) -> None:
-        """Stop serving a model that was added."""
+        """Stop serving a model that was added. Later calls have no effect."""
         self.served = tuple(model for model in self.served if model.name != base_model)
-        await self._engines.pop(base_model).close()
+        if (engine := self._engines.pop(base_model, None)) is not None:
+            await engine.close()
 
     async def close(self) -> None:
         await self._unloading.close()
@@ -150,9 +172,17 @@ class LocalExecutor:
 class _Engine:
     """One child process and its restarts."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(
+        self, settings: EngineSettings, *, loaded_before: bool, on_loaded: Callable[[str], None]
+    ) -> None:
         self._settings = settings
         self._name = settings.name
+        self._loaded_before = loaded_before
+        self._on_loaded = on_loaded
+        #: Why the last child could not load the model, if that may be temporary.
+        self._load_problem: str | None = None
+        #: They get the reason when a child ends before it was up.
+        self._load_waiters: set[asyncio.Future[str]] = set()
         self._incarnation = 0
         #: How the last child ended; None if it could not be started.
         self._end: ProcessEnd | None = None
@@ -189,6 +219,8 @@ class _Engine:
         if self._closing:
             return None
         if not self._up.is_set():
+            if self._load_problem is not None:
+                return f"{self._load_problem} It is tried again"
             return f"the engine of {self._name} is starting"
         silent_s = asyncio.get_running_loop().time() - self._last_report_s
         if not self._pending or silent_s < UNRESPONSIVE_S:
@@ -224,6 +256,21 @@ class _Engine:
         if self._closing:
             raise EngineKilled("the server is stopping")
         return self._incarnation
+
+    async def load(self) -> None:
+        """Wait until the child is up. EngineRefused if a child ends before that."""
+        failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._load_waiters.add(failed)
+        up = asyncio.create_task(self.ready())
+        try:
+            either: set[asyncio.Future[Any]] = {up, failed}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not up.done():
+                raise EngineRefused(failed.result())
+            await up
+        finally:
+            up.cancel()
+            self._load_waiters.discard(failed)
 
     async def send(self, order: Order, on_tokens: OnTokens | None) -> asyncio.Future[Done]:
         if self._writer is None:
@@ -310,15 +357,20 @@ class _Engine:
         self._finished_work = False
         try:
             await self._run_once()
-        except EngineRefused:
-            # An engine that was up once has valid settings; a later failure may be temporary.
-            if not self._incarnation:
+        except EngineRefused as refused:
+            # A model that was loaded once has valid settings; a later failure may be temporary.
+            if not self._incarnation and not self._loaded_before:
                 raise
+            self._load_problem = f"the engine of {self._name} cannot be loaded now: {refused}"
+            log.error("%s", self._load_problem)
         except Exception:
             # No process or file descriptor is left, or the child sent nonsense.
             log.exception("the engine of %s could not be started or read", self._name)
         stable = self._finished_work or loop.time() - began_s > STABLE_S
         what = "was not started" if self._end is None else f"died{self._end_text}"
+        for waiter in self._load_waiters:
+            if not waiter.done():
+                waiter.set_result(self._load_problem or f"its engine {what} while it was loaded.")
         raise Crashed(f"the engine of {self._name} {what}", stable=stable)
 
     async def _run_once(self) -> None:
@@ -380,7 +432,9 @@ class _Engine:
                 self._incarnation += 1
                 self._writer = writer
                 self.facts = report.ready
+                self._load_problem = None
                 self._up.set()
+                self._on_loaded(self._name)
                 log.info(
                     "the engine of %s is ready: %s, %s, context of %s tokens",
                     self._name,

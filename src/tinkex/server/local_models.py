@@ -2,22 +2,22 @@
 Models that programs add to a local server while it runs.
 
 A program with `base_url="local"` may name any model; the server that it finds may serve another one.
-The added models of a data folder are remembered: later local servers serve them too, and continue
-their runs. Loading happens on first use, so this costs nothing until then.
+Models that were loaded once are remembered in the data folder: later local servers serve them too,
+and continue their runs. Loading happens on first use, so this costs nothing until then.
 """
 
 import asyncio
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tinkex.durable_files import write_file
 from tinkex.models.cache import line_progress
 from tinkex.models.resolve import ModelNotFound, ModelSource, describe, resolve
 from tinkex.server.engine_process import LocalExecutor
-from tinkex.server.executor import EngineRefused, ServedModel
+from tinkex.server.executor import EngineKilled, EngineRefused, ServedModel
 from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.wire.engine_settings import EngineSettings
 
@@ -41,27 +41,21 @@ def served_model(source: ModelSource) -> ServedModel:
 
 
 def with_remembered(served: Sequence[ServedModel], folder: Path) -> list[ServedModel]:
-    """The given models, and those that earlier local servers of this data folder had."""
+    """The given models, and those that earlier local servers of this data folder loaded."""
     found = {model.name: model for model in served}
-    for name, place in _read(folder).items():
+    for name, place in remembered(folder).items():
         if name in found:
             continue
         try:
             found[name] = served_model(ModelSource(name=name, folder=Path(place)))
         except (ModelNotFound, OSError) as error:
-            log.warning("%s is no longer served: %s", name, error)
-    remember(found.values(), folder)
+            # It stays in the file: its disk may be back at the next start.
+            log.warning("%s is not served now: %s", name, error)
     return list(found.values())
 
 
-def remember(models: Iterable[ServedModel], folder: Path) -> None:
-    """Write the models that later local servers of this data folder have."""
-    places = {model.name: str(model.folder) for model in models}
-    if places != _read(folder):
-        write_file(folder / FILE, json.dumps(places, indent=2).encode())
-
-
-def _read(folder: Path) -> dict[str, str]:
+def remembered(folder: Path) -> dict[str, str]:
+    """The models that local servers of this data folder loaded, and their folders."""
     try:
         told = json.loads((folder / FILE).read_text())
         return {str(name): str(place) for name, place in told.items()}
@@ -84,35 +78,46 @@ class LocalModels:
         self._executor = executor
         self._folder = folder
         self._engine_settings = engine_settings
-        self._adding = asyncio.Lock()
+        executor.on_loaded = self._remember
 
     async def add(self, spec: str, scheduler: Scheduler) -> ServedModel:
         """Serve a NAME, FOLDER or NAME=FOLDER, and load it. CannotAdd if that is not possible."""
-        async with self._adding:
-            model = await asyncio.to_thread(_find, spec)
-            same = next((one for one in self._executor.served if one.name == model.name), None)
-            if same is not None and same.folder != model.folder:
-                raise CannotAdd(
-                    f"{model.name} is served from {same.folder} here, and not from {model.folder}. "
-                    "Give the other one another name: NAME=FOLDER."
-                )
-            if same is None:
-                self._executor.add(model, self._engine_settings(model))
-                scheduler.add_model(model)
-            try:
-                await self._executor.ready(model.name)
-            except EngineRefused as refused:
-                if same is None:
-                    await self._executor.remove(model.name)
-                raise CannotAdd(
-                    f"{model.name} cannot be loaded beside {_names(self._executor.served)}: "
-                    f"{refused} `tinkex stop` ends this server; the next one loads only what its "
-                    "programs use."
-                ) from refused
-            await asyncio.to_thread(remember, self._executor.served, self._folder)
-            if same is None:
-                log.info("a program added the model %s (%s)", model.name, model.folder)
-            return model
+        model = await asyncio.to_thread(_find, spec)
+        same = next((one for one in self._executor.served if one.name == model.name), None)
+        if same is not None and same.folder != model.folder:
+            raise CannotAdd(
+                f"{model.name} is served from {same.folder} here, and not from {model.folder}. "
+                "Give the other one another name: NAME=FOLDER."
+            )
+        if same is None:
+            self._executor.add(model, self._engine_settings(model))
+            scheduler.add_model(model)
+            log.info("a program adds the model %s (%s)", model.name, model.folder)
+        try:
+            await self._executor.load(model.name)
+        except EngineKilled as stopping:
+            raise CannotAdd(f"{model.name} was not loaded: {stopping}.") from stopping
+        except EngineRefused as refused:
+            if model.name not in remembered(self._folder):
+                await self._executor.remove(model.name)
+            others = [one.name for one in self._executor.served if one.name != model.name]
+            raise CannotAdd(
+                f"{model.name} cannot be loaded beside {', '.join(others) or 'nothing'}: "
+                f"{refused} {refused.hint} `tinkex stop` ends this server; the next one loads only "
+                "what its programs use."
+            ) from refused
+        return model
+
+    def _remember(self, name: str) -> None:
+        """The model was loaded: later local servers of this data folder serve it too."""
+        places = remembered(self._folder)
+        for model in self._executor.served:
+            if model.name == name and places.get(name) != str(model.folder):
+                places[name] = str(model.folder)
+                try:
+                    write_file(self._folder / FILE, json.dumps(places, indent=2).encode())
+                except OSError as error:
+                    log.warning("later local servers will not serve %s: %s", name, error)
 
 
 def _find(spec: str) -> ServedModel:
@@ -122,7 +127,3 @@ def _find(spec: str) -> ServedModel:
         return served_model(resolve(spec, progress=progress, serve_with="TINKEX_LOCAL_MODEL="))
     except ModelNotFound as error:
         raise CannotAdd(str(error)) from error
-
-
-def _names(models: Sequence[ServedModel]) -> str:
-    return ", ".join(model.name for model in models) or "nothing"

@@ -42,6 +42,12 @@ def take_over(settings: Settings) -> None:
             hint="Wait until they have ended, or stop it with `tinkex stop --force "
             f"{found.pid}`. Or choose another folder with --data.",
         ) from error
+    except control.NotResponding as error:
+        raise SettingsError(
+            f"a local server holds the data folder {settings.folder}: {error}.",
+            hint=f"Try again, or stop it with `tinkex stop --force {found.pid}`. Its log is "
+            f"{found.log}.",
+        ) from error
     except control.StillRunning as error:
         raise SettingsError(
             f"a local server holds the data folder {settings.folder}, and {error}.",
@@ -94,7 +100,7 @@ class Registration:
         )
         try:
             self._file = registry.publish(server)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             log.warning("other programs will not find this server by themselves: %s", error)
         if local:
             leases.stop_when_unused(

@@ -37,7 +37,7 @@ from tinkex.server.api.deps import Context
 from tinkex.server.app import create_app
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import EngineRefused, ServedModel
-from tinkex.server.local_models import LocalModels, served_model, with_remembered
+from tinkex.server.local_models import LocalModels, remembered, served_model, with_remembered
 from tinkex.server.process_setup import collect_periodically, tune_gc, use_single_arena
 from tinkex.server.registration import Administration
 from tinkex.server.retry import poll_async
@@ -127,6 +127,7 @@ async def serve(
         idle_s=settings.engine_idle_s,
         # Many commands with `--base-url local` only read a list.
         on_demand=administration.local,
+        loaded_before=remembered(settings.folder) if administration.local else (),
     )
     app = create_app(settings, executor, store, last_status=last_status)
     app.state.administration = administration

@@ -298,7 +298,11 @@ async def test_requests_of_owners_are_picked_up_in_turn_smallest_first(tmp_path:
         submitted: list[str] = []
         read = []
         execution = SimpleNamespace(store=store, claimed=set(), closing=False)
-        pickup = scheduler.Pickup(execution, lambda row: submitted.append(row.owner))  # type: ignore[arg-type]
+        pickup = scheduler.Pickup(
+            execution,  # type: ignore[arg-type]
+            lambda row: submitted.append(row.owner),
+            lambda base_model: True,
+        )
         waiting_of = store.requests.waiting_of
 
         async def batch(owner: str, *, after: Any, limit: int) -> Any:
@@ -313,6 +317,47 @@ async def test_requests_of_owners_are_picked_up_in_turn_smallest_first(tmp_path:
     assert submitted[:4] == ["one", "few", "few", "few"]
     assert submitted[4:] == ["flood"] * (2 * scheduler.PICKUP_BATCH + 1)
     assert max(read) == scheduler.PICKUP_BATCH
+
+
+async def test_requests_of_a_model_that_is_not_served_wait_until_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tinkex.server.scheduler import scheduler
+
+    store = opened(tmp_path)
+    submitted: list[str] = []
+    served = {BASE}
+    try:
+        for base_model in (BASE, "other", "other"):
+            await store.requests.accept(
+                QueuedRequest(owner="a", kind=Kind.SAMPLE, base_model=base_model, payload=b"{}")
+            )
+        execution = SimpleNamespace(store=store, claimed=set(), closing=False)
+        pickup = scheduler.Pickup(
+            execution,  # type: ignore[arg-type]
+            lambda row: submitted.append(row.base_model),
+            lambda base_model: base_model in served,
+        )
+        looks = []
+        look = pickup.look
+
+        async def counted() -> None:
+            looks.append(1)
+            await look()
+
+        pickup.look = counted  # type: ignore[method-assign]
+        await pickup.run()
+        assert submitted == [BASE]
+        assert "2 requests wait for other" in caplog.text
+        # What waits is not read again and again.
+        execution.claimed.add("the first")
+        await pickup.run()
+        assert len(looks) == 1
+        served.add("other")
+        await pickup.run()
+        assert submitted.count("other") == 2
+    finally:
+        store.close()
 
 
 async def test_the_payload_of_a_step_whose_model_is_not_open_is_in_no_memory(

@@ -9,7 +9,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
@@ -187,13 +187,16 @@ class Scheduler:
         # In the background, so that new requests do not wait for the stored ones.
         self._execution.spawn(
             run_periodically(
-                Pickup(self._execution, self.submit).run,
+                Pickup(self._execution, self.submit, self._is_served).run,
                 PICKUP_INTERVAL_S,
                 what="reading the waiting requests",
                 log=log,
                 after_s=0.0,
             )
         )
+
+    def _is_served(self, base_model: str) -> bool:
+        return any(model.name == base_model for model in self._execution.executor.served)
 
     async def _restore_attempts(self) -> None:
         """Restore the attempts of waiting requests; count the crash of the last web process too."""
@@ -386,18 +389,31 @@ class Pickup:
 
     At the start these are all requests that an earlier process left. Later they are requests that
     were committed and did not reach the scheduler, because a read failed or the connection ended.
+
+    Requests of a base model that is not served wait: another server of this data folder may have
+    accepted them, and a later one may serve their model.
     """
 
-    def __init__(self, execution: Execution, submit: Callable[[QueuedRequest], None]) -> None:
+    def __init__(
+        self,
+        execution: Execution,
+        submit: Callable[[QueuedRequest], None],
+        is_served: Callable[[str], bool],
+    ) -> None:
         self._execution = execution
         self._submit = submit
+        self._is_served = is_served
+        #: How many requests of each base model the last look left, because it is not served.
+        self._unserved: Counter[str] = Counter()
 
     async def run(self) -> None:
         """Look once."""
         try:
             # One number from an index, while nothing is missing.
             waiting = await self._execution.store.requests.count_waiting()
-            if waiting > len(self._execution.claimed):
+            if any(self._is_served(base_model) for base_model in self._unserved):
+                self._unserved.clear()  # it was added since
+            if waiting > len(self._execution.claimed) + self._unserved.total():
                 await self.look()
         except StorageError as error:
             log.info("cannot read the waiting requests now; retrying: %s", error)
@@ -405,13 +421,25 @@ class Pickup:
     async def look(self) -> None:
         """Submit waiting requests: one batch of each owner in turn, those with the fewest first."""
         requests = self._execution.store.requests
+        before, self._unserved = self._unserved, Counter()
         positions = dict.fromkeys(await requests.waiting_owners())
         while positions and not self._execution.closing:
             for owner, after in list(positions.items()):
                 rows, last = await requests.waiting_of(owner, after=after, limit=PICKUP_BATCH)
                 for row in rows:
-                    self._submit(row)
+                    if self._is_served(row.base_model):
+                        self._submit(row)
+                    else:
+                        self._unserved[row.base_model] += 1
                 if last is None:
                     del positions[owner]
                 else:
                     positions[owner] = last
+        for base_model, count in self._unserved.items():
+            if before[base_model] != count:
+                log.warning(
+                    "%d requests wait for %s, which this server does not serve. They run when a "
+                    "server of this data folder serves it.",
+                    count,
+                    base_model,
+                )
