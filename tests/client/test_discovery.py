@@ -120,6 +120,16 @@ def test_files_of_other_machines_on_a_shared_disk_are_left_alone() -> None:
     assert not file.exists()
 
 
+def test_a_user_without_a_home_folder_has_no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert registry.running() == []
+    with pytest.raises(RuntimeError):  # the server logs it and goes on
+        registry.publish(server(data="/d"))
+
+
 def test_the_server_of_the_default_folder_is_chosen_else_the_only_one(home: Path) -> None:
     mine, other, third = server(), server(data="/other"), server(data="/third")
     folder = registry.data_folder()

@@ -66,6 +66,7 @@ class RunningServer:
 
 
 def state_folder(env: Mapping[str, str] = os.environ, home: Path | None = None) -> Path:
+    """RuntimeError if this user has no home folder, as in some containers."""
     base = env.get("XDG_STATE_HOME")
     return (Path(base) if base else (home or Path.home()) / ".local/state") / "tinkex" / "servers"
 
@@ -85,7 +86,7 @@ def data_folder(env: Mapping[str, str] = os.environ) -> Path:
 
 
 def publish(server: RunningServer, env: Mapping[str, str] = os.environ) -> Path:
-    """Write the file of a server; returns its path. OSError if that is not possible."""
+    """Write the file of a server; returns its path. OSError or RuntimeError if it cannot."""
     from tinkex.durable_files import write_file  # imported here: only servers need it
 
     folder = state_folder(env)
@@ -106,10 +107,10 @@ def running(env: Mapping[str, str] = os.environ, home: Path | None = None) -> li
     """The running servers of this user, oldest first. Deletes the files of ended ones."""
     if not hasattr(os, "getuid"):  # Windows, where no server runs
         return []
-    folder = state_folder(env, home)
     try:
+        folder = state_folder(env, home)
         about = folder.lstat()
-    except OSError:
+    except (OSError, RuntimeError):
         return []
     if not _is_private(about, 0o700) or not stat.S_ISDIR(about.st_mode):
         log.warning(

@@ -100,7 +100,7 @@ class Registration:
         )
         try:
             self._file = registry.publish(server)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             log.warning("other programs will not find this server by themselves: %s", error)
         if local:
             leases.stop_when_unused(
