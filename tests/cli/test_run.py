@@ -109,6 +109,29 @@ def test_every_line_fits_a_terminal_of_80_columns(runs: Runs) -> None:
         assert runs.first in shown
 
 
+def test_a_long_id_and_a_long_model_fit_too(runs: Runs) -> None:
+    run_id = "yXhpm1LIclnC1xDwycrUS5:train:0"
+    run = {
+        "training_run_id": run_id,
+        "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "model_owner": "local",
+        "is_lora": True,
+        "last_request_time": "2026-01-01T00:00:00Z",
+        "user_metadata": {"name": "pirate with a long name"},
+        "steps": 12_345,
+        "last_loss": 1.6304,
+        "status": "running",
+    }
+    page = {"training_runs": [run], "cursor": {"offset": 0, "limit": 1, "total_count": 1}}
+    runs.fake.script("training_runs", Answer(body=page))
+    shown = in_terminal(runs.url, "run", "list")
+    lines = [line.rpartition("\r")[2] for line in shown.splitlines()]
+    assert max(map(len, lines)) <= 80, shown
+    assert any(run_id in line for line in lines), shown
+    for word in ("SmolLM2-135M-Instruct", "12345", "1.63", "running"):
+        assert word in shown
+
+
 def test_a_run_is_shown_with_its_name_steps_and_loss(runs: Runs) -> None:
     shown = " ".join(runs("run", "info", runs.first).stdout.split())
     for words in ("Name one", "Status idle", "Steps 4", "Last loss 0.1733"):

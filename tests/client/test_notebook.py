@@ -2,6 +2,7 @@
 
 import queue
 import re
+import sys
 import time
 from collections.abc import Iterator
 
@@ -57,6 +58,9 @@ def messages(tmp_path, monkeypatch) -> Iterator[list[dict]]:
                 break
         yield found
     finally:
+        # Starting a kernel imports it here too, and tinkex would take this process for a notebook.
+        for name in [name for name in sys.modules if name.partition(".")[0] == "ipykernel"]:
+            del sys.modules[name]
         client.stop_channels()
         manager.shutdown_kernel(now=True)
         manager.cleanup_resources()

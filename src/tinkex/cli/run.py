@@ -45,6 +45,7 @@ COLUMNS = {
     "checkpoint": "Last checkpoint",
     "checkpoint_time": "Saved",
 }
+STYLES = {"running": "green", "failed": "red"}
 DEFAULT_COLUMNS = "id,name,model,steps,loss,age,status"
 
 
@@ -102,6 +103,7 @@ def list_(limit: int, columns: list[str]) -> None:
         [COLUMNS[name] for name in columns],
         [[_cells(run)[name] for name in columns] for run in runs],
         title=list_title(len(runs), total, "training run"),
+        styles=STYLES,
     )
 
 
