@@ -165,7 +165,9 @@ async def test_100_000_steps_are_1_000_points_in_one_bounded_answer(api: Api) ->
     assert (points[-1]["step"], points[-1]["steps"]) == (100_000, 1)
     assert points[-1]["metrics"]["loss"] == 1.0
     assert points[0]["loss_max"] == 100_000.0
-    assert points[0]["metrics"]["custom/reward:mean"] == points[0]["step"] * 0.5 + 0.5
+    # Means of metrics without a column are over every 16th step.
+    reward = points[0]["metrics"]["custom/reward:mean"]
+    assert reward == pytest.approx(points[0]["step"] / 2, abs=8)
     assert len(answer.body) < 2**20
     assert peak < 30 * 2**20, peak
     assert took_s < 20, took_s

@@ -65,7 +65,7 @@ class RunSummary:
     #: Recovery cannot rebuild it.
     lost: bool
     # These are None in the run of another owner.
-    #: Optimizer steps so far.
+    #: Optimizer steps so far, without those of a server that stored no metrics yet.
     steps: int | None = None
     last_loss: float | None = None
     #: See `run_status`.
