@@ -86,6 +86,8 @@ class Step:
     update_norm: float | None = None
     finished_s: float | None = None
     more: dict[str, float] = field(default_factory=dict)
+    #: What `more` takes at most in JSON.
+    more_bytes: int = 0
     #: The examples behind each mean in `more`; not every pass has every metric.
     mean_examples: dict[str, int] = field(default_factory=dict)
 
@@ -126,8 +128,10 @@ class Step:
         kind = name.rpartition(":")[2]
         before = self.more.get(name)
         if before is None:
-            if self._has_room(name):
-                self.more[name] = value
+            needed = self.more_bytes + _json_bytes(name)
+            has_room = len(self.more) < MAX_MORE and needed <= MAX_MORE_BYTES
+            if has_room and len(name) <= MAX_NAME_CHARS:
+                self.more[name], self.more_bytes = value, needed
                 if kind == "mean":
                     self.mean_examples[name] = examples
             return
@@ -143,11 +147,6 @@ class Step:
                 self.mean_examples[name] = total
             case _:
                 self.more[name] = value
-
-    def _has_room(self, name: str) -> bool:
-        if len(self.more) >= MAX_MORE or len(name) > MAX_NAME_CHARS:
-            return False
-        return sum(map(_json_bytes, self.more)) + _json_bytes(name) <= MAX_MORE_BYTES
 
     def row(self, model_id: str) -> dict[str, Any]:
         """What is stored. Databases and JSON have no common NaN and infinity: they become NULL."""
@@ -194,9 +193,11 @@ class Step:
         for name, column in (("loss:sum", "loss_sum"), ("entropy:sum", "entropy_sum")):
             if name in odd:
                 values[column] = odd.pop(name)
+        more = {**saved.get("values", {}), **odd}
         return cls(
             **values,
-            more={**saved.get("values", {}), **odd},
+            more=more,
+            more_bytes=sum(map(_json_bytes, more)),
             mean_examples=dict(saved.get("mean_examples", {})),
         )
 
