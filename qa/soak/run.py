@@ -59,6 +59,7 @@ janitor_s = 3
 orphan_s = 30
 telemetry_kept_s = 20
 audit_kept_s = 60
+metrics_kept_s = 60
 snapshot_steps = 10
 keep_last = 2
 stream_grace_s = 2

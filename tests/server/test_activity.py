@@ -114,3 +114,11 @@ async def test_an_interval_of_0_logs_nothing(tmp_path: Path) -> None:
         await api.model()
         await asyncio.sleep(0.1)
         assert executor.reads == 0
+        model = await api.model()
+        await api.passed(await api.forward_backward(model, 1))
+        assert api.app
+        # Nothing would empty a list of the models that trained.
+        shared = vars(api.app.state.context.scheduler._execution)
+        assert not [
+            name for name, value in shared.items() if isinstance(value, set) and model in value
+        ]

@@ -16,6 +16,7 @@ from server.hosting import Api, hosted
 from tinkex.server.maintenance import cleanup as cleanup_module
 from tinkex.server.maintenance.cleanup import Cleanup, over_keep_last
 from tinkex.server.scheduler.scheduler import Scheduler
+from tinkex.server.store import retention as retention_module
 from tinkex.server.store.retention import CheckpointName
 
 pytestmark = pytest.mark.anyio
@@ -379,3 +380,35 @@ def found(folder: Path, prefix: str) -> list[Path]:
 
 def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+async def test_the_steps_of_an_ended_run_are_deleted_but_for_the_last(
+    echo: EchoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention_module, "BATCH_ROWS", 2)
+    settings = {"metrics_kept_s": HOUR_S, "abandoned_s": 48 * HOUR_S}
+    async with without_cleanup(echo, tmp_path, **settings) as api:
+        ended, going_on = await api.session(), await api.session()
+        models = [await api.model(ended), await api.model(going_on)]
+        for model in models:
+            for seq_id in (1, 3, 5, 7, 9, 11):
+                await api.passed(await api.forward_backward(model, seq_id))
+                await api.result(await api.optim_step(model, seq_id + 1))
+
+        async def steps() -> list[list[int]]:
+            answers = [(await api.get(f"/api/v1/training_runs/{one}/metrics")) for one in models]
+            return [[point["step"] for point in answer.json["points"]] for answer in answers]
+
+        await clean_up_in(api, 2 * HOUR_S)
+        every = [1, 2, 3, 4, 5, 6]
+        assert await steps() == [every, every]
+        done = {"reason": {"type": "success"}, "detail": None}
+        assert (await api.post(f"sessions/{ended}/finish", done)).status == 200
+        await clean_up_in(api, 0.5 * HOUR_S)
+        assert await steps() == [every, every]
+        await clean_up_in(api, 2 * HOUR_S)
+        assert await steps() == [[6], every]
+        # Lists of runs still say how far it came.
+        assert (await api.get(f"/api/v1/training_runs/{models[0]}")).json["steps"] == 6
+        await clean_up_in(api, 50 * HOUR_S)
+        assert await steps() == [[6], [6]]

@@ -21,6 +21,7 @@ from tinkex.engine.process import parser
 from tinkex.server import engine_process, web_process
 from tinkex.server.engine_process import LocalExecutor, _command
 from tinkex.server.executor import EngineKilled, EngineLost, EngineRefused, ServedModel
+from tinkex.server.local_models import CannotAdd, LocalModels
 from tinkex.server.retry import Backoff
 from tinkex.server.settings import CHOICES, Settings
 from tinkex.wire.engine_settings import EngineSettings
@@ -324,6 +325,54 @@ async def test_a_bad_frame_restarts_the_engine(
     finally:
         await odd_executor.close()
     assert "DecodeError" in caplog.text
+
+
+REFUSING_ENGINE = """
+import socket, sys
+from tinkex.wire import engine_protocol
+from tinkex.wire.proto import frames_pb2
+refused = frames_pb2.Refused(message="there is no GPU.", hint="Use --device cpu.")
+wire = socket.socket(fileno=int(sys.argv[1]))
+wire.sendall(engine_protocol.frame(engine_protocol.Report(refused=refused)))
+"""
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        engine_process,
+        "_command",
+        lambda descriptor, *_: [sys.executable, "-c", REFUSING_ENGINE, str(descriptor)],
+    )
+
+
+@pytest.mark.usefixtures("refusing")
+async def test_every_request_gets_its_own_refusal() -> None:
+    """The traceback of one exception that is raised again and again would grow for ever."""
+    executor = local_executor(Path(), "x")
+    depths = []
+    try:
+        for _ in range(4):
+            with pytest.raises(EngineRefused, match="there is no GPU") as refused:
+                await executor.ready("x")
+            assert refused.value.hint == "Use --device cpu."
+            depths.append(len(refused.traceback))
+    finally:
+        await executor.close()
+    assert len(set(depths[1:])) == 1
+
+
+@pytest.mark.usefixtures("refusing")
+async def test_a_model_that_cannot_be_added_says_what_to_do(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    executor = local_executor(Path())
+    async with hosted(executor, tmp_path, janitor_s=0) as api:
+        assert api.app
+        settings = EngineSettings(name=TINY, folder=tiny_model)
+        models = LocalModels(executor, tmp_path, lambda model: settings)
+        with pytest.raises(CannotAdd, match=r"no GPU\. Use --device cpu\. `tinkex stop` ends"):
+            await models.add(f"{TINY}={tiny_model}", api.app.state.context.scheduler)
 
 
 async def test_a_failing_token_callback_does_not_disturb_the_engine(

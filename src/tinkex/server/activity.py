@@ -117,16 +117,22 @@ class ActivityLog:
         self._every_s = every_s
         self._clock = clock
         self._stats: dict[str, Stats] = {}
+        #: Models that had a step since the last look.
+        self._trained: set[str] = set()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         if self._every_s > 0:
             self._scheduler.on_busy(self._begin)
+            self._scheduler.on_step(self._note_step)
 
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    def _note_step(self, model_id: str) -> None:
+        self._trained.add(model_id)
 
     def _begin(self) -> None:
         if self._task is None:
@@ -160,6 +166,7 @@ class ActivityLog:
         current = [stats for name in names if (stats := self._executor.stats(name)) is not None]
         wanted = self._scheduler.base_models()
         training = sum(one.models_training for one in current)
+        trained, self._trained = self._trained, set()
         # An engine without requests may be unloaded; nobody waits for it.
         reasons = (self._executor.waiting_for(name) for name in names if name in wanted)
         return Snapshot(
@@ -167,7 +174,7 @@ class ActivityLog:
             tokens_trained=sum(one.tokens_trained for one in all_stats),
             tokens_prefilled=sum(one.tokens_prefilled for one in all_stats),
             tokens_sampled=sum(one.tokens_sampled for one in all_stats),
-            runs=max(self._scheduler.take_runs(), training),
+            runs=max(len(trained), training),
             sequences=sum(one.sequences_running for one in current),
             unfinished=self._scheduler.unfinished,
             queue=self._scheduler.waiting + sum(one.samples_waiting for one in current),

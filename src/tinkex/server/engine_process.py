@@ -244,18 +244,21 @@ class _Engine:
 
     async def ready(self) -> int:
         """Start the child if needed, wait until it is up, and return its incarnation."""
-        if self._refused is not None:
-            raise self._refused
+        self._raise_refusal()
         self._last_used_s = asyncio.get_running_loop().time()
         if self._runner is None and not self._closing:
             self._runner = asyncio.create_task(self._keep_running(after=self._old_runner))
         if not self._up.is_set():
             await self._up.wait()
-        if self._refused is not None:
-            raise self._refused
+        self._raise_refusal()
         if self._closing:
             raise EngineKilled("the server is stopping")
         return self._incarnation
+
+    def _raise_refusal(self) -> None:
+        """A new exception for each caller: the traceback of a shared one would grow with each."""
+        if self._refused is not None:
+            raise EngineRefused(str(self._refused), hint=self._refused.hint)
 
     async def load(self) -> None:
         """Wait until the child is up. EngineRefused if a child ends before that."""
@@ -361,7 +364,7 @@ class _Engine:
             # A model that was loaded once has valid settings; a later failure may be temporary.
             if not self._incarnation and not self._loaded_before:
                 raise
-            self._load_problem = f"the engine of {self._name} cannot be loaded now: {refused}"
+            self._load_problem = f"the engine of {self._name} cannot be loaded now: {refused.text}"
             log.error("%s", self._load_problem)
         except Exception:
             # No process or file descriptor is left, or the child sent nonsense.

@@ -75,6 +75,11 @@ class EngineRefused(Exception):
         super().__init__(message)
         self.hint = hint
 
+    @property
+    def text(self) -> str:
+        """The message and the hint, for a place that shows one text."""
+        return f"{self} {self.hint}".rstrip()
+
 
 class Executor(Protocol):
     """Runs work on base models. All methods may be called concurrently."""

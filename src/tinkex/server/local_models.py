@@ -103,7 +103,7 @@ class LocalModels:
             others = [one.name for one in self._executor.served if one.name != model.name]
             raise CannotAdd(
                 f"{model.name} cannot be loaded beside {', '.join(others) or 'nothing'}: "
-                f"{refused} {refused.hint} `tinkex stop` ends this server; the next one loads only "
+                f"{refused.text} `tinkex stop` ends this server; the next one loads only "
                 "what its programs use."
             ) from refused
         return model

@@ -186,6 +186,9 @@ class Settings:
     price_gb_month: float = 0.0
     #: How long entries of the audit log are kept.
     audit_kept_s: float = 400 * 24 * 3600.0
+    #: How long the step metrics of a run are kept after its last step, once its session has ended;
+    #: then only those of the last step are.
+    metrics_kept_s: float = 400 * 24 * 3600.0
     #: Interval of the log line about current work (runs, tokens per second, queue, memory), while
     #: there is any; 0 disables it.
     activity_s: float = 10.0

@@ -22,7 +22,7 @@ from starlette.routing import BaseRoute, Route
 from server.echo import EchoExecutor
 from server.hosting import PROTOBUF, Api, hosted, pass_body
 from server.tenants import new_key, revoke, with_key
-from tinkex.server.api.auth import LOCAL_PATHS, OPEN_PATHS, SIGNED_PREFIXES
+from tinkex.server.api.auth import LOCAL_PATHS, OPEN_PATHS, OWN_CHECK_PREFIXES
 from tinkex.server.app import create_app
 from tinkex.server.settings import Settings
 from tinkex.server.store import open_store
@@ -237,7 +237,7 @@ def test_every_route_is_classified_and_every_classified_route_exists(app: FastAP
     assert not unclassified(app), "say in EXPECTED who may ask what of these routes"
     assert not EXPECTED.keys() - set(routes(app)), "these routes are gone"
     for (_, path), expected in EXPECTED.items():
-        gate_lets_in = path in OPEN_PATHS or path.startswith(SIGNED_PREFIXES)
+        gate_lets_in = path in OPEN_PATHS or path.startswith(OWN_CHECK_PREFIXES)
         assert gate_lets_in == (expected.sort in ("open", "signed")), path
         assert (path in LOCAL_PATHS) == (expected.sort == "machine"), path
 

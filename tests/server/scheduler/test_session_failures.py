@@ -156,3 +156,12 @@ async def test_a_failed_session_stays_failed_after_a_restart(tmp_path: Path) -> 
         assert (await status(api, session))["type"] == "failed"
         await api.passed(await api.forward_backward(model, 2))
         assert await status(api, session) == {"type": "active"}
+
+
+async def test_an_engine_that_does_not_start_says_what_to_do(
+    api: Api, echo: FailingExecutor
+) -> None:
+    model = await api.model()
+    echo.failing["optim_step"] = EngineRefused("there is no GPU.", hint="Use --device cpu.")
+    failed = await api.result(await api.optim_step(model, 1))
+    assert failed["error"] == "there is no GPU. Use --device cpu."

@@ -12,11 +12,11 @@ import sqlalchemy as sa
 
 from server.store.test_store import a_model, step
 from tinkex.server.queued_request import Cause, Kind, Outcome
-from tinkex.server.store import Store, open_store, step_rows
+from tinkex.server.store import Store, open_store, step_history, step_rows
 from tinkex.server.store.group_commit import MAX_GROUP
 from tinkex.server.store.schema import models, requests, step_metrics
-from tinkex.server.store.step_metrics import RUNNING_S, StepPoint, run_status
-from tinkex.server.store.step_rows import Step, is_kept
+from tinkex.server.store.step_history import RUNNING_S, StepPoint, run_status
+from tinkex.server.store.step_rows import Step, is_kept, keeps_more
 from tinkex.wire.protobuf import encode_forward_backward_output
 from tinkex.wire.training import ForwardBackwardOutput
 
@@ -60,7 +60,7 @@ class Run:
         await self.finish(kind, Outcome(error="no", category="user", cause=cause))
 
     async def points(self, limit: int = 1000) -> list[StepPoint]:
-        return await self.store.step_metrics.points(self.model_id, limit=limit)
+        return await self.store.step_history.points(self.model_id, limit=limit)
 
     async def rows(self) -> int:
         count = sa.select(sa.func.count()).select_from(step_metrics)
@@ -254,6 +254,69 @@ def test_other_metrics_are_merged_as_clients_merge_chunks() -> None:
     assert step.more == {"a:sum": 3, "b:mean": 3, "c:min": 1, "d:max": 2, "e:unique": 2}
 
 
+def test_a_mean_counts_only_the_examples_that_have_it() -> None:
+    step = Step(1)
+    step.add_pass({"a:mean": 1.0}, 1, 0.0)
+    step.add_pass({}, 100, 0.0)
+    step.add_pass({"a:mean": 4.0}, 2, 0.0)
+    step.add_pass({"late:mean": 5.0}, 3, 0.0)
+    assert step.more == {"a:mean": 3.0, "late:mean": 5.0}
+
+
+async def test_a_step_is_the_same_after_a_restart_between_its_passes(
+    url: str, run: Run, tmp_path: Path
+) -> None:
+    """Also what a row cannot hold as a number: a sum with NaN does not become finite again."""
+    passes: list[tuple[dict[str, float], int]] = [
+        ({"loss:sum": math.nan, "entropy:sum": 1e200, "a:mean": 1.0, "b:sum": -math.inf}, 1),
+        ({"loss:sum": 1.0, "entropy:sum": -1e200, "c:max": math.inf}, 100),
+        ({"loss:sum": 1.0, "entropy:sum": 2.0, "a:mean": 4.0, "b:sum": 1.0, "c:max": 1.0}, 2),
+    ]
+    for restarts in (False, True):
+        for metrics, examples in passes:
+            counted = {**metrics, "loss_tokens:sum": 1.0}
+            await run.finish(Kind.FORWARD_BACKWARD, passed(counted, examples))
+            if restarts:
+                run.store.close()
+                run.store = opened(url, tmp_path)
+        await run.optim_step()
+    points = await run.points()
+    run.store.close()
+    assert len(points) == 2
+    for point in points:
+        assert (point.metrics["a:mean"], point.metrics["entropy"]) == (3.0, 2.0 / 3)
+        assert not {"loss", "loss_sum", "b:sum", "c:max"} & set(point.metrics)
+
+
+async def test_numbers_of_any_size_are_read_as_means(run: Run) -> None:
+    for value in (1e-4, 1e200, 1e99, 1e-320, 1e-310):
+        await run.train(loss=value, tokens=1e30, loss_tokens=7, custom=value)
+        await run.optim_step(learning_rate=value)
+    mean, last = await run.points(limit=2)
+    assert mean.metrics["learning_rate"] == pytest.approx(1e99 / 3)
+    assert last.metrics["learning_rate"] == 0.0
+
+
+async def test_more_runs_than_are_remembered_finish_in_one_transaction(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_rows, "MAX_OPEN_STEPS", 1)
+    runs = [run, Run(run.store, await a_model(run.store), iter(range(1, 9)))]
+    finished = []
+    for turn in range(2):
+        for one in runs:
+            for kind, outcome in (
+                (Kind.FORWARD_BACKWARD, passed({"loss:sum": 1.0 + turn})),
+                (Kind.OPTIM_STEP, Outcome(result=b"{}")),
+            ):
+                new = step(one.model_id, next(one.seq_ids), kind)
+                finished.append((await run.store.requests.accept(new), outcome))
+    await run.store.requests.finish_all(finished)
+    for one in runs:
+        losses = [(point.step, point.metrics["loss_sum"]) for point in await one.points()]
+        assert losses == [(1, 1.0), (2, 2.0)]
+
+
 def test_the_number_and_length_of_names_is_bounded() -> None:
     step = Step(1)
     step.add_pass({f"m{number}:sum": 1.0 for number in range(1000)} | {"n" * 300: 1.0}, 1, 0.0)
@@ -261,6 +324,13 @@ def test_the_number_and_length_of_names_is_bounded() -> None:
     step = Step(1)
     step.add_pass({"n" * 300: 1.0}, 1, 0.0)
     assert step.more == {}
+    # The longest number has 24 characters; a character of a name may have 12 in JSON.
+    for name in ("{:02}" + "n" * 190, "{:02}" + "\N{GRINNING FACE}" * 150):
+        step = Step(1)
+        step.add_pass({name.format(number): -2.2250738585072014e-308 for number in range(64)}, 1, 0)
+        step.complete({}, 0.0, 1.0)
+        stored = len(json.dumps(step.row("run")["more"]))
+        assert step_rows.MAX_MORE_BYTES / 4 < stored <= step_rows.MAX_MORE_BYTES
 
 
 def test_rows_are_thinned_so_that_any_run_has_at_most_twice_the_full_steps() -> None:
@@ -268,6 +338,42 @@ def test_rows_are_thinned_so_that_any_run_has_at_most_twice_the_full_steps() -> 
     assert sum(is_kept(number) for number in range(100_001, 200_001)) == 50_000
     assert sum(is_kept(number) for number in range(200_001, 300_001)) == 25_000
     assert not is_kept(10**12 + 1)
+
+
+def test_metrics_without_a_column_are_thinned_so_that_gaps_grow_with_the_run() -> None:
+    assert all(keeps_more(number) for number in range(1, 10_001))
+    assert sum(keeps_more(number) for number in range(10_001, 20_001)) == 5_000
+    assert sum(keeps_more(number) for number in range(20_001, 40_001)) == 5_000
+    assert sum(keeps_more(number) for number in range(1, 200_001)) < 33_000
+
+
+async def test_a_long_run_keeps_fewer_of_the_metrics_without_a_column(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_rows, "FULL_MORE_STEPS", 4)
+    for number in range(1, 22):
+        await run.train(loss=float(number), loss_tokens=1, custom=float(number))
+        await run.optim_step()
+    points = await run.points()
+    assert [point.metrics["loss"] for point in points] == [*range(1, 22)]
+    kept = [point.step for point in points if "custom:sum" in point.metrics]
+    assert kept == [1, 2, 3, 4, 6, 8, 12, 16, 21]
+
+
+async def test_an_answer_has_a_bounded_number_of_names_and_reads_a_bounded_number_of_rows(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_history, "SAMPLED_PER_POINT", 2)
+    monkeypatch.setattr(step_history, "MAX_NAMES", 3)
+    for number in range(1, 34):
+        await run.train(loss_tokens=1, stable=float(number), **{f"x{number}": 1.0})
+        await run.optim_step()
+    points = await run.points(limit=4)
+    assert sum(point.steps for point in points) == 33
+    # Of at most 8 steps: every eighth, and the last. The names of the newest ones are shown.
+    names = {name for point in points for name in point.metrics if name.startswith("x")}
+    assert names == {"x33:sum", "x32:sum"}
+    assert [point.metrics["stable:sum"] for point in points] == [8.0, 16.0, 28.0, 33.0]
 
 
 async def test_a_very_long_run_keeps_its_newest_step(
@@ -327,3 +433,32 @@ def test_the_status_of_a_run() -> None:
     ]
     for changed, status in cases:
         assert run_status(**{**quiet, **changed}) == status, changed
+
+
+async def test_reading_a_run_does_not_scan_the_waiting_requests_of_others(tmp_path: Path) -> None:
+    store = opened(f"sqlite:///{tmp_path / 'tinkex.db'}", tmp_path)
+    try:
+        model = await a_model(store)
+        asked: list[tuple[str, Any]] = []
+
+        def asks(_: object, _cursor: object, statement: str, parameters: Any, *_more: Any) -> None:
+            asked.append((statement, parameters))
+
+        reading = store._database._reading
+        sa.event.listen(reading, "before_cursor_execute", asks)
+        found = await store.checkpoint_catalog.run(model, reader="local")
+        assert found is not None
+        assert found.status == "running"  # its creation waits
+        sa.event.remove(reading, "before_cursor_execute", asks)
+        plans: list[str] = []
+        with reading.connect() as connection:
+            for statement, parameters in asked:
+                explained = connection.exec_driver_sql(
+                    f"EXPLAIN QUERY PLAN {statement}", parameters
+                )
+                plans += [row[-1] for row in explained]
+        assert any("requests" in plan for plan in plans)
+        assert not [plan for plan in plans if "ix_requests_status" in plan]
+        assert not [plan for plan in plans if plan.startswith("SCAN requests")]
+    finally:
+        store.close()

@@ -50,9 +50,9 @@ OPEN_PATHS = frozenset(
         "/api/unauthed/auth-config",
     }
 )
-#: Links that this server signed; the signature replaces the key. For the routes of local
-#: administration, the token of the server's file does (`api/local.py`).
-SIGNED_PREFIXES: tuple[str, ...] = ("/api/v1/signed/", "/api/v1/downloads/", "/api/v1/local/")
+#: Routes that check something else than a key: the signature of a link, or for local administration
+#: the token of the server's file (`api/local.py`).
+OWN_CHECK_PREFIXES: tuple[str, ...] = ("/api/v1/signed/", "/api/v1/downloads/", "/api/v1/local/")
 #: Paths that need no key on a server that only this machine can reach.
 LOCAL_PATHS = frozenset({"/metrics"})
 
@@ -130,7 +130,7 @@ class Authentication:
 
 
 def _is_open(path: str) -> bool:
-    return path in OPEN_PATHS or path.startswith(SIGNED_PREFIXES)
+    return path in OPEN_PATHS or path.startswith(OWN_CHECK_PREFIXES)
 
 
 async def _find_caller(request: HTTPConnection) -> Caller:

@@ -30,7 +30,7 @@ from tinkex.server.scheduler.checkpoints import (
     no_checkpoint,
 )
 from tinkex.server.store.checkpoint_catalog import NamedCheckpoint, RunSummary
-from tinkex.server.store.step_metrics import StepPoint
+from tinkex.server.store.step_history import StepPoint
 from tinkex.wire.checkpoints import (
     KINDS,
     Checkpoint,
@@ -99,13 +99,12 @@ async def get_training_run_metrics(request: Request, run: str, points: Points = 
     If the run has more steps than `points`, a point is the mean over several steps, except for the
     last one.
     """
-    context = context_of(request)
-    model = await context.model(request, run)
-    found = await context.store.step_metrics.points(model.model_id, limit=points)
+    await _readable(request, run, "owned")
+    found = await context_of(request).store.step_history.points(run, limit=points)
     return await report(
         request,
         lambda: TrainingRunMetricsResponse(
-            training_run_id=model.model_id, points=[_step(point) for point in found]
+            training_run_id=run, points=[_step(point) for point in found]
         ),
         advice="Request fewer with `points`.",
     )

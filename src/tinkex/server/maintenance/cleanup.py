@@ -44,6 +44,7 @@ class Cutoffs:
     orphan_s: float
     telemetry_s: float
     audit_s: float
+    metrics_s: float
 
 
 def cutoffs(settings: Settings, *, now_s: float) -> Cutoffs:
@@ -57,6 +58,7 @@ def cutoffs(settings: Settings, *, now_s: float) -> Cutoffs:
         orphan_s=now_s - settings.orphan_s,
         telemetry_s=now_s - settings.telemetry_kept_s,
         audit_s=now_s - settings.audit_kept_s,
+        metrics_s=now_s - settings.metrics_kept_s,
     )
 
 
@@ -126,6 +128,7 @@ class Cleanup:
             telemetry_before_s=until.telemetry_s,
             audit_before_s=until.audit_s,
         )
+        await self._drop_steps(until)
         await self._drop_checkpoints(until)
         await retention.drop_snapshots(abandoned_before_s=until.abandoned_s)
         if time.monotonic() - self._orphans_checked_s >= min(
@@ -157,6 +160,15 @@ class Cleanup:
                 failures = self._retry_at.get(model_id, (now_s, 0))[1] + 1
                 wait_s = SNAPSHOT_BACKOFF.wait_s(failures) or 0.0
                 self._retry_at[model_id] = (now_s + wait_s, failures)
+
+    async def _drop_steps(self, until: Cutoffs) -> None:
+        retention = self._store.retention
+        for model_id in await retention.runs_with_old_steps(
+            before_s=until.metrics_s, abandoned_before_s=until.abandoned_s
+        ):
+            while dropped := await retention.drop_steps(model_id):
+                log.debug("deleted %d steps of the run %s", dropped, model_id)
+                await asyncio.sleep(PAUSE_S)
 
     async def _drop_checkpoints(self, until: Cutoffs) -> None:
         retention = self._store.retention

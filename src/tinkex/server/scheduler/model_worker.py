@@ -168,7 +168,7 @@ class StepRunner:
         EngineLost if the step has to run again.
         """
         outcome: Awaitable[Outcome]
-        self._execution.runs.add(state.model.model_id)
+        self._execution.on_step(state.model.model_id)
         self._execution.futures.started(step)
         if isinstance(payload, BaseException):
             outcome = _raise(payload)

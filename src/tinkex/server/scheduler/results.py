@@ -59,7 +59,7 @@ def failure_outcome(error: Exception) -> Outcome:
         case UserFailure():
             return Outcome(error=str(error), category="user")
         case EngineRefused():
-            return Outcome(error=str(error), category="server", permanent=True)
+            return Outcome(error=error.text, category="server", permanent=True)
         case EngineLost():
             return crash_outcome(str(error))
         case _:
@@ -197,8 +197,8 @@ class Execution:
         self.payloads = Payloads(store)
         self.failures = SessionFailures(store)
         self.usage = ComputeUsage()
-        #: Models that had a step sent to an engine, since the activity log looked last.
-        self.runs: set[str] = set()
+        #: Called with the id of a model whenever a step of it is sent to an engine.
+        self.on_step: Callable[[str], None] = lambda model_id: None
         #: Accepted requests that this process runs, until their results are stored.
         self.claimed: set[str] = set()
         self.closing = False

@@ -138,6 +138,10 @@ class Scheduler:
         """Call this whenever there is an unfinished request after there was none."""
         self._execution.futures.on_busy = callback
 
+    def on_step(self, callback: Callable[[str], None]) -> None:
+        """Call this with the id of a model whenever a step of it is sent to an engine."""
+        self._execution.on_step = callback
+
     @property
     def unfinished(self) -> int:
         """The number of accepted requests that are not finished."""
@@ -151,11 +155,6 @@ class Scheduler:
     def base_models(self) -> set[str]:
         """The base models that have unfinished requests."""
         return self._execution.futures.base_models()
-
-    def take_runs(self) -> int:
-        """How many models had a step sent to an engine since the last call."""
-        runs, self._execution.runs = self._execution.runs, set()
-        return len(runs)
 
     def engine(self, base_model: str) -> EngineScheduler:
         """The scheduler of one engine; requests of a model that is not served fail there."""

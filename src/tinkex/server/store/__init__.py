@@ -28,7 +28,7 @@ from tinkex.server.store.retention import Retention
 from tinkex.server.store.schema import Status
 from tinkex.server.store.sessions import Session, Sessions
 from tinkex.server.store.snapshots import Snapshots
-from tinkex.server.store.step_metrics import StepMetrics
+from tinkex.server.store.step_history import StepHistory
 from tinkex.server.store.storage_health import (
     FILES,
     Damaged,
@@ -91,7 +91,7 @@ class Store:
         self.checkpoints = Checkpoints(database, files, folder, self.quotas)
         self.checkpoint_catalog = CheckpointCatalog(database, self.quotas)
         self.snapshots = Snapshots(database, files, folder)
-        self.step_metrics = StepMetrics(database)
+        self.step_history = StepHistory(database)
 
     @property
     def commits(self) -> int:

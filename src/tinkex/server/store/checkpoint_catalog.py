@@ -34,7 +34,7 @@ from tinkex.server.store.schema import (
     sessions,
 )
 from tinkex.server.store.sql_dialects import in_list
-from tinkex.server.store.step_metrics import newest_steps, run_status
+from tinkex.server.store.step_history import newest_steps, run_status
 from tinkex.wire.checkpoints import tinker_path
 from tinkex.wire.errors import UserFailure
 
@@ -65,7 +65,7 @@ class RunSummary:
     #: Recovery cannot rebuild it.
     lost: bool
     # These are None in the run of another owner.
-    #: Optimizer steps so far.
+    #: Optimizer steps so far, without those of a server that stored no metrics yet.
     steps: int | None = None
     last_loss: float | None = None
     #: See `run_status`.
@@ -324,16 +324,10 @@ def _earlier_copy(connection: sa.Connection, version: Version, fingerprint: str)
 
 def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[RunSummary]:
     """Runs in the order of `ids`; of other owners' runs only what is published."""
-    last = (
-        sa.select(sa.func.max(requests.c.created_s))
-        .where(requests.c.model_id == models.c.model_id)
-        .scalar_subquery()
-    )
     chosen = (
         sa.select(
             *MODEL_COLUMNS,
             models.c.last_request_s,
-            last.label("last_s"),
             sessions.c.failure,
             sessions.c.finished_s,
             sessions.c.lapsed_s,
@@ -345,14 +339,14 @@ def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Ru
     for saved in _newest(connection, ids, reader):
         newest.setdefault(saved.model_id, {})[saved.kind] = saved
     steps = newest_steps(connection, ids)
-    waiting = sa.select(requests.c.model_id).where(requests.c.status == Status.WAITING).distinct()
-    has_work = set(connection.scalars(waiting.where(in_list(requests.c.model_id, ids))))
+    requested = {row.model_id: row for row in connection.execute(_requested(ids))}
     now_s = time.time()
     found = {}
     for row in connection.execute(chosen):
         named = row._mapping
         model = Model(**{column.name: named[column.name] for column in MODEL_COLUMNS})
-        last_s = row.last_s or row.last_request_s or model.created_s
+        of_run = requested.get(model.model_id)
+        last_s = (of_run and of_run.last_s) or row.last_request_s or model.created_s
         failed = (row.failure or {}).get("reason", {}).get("training_run_id")
         if model.owner != reader:
             model = replace(model, user_metadata=None)
@@ -373,7 +367,7 @@ def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Ru
                 last_loss=None if step is None else step.loss,
                 status=run_status(
                     lost=summary.lost,
-                    has_work=model.model_id in has_work,
+                    has_work=of_run is not None and bool(of_run.has_work),
                     session_ended=row.finished_s is not None,
                     session_silent=row.lapsed_s is not None,
                     last_step_s=None if step is None else step.finished_s,
@@ -382,6 +376,21 @@ def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Ru
             )
         found[model.model_id] = summary
     return [found[model_id] for model_id in ids if model_id in found]
+
+
+def _requested(ids: Sequence[str]) -> sa.Select[Any]:
+    """When each of these runs had its last request that still has a row, and if one waits."""
+    # Not `WHERE status = 'waiting'`: SQLite would scan the waiting rows of all runs by that index.
+    waits = sa.case((requests.c.status == Status.WAITING, 1), else_=0)
+    return (
+        sa.select(
+            requests.c.model_id,
+            sa.func.max(requests.c.created_s).label("last_s"),
+            sa.func.max(waits).label("has_work"),
+        )
+        .where(in_list(requests.c.model_id, ids))
+        .group_by(requests.c.model_id)
+    )
 
 
 def _newest(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[NamedCheckpoint]:

@@ -113,8 +113,8 @@ class Database:
         )
         self.writer = Writer(
             self._writing,
-            before_commit=_write_sums,
-            after_rollback=_discard_sums,
+            before_commit=_write_effects,
+            after_rollback=_discard_effects,
             health=self.health,
         )
 
@@ -293,13 +293,13 @@ class Database:
             raise
 
 
-def _write_sums(connection: sa.Connection) -> None:
-    """What finished requests add to rows of their owner and their run."""
+def _write_effects(connection: sa.Connection) -> None:
+    """What finished requests add beside their own rows: usage of their owner, steps of their run."""
     request_rows.write_token_counts(connection)
     step_rows.write_steps(connection)
 
 
-def _discard_sums(connection: sa.Connection) -> None:
+def _discard_effects(connection: sa.Connection) -> None:
     request_rows.discard_token_counts(connection)
     step_rows.forget_steps(connection)
 

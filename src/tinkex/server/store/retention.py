@@ -29,6 +29,7 @@ from tinkex.server.store.schema import (
     samplers,
     sessions,
     snapshots,
+    step_metrics,
     telemetry,
 )
 from tinkex.server.store.snapshots import drop_older, truncate_log
@@ -133,6 +134,51 @@ class Retention:
                 connection.execute(table.delete().where(table.c.at_s < before_s))
 
         await self._database.write(operation)
+
+    # -- steps -------------------------------------------------------------------------------
+
+    async def runs_with_old_steps(self, *, before_s: float, abandoned_before_s: float) -> list[str]:
+        """Some runs whose session has ended and whose last step, of several, is this old."""
+        last = (
+            sa.select(step_metrics.c.number)
+            .where(step_metrics.c.model_id == models.c.model_id, _STEP_FINISHED)
+            .order_by(step_metrics.c.number.desc())
+            .limit(1)
+            .scalar_subquery()
+        )
+        newest, older = step_metrics.alias("newest"), step_metrics.alias("older")
+        has_older = sa.exists().where(
+            older.c.model_id == models.c.model_id, older.c.number < newest.c.number
+        )
+        statement = (
+            sa.select(models.c.model_id)
+            .join(sessions, sessions.c.session_id == models.c.session_id)
+            .join(newest, sa.and_(newest.c.model_id == models.c.model_id, newest.c.number == last))
+            .where(
+                # Follows from the age of the step; saves looking for it in newer runs.
+                models.c.created_s < before_s,
+                newest.c.finished_s < before_s,
+                session_ended(abandoned_before_s),
+                has_older,
+            )
+            .limit(BATCH_ROWS)
+        )
+        return await self._database.read(scalars(statement))
+
+    async def drop_steps(self, model_id: str) -> int:
+        """Delete some steps of a run, but not the last: lists of runs show it. Returns how many."""
+        of_run = step_metrics.c.model_id == model_id
+        number = step_metrics.c.number
+        last = sa.select(sa.func.max(number)).where(of_run, _STEP_FINISHED).scalar_subquery()
+        oldest = sa.select(number).where(of_run, number < last).order_by(number).limit(BATCH_ROWS)
+
+        def operation(connection: sa.Connection) -> int:
+            found = connection.scalars(oldest).all()
+            if found:
+                connection.execute(step_metrics.delete().where(of_run, number <= found[-1]))
+            return len(found)
+
+        return await self._database.write(operation)
 
     # -- snapshots ---------------------------------------------------------------------------
 
@@ -374,6 +420,8 @@ _WITH_SESSION = (
     .outerjoin(older_snapshots, older_snapshots.c.model_id == requests.c.model_id)
 )
 
+
+_STEP_FINISHED = step_metrics.c.finished_s.is_not(None)
 
 _OTHERS = requests.alias("others")
 _WAITS = sa.select(_OTHERS.c.request_id).where(

@@ -199,7 +199,8 @@ older_snapshots = sa.Table(
 step_metrics = sa.Table(
     "step_metrics",
     metadata,
-    # One row for each optimizer step of a run, from 1. It stays as long as the run.
+    # One row for each optimizer step of a run, from 1. Old ones are thinned, and deleted some time
+    # after the run ended, except for the last.
     sa.Column(
         "model_id",
         sa.String(120),
@@ -216,7 +217,7 @@ step_metrics = sa.Table(
     sa.Column("tokens", sa.BigInteger, nullable=False),
     # Tokens that have a gradient.
     sa.Column("loss_tokens", sa.BigInteger, nullable=False),
-    # These are NULL if the step has no such number, or if it is not finite.
+    # These are NULL if the step has no such number, or if it is not finite or huge.
     sa.Column("loss_sum", sa.Float),
     sa.Column("entropy_sum", sa.Float),
     sa.Column("learning_rate", sa.Float),
@@ -224,7 +225,8 @@ step_metrics = sa.Table(
     sa.Column("update_norm", sa.Float),
     # Seconds that the engine computed, passes included.
     sa.Column("compute_s", sa.Float, nullable=False),
-    # Other metrics by name, such as those of a custom loss.
+    # Other metrics by name, such as those of a custom loss. While the step is not finished, also
+    # what its next pass needs (`step_rows.Step.row`).
     sa.Column("more", sa.JSON(none_as_null=True)),
     # Rows are read by run and in order: without row ids, that is the order on disk.
     sqlite_with_rowid=False,

@@ -1,11 +1,12 @@
 """
-The metrics of optimizer steps, written in the transaction that finishes their requests.
+Writes the table `step_metrics`, in the transaction that finishes the requests of a step.
 
-A row is one optimizer step of a run, from number 1. Each `forward_backward` adds to the row of the
+`step_history` reads it, and `retention` thins the rows of runs that ended. A row is one optimizer step of a run, from number 1. Each `forward_backward` adds to the row of the
 step in progress, and the `optim_step` completes it. A request finishes once, so a step is counted
 once, however often an engine ran it. `forward` does not train and adds nothing.
 """
 
+import itertools
 import json
 import logging
 import math
@@ -26,9 +27,17 @@ log = logging.getLogger("tinkex.server.store")
 
 #: All steps up to this one have a row. Later ones are thinned, see `is_kept`.
 FULL_STEPS = 100_000
-#: Metrics of a step beside the ones with columns, and characters of their names.
+#: Metrics of a step beside the ones with columns, characters of their names, and bytes of all.
 MAX_MORE = 64
 MAX_NAME_CHARS = 200
+MAX_MORE_BYTES = 4096
+#: All steps up to this one keep those metrics. Later ones are thinned, see `keeps_more`.
+FULL_MORE_STEPS = 10_000
+#: Larger numbers are stored as missing and smaller ones as 0: PostgreSQL refuses to compute means
+#: whose squares are out of range.
+LARGEST, SMALLEST = 1e100, 1e-100
+#: No count of tokens is larger; sums of them fit a column.
+MAX_COUNT = 2**53
 #: Runs whose step in progress is kept in memory, so that finishing a step need not read it.
 MAX_OPEN_STEPS = 1_000
 
@@ -43,6 +52,17 @@ def is_kept(number: int) -> bool:
     and so on. The newest step always has a row.
     """
     halvings = max(0, min((number - 1) // FULL_STEPS, 60))
+    return number % (1 << halvings) == 0
+
+
+def keeps_more(number: int) -> bool:
+    """
+    Whether an older step keeps its metrics without a column, which may be much longer than the row.
+
+    Every step up to 10,000 does; then every second one up to 20,000, every fourth up to 40,000, and
+    so on: the gaps grow with the run, and a curve keeps its shape. 200,000 steps keep 32,000.
+    """
+    halvings = (max(0, number - 1) // FULL_MORE_STEPS).bit_length()
     return number % (1 << halvings) == 0
 
 
@@ -66,11 +86,14 @@ class Step:
     update_norm: float | None = None
     finished_s: float | None = None
     more: dict[str, float] = field(default_factory=dict)
+    #: The examples behind each mean in `more`; not every pass has every metric.
+    mean_examples: dict[str, int] = field(default_factory=dict)
 
     def add_pass(self, metrics: Mapping[str, float], examples: int, compute_s: float) -> None:
         self.passes += 1
         self.compute_s += compute_s
-        for name, value in metrics.items():
+        # Sorted, so that all steps keep the same ones if there are too many.
+        for name, value in sorted(metrics.items()):
             match name:
                 case "loss:sum":
                     self.loss_sum = (self.loss_sum or 0.0) + value
@@ -87,7 +110,7 @@ class Step:
     def complete(self, metrics: Mapping[str, float], compute_s: float, now_s: float) -> None:
         self.compute_s += compute_s
         self.finished_s = now_s
-        for name, value in metrics.items():
+        for name, value in sorted(metrics.items()):
             match name:
                 case "grad_norm:mean":
                     self.grad_norm = value
@@ -100,42 +123,82 @@ class Step:
 
     def _add_more(self, name: str, value: float, examples: int) -> None:
         """Merge as clients merge the chunks of a batch: by the word after the colon."""
+        kind = name.rpartition(":")[2]
         before = self.more.get(name)
         if before is None:
-            if len(self.more) < MAX_MORE and len(name) <= MAX_NAME_CHARS:
+            if self._has_room(name):
                 self.more[name] = value
+                if kind == "mean":
+                    self.mean_examples[name] = examples
             return
-        match name.rpartition(":")[2]:
+        match kind:
             case "sum":
                 self.more[name] = before + value
             case "min":
                 self.more[name] = min(before, value)
             case "max":
                 self.more[name] = max(before, value)
-            case "mean" if total := self.examples + examples:
-                self.more[name] = (before * self.examples + value * examples) / total
+            case "mean" if total := (behind := self.mean_examples.get(name, 0)) + examples:
+                self.more[name] = (before * behind + value * examples) / total
+                self.mean_examples[name] = total
             case _:
                 self.more[name] = value
 
+    def _has_room(self, name: str) -> bool:
+        if len(self.more) >= MAX_MORE or len(name) > MAX_NAME_CHARS:
+            return False
+        return sum(map(_json_bytes, self.more)) + _json_bytes(name) <= MAX_MORE_BYTES
+
     def row(self, model_id: str) -> dict[str, Any]:
         """What is stored. Databases and JSON have no common NaN and infinity: they become NULL."""
+        finite = {name: value for name, value in self.more.items() if math.isfinite(value)}
+        more: dict[str, Any] = finite
+        if self.finished_s is None:
+            # The next pass needs more than the numbers, also after a restart.
+            parts = (
+                ("values", finite),
+                ("mean_examples", self.mean_examples),
+                ("not_finite", self._not_finite()),
+            )
+            more = {name: part for name, part in parts if part}
         return {
             "model_id": model_id,
             "number": self.number,
             "finished_s": self.finished_s,
             "passes": self.passes,
             "examples": self.examples,
-            "tokens": self.tokens,
-            "loss_tokens": self.loss_tokens,
-            "loss_sum": _finite(self.loss_sum),
-            "entropy_sum": _finite(self.entropy_sum),
-            "learning_rate": _finite(self.learning_rate),
-            "grad_norm": _finite(self.grad_norm),
-            "update_norm": _finite(self.update_norm),
+            "tokens": min(self.tokens, MAX_COUNT),
+            "loss_tokens": min(self.loss_tokens, MAX_COUNT),
+            "loss_sum": _stored(self.loss_sum),
+            "entropy_sum": _stored(self.entropy_sum),
+            "learning_rate": _stored(self.learning_rate),
+            "grad_norm": _stored(self.grad_norm),
+            "update_norm": _stored(self.update_norm),
             "compute_s": self.compute_s,
-            "more": {name: value for name, value in self.more.items() if math.isfinite(value)}
-            or None,
+            "more": more or None,
         }
+
+    def _not_finite(self) -> dict[str, str]:
+        """The sums and metrics that `row` cannot store as numbers, as text that `float` reads."""
+        sums = {"loss:sum": self.loss_sum, "entropy:sum": self.entropy_sum}
+        odd = {name: value for name, value in sums.items() if value != _stored(value)}
+        odd |= {name: value for name, value in self.more.items() if not math.isfinite(value)}
+        return {name: str(value) for name, value in odd.items()}
+
+    @classmethod
+    def unfinished(cls, row: Mapping[str, Any]) -> "Step":
+        """The step in progress as `row` stored it."""
+        values = {name: value for name, value in row.items() if name not in ("model_id", "more")}
+        saved = row["more"] or {}
+        odd = {name: float(text) for name, text in saved.get("not_finite", {}).items()}
+        for name, column in (("loss:sum", "loss_sum"), ("entropy:sum", "entropy_sum")):
+            if name in odd:
+                values[column] = odd.pop(name)
+        return cls(
+            **values,
+            more={**saved.get("values", {}), **odd},
+            mean_examples=dict(saved.get("mean_examples", {})),
+        )
 
 
 @dataclass(slots=True)
@@ -146,6 +209,8 @@ class _State:
     open: dict[str, Step] = field(default_factory=dict)
     #: Rows to write before the commit, by run and number; None deletes the row.
     changed: dict[tuple[str, int], Step | None] = field(default_factory=dict)
+    #: Older rows that lose the metrics without a column.
+    thinned: list[tuple[str, int]] = field(default_factory=list)
 
 
 def record_step(connection: sa.Connection, request: QueuedRequest, outcome: Outcome) -> None:
@@ -186,15 +251,18 @@ def record_step(connection: sa.Connection, request: QueuedRequest, outcome: Outc
             )
         if not is_kept(step.number - 1):
             state.changed[model_id, step.number - 1] = None
+        elif not keeps_more(step.number - 1):
+            state.thinned.append((model_id, step.number - 1))
         _keep_open(state, model_id, Step(step.number + 1))
 
 
 def write_steps(connection: sa.Connection) -> None:
     """Write the rows of this transaction, right before it commits."""
     state: _State | None = connection.info.get(_STATE)
-    if state is None or not state.changed:
+    if state is None:
         return
     changed, state.changed = state.changed, {}
+    thinned, state.thinned = state.thinned, []
     rows = [step.row(model_id) for (model_id, _), step in changed.items() if step is not None]
     gone = [
         {"of_model": model_id, "of_number": number}
@@ -208,6 +276,13 @@ def write_steps(connection: sa.Connection) -> None:
         connection.exec_driver_sql(_SQLITE_UPSERT, [_sqlite_values(row) for row in rows])
     elif rows:
         connection.execute(_UPSERT, rows)
+    if thinned:
+        keys = [{"of_model": model_id, "of_number": number} for model_id, number in thinned]
+        connection.execute(_THIN, keys)
+    # Not earlier: a step that is not written could not be read again.
+    too_many = len(state.open) - MAX_OPEN_STEPS
+    for model_id in list(itertools.islice(state.open, max(0, too_many))):
+        del state.open[model_id]
 
 
 def forget_steps(connection: sa.Connection) -> None:
@@ -218,8 +293,6 @@ def forget_steps(connection: sa.Connection) -> None:
 def _keep_open(state: _State, model_id: str, step: Step) -> None:
     state.open.pop(model_id, None)
     state.open[model_id] = step
-    if len(state.open) > MAX_OPEN_STEPS:
-        del state.open[next(iter(state.open))]
 
 
 def _read_open(connection: sa.Connection, model_id: str) -> Step:
@@ -229,9 +302,7 @@ def _read_open(connection: sa.Connection, model_id: str) -> Step:
         return Step(1)
     if row.finished_s is not None:
         return Step(row.number + 1)
-    values = dict(row._mapping)
-    del values["model_id"]
-    return Step(**{**values, "more": dict(row.more or {})})
+    return Step.unfinished(dict(row._mapping))
 
 
 def _pass_metrics(result: bytes) -> tuple[Mapping[str, float], int]:
@@ -251,11 +322,18 @@ def _step_metrics(result: bytes) -> Mapping[str, float]:
 
 
 def _count(value: float) -> int:
-    return int(value) if math.isfinite(value) else 0
+    return int(value) if 0 <= value <= MAX_COUNT else 0
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _stored(value: float | None) -> float | None:
+    if value is None or not abs(value) <= LARGEST:
+        return None
+    return value if abs(value) >= SMALLEST else 0.0
+
+
+def _json_bytes(name: str) -> int:
+    """What a metric takes in JSON at most: its name, a number of 24 characters, and `: , `."""
+    return len(json.dumps(name)) + 28
 
 
 # Built once: building a statement takes longer than SQLite takes to run it.
@@ -268,6 +346,14 @@ _NEWEST = (
 _DELETE = step_metrics.delete().where(
     step_metrics.c.model_id == sa.bindparam("of_model"),
     step_metrics.c.number == sa.bindparam("of_number"),
+)
+_THIN = (
+    step_metrics.update()
+    .where(
+        step_metrics.c.model_id == sa.bindparam("of_model"),
+        step_metrics.c.number == sa.bindparam("of_number"),
+    )
+    .values(more=None)
 )
 _KEY = ("model_id", "number")
 

@@ -1,4 +1,8 @@
-"""Reads the metrics of a run's steps: as a bounded number of points, and the newest step."""
+"""
+Reads the table `step_metrics`: a run as a bounded number of points, and its newest step.
+
+`step_rows` writes it.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,6 +14,14 @@ import sqlalchemy as sa
 from tinkex.server.store.database import Database
 from tinkex.server.store.schema import models, step_metrics
 from tinkex.server.store.sql_dialects import in_list
+from tinkex.server.store.step_rows import MAX_MORE
+
+#: Metrics without a column in one answer. Runs may use new names in every step.
+MAX_NAMES = MAX_MORE
+#: The metrics without a column are read from this many steps for each point, and from no more than
+#: this in all: each may have kilobytes.
+SAMPLED_PER_POINT = 8
+MAX_SAMPLED = 20_000
 
 #: A run whose last step is younger than this is running, if its session is open.
 RUNNING_S = 90.0
@@ -63,7 +75,7 @@ _COLUMNS: Mapping[str, sa.ColumnElement[Any]] = {
 }
 
 
-class StepMetrics:
+class StepHistory:
     """The metrics of steps, for their owner."""
 
     def __init__(self, database: Database) -> None:
@@ -74,7 +86,8 @@ class StepMetrics:
         The finished steps of a run in order, as at most `limit` (2 or more) points.
 
         If there are more steps than that, a point is the mean over steps that follow each other,
-        except for the last one. The memory for this depends on `limit`, not on the steps.
+        except for the last one. Metrics without a column are the mean over some of those steps
+        if there are many. Memory and time for them depend on `limit`, not on the steps.
         """
         return await self._database.read_report(
             lambda connection: read_points(connection, model_id, limit)
@@ -102,14 +115,27 @@ def read_points(connection: sa.Connection, model_id: str, limit: int) -> list[St
         *(sa.func.avg(value).label(f"mean_{name}") for name, value in _COLUMNS.items()),
     )
     rows = connection.execute(means.where(of_run).group_by("bucket").order_by("bucket")).all()
-    others = sa.select(bucket, step_metrics.c.more).where(of_run, step_metrics.c.more.is_not(None))
-    streamed = connection.execution_options(yield_per=1000).execute(others.order_by(number))
+    every = _stride(last - first + 1, min(SAMPLED_PER_POINT * limit, MAX_SAMPLED))
+    others = sa.select(bucket, step_metrics.c.more).where(
+        of_run,
+        step_metrics.c.more.is_not(None),
+        sa.or_(number % every == 0, number == last),
+    )
+    # From the newest step on: its names are in the answer.
+    streamed = connection.execution_options(yield_per=1000).execute(others.order_by(number.desc()))
     more = dict(_means_of(streamed))
     return [_point(row, more.get(row.bucket, {})) for row in rows]
 
 
+def _stride(steps: int, most: int) -> int:
+    """Every how many steps to read to get at most `most`; a power of 2, as rows are thinned."""
+    return 1 << max(0, math.ceil(steps / most) - 1).bit_length()
+
+
 def _means_of(rows: Iterable[Any]) -> Iterator[tuple[int, Mapping[str, float]]]:
-    """The mean of each metric in each bucket; the rows are in the order of their buckets."""
+    """The mean of each metric in each bucket; the rows of a bucket follow each other."""
+    #: Of the answer. One string for each, however many rows have it.
+    names: dict[str, str] = {}
     current: int | None = None
     sums: dict[str, tuple[float, int]] = {}
     for bucket, metrics in rows:
@@ -118,8 +144,11 @@ def _means_of(rows: Iterable[Any]) -> Iterator[tuple[int, Mapping[str, float]]]:
                 yield current, _means(sums)
             current, sums = bucket, {}
         for name, value in metrics.items():
-            total, count = sums.get(name, (0.0, 0))
-            sums[name] = (total + value, count + 1)
+            if name not in names and len(names) >= MAX_NAMES:
+                continue
+            known = names.setdefault(name, name)
+            total, count = sums.get(known, (0.0, 0))
+            sums[known] = (total + value, count + 1)
     if current is not None:
         yield current, _means(sums)
 
