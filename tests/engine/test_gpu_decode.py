@@ -71,10 +71,11 @@ class Subject:
             self.engine.save(name, folder / name, optimizer=False)
             self.adapters.append(folder / name)
         self.sample(1, max_tokens=1)
-        graphs = self.runner._graphs
+        graphs, compiler = self.runner._graphs, self.runner.compiler
         assert graphs is not None
+        assert compiler is not None
         # One bucket, so that there are few kernels to compile.
-        graphs.waits, graphs._buckets = True, [8]
+        compiler.waits, graphs._buckets = True, [8]
         assert self.engine._sampler is not None
         self.engine._sampler.scheduler.pages._evict_idle(0)
         # NaN in every slot: nothing may read what was not written.
@@ -115,10 +116,11 @@ class Subject:
 
     def sample_with_graphs(self, **params: object) -> dict[tuple[int, int], SampledSequence]:
         found = self.sample(**params)  # type: ignore[arg-type]
-        graphs = self.runner._graphs
+        graphs, compiler = self.runner._graphs, self.runner.compiler
         assert graphs is not None
-        assert graphs.active
-        assert not graphs._refused
+        assert compiler is not None
+        assert compiler.usable
+        assert not compiler.refused
         assert graphs._graphs
         return found
 
@@ -165,8 +167,9 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 def without_graphs(subject: Subject) -> Iterator[None]:
     runner = subject.runner
     kept, runner._graphs = runner._graphs, None
+    prefill, runner._fused_prefill = runner._fused_prefill, None
     yield
-    runner._graphs = kept
+    runner._graphs, runner._fused_prefill = kept, prefill
 
 
 def test_sampled_logprobs_equal_those_of_a_forward_pass(any_subject: Subject) -> None:

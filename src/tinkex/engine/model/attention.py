@@ -27,15 +27,18 @@ log = logging.getLogger(__name__)
 NAME = "tinkex_packed"
 
 varlen_attn: Any = None
-_causal: dict[str, Any] = {}
+#: How `varlen_attn` is told that attention is causal, which differs between versions of torch.
+causal_arguments: dict[str, Any] = {}
 try:
     from torch.nn.attention import varlen
 
     varlen_attn = varlen.varlen_attn
     _parameters = inspect.signature(varlen_attn).parameters
-    _causal = {"window_size": (-1, 0)} if "window_size" in _parameters else {"is_causal": True}
+    causal_arguments = (
+        {"window_size": (-1, 0)} if "window_size" in _parameters else {"is_causal": True}
+    )
     if "enable_gqa" in _parameters:
-        _causal["enable_gqa"] = True
+        causal_arguments["enable_gqa"] = True
 except ImportError:
     pass  # older torch: one call per segment on the GPU too
 
@@ -217,7 +220,7 @@ def within_segments(
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         starts, longest = packing.starts_int32, max(packing.lengths)
         out: Tensor = varlen_attn(
-            q, k, v, starts, starts, longest, longest, scale=scaling, **_causal
+            q, k, v, starts, starts, longest, longest, scale=scaling, **causal_arguments
         )
         return out.unsqueeze(0)
     grouped = query.shape[1] != key.shape[1]

@@ -14,21 +14,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tinkex.engine.model import attention
 from tinkex.engine.model.attention import CacheLayer
 from tinkex.engine.model.lm_head import HEAD, Head
 from tinkex.engine.model.lora import LoraLinear, Pair
 from tinkex.models.cache import cache_folder
 
 if TYPE_CHECKING:
-    from tinkex.engine.model.decode_kernels import LoraTables
+    from tinkex.engine.model.decode_kernels import LoraTables, Shrunk
 
 # B rows of a decode step, H hidden size, V vocabulary
 
@@ -73,6 +75,32 @@ class DecodeInputs:
     table: Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class KeyReads:
+    """The keys that some adjacent segments of a prefill read: one attention call."""
+
+    #: The queries of these segments.
+    queries: slice
+    #: The cache slots of all their keys, segment by segment, those of their own tokens included.
+    slots: Tensor
+    #: int32 [segments + 1]: where the queries and the keys of each segment begin.
+    query_starts: Tensor
+    key_starts: Tensor
+    max_queries: int
+    max_keys: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillInputs:
+    """The tensors of a prefill: packed tokens, of which segments continue what the cache holds."""
+
+    ids_T: Tensor
+    positions_T: Tensor
+    #: Where the keys and values of each token go.
+    slots_T: Tensor
+    reads: Sequence[KeyReads]
+
+
 class FusedDecoder:
     def __init__(
         self, decoder: Any, embed: Any, head: Head, targets: Sequence[str], scaling: float
@@ -93,6 +121,9 @@ class FusedDecoder:
             self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         #: Names of the linear layers, in the order of the adapter tables.
         self.targets = targets
+        #: For benchmarks: whether kernels start before the previous one ends, and whether products
+        #: with A are part of the base products' launches, where there are few rows.
+        self.chains = self.joins = True
 
     @classmethod
     def of(cls, decoder: Any, embed: Any, head: Head) -> FusedDecoder | None:
@@ -120,6 +151,7 @@ class FusedDecoder:
             or any(layer.self_attn.head_dim != first.head_dim for layer in decoder.layers)
             or first.head_dim % 16
             or embed.weight.shape[1] % 16
+            or attention.varlen_attn is None
         ):
             return None
         return cls(decoder, embed, head, [*targets, HEAD], float(first.scaling))
@@ -141,32 +173,83 @@ class FusedDecoder:
         """
         from tinkex.engine.model import decode_kernels as kernels
 
-        main = torch.cuda.current_stream() if self._embedding.is_cuda else None
-
-        def linear(
-            x: Tensor, weights: _Linear, target: int, projections: int, *, parts: bool = False
-        ) -> tuple[Tensor, kernels.Shrunk | None]:
-            """The base layer, and beside it the products with A, which read the same input."""
-            shrunk = None
-            if lora is not None:
-                with self._beside(main):
-                    shrunk = kernels.shrink(x, lora, target, projections)
-            y = kernels.linear(x, weights.weight, weights.bias, parts=parts)
-            if lora is not None and main is not None:
-                main.wait_stream(self._side)
-            return y, shrunk
-
-        x = F.embedding(inputs.ids_B, self._embedding)
-        y: Tensor | None = None
+        few = len(inputs.ids_B) <= kernels.FEW_ROWS
+        # Torch's own matrix products, which more rows use, do not take part in a chain.
+        chained = few and self.chains and kernels.can_chain()
         places: Any = {
             "positions_B": inputs.positions_B,
             "last_B": inputs.last_B,
             "table": inputs.table,
             "page": page,
         }
+
+        def linear(
+            x: Tensor, weights: _Linear, target: int, projections: int, *, parts: bool = False
+        ) -> tuple[Tensor, kernels.Shrunk | None]:
+            """The base layer, and beside it the products with A, which read the same input."""
+            plain = weights.weight, weights.bias
+            if lora is None:
+                return kernels.linear(x, *plain, parts=parts, chained=chained), None
+            if few and self.joins:
+                return kernels.linear_and_shrink(
+                    x, *plain, lora, target, projections, parts=parts, chained=chained
+                )
+            with self._beside():
+                shrunk = kernels.shrink(x, lora, target, projections)
+            y = kernels.linear(x, *plain, parts=parts, chained=False)
+            self._join()
+            return y, shrunk
+
+        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            return kernels.attend(
+                q, keys=keys, values=values, scaling=self._scaling, chained=chained, **places
+            )
+
+        hidden = self._run_layers(
+            inputs.ids_B, cache, linear, attend, {**places, "spare": spare}, chained=chained
+        )
+        logits = self._head.logits(hidden)
+        if lora is not None and lora_head:
+            shrunk = kernels.shrink(hidden, lora, len(self.targets) - 1, 1)
+            kernels.add_expanded(logits, shrunk, exact=True)
+        return logits
+
+    def prefill(
+        self, inputs: PrefillInputs, cache: Sequence[CacheLayer], *, lora: LoraTables | None
+    ) -> Tensor:
+        """The last hidden states [T, H] of packed tokens. Writes their keys and values."""
+        from tinkex.engine.model import decode_kernels as kernels
+
+        def linear(
+            x: Tensor, weights: _Linear, target: int, projections: int, *, parts: bool = False
+        ) -> tuple[Tensor, kernels.Shrunk | None]:
+            y = F.linear(x, weights.weight, weights.bias)
+            return y, None if lora is None else kernels.shrink(x, lora, target, projections)
+
+        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            return attend_from_cache(q, keys, values, inputs.reads, self._scaling)
+
+        places = {"positions_B": inputs.positions_T, "slots_B": inputs.slots_T}
+        return self._run_layers(inputs.ids_T, cache, linear, attend, places, chained=False)
+
+    def _run_layers(
+        self,
+        ids_B: Tensor,
+        cache: Sequence[CacheLayer],
+        linear: Callable[..., tuple[Tensor, Shrunk | None]],
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        places: dict[str, Any],
+        *,
+        chained: bool,
+    ) -> Tensor:
+        """The last hidden states. `places` says where `heads` writes keys and values."""
+        from tinkex.engine.model import decode_kernels as kernels
+
+        x = F.embedding(ids_B, self._embedding)
+        y: Tensor | None = None
         for index, (layer, (keys, values)) in enumerate(zip(self._layers, cache, strict=True)):
             target = index * (len(_ATTENTION) + len(_MLP))
-            normed = kernels.add_norm(x, y, layer.input_norm, self._eps)
+            normed = kernels.add_norm(x, y, layer.input_norm, self._eps, chained=chained)
             qkv, shrunk = linear(normed, layer.qkv, target, 3)
             q = kernels.heads(
                 qkv,
@@ -177,39 +260,38 @@ class FusedDecoder:
                 eps=self._head_eps,
                 frequencies=self._frequencies,
                 rope_scale=self._rope_scale,
-                spare=spare,
                 shrunk=shrunk,
+                chained=chained,
                 **places,
             )
-            attended = kernels.attend(q, keys=keys, values=values, scaling=self._scaling, **places)
+            attended = attend(q, keys, values)
             y, shrunk = linear(attended.flatten(1), layer.output, target + 3, 1, parts=True)
             if shrunk is not None:
-                kernels.add_expanded(y, shrunk)
-            normed = kernels.add_norm(x, y, layer.mlp_norm, self._eps)
-            act = kernels.swiglu(*linear(normed, layer.gate_up, target + 4, 2))
+                kernels.add_expanded(y, shrunk, chained=chained)
+            normed = kernels.add_norm(x, y, layer.mlp_norm, self._eps, chained=chained)
+            act = kernels.swiglu(*linear(normed, layer.gate_up, target + 4, 2), chained=chained)
             y, shrunk = linear(act, layer.down, target + 6, 1, parts=True)
             if shrunk is not None:
-                kernels.add_expanded(y, shrunk)
-        hidden = kernels.add_norm(x, y, self._norm, self._eps)
-        logits = self._head.logits(hidden)
-        if lora is not None and lora_head:
-            shrunk = kernels.shrink(hidden, lora, len(self.targets) - 1, 1)
-            kernels.add_expanded(logits, shrunk, exact=True)
-        return logits
+                kernels.add_expanded(y, shrunk, chained=chained)
+        return kernels.add_norm(x, y, self._norm, self._eps, chained=chained)
 
     @contextlib.contextmanager
-    def _beside(self, main: torch.cuda.Stream | None) -> Iterator[None]:
+    def _beside(self) -> Iterator[None]:
         """
-        Runs kernels beside those of the main stream, which must then wait for the side stream.
+        Runs kernels beside those of the main stream until `_join`.
 
         Memory made here is used again only for later work beside, which waits for its readers.
         """
-        if main is None:
+        if self._side is None:
             yield
             return
-        self._side.wait_stream(main)
+        self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             yield
+
+    def _join(self) -> None:
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
 
     def addresses(self, pairs: Mapping[str, Pair]) -> tuple[list[list[int]], list[int]]:
         """Rows of the adapter tables: (A, B) in elements from the embedding, and the ranks."""
@@ -235,33 +317,116 @@ class FusedDecoder:
         return self._head.vocab_size
 
     def probe_logits(self, ids: Tensor) -> Tensor:
-        """Logits after the last of a few tokens, which are decoded one by one."""
+        """Logits after the last of a few tokens: a prefill in two pieces, then decode steps."""
         page, device = 64, ids.device
-        shapes = [layer.qkv.weight.shape[0] for layer in self._layers]
-        size = 2 * len(self._frequencies)
-        cache = [
-            # Filled with NaN, to show whether anything reads what was not written.
-            CacheLayer(
-                *(
-                    torch.full(
-                        (2 * page, (width // size - self._query_heads) // 2, size),
-                        float("nan"),
-                        dtype=self._embedding.dtype,
-                        device=device,
-                    )
-                    for _ in range(2)
-                )
-            )
-            for width in shapes
-        ]
+        cache = self._poisoned_cache(2 * page)
+        at = torch.arange(len(ids), dtype=torch.int32, device=device)
+        first, second = len(ids) // 3, 2 * len(ids) // 3
+        for start, stop in ((0, first), (first, second)):
+            self.prefill(_probe_prefill(ids, at, start, stop), cache, lora=None)
         table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-        for position, token in enumerate(ids.tolist()):
-            at = torch.full((1,), position, dtype=torch.int32, device=device)
+        for position in range(second, len(ids)):
+            here = at[position : position + 1]
             inputs = DecodeInputs(
-                ids_B=torch.full_like(at, token), positions_B=at, last_B=at, table=table
+                ids_B=ids[position : position + 1].int(),
+                positions_B=here,
+                last_B=here,
+                table=table,
             )
             logits = self.logits(inputs, cache, page=page, spare=1, lora=None)
         return logits[0]
+
+    def _poisoned_cache(self, slots: int) -> list[CacheLayer]:
+        """Filled with NaN, to show whether anything reads what was not written."""
+        size = 2 * len(self._frequencies)
+        widths = [layer.qkv.weight.shape[0] // size for layer in self._layers]
+        nan = torch.tensor(float("nan"), dtype=self.base.dtype, device=self.base.device)
+        return [
+            CacheLayer(*(nan.repeat(slots, (width - self._query_heads) // 2, size) for _ in "kv"))
+            for width in widths
+        ]
+
+
+def _probe_prefill(ids: Tensor, positions: Tensor, start: int, stop: int) -> PrefillInputs:
+    """Tokens `start` to `stop` of a sequence in the first page."""
+    ends = torch.tensor([[0, stop - start], [0, stop]], dtype=torch.int32, device=ids.device)
+    read = KeyReads(
+        queries=slice(0, stop - start),
+        slots=positions[:stop],
+        query_starts=ends[0],
+        key_starts=ends[1],
+        max_queries=stop - start,
+        max_keys=stop,
+    )
+    return PrefillInputs(
+        ids_T=ids[start:stop].int(),
+        positions_T=positions[start:stop],
+        slots_T=positions[start:stop],
+        reads=[read],
+    )
+
+
+def attend_from_cache(
+    q_THD: Tensor, keys: Tensor, values: Tensor, reads: Sequence[KeyReads], scaling: float
+) -> Tensor:
+    """Causal attention of segments over their cached keys, which are gathered from their pages."""
+    parts = []
+    for read in reads:
+        # As rows of one dimension: their copy is several times faster.
+        k, v = (
+            cached.flatten(1).index_select(0, read.slots).view(-1, *cached.shape[1:])
+            for cached in (keys, values)
+        )
+        parts.append(
+            attend_packed(
+                q_THD[read.queries],
+                k,
+                v,
+                read.query_starts,
+                read.key_starts,
+                read.max_queries,
+                read.max_keys,
+                scaling,
+            )
+        )
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    max_queries: int,
+    max_keys: int,
+    scaling: float,
+) -> Tensor:
+    """Attention inside packed segments: the last query of a segment sees all its keys."""
+    if q.is_cuda:
+        out: Tensor = attention.varlen_attn(
+            q,
+            k,
+            v,
+            query_starts,
+            key_starts,
+            max_queries,
+            max_keys,
+            scale=scaling,
+            **attention.causal_arguments,
+        )
+        return out
+    parts = []
+    queries, keys = query_starts.tolist(), key_starts.tolist()
+    for (a, b), (c, d) in zip(pairwise(queries), pairwise(keys), strict=True):
+        mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
+        query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in (q[a:b], k[c:d], v[c:d]))
+        grouped = q.shape[1] != k.shape[1]
+        one = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped
+        )
+        parts.append(one[0].transpose(0, 1))
+    return torch.cat(parts)
 
 
 def _use_private_cache() -> None:

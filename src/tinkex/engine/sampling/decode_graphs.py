@@ -5,17 +5,14 @@ and for the largest rank of the adapters. Its inputs are tensors that stay where
 each step the graph itself writes the next ids, positions and so on, so several steps run without
 the host, which then reads their tokens from a ring.
 
-Kernels are compiled by a thread in the background; until they are ready, and for whatever graphs
-cannot do, the caller decodes with the code of transformers. The first use compares the logits of
-this path with those of the original model.
+Kernels are compiled in the background; until they are ready, and for whatever graphs cannot do,
+the caller decodes with the code of transformers.
 """
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,21 +22,23 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.adapters.adapters import SamplerAdapter
-from tinkex.engine.device import is_device_lost
 from tinkex.engine.model.attention import CacheLayer
-from tinkex.engine.model.base_model import TOLERANCE, BaseModel
+from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.fused_decoder import MAX_RANK, DecodeInputs
 from tinkex.engine.model.lm_head import HEAD
+from tinkex.engine.sampling.kernel_compiler import KernelCompiler
 from tinkex.engine.sampling.kv_pages import Pages, PageTable
 from tinkex.engine.sampling.sequences import SampleSequence
 from tinkex.engine.sampling.token_sampling import sample_key
-
-log = logging.getLogger(__name__)
 
 # B rows of a graph, S sequences, V vocabulary
 
 #: The row counts of graphs: doubling, then steps that add at most a quarter.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256)
+
+#: From this many rows on, products with adapters have larger tiles and fewer parts.
+MANY_ROWS = 64
+TILES, PARTS = (16, 32), (8, 4)
 
 #: Fields of a row, all of 32 bits, in the order of the state tensor.
 IDS, POSITION, LAST, SLOT, STEP, TICK, TEMPERATURE, KEY_LOW, KEY_HIGH = range(9)
@@ -51,6 +50,28 @@ class DecodedTokens(NamedTuple):
     logprobs: npt.NDArray[np.float32]
 
 
+class Ranks(NamedTuple):
+    """What kernels must know of the ranks of the adapters in a step."""
+
+    #: The largest, rounded up; 0 without adapters.
+    largest: int = 0
+    #: A divisor of all of them.
+    step: int = 8
+
+    @classmethod
+    def of(cls, adapters: Sequence[SamplerAdapter]) -> Ranks | None:
+        """None if a rank is too large for the kernels."""
+        if not adapters:
+            return cls()
+        ranks = [adapter.rank for adapter in adapters]
+        if max(ranks) > MAX_RANK:
+            return None
+        largest = 16
+        while largest < max(ranks):
+            largest *= 2
+        return cls(largest, 1 if any(each % 8 for each in ranks) else 8)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What a graph is recorded for."""
@@ -58,12 +79,9 @@ class Recipe:
     rows: int
     #: Whether it samples, or ends with the logits.
     samples: bool
-    #: The largest rank, rounded up; 0 without adapters.
-    rank: int = 0
-    #: A divisor of all ranks.
-    rank_step: int = 8
+    ranks: Ranks
     #: Whether an adapter changes the output projection.
-    head: bool = False
+    head: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +114,13 @@ class DecodeGraphs:
         model: BaseModel,
         cache: Sequence[CacheLayer],
         pages: Pages,
+        compiler: KernelCompiler,
         *,
         max_sequences: int,
         max_steps: int,
     ) -> None:
         assert model.fused is not None
+        self._compiler = compiler
         self._fused = model.fused
         self._model, self._cache, self._pages = model, cache, pages
         self._max_steps = max_steps
@@ -122,21 +142,10 @@ class DecodeGraphs:
         self._slots: list[weakref.ref[SamplerAdapter]] = []
         self._graphs: dict[Recipe, _Recorded] = {}
         self._pool: Any = None
-        self._compiled: set[Recipe] = set()
-        self._refused: set[Recipe] = set()
-        self._compiler = ThreadPoolExecutor(1, "tinkex-kernels")
-        self._compiling: tuple[Recipe | None, Future[None]] | None = None
-        #: For tests and benchmarks: wait for the compiler.
-        self.waits = False
-        #: Whether the first comparison has succeeded; None before it.
-        self._correct: bool | None = None
 
     @property
-    def active(self) -> bool:
-        """Whether graphs can be used at all. Starts the first comparison."""
-        if self._correct is None:
-            self._advance(None)
-        return bool(self._correct)
+    def usable(self) -> bool:
+        return self._compiler.usable
 
     def sample(
         self,
@@ -159,8 +168,6 @@ class DecodeGraphs:
         self, sequences: Sequence[SampleSequence], adapters: Mapping[str, SamplerAdapter]
     ) -> Tensor | None:
         """Logits [S, V] of the next token of each sequence; None if there is no graph yet."""
-        if not self.active:
-            return None
         recorded = self._prepare(sequences, adapters, steps=1, samples=False)
         if recorded is None:
             return None
@@ -197,21 +204,10 @@ class DecodeGraphs:
         rows = next((size for size in self._buckets if size >= count), None)
         if rows is None:
             return None
-        if not adapters:
-            return Recipe(rows, samples)
-        ranks = [adapter.rank for adapter in adapters]
-        if max(ranks) > MAX_RANK:
+        ranks = Ranks.of(adapters)
+        if ranks is None:
             return None
-        rank = 16
-        while rank < max(ranks):
-            rank *= 2
-        return Recipe(
-            rows,
-            samples,
-            rank,
-            1 if any(each % 8 for each in ranks) else 8,
-            any(HEAD in adapter.pairs for adapter in adapters),
-        )
+        return Recipe(rows, samples, ranks, any(HEAD in adapter.pairs for adapter in adapters))
 
     def _upload_adapters(self, adapters: list[SamplerAdapter]) -> None:
         state = self._state
@@ -271,71 +267,21 @@ class DecodeGraphs:
 
     def _find(self, recipe: Recipe) -> _Recorded | None:
         """The graph of a recipe, or meanwhile one with more rows."""
-        if not self.active:
+        if not self._compiler.usable:
             return None
-        if recipe not in self._graphs and recipe not in self._refused:
-            self._advance(recipe)
+        if recipe not in self._graphs and self._compiler.ready(recipe, lambda: self._dry(recipe)):
+            try:
+                self._graphs[recipe] = self._record(recipe)
+            except Exception as error:  # noqa: BLE001  the other path still works
+                self._compiler.refuse(recipe, error)
         for rows in self._buckets:
             if rows >= recipe.rows and (found := self._graphs.get(replace(recipe, rows=rows))):
                 return found
         return None
 
-    def _advance(self, recipe: Recipe | None) -> None:
-        """Makes progress: compiles in the background, records what was compiled. None: compares."""
-        if self._compiling is not None:
-            wanted, future = self._compiling
-            if self.waits:
-                wait([future])
-            if not future.done():
-                return
-            self._compiling = None
-            try:
-                future.result()
-            except Exception as error:  # noqa: BLE001  a compiler may raise anything
-                self._refuse(wanted, error)
-                return
-            if wanted is None:
-                self._correct = True
-                log.info("decode steps run as CUDA graphs from now on")
-            else:
-                self._compiled.add(wanted)
-        if recipe is not None and recipe in self._compiled:
-            try:
-                self._graphs[recipe] = self._record(recipe)
-            except Exception as error:  # noqa: BLE001  the other path still works
-                self._refuse(recipe, error)
-        elif recipe is not None or self._correct is None:
-            self._compiling = (recipe, self._compiler.submit(self._compile, recipe))
-            if self.waits:
-                self._advance(recipe)
-
-    def _refuse(self, recipe: Recipe | None, error: Exception) -> None:
-        if is_device_lost(error):
-            raise error
-        if recipe is None:
-            self._correct = False
-            log.warning("decode steps run without CUDA graphs, which is slower", exc_info=error)
-        else:
-            self._refused.add(recipe)
-            log.warning("no CUDA graph for %s; decoding is slower", recipe, exc_info=error)
-
-    def _compile(self, recipe: Recipe | None) -> None:
+    def _dry(self, recipe: Recipe) -> None:
         """Runs in the background: a step of rows that nobody reads compiles every kernel."""
-        stream = torch.cuda.Stream(self._model.device)  # type: ignore[no-untyped-call]
-        with torch.inference_mode(), torch.cuda.stream(stream):
-            if recipe is None:
-                self._compare()
-            else:
-                state = _State(self._model.device, **{**self._sizes, "pages": 1})
-                self._step(recipe, state)
-            stream.synchronize()
-
-    def _compare(self) -> None:
-        ids, expected_V = self._model.probed
-        found_V = self._fused.probe_logits(ids)
-        gap = (found_V - expected_V).abs().max() / expected_V.abs().max().clamp(min=1e-6)
-        if not gap < TOLERANCE[self._model.dtype]:
-            raise ArithmeticError(f"its logits differ from the original model's by {gap:.1e}")
+        self._step(recipe, _State(self._model.device, **{**self._sizes, "pages": 1}))
 
     def _record(self, recipe: Recipe) -> _Recorded:
         if self._pool is None:
@@ -352,15 +298,17 @@ class DecodeGraphs:
 
         fields = state.fields[:, : recipe.rows]
         lora = None
-        if recipe.rank:
+        if recipe.ranks.largest:
             lora = kernels.LoraTables(
                 base=self._fused.base,
                 offsets=state.offsets,
                 ranks=state.ranks,
                 scales=state.scales,
                 slots_B=fields[SLOT],
-                rank=recipe.rank,
-                rank_step=recipe.rank_step,
+                rank=recipe.ranks.largest,
+                rank_step=recipe.ranks.step,
+                tile=TILES[recipe.rows > MANY_ROWS],
+                parts=PARTS[recipe.rows > MANY_ROWS],
             )
         logits_BV = self._fused.logits(
             DecodeInputs(

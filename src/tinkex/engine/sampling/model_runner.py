@@ -1,10 +1,11 @@
 """The model runner: lays out the tensors of each step, runs the model, and owns the KV cache.
 
-On a GPU decode steps run as CUDA graphs where they can; see `decode_graphs`.
+On a GPU, models of the usual form have fast paths: see `decode_graphs` and `fused_prefill`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ from tinkex.engine.sampling.cache_reads import (
     slots_of,
 )
 from tinkex.engine.sampling.decode_graphs import DecodedTokens, DecodeGraphs
+from tinkex.engine.sampling.fused_prefill import FusedPrefill
+from tinkex.engine.sampling.kernel_compiler import KernelCompiler
 from tinkex.engine.sampling.kv_pages import Pages
 from tinkex.engine.sampling.scheduler import CopySlots, PrefillChunk, adapter_ranges
 from tinkex.engine.sampling.sequences import AdapterKey, SampleSequence
@@ -46,14 +49,14 @@ class ModelRunner:
         adapters: Mapping[str, SamplerAdapter],
         *,
         max_sequences: int,
-        graphs: bool,
+        compiles: bool,
     ) -> None:
         """`adapters` are those in memory; the caller adds and removes them."""
         self._model, self._pages, self._adapters = model, pages, adapters
-        with_graphs = graphs and model.fused is not None
-        # Not initialized: on a CPU pages take physical memory only once they are written. Graphs
-        # need a spare page, for rows that only fill a batch up.
-        slots = (pages.count + with_graphs) * pages.size
+        fused = compiles and model.fused is not None
+        # Not initialized: on a CPU pages take physical memory only once they are written. The fast
+        # paths need a spare page, for rows that only fill a batch up.
+        slots = (pages.count + fused) * pages.size
         self._layers = [
             CacheLayer(
                 torch.empty(slots, *shape, dtype=model.dtype, device=model.device),
@@ -61,18 +64,32 @@ class ModelRunner:
             )
             for shape in model.cache_shapes
         ]
+        self.compiler: KernelCompiler | None = None
         self._graphs: DecodeGraphs | None = None
-        if with_graphs:
+        self._fused_prefill: FusedPrefill | None = None
+        if fused:
+            self.compiler = KernelCompiler(model)
+            self._fused_prefill = FusedPrefill(model, self._layers, pages, self.compiler)
             self._graphs = DecodeGraphs(
-                model, self._layers, pages, max_sequences=max_sequences, max_steps=GRAPH_STEPS
+                model,
+                self._layers,
+                pages,
+                self.compiler,
+                max_sequences=max_sequences,
+                max_steps=GRAPH_STEPS,
             )
 
     @property
     def decode_steps(self) -> int:
         """How many tokens of each sequence a decode step should have."""
-        return GRAPH_STEPS if self._graphs is not None and self._graphs.active else 1
+        return GRAPH_STEPS if self._graphs is not None and self._graphs.usable else 1
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> PrefillOutput:
+        if self._fused_prefill is not None:
+            found_TH = self._fused_prefill.run(chunks, self._adapters)
+            if found_TH is not None:
+                ends = itertools.accumulate(chunk.stop - chunk.start for chunk in chunks)
+                return PrefillOutput(found_TH, [0, *ends])
         device, pages = self._model.device, self._pages
         lengths = [chunk.stop - chunk.start for chunk in chunks]
         slots = [slots_of(pages, chunk) for chunk in chunks]
@@ -142,10 +159,18 @@ class ModelRunner:
         return self._graphs.sample(sequences, self._adapters, steps)
 
     def copy_slots(self, copies: Sequence[CopySlots]) -> None:
-        for source, target, length in copies:
-            for layer in self._layers:
-                for cached in layer:
-                    cached[target : target + length] = cached[source : source + length]
+        if not copies:
+            return
+        device = self._model.device
+        sources, targets = (
+            torch.cat([torch.arange(each[at], each[at] + each.length) for each in copies]).to(
+                device
+            )
+            for at in (0, 1)
+        )
+        for layer in self._layers:
+            for cached in layer:
+                cached.index_copy_(0, targets, cached.index_select(0, sources))
 
     def adapter_segments(
         self, ranges: Sequence[tuple[int, int, AdapterKey]]

@@ -169,7 +169,7 @@ class Sampler:
             self._adapters,
             max_sequences=settings.max_sequences,
             # Which path runs depends on when its kernels are compiled.
-            graphs=not settings.deterministic,
+            compiles=not settings.deterministic,
         )
 
     @property

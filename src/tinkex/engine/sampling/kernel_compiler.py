@@ -1,0 +1,87 @@
+"""Compiles GPU kernels in the background, so that running requests do not wait for a compiler.
+
+Kernels are compiled by running a step whose results nobody reads. Before the first of them, the
+fast path decodes a few tokens, and its logits must equal those of the original model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import torch
+
+from tinkex.engine.device import is_device_lost
+from tinkex.engine.model.base_model import TOLERANCE, BaseModel
+
+log = logging.getLogger(__name__)
+
+
+class KernelCompiler:
+    def __init__(self, model: BaseModel) -> None:
+        assert model.fused is not None
+        self._model, self._fused = model, model.fused
+        self._thread = ThreadPoolExecutor(1, "tinkex-kernels")
+        self._compiling: tuple[Hashable, Future[None]] | None = None
+        self._compiled: set[Hashable] = set()
+        #: What could not be compiled, and is done by other code.
+        self.refused: set[Hashable] = set()
+        #: For tests and benchmarks: wait for the compiler.
+        self.waits = False
+
+    @property
+    def usable(self) -> bool:
+        """Whether the fast path can be used at all. Starts the comparison with the original."""
+        return self.ready("comparison", self._compare)
+
+    def ready(self, key: Hashable, step: Callable[[], object]) -> bool:
+        """Whether the kernels of `step` are compiled. Starts to compile them if nothing else is."""
+        if key in self._compiled:
+            return True
+        if key in self.refused:
+            return False
+        self._finish()
+        if self._compiling is None and key not in self._compiled and key not in self.refused:
+            self._compiling = (key, self._thread.submit(self._run, step))
+            if self.waits:
+                self._finish()
+        return key in self._compiled
+
+    def refuse(self, key: Hashable, error: Exception) -> None:
+        """Other code does this from now on. Raises if the device is lost."""
+        if is_device_lost(error):
+            raise error
+        self.refused.add(key)
+        self._compiled.discard(key)
+        log.warning("no fast path for %s; sampling is slower", key, exc_info=error)
+
+    def _finish(self) -> None:
+        if self._compiling is None:
+            return
+        key, future = self._compiling
+        if self.waits:
+            wait([future])
+        if not future.done():
+            return
+        self._compiling = None
+        try:
+            future.result()
+        except Exception as error:  # noqa: BLE001  a compiler may raise anything
+            self.refuse(key, error)
+        else:
+            self._compiled.add(key)
+
+    def _run(self, step: Callable[[], object]) -> None:
+        stream = torch.cuda.Stream(self._model.device)  # type: ignore[no-untyped-call]
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            step()
+            stream.synchronize()
+
+    def _compare(self) -> None:
+        ids, expected_V = self._model.probed
+        found_V = self._fused.probe_logits(ids)
+        gap = (found_V - expected_V).abs().max() / expected_V.abs().max().clamp(min=1e-6)
+        if not gap < TOLERANCE[self._model.dtype]:
+            raise ArithmeticError(f"its logits differ from the original model's by {gap:.1e}")
+        log.info("sampling uses fused kernels and CUDA graphs from now on")
