@@ -3,11 +3,14 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from postgres import Postgres, binaries, postgres_server
 from serving import TINY, Server, serving
+
+if TYPE_CHECKING:
+    from postgres import Postgres
 
 pytest_plugins = ["no_skips"]
 
@@ -49,8 +52,11 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[Postgres]:
+def postgres() -> Iterator["Postgres"]:
     """One PostgreSQL server for all tests; each creates its own database in it."""
+    # Here, because a machine that only tests its GPU has no driver for PostgreSQL.
+    from postgres import binaries, postgres_server
+
     if binaries() is None:
         pytest.skip("PostgreSQL is not installed (Debian: apt install postgresql)")
     with postgres_server() as running:

@@ -1,6 +1,5 @@
 """The fused layers against the code of transformers: prefill in pieces, then decode steps."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
