@@ -11,6 +11,7 @@ from tinkex.engine.model.attention import CacheLayer, Packing
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.fused_decoder import DecodeInputs, FusedDecoder
 from tinkex.engine.model.lora import AdapterSegment, make_layout
+from tinkex.engine.model.stacked_weights import StackedWeights
 from tinkex.engine.sampling.decode_graphs import Ranks
 from tinkex.engine.sampling.fused_prefill import FusedPrefill, PrefillRecipe, lay_out
 from tinkex.engine.sampling.kv_pages import Pages
@@ -44,7 +45,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = write_tiny_model(tmp_path_factory.mktemp(request.param) / "m", request.param)
     model = BaseModel(folder, device=DEVICE, dtype=DTYPE)
     if model.fused is None:
-        model.fused = FusedDecoder.of(model._decoder, model._embed, model.head)
+        model.stacked = StackedWeights.of(model._decoder, model._embed, model.head)
+        assert model.stacked is not None
+        model.fused = FusedDecoder(model.stacked, model.head)
     assert model.fused is not None
     return model
 
@@ -170,11 +173,11 @@ def decode(
     fields = torch.nn.functional.pad(fields, (0, 16 - rows))
     lora = None
     if adapters:
-        both = [model.fused.addresses(one.pairs) for one in adapters.values()]
+        both = [model.stacked.addresses(one.pairs) for one in adapters.values()]
         ranks = Ranks.of(list(adapters.values()))
         assert ranks is not None
         lora = LoraTables(
-            base=model.fused.base,
+            base=model.stacked.embedding,
             offsets=torch.tensor([offsets for offsets, _ in both], device=DEVICE),
             ranks=torch.tensor([r for _, r in both], dtype=torch.int32, device=DEVICE),
             scales=torch.tensor([one.scale for one in adapters.values()], device=DEVICE),

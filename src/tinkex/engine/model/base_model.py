@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from tinkex.engine.device import prepare_kernels
 from tinkex.engine.model import attention
 from tinkex.engine.model.attention import Packing, PackingLost
 from tinkex.engine.model.fused_decoder import FusedDecoder
@@ -38,6 +39,7 @@ from tinkex.engine.model.lora import (
     make_layout,
     make_pairs,
 )
+from tinkex.engine.model.stacked_weights import StackedWeights
 from tinkex.models.weight_file_checks import check_layers, check_weight_files, tensor_names
 
 log = logging.getLogger(__name__)
@@ -89,10 +91,14 @@ class BaseModel:
         model.set_attn_implementation(attention.NAME)
         #: Decodes faster on a GPU; None if there is no such code for the model.
         self.fused: FusedDecoder | None = None
-        if device.type == "cuda" and dtype == torch.bfloat16:
-            self.fused = FusedDecoder.of(self._decoder, self._embed, self.head)
+        #: Its weights as one matrix for each input; None for models of another form.
+        self.stacked: StackedWeights | None = None
+        if device.type == "cuda" and dtype == torch.bfloat16 and prepare_kernels():
+            self.stacked = StackedWeights.of(self._decoder, self._embed, self.head)
             # The weights were moved, and their old memory is in pieces.
             torch.cuda.empty_cache()
+        if self.stacked is not None and attention.varlen_attn is not None:
+            self.fused = FusedDecoder(self.stacked, self.head)
         #: A few tokens, and the original model's logits after them.
         self.probed = (probe(self.vocab_size).to(device), expected[-1].clone())
         #: (key heads, head size) of every layer, for the KV cache.

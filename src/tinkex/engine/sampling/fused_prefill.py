@@ -49,7 +49,8 @@ class FusedPrefill:
         self, model: BaseModel, cache: Sequence[CacheLayer], pages: Pages, compiler: KernelCompiler
     ) -> None:
         assert model.fused is not None
-        self._model, self._fused = model, model.fused
+        assert model.stacked is not None
+        self._model, self._fused, self._weights = model, model.fused, model.stacked
         self._cache, self._pages, self._compiler = cache, pages, compiler
         #: Rows of the adapter tables, as long as the adapter is in memory.
         self._rows: weakref.WeakKeyDictionary[SamplerAdapter, tuple[Tensor, Tensor]] = (
@@ -84,7 +85,9 @@ class FusedPrefill:
         begins = [0]
         for piece in pieces:
             begins.append(begins[-1] + -(-len(piece) // 16) * 16)
-        host = torch.empty(begins[-1], dtype=torch.int32, pin_memory=self._fused.base.is_cuda)
+        host = torch.empty(
+            begins[-1], dtype=torch.int32, pin_memory=self._model.device.type == "cuda"
+        )
         for piece, begin in zip(pieces, begins, strict=False):
             host.numpy()[begin : begin + len(piece)] = piece
         device = host.to(self._model.device, non_blocking=True)
@@ -112,7 +115,7 @@ class FusedPrefill:
         device = self._model.device
         for adapter in adapters:
             if adapter not in self._rows:
-                addresses, sizes = self._fused.addresses(adapter.pairs)
+                addresses, sizes = self._weights.addresses(adapter.pairs)
                 self._rows[adapter] = (
                     torch.tensor(addresses, dtype=torch.int64, device=device),
                     torch.tensor(sizes, dtype=torch.int32, device=device),
@@ -132,7 +135,7 @@ class FusedPrefill:
         from tinkex.engine.model.decode_kernels import LoraTables
 
         return LoraTables(
-            base=self._fused.base,
+            base=self._weights.embedding,
             offsets=offsets,
             ranks=ranks,
             scales=scales,
@@ -159,7 +162,7 @@ class FusedPrefill:
         inputs, slots_T = self._upload(layout)
         lora = None
         if recipe.ranks.largest:
-            targets = len(self._fused.targets)
+            targets = len(self._weights.targets)
             lora = self._lora_tables(
                 recipe,
                 torch.zeros(1, targets, 2, dtype=torch.int64, device=device),
