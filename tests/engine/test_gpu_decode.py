@@ -196,9 +196,9 @@ def test_logits_equal_those_of_transformers(any_subject: Subject) -> None:
     runner, graphs = subject.runner, subject.runner._graphs
     with torch.inference_mode():
         assert graphs is not None
-        found = graphs.logits(step.sequences, sampler._adapters)
-        assert found is not None
-        found = found.clone().log_softmax(dim=1)
+        burst = graphs.start(step.sequences, sampler._adapters, 1)
+        assert burst is not None
+        found = burst.logits_SV.clone().log_softmax(dim=1)
         runner._graphs = None
         expected = runner.decode(step.sequences).log_softmax(dim=1)
         runner._graphs = graphs
@@ -249,6 +249,33 @@ def test_requests_that_need_the_host(subject: Subject, params: dict[str, object]
     found = subject.sample_with_graphs(**params)
     assert all(len(sequence.tokens) == 21 for sequence in found.values())
     subject.check(found)
+
+
+def test_a_request_that_needs_the_host_runs_beside_the_others(subject: Subject) -> None:
+    engine = subject.engine
+    subject.sample_with_graphs()
+    expected = subject.sample(samples=1)
+    requests = {
+        at: SampleRequest(
+            prompt=ModelInput.from_ints(PROMPTS[at % len(PROMPTS)]),
+            num_samples=1,
+            # The first one needs the host for its logprobs; its tokens are those of the others.
+            topk_sample_logprobs=0 if at else 3,
+            sampling_params=SamplingParams(max_tokens=21, seed=5, stop=[]),
+        )
+        for at in range(8)
+    }
+    for at, request in requests.items():
+        engine.submit(at, request, adapter=subject.adapters[at // len(PROMPTS)])
+    found = {}
+    while engine.sampling:
+        for finished in engine.advance():
+            assert not isinstance(finished.outcome, Exception), finished.outcome
+            found[finished.ticket, 0] = finished.outcome.sequences[0]
+    # The others' bursts are several tokens long, so the request that needs the host ends last.
+    assert list(found)[-1] == (0, 0)
+    subject.check(found)
+    assert found[0, 0].tokens[:8] == expected[0, 0].tokens[:8]
 
 
 def test_streamed_tokens_are_the_result(subject: Subject) -> None:

@@ -283,16 +283,19 @@ def test_linear(kernels: ModuleType, size: int, outputs: int, rows: int, bias: b
 
 
 def test_sampling_equals_that_of_the_host(kernels: ModuleType) -> None:
-    """The same noise: the same tokens and logprobs, step by step, greedy rows too."""
-    rows, vocabulary, steps = 6, 9001, 3
-    temperatures = [1.0, 0.0, 0.7, 1.5, 1.0, 2.0]
-    seeds = [(3, 0), (3, 1), (7, 0), (2**63 + 5, 2), (0, 0), (11, 9)]
+    """The same noise: the same tokens and logprobs, step by step, greedy rows too.
+
+    The last row has a negative tick and stays as it is.
+    """
+    rows, vocabulary, steps = 7, 9001, 3
+    temperatures = [1.0, 0.0, 0.7, 1.5, 1.0, 2.0, 1.0]
+    seeds = [(3, 0), (3, 1), (7, 0), (2**63 + 5, 2), (0, 0), (11, 9), (1, 1)]
     fields: dict[str, Any] = {
         "temperatures_B": torch.tensor(temperatures, device=DEVICE),
         "ids_B": ints([0] * rows),
         "positions_B": ints(list(range(rows))),
         "steps_B": ints([5] * rows),
-        "ticks_B": ints([0] * rows),
+        "ticks_B": ints([0] * (rows - 1) + [-1]),
         "ring_tokens": torch.zeros(steps, 16, dtype=torch.int32, device=DEVICE),
         "ring_logprobs": poisoned(steps, 16, dtype=torch.float32),
     }
@@ -307,8 +310,10 @@ def test_sampling_equals_that_of_the_host(kernels: ModuleType) -> None:
             for t, (seed, at) in zip(temperatures, seeds, strict=True)
         ]  # fmt: skip
         expected = sample_tokens(logits, wanted)
-        assert fields["ring_tokens"][step, :rows].tolist() == expected.tokens
-        assert fields["ids_B"].tolist() == expected.tokens
-        found = fields["ring_logprobs"][step, :rows].cpu()
-        assert torch.allclose(found, torch.tensor(expected.logprobs), atol=1e-4)
-    assert fields["positions_B"].tolist() == [row + steps for row in range(rows)]
+        assert fields["ring_tokens"][step, : rows - 1].tolist() == expected.tokens[:-1]
+        assert fields["ids_B"].tolist() == [*expected.tokens[:-1], 0]
+        found = fields["ring_logprobs"][step, : rows - 1].cpu()
+        assert torch.allclose(found, torch.tensor(expected.logprobs[:-1]), atol=1e-4)
+    assert fields["positions_B"].tolist() == [*range(steps, rows - 1 + steps), rows - 1]
+    assert fields["steps_B"].tolist() == [5 + steps] * (rows - 1) + [5]
+    assert not fields["ring_tokens"][:, rows - 1 :].any()

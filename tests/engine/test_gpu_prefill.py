@@ -185,7 +185,8 @@ def decode(
             rank=ranks.largest,
             rank_step=ranks.step,
         )
-    return model.fused.logits(
+    logits = torch.full((rows, model.vocab_size), float("nan"), device=DEVICE)
+    model.fused.write_logits(
         DecodeInputs(
             ids_B=fields[0, :rows],
             positions_B=fields[1, :rows],
@@ -196,7 +197,9 @@ def decode(
         page=PAGE,
         spare=pages.count,
         lora=lora,
+        out_BV=logits,
     )
+    return logits
 
 
 @torch.inference_mode()

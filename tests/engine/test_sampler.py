@@ -10,12 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.adapters.adapters import SamplerAdapter
 from tinkex.engine.adapters.checkpoints import SavedAdapter, read_adapter
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.sampling import sampler
+from tinkex.engine.sampling.decode_graphs import Burst
+from tinkex.engine.sampling.model_runner import ModelRunner
+from tinkex.engine.sampling.sequences import SampleSequence
+from tinkex.engine.sampling.token_sampling import SampleStep, sample_tokens
 from tinkex.models.tokenizer import Tokenizer, load_tokenizer
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import ModelInput
@@ -105,6 +110,69 @@ def test_every_temperature_gives_finite_logprobs(engine: Engine, temperature: fl
     assert np.isfinite(sequence.topk_logprobs_np.logprobs).all()
     assert answer.prompt_alt_tokens is not None
     assert np.isfinite(answer.prompt_alt_tokens.logprobs.to_numpy()[1:]).all()
+
+
+class EmulatedBursts:
+    """Does on the CPU what a GPU does in one go: several steps of sequences, sampled without the host.
+
+    Sequences that need the host stay at their position.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.looks: list[tuple[int, int]] = []
+
+    def start(self, sequences: Sequence[SampleSequence], steps: int) -> Burst:
+        self.looks.append((len(sequences), steps))
+        free = [at for at, s in enumerate(sequences) if not s.request.sampling.needs_host]
+        ring = torch.zeros(2, steps, len(sequences), dtype=torch.int32)
+        kept = [list(s.tokens) for s in sequences]
+        for step in range(steps):
+            logits = self._runner.decode(sequences)
+            drawn = sample_tokens(
+                logits[free],
+                [
+                    SampleStep(s.request.sampling, s.index, len(s.tokens))
+                    for s in (sequences[at] for at in free)
+                ],
+            )
+            ring[0, step, free] = torch.tensor(drawn.tokens, dtype=torch.int32)
+            ring[1, step, free] = torch.tensor(drawn.logprobs).view(torch.int32)
+            for at, token in zip(free, drawn.tokens, strict=True):
+                if len(sequences[at].tokens) < sequences[at].request.max_new_tokens:
+                    sequences[at].tokens.append(token)
+        for sequence, tokens in zip(sequences, kept, strict=True):
+            sequence.tokens[:] = tokens
+        return Burst(logits, ring)
+
+
+def test_sequences_that_need_the_host_run_beside_bursts_of_the_others(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [
+        request(prompt=(at, 2, 3), max_tokens=21, seed=at, stop=[], topk_sample_logprobs=at == 0)
+        for at in range(9)
+    ]
+    alone = [sample(engine, each).sequences[0] for each in requests]
+    assert engine._sampler is not None
+    runner = engine._sampler._runner
+    bursts = EmulatedBursts(runner)
+    monkeypatch.setattr(ModelRunner, "decode_steps", 8)
+    monkeypatch.setattr(runner, "start_burst", bursts.start)
+    for ticket, each in enumerate(requests):
+        engine.submit(ticket, each, adapter=None)
+    found = {}
+    while engine.sampling:
+        for finished in engine.advance():
+            assert not isinstance(finished.outcome, Exception)
+            found[finished.ticket] = finished.outcome.sequences[0]
+    for ticket, expected in enumerate(alone):
+        assert found[ticket].tokens == expected.tokens
+        np.testing.assert_allclose(found[ticket].logprobs_np, expected.logprobs_np, atol=1e-5)
+    # One of nine needs the host: the others get eight tokens for each look, and it gets one.
+    assert bursts.looks[:3] == [(9, 8)] * 3
+    assert set(bursts.looks[3:]) == {(1, 1)}
+    assert found[0].topk_logprobs_np is not None
 
 
 def test_samples_of_a_request_differ_and_come_in_order(engine: Engine) -> None:

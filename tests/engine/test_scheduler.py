@@ -15,6 +15,7 @@ from tinkex.engine.sampling.scheduler import (
     PrefillStep,
     Scheduler,
     adapter_ranges,
+    steps_per_look,
 )
 from tinkex.engine.sampling.sequences import (
     PromptLogprobRequest,
@@ -239,6 +240,21 @@ def test_sequences_that_need_the_host_get_one_token() -> None:
     step = plan.next_step(decode_steps=8)
     assert step is not None
     assert plan.pages.count - plan.pages.available == plan.pages.needed(11)
+
+
+@pytest.mark.parametrize(
+    ("free", "by_host", "steps"),
+    [(5, 0, 8), (0, 3, 1), (63, 1, 8), (4, 1, 4), (1, 1, 1), (9, 2, 4)],
+)
+def test_looks_become_as_frequent_as_sequences_that_need_them(
+    free: int, by_host: int, steps: int
+) -> None:
+    truncated = dataclasses.replace(SAMPLING, top_k=5)
+    requests = [request(1, 10, 30)] * free
+    requests += [dataclasses.replace(request(1, 10, 30), sampling=truncated)] * by_host
+    sequences = [SampleSequence(request=each, index=0) for each in requests]
+    assert steps_per_look(sequences, 8) == steps
+    assert [each.tokens_ahead(steps) for each in sequences] == [steps] * free + [1] * by_host
 
 
 def test_long_prompts_are_prefilled_in_chunks() -> None:

@@ -707,12 +707,13 @@ def _sample_row(
     top = tl.max(largest, 0)
     lse = top + tl.log(tl.sum(total * tl.exp(largest - top), 0))
     tick = tl.load(Tick + row)
-    tl.store(RingTokens + tick * ring_stride + row, token)
-    tl.store(RingLogprobs + tick * ring_stride + row, logit - lse)
-    tl.store(Ids + row, token)
-    tl.store(Position + row, tl.load(Position + row) + 1)
-    tl.store(Step + row, tl.load(Step + row) + 1)
-    tl.store(Tick + row, tick + 1)
+    advances = tick >= 0
+    tl.store(RingTokens + tick * ring_stride + row, token, mask=advances)
+    tl.store(RingLogprobs + tick * ring_stride + row, logit - lse, mask=advances)
+    tl.store(Ids + row, token, mask=advances)
+    tl.store(Position + row, tl.load(Position + row) + 1, mask=advances)
+    tl.store(Step + row, tl.load(Step + row) + 1, mask=advances)
+    tl.store(Tick + row, tick + 1, mask=advances)
 
 
 # -- launches -------------------------------------------------------------------------------------
@@ -1029,7 +1030,11 @@ def sample(
     ring_tokens: Tensor,
     ring_logprobs: Tensor,
 ) -> None:
-    """Samples a token for every row, writes it to the ring, and prepares the next step."""
+    """
+    Samples a token for every row, writes it to the ring, and prepares the next step.
+
+    A row whose tick is negative stays as it is: its next step computes the same again.
+    """
     rows, vocabulary = logits_BV.shape
     blocks = triton.cdiv(vocabulary, SAMPLE_BLOCK)
     # A multiple of 16 keeps every tensor aligned: kernels are compiled for each alignment.

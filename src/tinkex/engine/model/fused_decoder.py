@@ -83,7 +83,7 @@ class FusedDecoder:
         #: with A are part of the base products' launches, where there are few rows.
         self.chains = self.joins = True
 
-    def logits(
+    def write_logits(
         self,
         inputs: DecodeInputs,
         cache: Sequence[CacheLayer],
@@ -92,9 +92,10 @@ class FusedDecoder:
         spare: int,
         lora: LoraTables | None,
         lora_head: bool = False,
-    ) -> Tensor:
+        out_BV: Tensor,
+    ) -> None:
         """
-        Float32 logits [B, V] of the next tokens. Writes the keys and values of the input tokens.
+        Writes float32 logits of the next tokens, and keys and values of the input tokens.
 
         `spare` is a page of the cache that no sequence uses.
         """
@@ -140,11 +141,10 @@ class FusedDecoder:
         hidden = self._run_layers(
             inputs.ids_B, cache, linear, attend, {**places, "spare": spare}, chained=chained
         )
-        logits = self._head.logits(hidden)
+        self._head.write_logits(hidden, out_BV)
         if lora is not None and lora_head:
             shrunk = kernels.shrink(hidden, lora, len(self._weights.targets) - 1, 1)
-            kernels.add_expanded(logits, shrunk, exact=True)
-        return logits
+            kernels.add_expanded(out_BV, shrunk, exact=True)
 
     def prefill(
         self, inputs: PrefillInputs, cache: Sequence[CacheLayer], *, lora: LoraTables | None
@@ -235,6 +235,7 @@ class FusedDecoder:
         for start, stop in ((0, first), (first, second)):
             self.prefill(_probe_prefill(ids, at, start, stop), cache, lora=None)
         table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+        logits_1V = torch.empty(1, self._head.vocab_size, device=device)
         for position in range(second, len(ids)):
             here = at[position : position + 1]
             inputs = DecodeInputs(
@@ -243,8 +244,8 @@ class FusedDecoder:
                 last_B=here,
                 table=table,
             )
-            logits = self.logits(inputs, cache, page=page, spare=1, lora=None)
-        return logits[0]
+            self.write_logits(inputs, cache, page=page, spare=1, lora=None, out_BV=logits_1V)
+        return logits_1V[0]
 
     def _poisoned_cache(self, slots: int) -> list[CacheLayer]:
         """Filled with NaN, to show whether anything reads what was not written."""

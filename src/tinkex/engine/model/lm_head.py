@@ -58,6 +58,12 @@ class Head:
     def logits(self, hidden_TH: Tensor, segments: Sequence[AdapterSegment] = ()) -> Tensor:
         return self._project(hidden_TH.to(self.weight_VH.dtype), lora_slices_of(segments, HEAD))
 
+    def write_logits(self, hidden_TH: Tensor, out_TV: Tensor) -> None:
+        """The logits of the base model, into memory that stays where it is."""
+        mm_float32(hidden_TH, self.weight_VH.t(), out=out_TV)
+        if self.bias_V is not None:
+            out_TV += self.bias_V
+
     def chunks(self, hidden_TH: Tensor, segments: Sequence[AdapterSegment]) -> Iterator[Chunk]:
         hidden_TH = hidden_TH.to(self.weight_VH.dtype)
         whole = lora_slices_of(segments, HEAD)

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def mm_float32(left: Tensor, right: Tensor) -> Tensor:
+def mm_float32(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
     """`left @ right` with a float32 result that was never rounded to a shorter format."""
-    if left.dtype == torch.float32 and right.dtype == torch.float32:
-        return left @ right
-    if left.is_cuda and left.dtype == right.dtype:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
+    if left.is_cuda and left.dtype == right.dtype != torch.float32:
+        if out is None:
+            return torch.mm(left, right, out_dtype=torch.float32)
+        return torch.mm(left, right, out_dtype=torch.float32, out=out)
+    return torch.mm(left.float(), right.float(), out=out)
 
 
 def add_mm_float32(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -3,7 +3,8 @@
 A graph is recorded for a number of rows (a bucket; spare rows compute nothing that anyone reads)
 and for the largest rank of the adapters. Its inputs are tensors that stay where they are. After
 each step the graph itself writes the next ids, positions and so on, so several steps run without
-the host, which then reads their tokens from a ring.
+the host, which then reads their tokens from a ring. Rows whose tokens the host must sample stay at
+their position: each step computes them again, and the host reads their logits after the last step.
 
 Kernels are compiled in the background; until they are ready, and for whatever graphs cannot do,
 the caller decodes with the code of transformers.
@@ -45,9 +46,25 @@ IDS, POSITION, LAST, SLOT, STEP, TICK, TEMPERATURE, KEY_LOW, KEY_HIGH = range(9)
 
 
 class DecodedTokens(NamedTuple):
+    """Tokens after the end of a sequence, and those of rows of the host, have no meaning."""
+
     #: [steps, S]
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
+
+
+class Burst:
+    """Steps that the device may still be computing."""
+
+    def __init__(self, logits_SV: Tensor, ring: Tensor) -> None:
+        #: Of the last step. Valid until the next burst.
+        self.logits_SV = logits_SV
+        self._ring = ring
+
+    def read(self) -> DecodedTokens:
+        """Waits for the device."""
+        ring = self._ring.cpu().numpy()
+        return DecodedTokens(ring[0], ring[1].view(np.float32))
 
 
 class Ranks(NamedTuple):
@@ -77,24 +94,24 @@ class Recipe:
     """What a graph is recorded for."""
 
     rows: int
-    #: Whether it samples, or ends with the logits.
-    samples: bool
     ranks: Ranks
     #: Whether an adapter changes the output projection.
     head: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Recorded:
-    graph: torch.cuda.CUDAGraph
-    logits_BV: Tensor | None
 
 
 class _State:
     """The tensors that a graph reads and writes. The background thread has its own."""
 
     def __init__(
-        self, device: torch.device, *, rows: int, pages: int, slots: int, targets: int, steps: int
+        self,
+        device: torch.device,
+        *,
+        rows: int,
+        pages: int,
+        slots: int,
+        targets: int,
+        steps: int,
+        vocabulary: int,
     ) -> None:
         # A multiple of 16, so that every field is aligned.
         rows = -(-rows // 16) * 16
@@ -106,6 +123,7 @@ class _State:
         self.scales = torch.zeros(slots, dtype=torch.float32, device=device)
         #: Tokens and logprobs of each step.
         self.ring = torch.zeros(2, steps, rows, dtype=torch.int32, device=device)
+        self.logits = torch.empty(rows, vocabulary, dtype=torch.float32, device=device)
 
 
 class DecodeGraphs:
@@ -132,6 +150,7 @@ class DecodeGraphs:
             "slots": max_sequences,
             "targets": len(self._weights.targets),
             "steps": max_steps,
+            "vocabulary": model.vocab_size,
         }
         self._state = _State(model.device, **self._sizes)
         # Pinned, so that a copy to the device does not wait.
@@ -141,74 +160,49 @@ class DecodeGraphs:
         self._tabled: list[tuple[PageTable, int] | None] = [None] * len(self._host_table)
         #: The adapters in the tables on the device, as long as they are in memory.
         self._slots: list[weakref.ref[SamplerAdapter]] = []
-        self._graphs: dict[Recipe, _Recorded] = {}
+        self._graphs: dict[Recipe, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
     @property
     def usable(self) -> bool:
         return self._compiler.usable
 
-    def sample(
+    def start(
         self,
         sequences: Sequence[SampleSequence],
         adapters: Mapping[str, SamplerAdapter],
         steps: int,
-    ) -> DecodedTokens | None:
-        """Samples `steps` tokens of each sequence; None if there is no graph for them yet."""
-        if any(sequence.request.sampling.needs_host for sequence in sequences):
-            return None
-        recorded = self._prepare(sequences, adapters, steps=steps, samples=True)
-        if recorded is None:
-            return None
-        for _ in range(steps):
-            recorded.graph.replay()
-        ring = self._state.ring[:, :steps, : len(sequences)].cpu().numpy()
-        return DecodedTokens(ring[0], ring[1].view(np.float32))
+    ) -> Burst | None:
+        """
+        Starts `steps` decode steps; None if there is no graph for them yet.
 
-    def logits(
-        self, sequences: Sequence[SampleSequence], adapters: Mapping[str, SamplerAdapter]
-    ) -> Tensor | None:
-        """Logits [S, V] of the next token of each sequence; None if there is no graph yet."""
-        recorded = self._prepare(sequences, adapters, steps=1, samples=False)
-        if recorded is None:
-            return None
-        recorded.graph.replay()
-        assert recorded.logits_BV is not None
-        return recorded.logits_BV[: len(sequences)]
-
-    # -- inputs -----------------------------------------------------------------------------------
-
-    def _prepare(
-        self,
-        sequences: Sequence[SampleSequence],
-        adapters: Mapping[str, SamplerAdapter],
-        *,
-        steps: int,
-        samples: bool,
-    ) -> _Recorded | None:
-        """Finds the graph and copies the inputs to the device."""
+        The previous burst must have been read.
+        """
         used: dict[str, SamplerAdapter] = {}
         for sequence in sequences:
             if (key := sequence.request.adapter) is not None:
                 used[key] = adapters[key]
-        recipe = self._recipe(len(sequences), samples, list(used.values()))
-        recorded = None if recipe is None else self._find(recipe)
-        if recorded is None:
+        recipe = self._recipe(len(sequences), list(used.values()))
+        graph = None if recipe is None else self._find(recipe)
+        if graph is None:
             return None
         self._upload_adapters(list(used.values()))
         self._upload_rows(sequences, {key: at for at, key in enumerate(used)}, steps)
-        return recorded
+        for _ in range(steps):
+            graph.replay()
+        count = len(sequences)
+        return Burst(self._state.logits[:count], self._state.ring[:, :steps, :count])
 
-    def _recipe(
-        self, count: int, samples: bool, adapters: Sequence[SamplerAdapter]
-    ) -> Recipe | None:
+    # -- inputs -----------------------------------------------------------------------------------
+
+    def _recipe(self, count: int, adapters: Sequence[SamplerAdapter]) -> Recipe | None:
         rows = next((size for size in self._buckets if size >= count), None)
         if rows is None:
             return None
         ranks = Ranks.of(adapters)
         if ranks is None:
             return None
-        return Recipe(rows, samples, ranks, any(HEAD in adapter.pairs for adapter in adapters))
+        return Recipe(rows, ranks, any(HEAD in adapter.pairs for adapter in adapters))
 
     def _upload_adapters(self, adapters: list[SamplerAdapter]) -> None:
         state = self._state
@@ -231,9 +225,10 @@ class DecodeGraphs:
         fields[IDS, :count] = [sequence.tokens[-1] for sequence in sequences]
         fields[POSITION, :count] = positions
         fields[LAST, :count] = [
-            position + min(steps, sequence.tokens_left) - 1
+            position + sequence.tokens_ahead(steps) - 1
             for position, sequence in zip(positions, sequences, strict=True)
         ]
+        fields[TICK, :count] = [-sequence.request.sampling.needs_host for sequence in sequences]
         if slots:
             fields[SLOT, :count] = [
                 -1 if sequence.request.adapter is None else slots[sequence.request.adapter]
@@ -266,7 +261,7 @@ class DecodeGraphs:
 
     # -- graphs -----------------------------------------------------------------------------------
 
-    def _find(self, recipe: Recipe) -> _Recorded | None:
+    def _find(self, recipe: Recipe) -> torch.cuda.CUDAGraph | None:
         """The graph of a recipe, or meanwhile one with more rows."""
         if not self._compiler.usable:
             return None
@@ -282,19 +277,19 @@ class DecodeGraphs:
 
     def _dry(self, recipe: Recipe) -> None:
         """Runs in the background: a step of rows that nobody reads compiles every kernel."""
-        self._step(recipe, _State(self._model.device, **{**self._sizes, "pages": 1}))
+        sizes = {**self._sizes, "rows": recipe.rows, "pages": 1}
+        self._step(recipe, _State(self._model.device, **sizes))
 
-    def _record(self, recipe: Recipe) -> _Recorded:
+    def _record(self, recipe: Recipe) -> torch.cuda.CUDAGraph:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits_BV = self._step(recipe, self._state)
-        # Memory of the logits is used again by other graphs, unless the caller reads them.
-        return _Recorded(graph=graph, logits_BV=None if recipe.samples else logits_BV)
+            self._step(recipe, self._state)
+        return graph
 
-    def _step(self, recipe: Recipe, state: _State) -> Tensor:
+    def _step(self, recipe: Recipe, state: _State) -> None:
         from tinkex.engine.model import decode_kernels as kernels
 
         fields = state.fields[:, : recipe.rows]
@@ -311,7 +306,8 @@ class DecodeGraphs:
                 tile=TILES[recipe.rows > MANY_ROWS],
                 parts=PARTS[recipe.rows > MANY_ROWS],
             )
-        logits_BV = self._fused.logits(
+        logits_BV = state.logits[: recipe.rows]
+        self._fused.write_logits(
             DecodeInputs(
                 ids_B=fields[IDS],
                 positions_B=fields[POSITION],
@@ -323,17 +319,16 @@ class DecodeGraphs:
             spare=self._pages.count,
             lora=lora,
             lora_head=recipe.head,
+            out_BV=logits_BV,
         )
-        if recipe.samples:
-            kernels.sample(
-                logits_BV,
-                temperatures_B=fields[TEMPERATURE].view(torch.float32),
-                keys_2B=fields[KEY_LOW:],
-                steps_B=fields[STEP],
-                ids_B=fields[IDS],
-                positions_B=fields[POSITION],
-                ticks_B=fields[TICK],
-                ring_tokens=state.ring[0],
-                ring_logprobs=state.ring[1].view(torch.float32),
-            )
-        return logits_BV
+        kernels.sample(
+            logits_BV,
+            temperatures_B=fields[TEMPERATURE].view(torch.float32),
+            keys_2B=fields[KEY_LOW:],
+            steps_B=fields[STEP],
+            ids_B=fields[IDS],
+            positions_B=fields[POSITION],
+            ticks_B=fields[TICK],
+            ring_tokens=state.ring[0],
+            ring_logprobs=state.ring[1].view(torch.float32),
+        )

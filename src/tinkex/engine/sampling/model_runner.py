@@ -22,7 +22,7 @@ from tinkex.engine.sampling.cache_reads import (
     plan_range_reads,
     slots_of,
 )
-from tinkex.engine.sampling.decode_graphs import DecodedTokens, DecodeGraphs
+from tinkex.engine.sampling.decode_graphs import Burst, DecodeGraphs
 from tinkex.engine.sampling.fused_prefill import FusedPrefill
 from tinkex.engine.sampling.kernel_compiler import KernelCompiler
 from tinkex.engine.sampling.kv_pages import Pages
@@ -119,12 +119,18 @@ class ModelRunner:
         hidden_TH = self._model.hidden(torch.tensor(ids, device=device), packing, segments)
         return PrefillOutput(hidden_TH, starts)
 
+    def start_burst(self, sequences: Sequence[SampleSequence], steps: int) -> Burst | None:
+        """
+        Starts up to `steps` decode steps of each sequence, one for those that need the host.
+
+        None if the device cannot sample by itself.
+        """
+        if self._graphs is None:
+            return None
+        return self._graphs.start(sequences, self._adapters, steps)
+
     def decode(self, sequences: Sequence[SampleSequence]) -> Tensor:
-        """Logits [S, V] of the next token of each sequence. The caller may overwrite them."""
-        if self._graphs is not None:
-            logits_SV = self._graphs.logits(sequences, self._adapters)
-            if logits_SV is not None:
-                return logits_SV
+        """Logits [S, V] of the next token of each sequence."""
         device, pages = self._model.device, self._pages
         positions = [sequence.length - 1 for sequence in sequences]
         write = [
@@ -145,18 +151,6 @@ class ModelRunner:
         ids = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=device)
         hidden_SH = self._model.hidden(ids, packing, segments)
         return self._model.head.logits(hidden_SH, segments)
-
-    def decode_and_sample(
-        self, sequences: Sequence[SampleSequence], steps: int
-    ) -> DecodedTokens | None:
-        """
-        Samples up to `steps` tokens of each sequence on the device; None if it cannot.
-
-        Tokens after the end of a sequence have no meaning.
-        """
-        if self._graphs is None:
-            return None
-        return self._graphs.sample(sequences, self._adapters, steps)
 
     def copy_slots(self, copies: Sequence[CopySlots]) -> None:
         if not copies:

@@ -369,13 +369,18 @@ class Sampler:
         self._sample([sequence for _, started in ready for sequence in started], logits[repeats])
 
     def _decode(self, step: DecodeStep) -> None:
-        # Sequences whose tokens the host must sample run one step beside the others.
-        alone = [s for s in step.sequences if not s.request.sampling.needs_host]
-        decoded = self._runner.decode_and_sample(alone, step.steps) if alone else None
-        if decoded is None:
-            self._sample(step.sequences, self._runner.decode(step.sequences))
+        sequences = step.sequences
+        burst = self._runner.start_burst(sequences, step.steps)
+        if burst is None:
+            self._sample(sequences, self._runner.decode(sequences))
             return
-        for at, sequence in enumerate(alone):
+        by_host = [at for at, s in enumerate(sequences) if s.request.sampling.needs_host]
+        if by_host:
+            self._sample([sequences[at] for at in by_host], burst.logits_SV[by_host])
+        decoded = burst.read()
+        for at, sequence in enumerate(sequences):
+            if sequence.request.sampling.needs_host:
+                continue
             tokens, logprobs = decoded.tokens[:, at].tolist(), decoded.logprobs[:, at].tolist()
             for token, logprob in zip(tokens, logprobs, strict=True):
                 sequence.append(token, logprob, None)
@@ -384,8 +389,6 @@ class Sampler:
                     break
             if sequence.request.streams:
                 self._partial[sequence] = None
-        if others := [s for s in step.sequences if s.request.sampling.needs_host]:
-            self._sample(others, self._runner.decode(others))
 
     def _sample(self, sequences: Sequence[SampleSequence], logits_SV: Tensor) -> None:
         steps = [SampleStep(s.request.sampling, s.index, len(s.tokens)) for s in sequences]

@@ -74,7 +74,7 @@ class DecodeStep:
     #: Grouped by adapter, then by request.
     sequences: Sequence[SampleSequence]
     #: The sequences have pages for this many more tokens, or for all that they may still sample.
-    #: One token for sequences that need the host for each.
+    #: Sequences that need the host for each token sample one.
     steps: int = 1
 
 
@@ -248,10 +248,11 @@ class Scheduler:
                 sequence.page_table, max_pages=self._max_pages(sequence.request)
             ):
                 self._preempt_last_admitted()
+        steps = steps_per_look(self._running, steps)
         if steps > 1 and not self._extend_ahead(steps):
             steps = 1
         for sequence in self._running:
-            self._waiting.charge(sequence.request.owner, _tokens_ahead(sequence, steps))
+            self._waiting.charge(sequence.request.owner, sequence.tokens_ahead(steps))
         if not self._sorted:
             # Sequences with the same adapter or prefix become adjacent.
             self._running.sort(key=_decode_order)
@@ -262,7 +263,7 @@ class Scheduler:
         """Adds pages for several tokens. Returns False if too few are available."""
         pages = self.pages
         for sequence in self._running:
-            needed = pages.needed(sequence.length + _tokens_ahead(sequence, steps) - 1)
+            needed = pages.needed(sequence.length + sequence.tokens_ahead(steps) - 1)
             for _ in range(needed - sequence.page_table.page_count):
                 if not pages.extend(
                     sequence.page_table, max_pages=self._max_pages(sequence.request)
@@ -489,9 +490,17 @@ class Scheduler:
         return started, copies
 
 
-def _tokens_ahead(sequence: SampleSequence, steps: int) -> int:
-    """How many tokens a decode step of `steps` samples for a sequence."""
-    return 1 if sequence.request.sampling.needs_host else min(steps, sequence.tokens_left)
+def steps_per_look(sequences: Sequence[SampleSequence], most: int) -> int:
+    """
+    How many tokens sequences sample before the host looks.
+
+    Sequences that need the host for each token get one of them per look. A few of them do not slow
+    the others; if they are many, the looks become as frequent as they are.
+    """
+    by_host = sum(sequence.request.sampling.needs_host for sequence in sequences)
+    if not by_host:
+        return most
+    return max(1, min(most, (len(sequences) - by_host) // by_host))
 
 
 def _decode_order(sequence: SampleSequence) -> tuple[str, list[int], int, int]:

@@ -150,6 +150,10 @@ class SampleSequence:
         """Number of tokens that may still be sampled."""
         return self.request.max_new_tokens - len(self.tokens)
 
+    def tokens_ahead(self, steps: int) -> int:
+        """How many tokens a decode step of `steps` samples for this sequence."""
+        return 1 if self.request.sampling.needs_host else min(steps, self.tokens_left)
+
     @property
     def cached_tokens(self) -> list[int]:
         """The tokens whose keys and values are cached: all except the last sampled one."""
