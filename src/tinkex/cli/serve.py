@@ -101,6 +101,18 @@ REQUIRED_PACKAGES = [
     "--deterministic", is_flag=True, default=None, help="Make results bitwise reproducible."
 )
 @click.option(
+    "--accept-changed-numerics",
+    is_flag=True,
+    default=None,
+    help="Continue deterministic runs although device or versions changed.",
+)
+@click.option(
+    "--no-compile",
+    is_flag=True,
+    default=None,
+    help="On a GPU, compile no kernels: starts at once and is slower.",
+)
+@click.option(
     "--accept-changed-base",
     is_flag=True,
     default=None,

@@ -35,6 +35,7 @@ from tinkex.engine.device import (
 )
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.lora import make_layout
+from tinkex.engine.numerics import check_numerics, numerics
 from tinkex.engine.sampling.sampler import Finished, PartialOutput, Sampler
 from tinkex.engine.training.batch import count_fitting
 from tinkex.engine.training.custom_loss_graph import Graph
@@ -84,7 +85,19 @@ class Engine:
         device = choose_device(settings)
         dtype = choose_dtype(settings, device)
         self.settings = settings
-        self.model = BaseModel(settings.folder, device=device, dtype=dtype)
+        if settings.deterministic and settings.numerics_file is not None:
+            check_numerics(
+                settings.numerics_file,
+                numerics(device, dtype),
+                accept=settings.accept_changed_numerics,
+            )
+        self.model = BaseModel(
+            settings.folder,
+            device=device,
+            dtype=dtype,
+            # With compiled kernels, the path depends on when they are ready.
+            compiles=settings.compiles and not settings.deterministic,
+        )
         self.facts = frames_pb2.Ready(
             arch=self.model.config.model_type,
             max_context_length=self.model.max_context_length,

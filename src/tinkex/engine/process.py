@@ -21,6 +21,7 @@ from tinkex.engine.adapters.memory_plan import DoesNotFit
 from tinkex.engine.connection import Connection
 from tinkex.engine.device import UnusableDevice
 from tinkex.engine.model.base_model import UnsupportedModel
+from tinkex.engine.numerics import NumericsChanged
 from tinkex.engine.worker import Worker
 from tinkex.models.gguf import GgufError
 from tinkex.models.weight_file_checks import RefusedFolder
@@ -34,6 +35,7 @@ log = logging.getLogger("tinkex.engine.process")
 #: What a wrong setting, a damaged model folder or a small machine causes; the message says enough.
 EXPECTED = (
     UnusableDevice,
+    NumericsChanged,
     DoesNotFit,
     UnsupportedModel,
     RefusedFolder,

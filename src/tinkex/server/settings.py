@@ -22,6 +22,8 @@ from tinkex.local.registry import default_data_folder
 MEBIBYTE = 2**20
 
 CONFIG_FILE = "tinkex.toml"
+#: Folder in the data folder: what deterministic engines compute with (`engine.numerics`).
+NUMERICS = "numerics"
 TYPE_NAMES = {
     bool: "a boolean",
     int: "an integer",
@@ -75,6 +77,12 @@ class Settings:
     threads: int = 0
     #: Identical requests give bit-identical results, at some cost in speed.
     deterministic: bool = False
+    #: Continue deterministic runs on another device, number format or version of a library, with
+    #: other rounding. Without it, the server does not start.
+    accept_changed_numerics: bool = False
+    #: Compile no kernels and record no CUDA graphs: a GPU then computes with the code of
+    #: transformers, several times slower. Always so in deterministic mode.
+    no_compile: bool = False
     #: Continue runs whose base model files have changed, with the new files. Without it, their steps
     #: and samples are refused.
     accept_changed_base: bool = False

@@ -41,7 +41,7 @@ from tinkex.server.local_models import LocalModels, remembered, served_model, wi
 from tinkex.server.process_setup import collect_periodically, tune_gc, use_single_arena
 from tinkex.server.registration import Administration
 from tinkex.server.retry import poll_async
-from tinkex.server.settings import Settings
+from tinkex.server.settings import NUMERICS, Settings
 from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.wire.engine_settings import DtypeName, EngineSettings
 from tinkex.wire.proto import frames_pb2
@@ -243,6 +243,8 @@ def engine_settings(
 ) -> EngineSettings:
     """The settings of one engine. A limit of 0 lets the engine choose."""
     folder = settings.folder
+    own_name = hashlib.sha256(model.name.encode()).hexdigest()[:16]
+    numerics = folder / NUMERICS / f"{own_name}.json" if settings.deterministic else None
     return EngineSettings(
         name=model.name,
         folder=model.folder,
@@ -250,6 +252,9 @@ def engine_settings(
         dtype=cast(DtypeName, settings.dtype),
         threads=settings.threads or None,
         deterministic=settings.deterministic,
+        numerics_file=numerics,
+        accept_changed_numerics=settings.accept_changed_numerics,
+        compiles=not settings.no_compile,
         memory_bytes=int(settings.memory_gb * GIGABYTE) or None,
         adapter_bytes=int(settings.adapter_gb * GIGABYTE) or None,
         kv_tokens=settings.kv_tokens or None,
@@ -258,7 +263,7 @@ def engine_settings(
         host_bytes=int(settings.host_gb * GIGABYTE) or None,
         prefix_cache=settings.prefix_cache,
         idle_adapters=settings.idle_adapters,
-        spill_folder=folder / "spill" / hashlib.sha256(model.name.encode()).hexdigest()[:16],
+        spill_folder=folder / "spill" / own_name,
         # Engines that compute at the same time on one device only slow each other down.
         compute_lock=folder / "turn.lock" if shares_device else None,
     )

@@ -50,6 +50,13 @@ class EngineSettings:
     #: The same request gives the same bits on the same machine: no pass depends on timing, on free
     #: memory or on other requests. Sample requests run one at a time.
     deterministic: bool = False
+    #: Where a deterministic engine keeps what its bits depend on. None keeps it nowhere.
+    numerics_file: Path | None = None
+    #: Whether a deterministic engine may differ from what that file says, and replace it.
+    accept_changed_numerics: bool = False
+    #: Whether a GPU may use own kernels and CUDA graphs, which are compiled while the engine runs.
+    #: Never in deterministic mode.
+    compiles: bool = True
     #: Engines on the CPU that share this lock file compute one at a time.
     compute_lock: Path | None = None
 

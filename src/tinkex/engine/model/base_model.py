@@ -65,7 +65,10 @@ class UnsupportedModel(ValueError):
 
 
 class BaseModel:
-    def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, folder: Path, *, device: torch.device, dtype: torch.dtype, compiles: bool = True
+    ) -> None:
+        """With `compiles`, a GPU uses own kernels where they exist for the model."""
         model: Any = load(folder, dtype)
         model = model.to(device).eval().requires_grad_(False)
         self.config: PretrainedConfig = model.config
@@ -93,7 +96,8 @@ class BaseModel:
         self.fused: FusedDecoder | None = None
         #: Its weights as one matrix for each input; None for models of another form.
         self.stacked: StackedWeights | None = None
-        if device.type == "cuda" and dtype == torch.bfloat16 and prepare_kernels():
+        own_kernels = compiles and device.type == "cuda" and dtype == torch.bfloat16
+        if own_kernels and prepare_kernels():
             self.stacked = StackedWeights.of(self._decoder, self._embed, self.head)
             # The weights were moved, and their old memory is in pieces.
             torch.cuda.empty_cache()

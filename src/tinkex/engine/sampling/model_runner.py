@@ -49,11 +49,10 @@ class ModelRunner:
         adapters: Mapping[str, SamplerAdapter],
         *,
         max_sequences: int,
-        compiles: bool,
     ) -> None:
         """`adapters` are those in memory; the caller adds and removes them."""
         self._model, self._pages, self._adapters = model, pages, adapters
-        fused = compiles and model.fused is not None
+        fused = model.fused is not None
         # Not initialized: on a CPU pages take physical memory only once they are written. The fast
         # paths need a spare page, for rows that only fill a batch up.
         slots = (pages.count + fused) * pages.size

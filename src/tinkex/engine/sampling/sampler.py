@@ -168,8 +168,6 @@ class Sampler:
             pages,
             self._adapters,
             max_sequences=settings.max_sequences,
-            # Which path runs depends on when its kernels are compiled.
-            compiles=not settings.deterministic,
         )
 
     @property

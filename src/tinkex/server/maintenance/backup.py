@@ -22,7 +22,7 @@ from pathlib import Path
 from tinkex.durable_files import atomic_folder
 from tinkex.server.api.auth import LINK_KEY_FILE as SIGNING_KEY
 from tinkex.server.api.auth import TOKEN_KEY_FILE as TOKENS_KEY
-from tinkex.server.settings import CONFIG_FILE, Settings
+from tinkex.server.settings import CONFIG_FILE, NUMERICS, Settings
 from tinkex.server.store.blobs import Files
 from tinkex.server.store.inspection import (
     CopyFailed,
@@ -119,6 +119,7 @@ def _failed(error: OSError, target: Path) -> BackupFailed:
 def _fill(part: Path, database: Path, root: Path, folder: Path) -> Manifest:
     # Look for the marker before the database is copied: if it exists, the copy has its API keys.
     others = [name for name in (*OTHER_FILES, MARKER) if (folder / name).exists()]
+    others += [str(file.relative_to(folder)) for file in folder.glob(f"{NUMERICS}/*.json")]
     keys: set[str] = set()
     missing: list[str] = []
     try:
@@ -137,6 +138,7 @@ def _fill(part: Path, database: Path, root: Path, folder: Path) -> Manifest:
         ) from error
     _prune(part, keep=keys)
     for name in others:
+        (part / name).parent.mkdir(exist_ok=True)
         shutil.copy2(folder / name, part / name)
     files = [file for file in part.rglob("*") if file.is_file()]
     return Manifest(

@@ -23,7 +23,7 @@ from tinkex.server.api.auth import LINK_KEY_FILE as SIGNING_KEY
 from tinkex.server.api.auth import TOKEN_KEY_FILE as TOKENS_KEY
 from tinkex.server.maintenance.backup import DATABASE
 from tinkex.server.scheduler.base_model_check import CACHE_FILE as BASE_HASHES
-from tinkex.server.settings import MEBIBYTE, Settings
+from tinkex.server.settings import MEBIBYTE, NUMERICS, Settings
 from tinkex.server.store import Store, open_store
 from tinkex.server.store.blobs import PREFIX_DEPTHS, UNREADABLE, Files
 from tinkex.server.store.folder_lock import LOCK_FILE, lock_database, lock_folder, lock_holder
@@ -48,7 +48,7 @@ PARTS = (
     *(SIGNING_KEY, TOKENS_KEY, MARKER),
     *PREFIX_DEPTHS,
     *("running", "isolated", BASE_HASHES),  # `scheduler.crash_files`, `scheduler.base_model_check`
-    *("spill", "turn.lock"),  # the engines
+    *("spill", "turn.lock", NUMERICS),  # the engines
 )
 _ALL = os.R_OK | os.W_OK | os.X_OK
 
