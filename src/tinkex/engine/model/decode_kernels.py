@@ -11,7 +11,6 @@ Every masked load has a defined value, because unwritten memory may hold NaN.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,9 +48,9 @@ class LoraTables:
     #: A number that divides every rank: 8, which allows wide loads, or 1.
     rank_step: int
     #: Rows of one program. Few rows need many programs; many rows should read adapters rarely.
-    tile: int = 16
-    #: Parts of a product with A. Many are fast for few rows; for many rows they are much to read.
-    parts: int = 8
+    tile: int = ROWS
+    #: Parts of a product with A, which are added up later. None: as many as suit the rows.
+    parts: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,32 +65,6 @@ class Shrunk:
 
 
 # -- parts of kernels -----------------------------------------------------------------------------
-
-
-@triton.jit
-def _wait(CHAINED: tl.constexpr):
-    """
-    Lets the next kernel start, then waits until the previous one has ended.
-
-    Kernels that are launched as a chain start while the one before still runs. Before this call a
-    kernel may read only what no other kernel writes.
-    """
-    if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def _prefetch(pointers):
-    """Starts to load cache lines into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -148,8 +121,81 @@ def _expand(
 # -- kernels --------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _shrink_part(
+@triton.jit(do_not_specialize=["rows"])
+def _linear(
+    X,
+    W,
+    Bias,
+    Y,
+    rows,
+    SIZE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BIAS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A few rows times a whole matrix: reads the matrix once, in as many programs as possible."""
+    part = tl.program_id(1)
+    m, k = tl.arange(0, M), tl.arange(0, BLOCK)
+    n = tl.program_id(0) * N + tl.arange(0, N)
+    ok, inside = m < rows, n < OUTPUTS
+    PER: tl.constexpr = ((SIZE + SPLITS - 1) // SPLITS + BLOCK - 1) // BLOCK * BLOCK
+    EVEN: tl.constexpr = (PER * SPLITS == SIZE) and (OUTPUTS % N == 0)
+    at_W = W + n[None, :].to(tl.int64) * SIZE
+    y = tl.zeros([M, N], tl.float32)
+    for step in range(0, PER, BLOCK):
+        c = part * PER + step + k
+        if EVEN:
+            x = tl.load(X + m[:, None] * SIZE + c[None, :], mask=ok[:, None], other=0.0)
+            w = tl.load(at_W + c[:, None])
+        else:
+            x = tl.load(
+                X + m[:, None] * SIZE + c[None, :],
+                mask=ok[:, None] & (c < SIZE)[None, :],
+                other=0.0,
+            )
+            w = tl.load(at_W + c[:, None], mask=inside[None, :] & (c < SIZE)[:, None], other=0.0)
+        y = tl.dot(x, w, y)
+    if BIAS:
+        y += tl.load(Bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    at = (part * rows + m[:, None]) * OUTPUTS + n[None, :]
+    tl.store(Y + at, y.to(Y.dtype.element_ty), mask=ok[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_norm(
+    X,
+    Y,
+    W,
+    Out,
+    eps,
+    rows,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    c = tl.arange(0, BLOCK)
+    inside = c < SIZE
+    x = tl.load(X + row + c, mask=inside, other=0.0).to(tl.float32)
+    if PARTS:
+        y = tl.load(Y + row + c, mask=inside, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            y += tl.load(Y + part * rows * SIZE + row + c, mask=inside, other=0.0)
+        rounded = (x + y.to(X.dtype.element_ty).to(tl.float32)).to(X.dtype.element_ty)
+        tl.store(X + row + c, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
+    w = tl.load(W + c, mask=inside, other=0.0).to(tl.float32)
+    # Rounded before the weight, as in transformers.
+    normed = (x * scale).to(Out.dtype.element_ty).to(tl.float32) * w
+    tl.store(Out + row + c, normed.to(Out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "target"])
+def _shrink(
     X,
     Slot,
     Parts,
@@ -158,9 +204,6 @@ def _shrink_part(
     Ranks,
     rows,
     target,
-    block,
-    j,
-    part,
     SIZE: tl.constexpr,
     TARGETS: tl.constexpr,
     PROJECTIONS: tl.constexpr,
@@ -169,7 +212,7 @@ def _shrink_part(
     M: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """x Aᵀ of some rows for projection `j`, over one part of x."""
+    block, j, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     m = block * M + tl.arange(0, M)
     slot = tl.load(Slot + m, mask=m < rows, other=-1)
     r, k = tl.arange(0, R), tl.arange(0, BLOCK)
@@ -201,140 +244,6 @@ def _shrink_part(
 
 
 @triton.jit(do_not_specialize=["rows", "target"])
-def _linear(
-    X,
-    W,
-    Bias,
-    Y,
-    Slot,
-    Parts,
-    Base,
-    Offsets,
-    Ranks,
-    rows,
-    target,
-    SIZE: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BIAS: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHRINK: tl.constexpr,
-    SHRINK_BLOCK: tl.constexpr,
-    TARGETS: tl.constexpr,
-    PROJECTIONS: tl.constexpr,
-    R: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    """
-    A few rows times a whole matrix: reads the matrix once, in as many programs as possible.
-
-    The first programs compute the products with A, in `SHRINK` parts, if there are adapters.
-    """
-    own = tl.program_id(0) - PROJECTIONS * SHRINK
-    if SHRINK:  # noqa: SIM102  known when compiled
-        if own < 0:
-            _wait(CHAINED)
-            at = own + PROJECTIONS * SHRINK
-            _shrink_part(
-                X, Slot, Parts, Base, Offsets, Ranks, rows, target, 0, at // SHRINK, at % SHRINK,
-                SIZE, TARGETS, PROJECTIONS, SHRINK, R, M, SHRINK_BLOCK,
-            )  # fmt: skip
-    if own >= 0:
-        part = own % SPLITS
-        m, k = tl.arange(0, M), tl.arange(0, BLOCK)
-        n = (own // SPLITS) * N + tl.arange(0, N)
-        ok, inside = m < rows, n < OUTPUTS
-        PER: tl.constexpr = ((SIZE + SPLITS - 1) // SPLITS + BLOCK - 1) // BLOCK * BLOCK
-        EVEN: tl.constexpr = (PER * SPLITS == SIZE) and (OUTPUTS % N == 0)
-        at_W = W + n[None, :].to(tl.int64) * SIZE
-        if CHAINED and PREFETCH > 0 and EVEN:
-            # Lines of 64 elements: of the weights alone, which no kernel writes.
-            line = tl.arange(0, PREFETCH) * 64
-            _prefetch(at_W + (part * PER + line[:, None]))
-        _wait(CHAINED)
-        y = tl.zeros([M, N], tl.float32)
-        for step in range(0, PER, BLOCK):
-            c = part * PER + step + k
-            if EVEN:
-                x = tl.load(X + m[:, None] * SIZE + c[None, :], mask=ok[:, None], other=0.0)
-                w = tl.load(at_W + c[:, None])
-            else:
-                x = tl.load(
-                    X + m[:, None] * SIZE + c[None, :],
-                    mask=ok[:, None] & (c < SIZE)[None, :],
-                    other=0.0,
-                )
-                w = tl.load(
-                    at_W + c[:, None], mask=inside[None, :] & (c < SIZE)[:, None], other=0.0
-                )
-            y = tl.dot(x, w, y)
-        if BIAS:
-            y += tl.load(Bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-        at = (part * rows + m[:, None]) * OUTPUTS + n[None, :]
-        tl.store(Y + at, y.to(Y.dtype.element_ty), mask=ok[:, None] & inside[None, :])
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _add_norm(
-    X,
-    Y,
-    W,
-    Out,
-    eps,
-    rows,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * SIZE
-    c = tl.arange(0, BLOCK)
-    inside = c < SIZE
-    w = tl.load(W + c, mask=inside, other=0.0).to(tl.float32)
-    _wait(CHAINED)
-    x = tl.load(X + row + c, mask=inside, other=0.0).to(tl.float32)
-    if PARTS:
-        y = tl.load(Y + row + c, mask=inside, other=0.0).to(tl.float32)
-        for part in tl.static_range(1, PARTS):
-            y += tl.load(Y + part * rows * SIZE + row + c, mask=inside, other=0.0)
-        rounded = (x + y.to(X.dtype.element_ty).to(tl.float32)).to(X.dtype.element_ty)
-        tl.store(X + row + c, rounded, mask=inside)
-        x = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
-    # Rounded before the weight, as in transformers.
-    normed = (x * scale).to(Out.dtype.element_ty).to(tl.float32) * w
-    tl.store(Out + row + c, normed.to(Out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["rows", "target"])
-def _shrink(
-    X,
-    Slot,
-    Parts,
-    Base,
-    Offsets,
-    Ranks,
-    rows,
-    target,
-    SIZE: tl.constexpr,
-    TARGETS: tl.constexpr,
-    PROJECTIONS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    R: tl.constexpr,
-    M: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    _shrink_part(
-        X, Slot, Parts, Base, Offsets, Ranks, rows, target,
-        tl.program_id(0), tl.program_id(1), tl.program_id(2),
-        SIZE, TARGETS, PROJECTIONS, SPLITS, R, M, BLOCK,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["rows", "target"])
 def _add_expanded(
     Y,
     Slot,
@@ -353,10 +262,8 @@ def _add_expanded(
     EXACT: tl.constexpr,
     M: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
     m = tl.program_id(0) * M + tl.arange(0, M)
-    _wait(CHAINED)
     slot = tl.load(Slot + m, mask=m < rows, other=-1)
     used = slot >= 0
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -409,7 +316,6 @@ def _heads(
     STEP: tl.constexpr,
     M: tl.constexpr,
     PAGED: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
     """One head of q, k or v: LoRA, norm, rotation; q goes to a tensor, k and v to the cache."""
     HALF: tl.constexpr = D // 2
@@ -420,7 +326,6 @@ def _heads(
     inside = d < HALF
     both = ok[:, None] & inside[None, :]
     at = m[:, None].to(tl.int64) * ((H + 2 * K) * D) + head * D + d[None, :]
-    _wait(CHAINED)
     one = tl.load(Y + at, mask=both, other=0.0).to(tl.float32)
     two = tl.load(Y + at + HALF, mask=both, other=0.0).to(tl.float32)
     if LORA:
@@ -501,11 +406,9 @@ def _attend(
     PAGE: tl.constexpr,
     N: tl.constexpr,
     SPLITS: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
     """The query heads that share a key head, over one part of the sequence's keys."""
     row, key_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    _wait(CHAINED)
     length = tl.minimum(tl.load(Position + row), tl.load(Last + row)) + 1
     per = tl.cdiv(tl.cdiv(length, SPLITS), N) * N
     start = part * per
@@ -557,13 +460,11 @@ def _merge(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
     """Combines the parts of a sequence by their log-sum-exp."""
     head, g = tl.program_id(0), tl.program_id(1)
     s, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK)
     line = (head * SPLITS + s) * GROUP + g
-    _wait(CHAINED)
     lse = tl.load(Lse + line)
     weight = tl.exp(lse - tl.max(lse, 0))
     inside = d < D
@@ -592,14 +493,12 @@ def _swiglu(
     STEP: tl.constexpr,
     M: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
     m = tl.program_id(0) * M + tl.arange(0, M)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok, inside = m < rows, n < SIZE
     both = ok[:, None] & inside[None, :]
     at = m[:, None].to(tl.int64) * (2 * SIZE) + n[None, :]
-    _wait(CHAINED)
     gate = tl.load(Y + at, mask=both, other=0.0).to(tl.float32)
     up = tl.load(Y + at + SIZE, mask=both, other=0.0).to(tl.float32)
     if LORA:
@@ -719,73 +618,22 @@ def _sample_row(
 # -- launches -------------------------------------------------------------------------------------
 
 
-#: Up to this many rows `linear` is faster than the matrix products of torch. They fit one tile.
-FEW_ROWS = ROWS
-
-#: Lines of 128 bytes of each row of a matrix that are loaded before the previous kernel ends.
-PREFETCH_LINES = 8
-
-
-def can_chain() -> bool:
-    """Whether kernels can start before the previous one has ended: since Hopper, with Triton 3.4."""
-    return (
-        hasattr(tl.extra.cuda, "gdc_wait")
-        and torch.cuda.is_available()
-        and torch.cuda.get_device_capability()[0] >= 9
-    )
-
-
-def _options(chained: bool) -> dict[str, Any]:
-    return {"launch_pdl": True} if chained else {}
+#: Up to this many rows `linear` is faster than the matrix products of torch.
+FEW_ROWS = 16
 
 
 def linear(
-    x_BI: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None = None,
-    *,
-    parts: bool = False,
-    chained: bool = False,
+    x_BI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, parts: bool = False
 ) -> Tensor:
     """
     A linear layer for any number of rows.
 
     With `parts` the result may be float32 [parts, B, O], to be added up by `add_norm`.
     """
-    if len(x_BI) > FEW_ROWS:
-        return F.linear(x_BI, weight_OI, bias_O)
-    return _few_rows(x_BI, weight_OI, bias_O, None, 0, 0, parts, chained)[0]
-
-
-def linear_and_shrink(
-    x_BI: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None,
-    tables: LoraTables,
-    target: int,
-    projections: int,
-    *,
-    parts: bool = False,
-    chained: bool = False,
-) -> tuple[Tensor, Shrunk]:
-    """The same for a few rows, with the products with A in the same launch."""
-    y, shrunk = _few_rows(x_BI, weight_OI, bias_O, tables, target, projections, parts, chained)
-    assert shrunk is not None
-    return y, shrunk
-
-
-def _few_rows(
-    x_BI: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None,
-    tables: LoraTables | None,
-    target: int,
-    projections: int,
-    parts: bool,
-    chained: bool,
-) -> tuple[Tensor, Shrunk | None]:
     rows, size = x_BI.shape
     outputs = len(weight_OI)
+    if rows > FEW_ROWS:
+        return F.linear(x_BI, weight_OI, bias_O)
     # Enough programs to fill the GPU, and outputs of a program as many as then possible.
     splits, block = 1, 128
     while parts and bias_O is None and outputs // 64 * splits < 128 and size // splits >= 4 * block:
@@ -796,64 +644,44 @@ def _few_rows(
         dtype=torch.float32 if parts else x_BI.dtype,
         device=x_BI.device,
     )
-    shrunk, shrink, dummies = None, 0, (x_BI, x_BI, x_BI, x_BI, x_BI)
-    if tables is not None:
-        shrink = _shrink_parts(tables, size)
-        h = torch.empty(
-            shrink, projections, rows, tables.rank, dtype=torch.float32, device=x_BI.device
-        )
-        shrunk = Shrunk(tables=tables, target=target, parts=h)
-        dummies = (tables.slots_B, h, tables.base, tables.offsets, tables.ranks)
-    _linear[(projections * shrink + triton.cdiv(outputs, width) * splits,)](
-        x_BI, weight_OI, x_BI if bias_O is None else bias_O, y, *dummies, rows, target,
-        size, outputs, splits, bias_O is not None, ROWS, width, block,
-        shrink, 1 if tables is None else _shrink_block(tables),
-        1 if tables is None else tables.ranks.shape[1], projections,
-        16 if tables is None else tables.rank, PREFETCH_LINES, chained,
-        num_warps=4, num_stages=4, **_options(chained),
+    _linear[(triton.cdiv(outputs, width), splits)](
+        x_BI, weight_OI, x_BI if bias_O is None else bias_O, y, rows, size, outputs, splits,
+        bias_O is not None, 16, width, block,
+        num_warps=4, num_stages=4,
     )  # fmt: skip
-    return y, shrunk
+    return y
 
 
-def add_norm(
-    x_BH: Tensor, y: Tensor | None, weight_H: Tensor, eps: float, *, chained: bool = False
-) -> Tensor:
+def add_norm(x_BH: Tensor, y: Tensor | None, weight_H: Tensor, eps: float) -> Tensor:
     """x += y in place, then RMS norm. `y` is [B, H], or the parts of a sum [parts, B, H]."""
     rows, size = x_BH.shape
     out = torch.empty_like(x_BH)
     parts = 0 if y is None else 1 if y.dim() == 2 else len(y)
     block = triton.next_power_of_2(size)
     _add_norm[(rows,)](
-        x_BH, x_BH if y is None else y, weight_H, out, eps, rows, size, block, parts, chained,
-        num_warps=min(16, max(1, block // 512)), **_options(chained),
+        x_BH, x_BH if y is None else y, weight_H, out, eps, rows, size, block, parts,
+        num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return out
 
 
 def shrink(x_BI: Tensor, tables: LoraTables, target: int, projections: int) -> Shrunk:
     rows, size = x_BI.shape
-    block = _shrink_block(tables)
-    splits = _shrink_parts(tables, size)
+    block = 128 if tables.rank <= 64 else 64
+    # Many parts are fast for few rows; for many rows they are much to read again.
+    blocks = triton.cdiv(rows, tables.tile)
+    splits, most = 1, tables.parts or max(4, min(16, 128 // (blocks * projections)))
+    while 2 * splits <= most and size // (2 * splits) >= block:
+        splits *= 2
     parts = torch.empty(
         splits, projections, rows, tables.rank, dtype=torch.float32, device=x_BI.device
     )
-    _shrink[(triton.cdiv(rows, tables.tile), projections, splits)](
+    _shrink[(blocks, projections, splits)](
         x_BI, tables.slots_B, parts, tables.base, tables.offsets, tables.ranks, rows, target,
         size, tables.ranks.shape[1], projections, splits, tables.rank, tables.tile, block,
         num_warps=4,
     )  # fmt: skip
     return Shrunk(tables=tables, target=target, parts=parts)
-
-
-def _shrink_block(tables: LoraTables) -> int:
-    return 128 if tables.rank <= 64 else 64
-
-
-def _shrink_parts(tables: LoraTables, size: int) -> int:
-    splits = 1
-    while 2 * splits <= tables.parts and size // (2 * splits) >= _shrink_block(tables):
-        splits *= 2
-    return splits
 
 
 def _tile(shrunk: Shrunk | None) -> int:
@@ -868,9 +696,7 @@ def _output_block(tables: LoraTables | None) -> int:
     return 128 if tables is None or tables.rank <= 64 else 64
 
 
-def add_expanded(
-    y_BO: Tensor, shrunk: Shrunk, *, exact: bool = False, chained: bool = False
-) -> None:
+def add_expanded(y_BO: Tensor, shrunk: Shrunk, *, exact: bool = False) -> None:
     """
     Adds the LoRA products to y in place, or to the first part of a sum.
 
@@ -882,8 +708,8 @@ def add_expanded(
     _add_expanded[(triton.cdiv(rows, tile), triton.cdiv(size, block))](
         y_BO, tables.slots_B, shrunk.parts, tables.base, tables.offsets, tables.ranks,
         tables.scales, rows, shrunk.target, size, tables.ranks.shape[1], len(shrunk.parts),
-        tables.rank, tables.rank_step, exact, tile, block, chained,
-        num_warps=_warps(tile), **_options(chained),
+        tables.rank, tables.rank_step, exact, tile, block,
+        num_warps=_warps(tile),
     )  # fmt: skip
 
 
@@ -904,7 +730,6 @@ def heads(
     page: int = 0,
     spare: int = 0,
     slots_B: Tensor | None = None,
-    chained: bool = False,
 ) -> Tensor:
     """
     Writes keys and values to the cache and returns the queries [B, H, D].
@@ -938,8 +763,8 @@ def heads(
         1 if shrunk is None else len(shrunk.parts),
         16 if tables is None else tables.rank,
         1 if tables is None else tables.rank_step,
-        tile, slots_B is None, chained,
-        num_warps=_warps(tile), **_options(chained),
+        tile, slots_B is None,
+        num_warps=_warps(tile),
     )  # fmt: skip
     return q
 
@@ -963,7 +788,6 @@ def attend(
     page: int,
     scaling: float,
     splits: int | None = None,
-    chained: bool = False,
 ) -> Tensor:
     """Attention of one query of each sequence over its cached keys, page by page."""
     rows, query_heads, size = q_BHD.shape
@@ -980,18 +804,17 @@ def attend(
         lse = torch.empty(shape, dtype=torch.float32, device=q_BHD.device)
     _attend[(rows, key_heads, splits)](
         q_BHD, keys, values, positions_B, last_B, table, table.stride(0), out, lse, scaling,
-        groups, padded, key_heads, size, block, page, min(KEYS, page), splits, chained,
-        num_warps=4, **_options(chained),
+        groups, padded, key_heads, size, block, page, min(KEYS, page), splits,
+        num_warps=4,
     )  # fmt: skip
     if splits > 1:
         _merge[(rows * key_heads, groups)](
-            out, lse, y, groups, padded, size, block, splits, chained,
-            num_warps=4, **_options(chained),
-        )  # fmt: skip
+            out, lse, y, groups, padded, size, block, splits, num_warps=4
+        )
     return y
 
 
-def swiglu(y_BO: Tensor, shrunk: Shrunk | None, *, chained: bool = False) -> Tensor:
+def swiglu(y_BO: Tensor, shrunk: Shrunk | None) -> Tensor:
     """silu(gate) * up, with the LoRA products of both added first."""
     rows, size = len(y_BO), y_BO.shape[1] // 2
     out = torch.empty(rows, size, dtype=y_BO.dtype, device=y_BO.device)
@@ -1012,8 +835,8 @@ def swiglu(y_BO: Tensor, shrunk: Shrunk | None, *, chained: bool = False) -> Ten
         1 if shrunk is None else len(shrunk.parts),
         16 if tables is None else tables.rank,
         1 if tables is None else tables.rank_step,
-        tile, block, chained,
-        num_warps=_warps(tile), **_options(chained),
+        tile, block,
+        num_warps=_warps(tile),
     )  # fmt: skip
     return out
 

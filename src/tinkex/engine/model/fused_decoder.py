@@ -79,9 +79,6 @@ class FusedDecoder:
         self._side: Any = None
         if weights.embedding.is_cuda:
             self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        #: For benchmarks: whether kernels start before the previous one ends, and whether products
-        #: with A are part of the base products' launches, where there are few rows.
-        self.chains = self.joins = True
 
     def write_logits(
         self,
@@ -101,9 +98,6 @@ class FusedDecoder:
         """
         from tinkex.engine.model import decode_kernels as kernels
 
-        few = len(inputs.ids_B) <= kernels.FEW_ROWS
-        # Torch's own matrix products, which more rows use, do not take part in a chain.
-        chained = few and self.chains and kernels.can_chain()
         places: Any = {
             "positions_B": inputs.positions_B,
             "last_B": inputs.last_B,
@@ -115,16 +109,11 @@ class FusedDecoder:
             x: Tensor, layer: StackedLinear, target: int, projections: int, *, parts: bool = False
         ) -> tuple[Tensor, kernels.Shrunk | None]:
             """The base layer, and beside it the products with A, which read the same input."""
-            plain = layer.weight, layer.bias
             if lora is None:
-                return kernels.linear(x, *plain, parts=parts, chained=chained), None
-            if few and self.joins:
-                return kernels.linear_and_shrink(
-                    x, *plain, lora, target, projections, parts=parts, chained=chained
-                )
+                return kernels.linear(x, layer.weight, layer.bias, parts=parts), None
             with self._beside():
                 shrunk = kernels.shrink(x, lora, target, projections)
-            y = kernels.linear(x, *plain, parts=parts, chained=False)
+            y = kernels.linear(x, layer.weight, layer.bias, parts=parts)
             self._join()
             return y, shrunk
 
@@ -134,13 +123,10 @@ class FusedDecoder:
                 keys=keys,
                 values=values,
                 scaling=self._weights.scaling,
-                chained=chained,
                 **places,
             )
 
-        hidden = self._run_layers(
-            inputs.ids_B, cache, linear, attend, {**places, "spare": spare}, chained=chained
-        )
+        hidden = self._run_layers(inputs.ids_B, cache, linear, attend, {**places, "spare": spare})
         self._head.write_logits(hidden, out_BV)
         if lora is not None and lora_head:
             shrunk = kernels.shrink(hidden, lora, len(self._weights.targets) - 1, 1)
@@ -162,7 +148,7 @@ class FusedDecoder:
             return attend_from_cache(q, keys, values, inputs.reads, self._weights.scaling)
 
         places = {"positions_B": inputs.positions_T, "slots_B": inputs.slots_T}
-        return self._run_layers(inputs.ids_T, cache, linear, attend, places, chained=False)
+        return self._run_layers(inputs.ids_T, cache, linear, attend, places)
 
     def _run_layers(
         self,
@@ -171,8 +157,6 @@ class FusedDecoder:
         linear: Callable[..., tuple[Tensor, Shrunk | None]],
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
         places: dict[str, Any],
-        *,
-        chained: bool,
     ) -> Tensor:
         """The last hidden states. `places` says where `heads` writes keys and values."""
         from tinkex.engine.model import decode_kernels as kernels
@@ -182,7 +166,7 @@ class FusedDecoder:
         y: Tensor | None = None
         for index, (layer, (keys, values)) in enumerate(zip(weights.layers, cache, strict=True)):
             target = index * (len(ATTENTION) + len(MLP))
-            normed = kernels.add_norm(x, y, layer.input_norm, weights.eps, chained=chained)
+            normed = kernels.add_norm(x, y, layer.input_norm, weights.eps)
             qkv, shrunk = linear(normed, layer.qkv, target, 3)
             q = kernels.heads(
                 qkv,
@@ -194,19 +178,18 @@ class FusedDecoder:
                 frequencies=weights.frequencies,
                 rope_scale=weights.rope_scale,
                 shrunk=shrunk,
-                chained=chained,
                 **places,
             )
             attended = attend(q, keys, values)
             y, shrunk = linear(attended.flatten(1), layer.output, target + 3, 1, parts=True)
             if shrunk is not None:
-                kernels.add_expanded(y, shrunk, chained=chained)
-            normed = kernels.add_norm(x, y, layer.mlp_norm, weights.eps, chained=chained)
-            act = kernels.swiglu(*linear(normed, layer.gate_up, target + 4, 2), chained=chained)
+                kernels.add_expanded(y, shrunk)
+            normed = kernels.add_norm(x, y, layer.mlp_norm, weights.eps)
+            act = kernels.swiglu(*linear(normed, layer.gate_up, target + 4, 2))
             y, shrunk = linear(act, layer.down, target + 6, 1, parts=True)
             if shrunk is not None:
-                kernels.add_expanded(y, shrunk, chained=chained)
-        return kernels.add_norm(x, y, weights.norm, weights.eps, chained=chained)
+                kernels.add_expanded(y, shrunk)
+        return kernels.add_norm(x, y, weights.norm, weights.eps)
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:

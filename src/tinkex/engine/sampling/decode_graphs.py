@@ -37,10 +37,6 @@ from tinkex.engine.sampling.token_sampling import sample_key
 #: The row counts of graphs: doubling, then steps that add at most a quarter.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256)
 
-#: From this many rows on, products with adapters have larger tiles and fewer parts.
-MANY_ROWS = 64
-TILES, PARTS = (16, 32), (8, 4)
-
 #: Fields of a row, all of 32 bits, in the order of the state tensor.
 IDS, POSITION, LAST, SLOT, STEP, TICK, TEMPERATURE, KEY_LOW, KEY_HIGH = range(9)
 
@@ -303,8 +299,6 @@ class DecodeGraphs:
                 slots_B=fields[SLOT],
                 rank=recipe.ranks.largest,
                 rank_step=recipe.ranks.step,
-                tile=TILES[recipe.rows > MANY_ROWS],
-                parts=PARTS[recipe.rows > MANY_ROWS],
             )
         logits_BV = state.logits[: recipe.rows]
         self._fused.write_logits(

@@ -34,7 +34,7 @@ MAX_GATHERED = 1 << 17
 
 #: Up to this many tokens, products with adapters have small tiles and more parts.
 FEW_TOKENS = 512
-TILES, PARTS = (16, 64), (8, 1)
+TILES, PARTS = (16, 64), (8, 2)
 
 
 class PrefillRecipe(NamedTuple):
