@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -71,8 +72,23 @@ def empty_cache(rows: int) -> CacheLayer:
     return CacheLayer(torch.full(shape, math.nan), torch.full(shape, math.nan))
 
 
-def test_a_later_chunk_attends_to_the_cached_prefix() -> None:
+def emulated_varlen(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, *_: Any, **__: Any
+) -> Tensor:
+    """As on a GPU: the last query of a segment sees all its keys."""
+    segments = zip(pairwise(starts.tolist()), pairwise(key_starts.tolist()), strict=True)
+    return torch.cat(
+        [plain(q[a:b], k[c:d], v[c:d], before=d - c - (b - a)) for (a, b), (c, d) in segments]
+    )
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_a_later_chunk_attends_to_the_cached_prefix(
+    varlen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nine tokens in chunks of four and five, together with a new segment of three."""
+    monkeypatch.setattr(attention, "has_varlen", lambda *_: varlen)
+    monkeypatch.setattr(attention, "varlen_attn", emulated_varlen)
     q, k, v = random_qkv(9)
     other_q, other_k, other_v = random_qkv(3)
     layer = empty_cache(30)
@@ -82,7 +98,7 @@ def test_a_later_chunk_attends_to_the_cached_prefix() -> None:
     second = CacheUse(
         layers=[layer],
         write_slots_T=torch.cat([rows[4:], torch.tensor([10, 11, 12])]),
-        prefixes=[CachedPrefix.of(rows, 5), None],
+        prefixes=[CachedPrefix.of(rows, 5, q.dtype), None],
     )
     found = call(
         torch.cat([q[4:], other_q]),
@@ -181,7 +197,7 @@ def test_the_mask_of_a_later_chunk_is_made_once_for_all_layers(
     cache = CacheUse(
         layers=layers,
         write_slots_T=torch.arange(4, 9),
-        prefixes=[CachedPrefix.of(torch.arange(9), 5)],
+        prefixes=[CachedPrefix.of(torch.arange(9), 5, torch.float32)],
     )
     packing = Packing.of([5], device=CPU, offsets=[4], cache=cache)
     with torch.inference_mode():

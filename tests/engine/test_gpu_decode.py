@@ -9,6 +9,7 @@ import torch
 
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.sampling.model_runner import ModelRunner
+from tinkex.engine.sampling.scheduler import adapter_ranges
 from tinkex.wire.inputs import Datum, ModelInput
 from tinkex.wire.sampling import SampledSequence, SampleRequest, SamplingParams
 from tinkex.wire.training import AdamOptimizerConfig, ForwardBackwardInput, LoraConfig
@@ -200,7 +201,9 @@ def test_logits_equal_those_of_transformers(any_subject: Subject) -> None:
         assert burst is not None
         found = burst.logits_SV.clone().log_softmax(dim=1)
         runner._graphs = None
-        expected = runner.decode(step.sequences).log_softmax(dim=1)
+        hidden = runner.decode(step.sequences)
+        segments = runner.adapter_segments(adapter_ranges(step.sequences))
+        expected = engine.model.head.logits(hidden, segments).log_softmax(dim=1)
         runner._graphs = graphs
     for ticket in range(len(subject.adapters)):
         engine.cancel(ticket)

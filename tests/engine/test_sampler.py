@@ -19,6 +19,7 @@ from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.sampling import sampler
 from tinkex.engine.sampling.decode_graphs import Burst
 from tinkex.engine.sampling.model_runner import ModelRunner
+from tinkex.engine.sampling.scheduler import PrefillChunk
 from tinkex.engine.sampling.sequences import SampleSequence
 from tinkex.engine.sampling.token_sampling import SampleStep, sample_tokens
 from tinkex.models.tokenizer import Tokenizer, load_tokenizer
@@ -112,6 +113,67 @@ def test_every_temperature_gives_finite_logprobs(engine: Engine, temperature: fl
     assert np.isfinite(answer.prompt_alt_tokens.logprobs.to_numpy()[1:]).all()
 
 
+def test_a_step_that_does_not_fit_in_memory_is_repeated_in_smaller_steps(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [
+        request(prompt=range(at, at + 150), max_tokens=12, seed=at, stop=[], prompt_logprobs=True)
+        for at in range(6)
+    ]
+    alone = [sample(engine, each) for each in requests]
+    assert engine._sampler is not None
+    runner, scheduler = engine._sampler._runner, engine._sampler.scheduler
+    prefill, decode = runner.prefill, runner.decode
+    full = torch.OutOfMemoryError("out of memory")
+
+    def small_prefill(chunks: Sequence[PrefillChunk]) -> Any:
+        if sum(chunk.stop - chunk.start for chunk in chunks) > 200:
+            raise full
+        return prefill(chunks)
+
+    def small_decode(sequences: Sequence[SampleSequence]) -> torch.Tensor:
+        if len(sequences) > 2:
+            raise full
+        return decode(sequences)
+
+    monkeypatch.setattr(runner, "prefill", small_prefill)
+    monkeypatch.setattr(runner, "decode", small_decode)
+    try:
+        for ticket, each in enumerate(requests):
+            engine.submit(ticket, each, adapter=None)
+        found = {}
+        while engine.sampling:
+            for finished in engine.advance():
+                assert isinstance(finished.outcome, SampleResponse), finished.outcome
+                found[finished.ticket] = finished.outcome
+        for ticket, expected in enumerate(alone):
+            assert found[ticket].sequences[0].tokens == expected.sequences[0].tokens
+            np.testing.assert_allclose(
+                found[ticket].prompt_logprobs_np, expected.prompt_logprobs_np, atol=1e-4
+            )
+
+        # What does not fit alone is refused with the numbers, and the next request is served.
+        monkeypatch.setattr(runner, "prefill", lambda _: throw(full))
+        engine.submit(7, requests[0], adapter=None)
+        (finished,) = [one for _ in range(20) for one in engine.advance()]
+        assert isinstance(finished.outcome, UserFailure)
+        assert "even alone" in str(finished.outcome)
+        assert "are free" in str(finished.outcome)
+        monkeypatch.setattr(runner, "prefill", prefill)
+        assert sample(engine, requests[1]).sequences[0].tokens == alone[1].sequences[0].tokens
+        assert scheduler._divisor > 1
+        monkeypatch.setattr(sampler, "SMALL_STEPS_S", -1.0)
+        for _ in range(10):
+            engine.advance()
+        assert scheduler._divisor == 1
+    finally:
+        scheduler._divisor = 1
+
+
+def throw(error: Exception) -> Any:
+    raise error
+
+
 class EmulatedBursts:
     """Does on the CPU what a GPU does in one go: several steps of sequences, sampled without the host.
 
@@ -119,7 +181,7 @@ class EmulatedBursts:
     """
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+        self._runner, self._head = runner, runner._model.head
         self.looks: list[tuple[int, int]] = []
 
     def start(self, sequences: Sequence[SampleSequence], steps: int) -> Burst:
@@ -128,7 +190,7 @@ class EmulatedBursts:
         ring = torch.zeros(2, steps, len(sequences), dtype=torch.int32)
         kept = [list(s.tokens) for s in sequences]
         for step in range(steps):
-            logits = self._runner.decode(sequences)
+            logits = self._head.logits(self._runner.decode(sequences))
             drawn = sample_tokens(
                 logits[free],
                 [

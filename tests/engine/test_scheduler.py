@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tinkex.engine.model.attention import ReadRound, SlotRange
-from tinkex.engine.sampling.cache_reads import gather_is_cheaper, plan_range_reads
+from tinkex.engine.sampling.cache_reads import gather_is_cheaper, plan_range_reads, rectangles
 from tinkex.engine.sampling.kv_pages import Pages
 from tinkex.engine.sampling.scheduler import (
     DecodeStep,
@@ -189,6 +189,22 @@ def test_samples_of_a_prompt_read_its_full_pages_together() -> None:
         (1, 2, 3),
         (2, 3, 3),
     ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "found"),
+    [
+        ([5, 5, 5], [(0, 3)]),
+        ([5, 6, 5, 5], [(0, 3), (3, 4)]),  # three rows of six
+        ([30, 1, 1], [(0, 1), (1, 3)]),  # one that is too long runs alone
+        ([1, 1, 30], [(0, 2), (2, 3)]),
+        ([19], [(0, 1)]),
+    ],
+)
+def test_gathered_keys_of_a_step_are_limited(
+    lengths: list[int], found: list[tuple[int, int]]
+) -> None:
+    assert list(rectangles(lengths, 18)) == found
 
 
 def test_a_decode_step_has_pages_for_all_its_tokens() -> None:

@@ -168,6 +168,12 @@ def available_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
+def release_cached(device: torch.device) -> None:
+    """Returns memory that torch holds and does not use: its pieces may be too small to use."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def total_bytes(device: torch.device) -> int:
     """All memory of the device, used or not; on a CPU at most the container's limit."""
     if device.type == "cuda":

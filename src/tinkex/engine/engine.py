@@ -288,6 +288,7 @@ class Engine:
                 kv_tokens=self.plan.kv_tokens,
                 must_wait=self._adapters.must_wait,
                 make_room=self._adapters.make_adapter_room,
+                explain_full=self._adapters.explain_full,
                 clock=self._use_count.__next__,
             )
             self._adapters.sampler = self._sampler

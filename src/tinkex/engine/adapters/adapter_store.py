@@ -26,7 +26,7 @@ from tinkex.engine.adapters.memory_plan import (
     Tier,
     choose_evictions,
 )
-from tinkex.engine.device import available_bytes
+from tinkex.engine.device import available_bytes, used_bytes
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.text_format import format_bytes
 
@@ -36,6 +36,9 @@ HOST = torch.device("cpu")
 
 #: Fraction of the free host memory for adapters evicted from the device.
 HOST_FRACTION = 0.5
+
+#: The plan is intact if this process has, or can get, at least this fraction of its memory.
+OWN_FRACTION = 0.95
 
 
 class SamplerAdapters(Protocol):
@@ -174,6 +177,22 @@ class AdapterStore:
             return free
         used = self._plan.base + self.cache_bytes + sum(r.size for r in self._residents())
         return max(0, min(free, self._limit_bytes - used))
+
+    def explain_full(self, error: Exception) -> Exception:
+        """
+        The failure of a request that does not fit in memory alone, with the numbers.
+
+        If other programs have taken memory that belongs to the plan, the error itself: then the
+        engine ends, and the next one waits until the memory is free again.
+        """
+        own = available_bytes(self._device) + used_bytes(self._device)
+        if own < OWN_FRACTION * self._plan.total:
+            return error
+        return UserFailure(
+            f"this request does not fit in the memory of the server, even alone: "
+            f"{format_bytes(self.available())} are free ({self._plan.describe()}). Shorten the "
+            "prompt, request fewer logprobs, or give the server more memory."
+        )
 
     def _require(self, size: int, what: str, advice: str) -> None:
         available = self.available()

@@ -12,6 +12,7 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,11 @@ except ImportError:
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)  # with float32: one call per segment
 
 
+def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether one call handles segments of different lengths."""
+    return device.type == "cuda" and varlen_attn is not None and dtype in _VARLEN_DTYPES
+
+
 class SlotRange(NamedTuple):
     """Sequences `first` to `last` read the contiguous cache slots `start` to `stop`."""
 
@@ -70,12 +76,15 @@ class CachedPrefix(NamedTuple):
     """The cache slots of a segment that continues cached tokens: the prefix and its own tokens."""
 
     slots: Tensor
-    #: [tokens of the segment, slots]: the causal mask, shared by all layers.
-    mask: Tensor
+    #: [tokens of the segment, slots]: the causal mask, shared by all layers. It takes much memory
+    #: for long prompts, so there is none where attention does not need it.
+    mask: Tensor | None
 
     @classmethod
-    def of(cls, slots: Tensor, tokens: int) -> CachedPrefix:
+    def of(cls, slots: Tensor, tokens: int, dtype: torch.dtype) -> CachedPrefix:
         """The last `tokens` slots belong to the segment's own tokens."""
+        if has_varlen(slots.device, dtype):
+            return cls(slots, None)
         mask = torch.ones(tokens, len(slots), dtype=torch.bool, device=slots.device)
         return cls(slots, mask.tril(len(slots) - tokens))
 
@@ -216,7 +225,7 @@ def within_segments(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, packing: Packing
 ) -> Tensor:
     """Causal attention inside each segment."""
-    if query.is_cuda and varlen_attn is not None and query.dtype in _VARLEN_DTYPES:
+    if has_varlen(query.device, query.dtype):
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         starts, longest = packing.starts_int32, max(packing.lengths)
         out: Tensor = varlen_attn(
@@ -263,12 +272,57 @@ def over_prefixes(
             k = layer.keys[prefix.slots].to(q.dtype).transpose(0, 1).unsqueeze(0)
             v = layer.values[prefix.slots].to(q.dtype).transpose(0, 1).unsqueeze(0)
             mask = prefix.mask
+        if has_varlen(q.device, q.dtype):
+            # A mask would make torch repeat the key heads, or even write all scores to memory.
+            queries, keys = q.shape[2], k.shape[2]
+            starts = torch.tensor([[0, queries], [0, keys]], dtype=torch.int32, device=q.device)
+            q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
+            out = attend_packed(q, k, v, starts[0], starts[1], queries, keys, scaling)
+            parts.append(out.transpose(0, 1).unsqueeze(0))
+            continue
         parts.append(
             F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
             )
         )
     return torch.cat(parts, dim=2).transpose(1, 2)
+
+
+def attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    max_queries: int,
+    max_keys: int,
+    scaling: float,
+) -> Tensor:
+    """Attention inside packed segments: the last query of a segment sees all its keys."""
+    if has_varlen(q.device, q.dtype):
+        out: Tensor = varlen_attn(
+            q,
+            k,
+            v,
+            query_starts,
+            key_starts,
+            max_queries,
+            max_keys,
+            scale=scaling,
+            **causal_arguments,
+        )
+        return out
+    parts = []
+    queries, keys = query_starts.tolist(), key_starts.tolist()
+    for (a, b), (c, d) in zip(pairwise(queries), pairwise(keys), strict=True):
+        mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
+        query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in (q[a:b], k[c:d], v[c:d]))
+        grouped = q.shape[1] != k.shape[1]
+        one = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped
+        )
+        parts.append(one[0].transpose(0, 1))
+    return torch.cat(parts)
 
 
 def over_gathered(query: Tensor, layer: CacheLayer, scaling: float, table: GatheredTable) -> Tensor:

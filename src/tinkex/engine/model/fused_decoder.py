@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -271,7 +270,7 @@ def attend_from_cache(
             for cached in (keys, values)
         )
         parts.append(
-            attend_packed(
+            attention.attend_packed(
                 q_THD[read.queries],
                 k,
                 v,
@@ -283,40 +282,3 @@ def attend_from_cache(
             )
         )
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def attend_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
-    max_queries: int,
-    max_keys: int,
-    scaling: float,
-) -> Tensor:
-    """Attention inside packed segments: the last query of a segment sees all its keys."""
-    if q.is_cuda:
-        out: Tensor = attention.varlen_attn(
-            q,
-            k,
-            v,
-            query_starts,
-            key_starts,
-            max_queries,
-            max_keys,
-            scale=scaling,
-            **attention.causal_arguments,
-        )
-        return out
-    parts = []
-    queries, keys = query_starts.tolist(), key_starts.tolist()
-    for (a, b), (c, d) in zip(pairwise(queries), pairwise(keys), strict=True):
-        mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
-        query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in (q[a:b], k[c:d], v[c:d]))
-        grouped = q.shape[1] != k.shape[1]
-        one = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped
-        )
-        parts.append(one[0].transpose(0, 1))
-    return torch.cat(parts)

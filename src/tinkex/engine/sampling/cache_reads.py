@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -73,6 +73,22 @@ def gather_is_cheaper(rounds: Sequence[ReadRound], lengths: Sequence[int]) -> bo
     by_range = len(ranges) * CALL_SLOTS + sum(each.stop - each.start for each in ranges)
     gathered = max(lengths) * len(lengths) * COPY_FACTOR
     return GATHER_CALLS * CALL_SLOTS + gathered < by_range
+
+
+def rectangles(lengths: Sequence[int], max_slots: int) -> Iterator[tuple[int, int]]:
+    """
+    Ranges of adjacent sequences, each decoded in one step.
+
+    A table has a row for each sequence, as long as the longest. It has at most `max_slots`, or one
+    row.
+    """
+    first, longest = 0, 0
+    for at, length in enumerate(lengths):
+        longest = max(longest, length)
+        if at > first and (at + 1 - first) * longest > max_slots:
+            yield first, at
+            first, longest = at, length
+    yield first, len(lengths)
 
 
 def slots_of(pages: Pages, chunk: PrefillChunk) -> Tensor:

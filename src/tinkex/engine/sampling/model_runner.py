@@ -20,6 +20,7 @@ from tinkex.engine.sampling.cache_reads import (
     gather_is_cheaper,
     gathered_table,
     plan_range_reads,
+    rectangles,
     slots_of,
 )
 from tinkex.engine.sampling.decode_graphs import Burst, DecodeGraphs
@@ -30,6 +31,10 @@ from tinkex.engine.sampling.scheduler import CopySlots, PrefillChunk, adapter_ra
 from tinkex.engine.sampling.sequences import AdapterKey, SampleSequence
 
 # T packed tokens, H hidden size, S sequences, V vocabulary
+
+#: Maximum bytes of the gathered keys and values of one layer in a decode step on a GPU. Constant, so
+#: that deterministic results do not depend on free memory.
+GATHERED_BYTES = 1 << 30
 
 #: Tokens that a GPU samples before the host looks at them.
 GRAPH_STEPS = 8
@@ -63,6 +68,9 @@ class ModelRunner:
             )
             for shape in model.cache_shapes
         ]
+        self._layer_bytes_per_token = sum(
+            cached[0].nbytes for cached in max(self._layers, key=lambda layer: layer.keys[0].nbytes)
+        )
         self.compiler: KernelCompiler | None = None
         self._graphs: DecodeGraphs | None = None
         self._fused_prefill: FusedPrefill | None = None
@@ -98,7 +106,9 @@ class ModelRunner:
                 device
             ),
             prefixes=[
-                CachedPrefix.of(s.to(device), c.stop - c.start) if c.start else None
+                CachedPrefix.of(s.to(device), c.stop - c.start, self._model.dtype)
+                if c.start
+                else None
                 for s, c in zip(slots, chunks, strict=True)
             ],
         )
@@ -129,7 +139,16 @@ class ModelRunner:
         return self._graphs.start(sequences, self._adapters, steps)
 
     def decode(self, sequences: Sequence[SampleSequence]) -> Tensor:
-        """Logits [S, V] of the next token of each sequence."""
+        """The last hidden states [S, H] of one decode step, with the code of transformers."""
+        if self._model.device.type == "cpu":
+            return self._decode(sequences)
+        # All keys of a layer are gathered: not those of too many sequences at once.
+        max_slots = GATHERED_BYTES // self._layer_bytes_per_token
+        lengths = [sequence.length for sequence in sequences]
+        parts = [self._decode(sequences[a:b]) for a, b in rectangles(lengths, max_slots)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decode(self, sequences: Sequence[SampleSequence]) -> Tensor:
         device, pages = self._model.device, self._pages
         positions = [sequence.length - 1 for sequence in sequences]
         write = [
@@ -148,8 +167,7 @@ class ModelRunner:
         packing = Packing.of([1] * len(sequences), device=device, offsets=positions, cache=cache)
         segments = self.adapter_segments(adapter_ranges(sequences))
         ids = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=device)
-        hidden_SH = self._model.hidden(ids, packing, segments)
-        return self._model.head.logits(hidden_SH, segments)
+        return self._model.hidden(ids, packing, segments)
 
     def copy_slots(self, copies: Sequence[CopySlots]) -> None:
         if not copies:

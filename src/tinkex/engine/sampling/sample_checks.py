@@ -24,6 +24,9 @@ MIN_TEMPERATURE = 1e-6
 #: More samples in one request are most likely a mistake.
 MAX_SAMPLES = 1024
 
+#: Maximum numbers of one sample: top logprobs of every token easily become too many.
+MAX_SAMPLE_LOGPROBS = 1 << 22
+
 
 class SampleChecks:
     def __init__(
@@ -58,6 +61,13 @@ class SampleChecks:
                 f"{len(prompt) + new} tokens; the server's KV cache holds "
                 f"{self._pages.count * self._pages.size}. Request fewer tokens, or start the "
                 "server with a larger cache."
+            )
+        top = sample_request.topk_sample_logprobs
+        if top * new > MAX_SAMPLE_LOGPROBS:
+            raise UserFailure(
+                f"topk_sample_logprobs is {top} for up to {new} tokens, {top * new} numbers for each "
+                f"sample; at most {MAX_SAMPLE_LOGPROBS} are allowed. Request fewer, or set "
+                "max_tokens."
             )
         return Request(
             ticket=ticket,

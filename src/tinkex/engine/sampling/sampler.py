@@ -18,7 +18,7 @@ from tinkex.engine.adapters import checkpoints
 from tinkex.engine.adapters.adapters import SamplerAdapter
 from tinkex.engine.adapters.checkpoints import SavedAdapter, describe_difference
 from tinkex.engine.adapters.memory_plan import Resident
-from tinkex.engine.device import SAMPLING_PROFILES
+from tinkex.engine.device import SAMPLING_PROFILES, release_cached
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.lora import Layout, make_layout
 from tinkex.engine.sampling.kv_pages import Pages
@@ -60,6 +60,10 @@ BURST_S = 0.25
 #: While a request waits for memory for its adapter, requests for loaded adapters are admitted for
 #: this many seconds. Then they wait too, or a steady stream of them would block it forever.
 MAX_ROOM_WAIT_S = 30.0
+
+
+#: After a step that did not fit in memory, steps are smaller for this many seconds.
+SMALL_STEPS_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +117,17 @@ class Sampler:
         kv_tokens: int,
         must_wait: Callable[[int], bool],
         make_room: Callable[[int, str], None],
+        explain_full: Callable[[Exception], Exception],
         clock: Callable[[], int],
     ) -> None:
         #: Whether an adapter of this size fits only after adapters in use become idle.
         self._must_wait = must_wait
         #: Called with size and description before an adapter is loaded; may raise `UserFailure`.
         self._make_room = make_room
+        #: The failure of a request that does not fit in memory alone.
+        self._explain_full = explain_full
+        #: When steps were last made smaller; None if they have their usual size.
+        self._shrunk_s: float | None = None
         #: Counts uses of adapters, together with those in training.
         self._clock = clock
         self._model = model
@@ -216,6 +225,8 @@ class Sampler:
     def advance(self) -> list[Finished]:
         """Runs a burst of steps; ends early when a request finishes. Never waits for the disk."""
         finished: list[Finished] = []
+        if self._shrunk_s is not None and time.monotonic() - self._shrunk_s > SMALL_STEPS_S:
+            self._shrunk_s = time.monotonic() if self._scheduler.grow_steps() else None
         ends_s = time.perf_counter() + BURST_S
         for _ in range(BURST_STEPS):
             step = self._scheduler.next_step(decode_steps=self._runner.decode_steps)
@@ -227,6 +238,8 @@ class Sampler:
             try:
                 with torch.inference_mode():
                     self._run(step)
+            except torch.OutOfMemoryError as error:
+                finished += self._continue_smaller(step, error)
             except Exception as error:
                 # Fail the requests in this step; the others continue.
                 log.exception("sampling step failed")
@@ -339,6 +352,26 @@ class Sampler:
             self.cancel(ticket)
         return [Finished(ticket=ticket, outcome=error) for ticket in sorted(tickets)]
 
+    def _continue_smaller(
+        self, step: PrefillStep | DecodeStep, error: torch.OutOfMemoryError
+    ) -> list[Finished]:
+        """
+        After a step that did not fit in memory: everything is queued again, for smaller steps.
+
+        Fails a request that does not fit alone. No result changes: preempted sequences keep their
+        tokens. In deterministic mode other steps would change bits, so the requests fail.
+        """
+        tickets = tickets_of(step)
+        if self._settings.deterministic:
+            return self._fail(tickets, error)
+        log.warning("a sampling step does not fit in memory: %s", error)
+        self._scheduler.preempt_all()
+        release_cached(self._model.device)
+        self._shrunk_s = time.monotonic()
+        if self._scheduler.shrink_steps():
+            return []
+        return self._fail(tickets, self._explain_full(error))
+
     def _prefill(self, step: PrefillStep) -> None:
         chunks = step.chunks
         hidden_TH, starts = self._runner.prefill(chunks)
@@ -361,16 +394,32 @@ class Sampler:
         self, hidden_TH: Tensor, ready: Sequence[tuple[int, list[SampleSequence]]]
     ) -> None:
         """Samples the first token of sequences whose prefill is complete."""
-        segments = self._runner.adapter_segments(adapter_ranges(started[0] for _, started in ready))
-        logits = self._model.head.logits(hidden_TH[[at for at, _ in ready]], segments)
-        repeats = [at for at, (_, started) in enumerate(ready) for _ in started]
-        self._sample([sequence for _, started in ready for sequence in started], logits[repeats])
+        most = self._model.head.chunk_tokens
+        for begin in range(0, len(ready), most):
+            some = ready[begin : begin + most]
+            segments = self._runner.adapter_segments(
+                adapter_ranges(started[0] for _, started in some)
+            )
+            logits = self._model.head.logits(hidden_TH[[at for at, _ in some]], segments)
+            rows = [(at, each) for at, (_, started) in enumerate(some) for each in started]
+            for first in range(0, len(rows), most):
+                part = rows[first : first + most]
+                self._sample([sequence for _, sequence in part], logits[[at for at, _ in part]])
+
+    def _sample_all(self, sequences: Sequence[SampleSequence], hidden_SH: Tensor) -> None:
+        """Samples the next token of each sequence, from not too many logits at once."""
+        most = self._model.head.chunk_tokens
+        for begin in range(0, len(sequences), most):
+            some = sequences[begin : begin + most]
+            segments = self._runner.adapter_segments(adapter_ranges(some))
+            logits = self._model.head.logits(hidden_SH[begin : begin + most], segments)
+            self._sample(some, logits)
 
     def _decode(self, step: DecodeStep) -> None:
         sequences = step.sequences
         burst = self._runner.start_burst(sequences, step.steps)
         if burst is None:
-            self._sample(sequences, self._runner.decode(sequences))
+            self._sample_all(sequences, self._runner.decode(sequences))
             return
         by_host = [at for at, s in enumerate(sequences) if s.request.sampling.needs_host]
         if by_host:

@@ -29,6 +29,9 @@ from tinkex.engine.sampling.sequences import (
     SampleSequence,
 )
 
+#: Tokens of the smallest prefill step, if larger ones do not fit in memory.
+SMALLEST_PREFILL = 64
+
 
 @dataclass(kw_only=True, eq=False)
 class Prefill:
@@ -119,6 +122,8 @@ class Scheduler:
         self._sorted = True
         self._admitted = 0
         self._prefilled_last = False
+        #: Steps are smaller by this factor, after one did not fit in memory.
+        self._divisor = 1
 
     @property
     def busy(self) -> bool:
@@ -172,6 +177,25 @@ class Scheduler:
         self._waiting.retain(lambda prefill: prefill.request.ticket != ticket)
         self._prefilling = [f for f in self._prefilling if f.request.ticket != ticket]
         self._running = [s for s in self._running if s.request.ticket != ticket]
+
+    def preempt_all(self) -> None:
+        """Puts all admitted work back into the queue."""
+        while self._prefilling or self._running:
+            self._preempt_last_admitted()
+
+    def shrink_steps(self) -> bool:
+        """Makes steps smaller. Returns False if they are as small as possible."""
+        if self._sequence_limit() == 1 and self._budget() == min(
+            SMALLEST_PREFILL, self._max_batch_tokens
+        ):
+            return False
+        self._divisor *= 4
+        return True
+
+    def grow_steps(self) -> bool:
+        """Undoes one `shrink_steps`. Returns whether steps are still smaller than usual."""
+        self._divisor = max(1, self._divisor // 4)
+        return self._divisor > 1
 
     def next_step(self, *, decode_steps: int = 1) -> PrefillStep | DecodeStep | None:
         """
@@ -292,7 +316,11 @@ class Scheduler:
     # -- admission and prefill --------------------------------------------------------------------
 
     def _budget(self) -> int:
-        return self._prefill_tokens if self._running else self._max_batch_tokens
+        usual = self._prefill_tokens if self._running else self._max_batch_tokens
+        return max(min(usual, SMALLEST_PREFILL), usual // self._divisor)
+
+    def _sequence_limit(self) -> int:
+        return max(1, self._max_sequences // self._divisor)
 
     def _admit(self) -> None:
         """
@@ -314,7 +342,7 @@ class Scheduler:
                 continue
             if self._one_at_a_time and self._other_requests_run(prefill.request):
                 return
-            free_sequences = self._max_sequences - len(self._running)
+            free_sequences = self._sequence_limit() - len(self._running)
             free_sequences -= sum(len(f.sequences) for f in self._prefilling)
             if free_sequences < 1:
                 if self._preempt_for(owner, 0):
@@ -417,7 +445,7 @@ class Scheduler:
         for prefill in self._prefilling:
             count[prefill.request.owner] += len(prefill.sequences)
             pages[prefill.request.owner] += prefill.page_table.page_count
-        sequences_each = self._max_sequences // len(owners)
+        sequences_each = self._sequence_limit() // len(owners)
         pages_each = self.pages.count // len(owners)
         if count[owner] + 1 > sequences_each or pages[owner] + needed > pages_each:
             return False
