@@ -11,6 +11,7 @@ from tinkex.engine.adapters.memory_plan import (
     Resident,
     choose_evictions,
     memory_plan,
+    reserved_bytes,
 )
 from tinkex.wire.text_format import format_bytes
 
@@ -55,6 +56,31 @@ def test_the_parts_add_up_to_the_total(device: str) -> None:
     assert sum(parts) == plan.total
     assert min(parts) > 0
     assert "1.3 MB in total: base model 200.0 kB" in plan.describe()
+
+
+def test_the_plan_is_a_table() -> None:
+    assert memory_plan(**USUAL).table().splitlines() == [
+        "  base model                 200.0 kB",
+        "  reserved                   100.0 kB",
+        "  passes of 2,500 tokens     250.0 kB",
+        "  KV cache of 50,000 tokens  500.0 kB",
+        "  adapters                   250.0 kB",
+        "  total                        1.3 MB",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reserved"),
+    [
+        ({}, 50 + 300),
+        ({"gathered": 200}, 50 + 400),  # more than three times the logits
+        ({"gathered": 100, "decode_logits": 70}, 50 + 300 + 70),  # these stay
+        ({"free": 0}, 300),
+    ],
+)
+def test_temporary_memory_of_steps_is_reserved(sizes: dict[str, int], reserved: int) -> None:
+    usual = {"free": 1000, "slack": 0.05, "logits": 100, "gathered": 0, "decode_logits": 0}
+    assert reserved_bytes(**{**usual, **sizes}) == reserved
 
 
 def test_a_base_model_that_leaves_too_little_is_refused_with_the_sizes() -> None:

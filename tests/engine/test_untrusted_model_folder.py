@@ -47,6 +47,14 @@ def test_code_in_a_folder_is_not_run(hostile: Path, tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+def test_weights_are_read_straight_onto_a_device(tiny_folder: Path) -> None:
+    """As for a GPU; here the device is a CPU, so that the weights can be compared."""
+    straight = load(tiny_folder, torch.float32, device=torch.device("cpu")).state_dict()
+    usual = load(tiny_folder, torch.float32).state_dict()
+    assert straight.keys() == usual.keys()
+    assert all(torch.equal(straight[name], usual[name]) for name in usual)
+
+
 def test_a_pickle_in_a_folder_is_not_opened(hostile: Path, tmp_path: Path) -> None:
     mark = tmp_path / "opened"
     for file in hostile.glob("*.safetensors"):

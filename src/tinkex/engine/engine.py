@@ -24,7 +24,13 @@ from tinkex.engine.adapters.adapters import (
     chosen_targets,
     seed_of,
 )
-from tinkex.engine.adapters.memory_plan import FRACTIONS, MemoryPlan, Tier, memory_plan
+from tinkex.engine.adapters.memory_plan import (
+    FRACTIONS,
+    MemoryPlan,
+    Tier,
+    memory_plan,
+    reserved_bytes,
+)
 from tinkex.engine.device import (
     available_bytes,
     choose_device,
@@ -36,6 +42,7 @@ from tinkex.engine.device import (
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.lora import make_layout
 from tinkex.engine.numerics import check_numerics, numerics
+from tinkex.engine.sampling.model_runner import GATHERED_BYTES
 from tinkex.engine.sampling.sampler import Finished, PartialOutput, Sampler
 from tinkex.engine.training.batch import count_fitting
 from tinkex.engine.training.custom_loss_graph import Graph
@@ -117,7 +124,7 @@ class Engine:
             limit=self.facts.memory_bytes,
             total=self.facts.device_bytes,
         )
-        log.info("memory: %s (%s)", memory, self.plan.describe_parts())
+        log.info("memory: %s\n%s", memory, self.plan.table())
         #: Maximum tokens of one forward pass. A longer sequence runs alone.
         self.max_batch_tokens = self.plan.batch_tokens
         self._use_count = itertools.count(1)
@@ -371,7 +378,7 @@ def plan_memory(model: BaseModel, settings: EngineSettings) -> MemoryPlan:
     max_batch_tokens = settings.max_batch_tokens or (
         DETERMINISTIC_BATCH_TOKENS if settings.deterministic else BATCH_TOKENS[kind]
     )
-    logit_tokens = min(model.head.chunk_tokens, max_batch_tokens)
+    logit_bytes = 4 * model.vocab_size
     if settings.memory_bytes is not None:
         total = min(base + free, settings.memory_bytes)
     else:
@@ -379,8 +386,13 @@ def plan_memory(model: BaseModel, settings: EngineSettings) -> MemoryPlan:
     return memory_plan(
         total=total,
         base=base,
-        # One chunk of float32 logits, its gradient and one temporary.
-        reserved=int(SLACK_FRACTION * (total - base)) + 3 * 4 * model.vocab_size * logit_tokens,
+        reserved=reserved_bytes(
+            free=total - base,
+            slack=SLACK_FRACTION,
+            logits=logit_bytes * min(model.head.chunk_tokens, max_batch_tokens),
+            gathered=GATHERED_BYTES if kind == "cuda" else 0,
+            decode_logits=logit_bytes * settings.max_sequences if model.fused is not None else 0,
+        ),
         activation_bytes_per_token=model.bytes_per_token,
         max_batch_tokens=max_batch_tokens,
         kv_bytes_per_token=model.cache_bytes_per_token,

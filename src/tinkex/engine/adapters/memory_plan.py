@@ -62,18 +62,39 @@ class MemoryPlan:
     #: Memory for training and sampler adapters together.
     adapters: int
 
-    def describe(self) -> str:
-        return f"{format_bytes(self.total)} in total: {self.describe_parts()}"
-
-    def describe_parts(self) -> str:
-        parts = (
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        return (
             ("base model", self.base),
             ("reserved", self.reserved),
             (f"passes of {self.batch_tokens:,} tokens", self.activations),
             (f"KV cache of {self.kv_tokens:,} tokens", self.cache),
             ("adapters", self.adapters),
         )
-        return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+
+    def describe(self) -> str:
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.parts)
+        return f"{format_bytes(self.total)} in total: {parts}"
+
+    def table(self) -> str:
+        """One line for each part, for the log."""
+        rows = [*self.parts, ("total", self.total)]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"  {name:{width}} {format_bytes(size):>9}" for name, size in rows)
+
+
+def reserved_bytes(
+    *, free: int, slack: float, logits: int, gathered: int, decode_logits: int
+) -> int:
+    """
+    Memory for everything that is not listed as a part of its own.
+
+    `slack` is the fraction of the free memory for libraries, kernels and fragmentation. Beside it
+    are what a step needs for a moment, which is either three times one chunk of logits (the logits,
+    their gradient or a copy, and a temporary) or the gathered keys and values of a layer with a copy;
+    and the logits of decode graphs, which stay.
+    """
+    return int(slack * free) + max(3 * logits, 2 * gathered) + decode_logits
 
 
 def memory_plan(
