@@ -1,21 +1,30 @@
 """The engine's training interface."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tinkex.client.submission import noop_step
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine import engine as engine_module
+from tinkex.engine.adapters.memory_plan import Resident
 from tinkex.engine.device import UnusableDevice
 from tinkex.engine.model.base_model import UnsupportedModel
+from tinkex.engine.sampling.interface import Finished, PartialOutput, SamplerStats
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum, ModelInput
 from tinkex.wire.protobuf import decode_forward_backward_request
-from tinkex.wire.sampling import SampleRequest, SamplingParams
+from tinkex.wire.sampling import (
+    SampledSequence,
+    SampleRequest,
+    SampleResponse,
+    SamplingParams,
+)
 from tinkex.wire.training import (
     AdamOptimizerConfig,
     AdamParams,
@@ -223,3 +232,65 @@ def test_the_filler_for_half_a_batch_fails(
         work = ForwardBackwardInput._of(work.data, work.loss_fn, None)
     with pytest.raises(UserFailure, match="never_sent" if with_its_setting else "target_tokens"):
         engine.begin_pass(model, work, backward=True)
+
+
+class EchoSampler:
+    """Another sampler: it answers with the prompt."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._waiting: dict[int, SampleRequest] = {}
+        self._answered = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting)
+
+    awaited_read = None
+
+    def submit(self, ticket: int, sample_request: SampleRequest, *_: Any, **__: Any) -> None:
+        self._waiting[ticket] = sample_request
+
+    def cancel(self, ticket: int) -> None:
+        self._waiting.pop(ticket, None)
+
+    def advance(self) -> list[Finished]:
+        ticket, one = self._waiting.popitem()
+        self._answered += len(one.prompt.to_ints())
+        echo = SampledSequence(
+            stop_reason="length",
+            sequence_id="",
+            tokens_np=np.array(one.prompt.to_ints(), np.int32),
+            logprobs_np=np.zeros(len(one.prompt.to_ints()), np.float32),
+        )
+        return [Finished(ticket=ticket, outcome=SampleResponse(sequences=[echo]))]
+
+    def partial_outputs(self) -> list[PartialOutput]:
+        return []
+
+    def stats(self) -> SamplerStats:
+        zeros = {field.name: 0 for field in dataclasses.fields(SamplerStats)}
+        return SamplerStats(**{**zeros, "tokens_sampled": self._answered})
+
+    def adapter_residents(self) -> list[Resident]:
+        return []
+
+    def drop_adapter(self, name: str) -> None: ...
+
+
+def test_an_engine_may_have_another_sampler(tiny_folder: Path) -> None:
+    settings = EngineSettings(name="tiny", folder=tiny_folder, device="cpu")
+    engine = Engine(settings, make_sampler=EchoSampler)
+    for ticket in (1, 2):
+        engine.submit(
+            ticket,
+            SampleRequest(
+                prompt=ModelInput.from_ints([4, 5]), sampling_params=SamplingParams(max_tokens=1)
+            ),
+            adapter=None,
+        )
+    engine.cancel(2)
+    (finished,) = engine.advance()
+    assert isinstance(finished.outcome, SampleResponse)
+    assert finished.outcome.sequences[0].tokens == [4, 5]
+    assert not engine.sampling
+    assert engine.stats().tokens_sampled == 2

@@ -4,7 +4,7 @@ from collections import defaultdict
 from typing import Any
 
 from tinkex.engine import Engine
-from tinkex.engine.sampling.sampler import PartialOutput
+from tinkex.engine.sampling.interface import PartialOutput
 from tinkex.wire.inputs import ModelInput
 from tinkex.wire.sampling import SampleRequest, SampleResponse, SamplingParams
 

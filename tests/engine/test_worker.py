@@ -19,7 +19,7 @@ from tinkex.engine.adapters import checkpoints
 from tinkex.engine.adapters.checkpoints import Files, SavedAdapter, read_adapter, write
 from tinkex.engine.connection import Connection
 from tinkex.engine.device import is_device_lost, is_out_of_memory
-from tinkex.engine.sampling.sampler import Finished
+from tinkex.engine.sampling.interface import Finished
 from tinkex.engine.worker import Worker
 from tinkex.wire import engine_protocol
 from tinkex.wire.codec import encode_json

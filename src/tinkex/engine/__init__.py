@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tinkex.engine.engine import Engine
-    from tinkex.engine.sampling.sampler import Finished
+    from tinkex.engine.sampling.interface import Finished
     from tinkex.wire.engine_settings import EngineSettings
 
 __all__ = ["Engine", "EngineSettings", "Finished"]

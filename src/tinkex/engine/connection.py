@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from tinkex.engine.adapters.checkpoints import WriteFailed
 from tinkex.engine.engine import NoSuchModel
-from tinkex.engine.sampling.sampler import PartialOutput
+from tinkex.engine.sampling.interface import PartialOutput
 from tinkex.wire import engine_protocol
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.proto import frames_pb2

@@ -5,18 +5,19 @@ Not thread-safe: one thread makes all calls.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tinkex.engine.adapters import checkpoints
 from tinkex.engine.adapters.adapter_store import AdapterStore
 from tinkex.engine.adapters.adapters import (
-    SamplerAdapter,
     TrainingAdapter,
     adapter_bytes,
     check_lora,
@@ -42,8 +43,9 @@ from tinkex.engine.device import (
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.lora import make_layout
 from tinkex.engine.numerics import check_numerics, numerics
+from tinkex.engine.sampling.interface import Finished, PartialOutput, Sampler
 from tinkex.engine.sampling.model_runner import GATHERED_BYTES
-from tinkex.engine.sampling.sampler import Finished, PartialOutput, Sampler
+from tinkex.engine.sampling.sampler import BatchingSampler
 from tinkex.engine.training.batch import count_fitting
 from tinkex.engine.training.custom_loss_graph import Graph
 from tinkex.engine.training.losses import CustomLoss
@@ -84,7 +86,14 @@ class NoSuchModel(UserFailure):
 
 
 class Engine:
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        make_sampler: Callable[..., Sampler] = BatchingSampler,
+    ) -> None:
+        """`make_sampler` has the parameters of `BatchingSampler`."""
+        self._make_sampler = make_sampler
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         if settings.deterministic:
@@ -288,7 +297,7 @@ class Engine:
         tokens are available from `partial_outputs` as they are sampled.
         """
         if self._sampler is None:
-            self._sampler = Sampler(
+            self._sampler = self._make_sampler(
                 self.model,
                 self.settings,
                 max_batch_tokens=self.max_batch_tokens,
@@ -321,7 +330,7 @@ class Engine:
         return finished
 
     @property
-    def awaited_read(self) -> Future[SamplerAdapter] | None:
+    def awaited_read(self) -> Future[Any] | None:
         """The adapter read that all sample requests wait for; None if some request can proceed."""
         return None if self._sampler is None else self._sampler.awaited_read
 
@@ -346,19 +355,12 @@ class Engine:
             activation_bytes_per_token=self.model.bytes_per_token,
         )
         if self._sampler is not None:
-            scheduler, adapters = self._sampler.scheduler, self._sampler.adapter_residents()
-            pages = scheduler.pages
+            adapters = self._sampler.adapter_residents()
             stats.sampler_adapters = len(adapters)
             stats.sampler_adapters_bytes = sum(adapter.size for adapter in adapters)
-            stats.kv_pages = pages.count
-            stats.kv_pages_used = pages.count - pages.available
-            stats.kv_pages_known = pages.idle
             stats.kv_bytes = self.plan.cache
-            stats.samples_waiting = scheduler.waiting
-            stats.sequences_running = scheduler.running
-            stats.samples_running = scheduler.running_requests
-            stats.tokens_prefilled = self._sampler.tokens_prefilled
-            stats.tokens_sampled = self._sampler.tokens_sampled
+            for name, value in dataclasses.asdict(self._sampler.stats()).items():
+                setattr(stats, name, value)
         return stats
 
     @property

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -27,6 +26,7 @@ from tinkex.engine.adapters.memory_plan import (
     choose_evictions,
 )
 from tinkex.engine.device import available_bytes, used_bytes
+from tinkex.engine.sampling.interface import Sampler
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.text_format import format_bytes
 
@@ -39,14 +39,6 @@ HOST_FRACTION = 0.5
 
 #: The plan is intact if this process has, or can get, at least this fraction of its memory.
 OWN_FRACTION = 0.95
-
-
-class SamplerAdapters(Protocol):
-    """The sampler's adapters. Their files never change, so they can be dropped and read again."""
-
-    def adapter_residents(self) -> list[Resident]: ...
-
-    def drop_adapter(self, name: str) -> None: ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -96,7 +88,7 @@ class AdapterStore:
         self._folder = folder
         if folder is not None and folder.exists():
             shutil.rmtree(folder)
-        self.sampler: SamplerAdapters | None = None
+        self.sampler: Sampler | None = None
         #: Size of the KV cache, once it is created.
         self.cache_bytes = 0
 

@@ -21,6 +21,7 @@ from tinkex.engine.adapters.memory_plan import Resident
 from tinkex.engine.device import SAMPLING_PROFILES, release_cached
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.lora import Layout, make_layout
+from tinkex.engine.sampling.interface import Finished, PartialOutput, SamplerStats
 from tinkex.engine.sampling.kv_pages import Pages
 from tinkex.engine.sampling.model_runner import ModelRunner
 from tinkex.engine.sampling.prompt_logprobs import PromptLogprobResults
@@ -66,26 +67,6 @@ MAX_ROOM_WAIT_S = 30.0
 SMALL_STEPS_S = 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finished:
-    """The outcome of a request, which has the ticket that it was submitted with."""
-
-    ticket: int
-    outcome: SampleResponse | Exception
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartialOutput:
-    """Tokens of a streamed sequence that were sampled since the last report."""
-
-    ticket: int
-    sequence: int
-    #: Index of the first of them in the sequence.
-    start: int
-    tokens: list[int]
-    logprobs: list[float]
-
-
 @dataclass(kw_only=True)
 class _PendingResponse:
     """A request and its results so far."""
@@ -107,7 +88,9 @@ class _AdapterLoad:
     waiting_since_s: float | None = None
 
 
-class Sampler:
+class BatchingSampler:
+    """See `interface.Sampler`."""
+
     def __init__(
         self,
         model: BaseModel,
@@ -192,8 +175,21 @@ class Sampler:
 
     @property
     def scheduler(self) -> Scheduler:
-        """For statistics only."""
+        """For tests and benchmarks."""
         return self._scheduler
+
+    def stats(self) -> SamplerStats:
+        scheduler, pages = self._scheduler, self._scheduler.pages
+        return SamplerStats(
+            samples_waiting=scheduler.waiting,
+            samples_running=scheduler.running_requests,
+            sequences_running=scheduler.running,
+            kv_pages=pages.count,
+            kv_pages_used=pages.count - pages.available,
+            kv_pages_known=pages.idle,
+            tokens_prefilled=self.tokens_prefilled,
+            tokens_sampled=self.tokens_sampled,
+        )
 
     def submit(
         self,
