@@ -1,293 +1,676 @@
 """
-Decoding speed on a GPU, in the engine without a server.
+Speed on one GPU: decoding, prefill, HTTP, start, beside transformers' own `generate`.
 
-    python benchmarks/bench_gpu.py [--models 0.6b,8b] [--batches 1,64,256] [--adapters 0,1,8]
+    python benchmarks/bench_gpu.py [--models 8b,0.6b] [--pieces decode,http] [--minutes 9]
 
-Random weights in the shape of Qwen3 models, made on the device. For each case: sequences with
-about 1,024 tokens of context, all of them decoding. "old" decodes with the code of transformers,
-"generate" is transformers' own loop with its default cache, up to 64 sequences. The limit is the time to read all
-weights, adapters and keys once at the measured speed of a copy.
+Models have random weights in the shape of Qwen3 and are written to files once, so that engines load
+them as users' engines do. Every piece is a process with a time limit; what it has found by then
+counts. "Engine" is a real engine process (`tinkex.engine.process`) that gets orders over its socket;
+"HTTP" is `tinkex serve` with the client of this package.
 
-`--lib FOLDER` names a folder of packages that are not installed. `--profile` also prints which
-kernels a step spends its time in.
+Decoding: sequences with about 1,024 tokens of context, prompts in the prefix cache. Its speed is the
+difference of two runs with different lengths, so it does not include prefill or the way there. The
+limit is the time to read weights, adapters and keys once, at the measured speed of a copy.
+
+With $OUT set, `bench_gpu.json` and `bench_gpu.md` are written there. `--small` is a quick check of
+this script on any machine.
 """
 
 import argparse
-import dataclasses
-import itertools
+import contextlib
+import functools
 import json
+import math
+import os
+import shutil
+import signal
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
-if "--lib" in sys.argv[:-1]:
-    sys.path.insert(1, sys.argv[sys.argv.index("--lib") + 1])
 
-import torch
-import transformers
-
-from tinkex.engine import Engine, EngineSettings
-from tinkex.engine.adapters.adapters import SamplerAdapter
-from tinkex.engine.model import base_model
-from tinkex.engine.model.lora import make_layout
-from tinkex.engine.sampling import sampler as sampler_module
-from tinkex.wire.inputs import ModelInput
-from tinkex.wire.sampling import SampleRequest, SamplingParams
-
-CONTEXT = 1024
-RANK = 32
-#: Bytes per second of a large copy on an H200, read and written.
-COPY_SPEED = 4.25e12
-
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
     | {"num_attention_heads": 32, "tie_word_embeddings": False},
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
     | {"num_attention_heads": 16, "tie_word_embeddings": True},
-    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
-    | {"num_attention_heads": 16, "tie_word_embeddings": True},
+    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    | {"num_attention_heads": 4, "tie_word_embeddings": True, "vocab_size": 2000}
+    | {"num_key_value_heads": 2, "head_dim": 32},
+}
+COMMON = {"vocab_size": 151_936, "num_key_value_heads": 8, "head_dim": 128}
+RANK = 32
+PAGE = 64
+#: Bytes per second of a large copy on an H200, read and written.
+COPY_SPEED = 4.25e12
+
+
+@dataclass(frozen=True)
+class Sizes:
+    #: Full pages and one token: only that token is computed when the prompt is in the cache.
+    prompt: int = 15 * PAGE + 1
+    short: int = 32
+    long: int = 160
+    #: (sequences, adapters)
+    cases: tuple[tuple[int, int], ...] = ((1, 0), (1, 1), (64, 0), (64, 1), (64, 8), (256, 0), (256, 1), (256, 8))  # fmt: skip
+    prefills: int = 32
+    http_samples: int = 256
+    http_tokens: int = 256
+    seeds: int = 64
+    rivals: tuple[int, ...] = (1, 64)
+
+
+SMALL = Sizes(
+    prompt=65,
+    short=4,
+    long=12,
+    cases=((1, 0), (4, 1), (4, 2)),
+    prefills=4,
+    http_samples=8,
+    http_tokens=8,
+    seeds=4,
+    rivals=(2,),
+)
+
+
+@dataclass
+class Context:
+    model: str
+    folder: Path
+    device: str
+    sizes: Sizes
+    scratch: Path
+
+
+def emit(**row: Any) -> None:
+    """A result, for the parent process."""
+    print("ROW " + json.dumps(row), flush=True)
+
+
+# -- models ---------------------------------------------------------------------------------------
+
+
+def config_of(name: str) -> Any:
+    import transformers
+
+    sizes = {**COMMON, **SHAPES[name]}
+    return transformers.Qwen3Config(max_position_embeddings=4096, eos_token_id=None, **sizes)
+
+
+def write_model(name: str, folder: Path, device: str) -> None:
+    """Random weights, made on the device, and the tokenizer of the tiny model."""
+    import torch
+    import transformers
+
+    from tinkex.models.tiny_model import write_tiny_model
+
+    with torch.device(device):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config_of(name), dtype=torch.bfloat16 if device == "cuda" else torch.float32
+        )
+    tiny = write_tiny_model(folder.with_name(f"{folder.name}.tokenizer"))
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    model.save_pretrained(part, max_shard_size="4GB")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / file, part / file)
+    (part / "generation_config.json").unlink(missing_ok=True)
+    part.rename(folder)
+
+
+def limit_tokens_s(name: str, batch: int, adapters: int, context: int) -> float:
+    """Tokens per second if a step only reads what it must."""
+    c = {**COMMON, **SHAPES[name]}
+    hidden, inner, layers = c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"]
+    heads = c["num_attention_heads"] * c["head_dim"]
+    keys = c["num_key_value_heads"] * c["head_dim"]
+    shapes = [(hidden, heads), (hidden, keys), (hidden, keys), (heads, hidden)]
+    shapes += [(hidden, inner), (hidden, inner), (inner, hidden)]
+    weights = layers * sum(a * b for a, b in shapes) + hidden * c["vocab_size"]
+    lora = layers * RANK * sum(a + b for a, b in shapes) * min(adapters, batch)
+    read = 2 * (weights + lora + batch * context * 2 * keys * layers)
+    return batch * COPY_SPEED / read
+
+
+# -- a real engine process ------------------------------------------------------------------------
+
+
+@dataclass
+class EngineChild:
+    """The web process's end of the socket of an engine process."""
+
+    process: "subprocess.Popen[bytes]"
+    wire: socket.socket
+    ready_s: float
+    adapters: list[Path] = field(default_factory=list)
+    tickets: int = 0
+    #: Counts of the last stats report.
+    stats: Any = None
+
+    def order(self, **work: Any) -> int:
+        from tinkex.wire import engine_protocol
+
+        self.tickets += 1
+        order = engine_protocol.Order(ticket=self.tickets, **work)
+        self.wire.sendall(engine_protocol.frame(order))
+        return self.tickets
+
+    def report(self) -> Any:
+        from tinkex.wire import engine_protocol
+
+        while True:
+            head = self._read(engine_protocol.LENGTH_PREFIX.size)
+            body = self._read(engine_protocol.body_length(head))
+            report = engine_protocol.Report.FromString(body)
+            kind = report.WhichOneof("body")
+            if kind == "stats":
+                self.stats = report.stats
+                continue
+            if kind in ("failed", "refused"):
+                raise RuntimeError(getattr(report, kind).message)
+            return report
+
+    def _read(self, size: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < size:
+            if not (part := self.wire.recv(size - len(parts))):
+                raise RuntimeError(f"the engine process ended with {self.process.wait(20)}")
+            parts += part
+        return bytes(parts)
+
+    def add_adapters(self, count: int, folder: Path) -> None:
+        from tinkex.wire.proto import frames_pb2
+
+        lora = json.dumps({"rank": RANK, "seed": 1, "train_unembed": False}).encode()
+        optimizer = b'{"type":"adamw"}'
+        for at in range(len(self.adapters), count):
+            name, target = f"m{at}", folder / f"adapter-{at}"
+            create = frames_pb2.Create(model_id=name, lora_config=lora, optimizer_config=optimizer)
+            save = frames_pb2.Save(model_id=name, folder=str(target), optimizer=False)
+            for work in (
+                {"create": create},
+                {"save": save},
+                {"drop": frames_pb2.Drop(model_id=name)},
+            ):
+                self.order(**work)
+                self.report()
+            self.adapters.append(target)
+
+    def sample(self, prompts: list[list[int]], new: int, adapters: int) -> "Samples":
+        """All prompts at once, with the adapters in turn; the time until the last answer."""
+        from tinkex.wire.proto import frames_pb2
+        from tinkex.wire.protobuf import decode_sample_response
+
+        payloads = [request_json(prompt, new, seed=at) for at, prompt in enumerate(prompts)]
+        began_s = time.perf_counter()
+        tickets = {}
+        for at, payload in enumerate(payloads):
+            sample = frames_pb2.Sample(payload=frames_pb2.Payload(inline=payload), owner="bench")
+            if adapters:
+                sample.adapter_folder = str(self.adapters[at % adapters])
+            tickets[self.order(sample=sample)] = at
+        results: dict[int, bytes] = {}
+        while len(results) < len(prompts):
+            report = self.report()
+            results[tickets[report.ticket]] = report.done.result
+        took_s = time.perf_counter() - began_s
+        found = [decode_sample_response(results[at]) for at in range(len(prompts))]
+        return Samples(took_s, [list(one.sequences[0].tokens) for one in found])
+
+    def seconds(self, prompts: list[list[int]], new: int, adapters: int) -> float:
+        return self.sample(prompts, new, adapters).took_s
+
+
+@dataclass
+class Samples:
+    took_s: float
+    tokens: list[list[int]]
+
+
+def request_json(prompt: list[int], new: int, seed: int) -> bytes:
+    from tinkex.wire.codec import encode_json
+    from tinkex.wire.inputs import ModelInput
+    from tinkex.wire.sampling import SampleRequest, SamplingParams
+
+    params = SamplingParams(max_tokens=new, seed=seed, stop=[])
+    return encode_json(
+        SampleRequest(prompt=ModelInput.from_ints(prompt), num_samples=1, sampling_params=params)
+    )
+
+
+def prompts_of(count: int, length: int, model: str, first: int = 0) -> list[list[int]]:
+    """Different prompts, the same in every run."""
+    import numpy as np
+
+    vocabulary = {**COMMON, **SHAPES[model]}["vocab_size"]
+    return [
+        np.random.default_rng(first + at).integers(10, vocabulary, length).tolist()
+        for at in range(count)
+    ]
+
+
+@contextlib.contextmanager
+def engine_child(context: Context, **settings: Any) -> Iterator[EngineChild]:
+    from tinkex.wire.engine_settings import EngineSettings
+
+    began_s = time.perf_counter()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    if context.device == "cpu":
+        settings["threads"] = 1  # several would wait for each other on a busy machine
+    chosen = EngineSettings(
+        name=context.model, folder=context.folder, device=context.device, **settings
+    )
+    with theirs:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tinkex.engine.process"),
+                *("--fd", str(theirs.fileno()), "--settings", chosen.to_json()),
+            ],
+            pass_fds=(theirs.fileno(),),
+            stdout=sys.stderr,
+        )
+    child = EngineChild(process=process, wire=ours, ready_s=0.0)
+    try:
+        child.report()  # ready
+        child.ready_s = time.perf_counter() - began_s
+        yield child
+    finally:
+        ours.close()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def until_stable(run: Callable[[], float], *, most: int = 8) -> float:
+    """Repeats a run until its time stays the same: kernels are compiled while it runs."""
+    before_s, took_s = math.inf, run()
+    for _ in range(most):
+        if abs(took_s - before_s) < 0.05 * took_s:
+            break
+        before_s, took_s = took_s, run()
+    return took_s
+
+
+# -- pieces ---------------------------------------------------------------------------------------
+
+
+def decode(context: Context) -> None:
+    sizes = context.sizes
+    most = max(batch for batch, _ in sizes.cases)
+    tokens = (most + 8) * (-(-(sizes.prompt + sizes.long) // PAGE) + 1) * PAGE
+    with engine_child(context, kv_tokens=tokens, max_sequences=max(256, most)) as engine:
+        emit(what="engine process ready", unit="s", value=round(engine.ready_s, 1))
+        engine.add_adapters(max(adapters for _, adapters in sizes.cases), context.scratch)
+        found: dict[tuple[int, int], float] = {}
+        for batch, adapters in sizes.cases:
+            prompts = prompts_of(batch, sizes.prompt, context.model)
+            short = functools.partial(engine.seconds, prompts, sizes.short, adapters)
+            long = functools.partial(engine.seconds, prompts, sizes.long, adapters)
+            until_stable(short)
+            pairs = [(short(), long()) for _ in range(2)]
+            rates = [
+                batch * (sizes.long - sizes.short) / max(1e-6, long_s - short_s)
+                for short_s, long_s in pairs
+            ]
+            length = sizes.prompt + (sizes.short + sizes.long) // 2
+            limit = limit_tokens_s(context.model, batch, adapters, length)
+            found[batch, adapters] = max(rates)
+            emit(
+                what=f"decode, {batch} sequences, {adapters} adapters",
+                unit="tokens/s",
+                value=round(max(rates)),
+                other=round(min(rates)),
+                share=round(max(rates) / limit, 3),
+            )
+        for batch in sorted({batch for batch, _ in found}):
+            base, one, many = (found.get((batch, count)) for count in (0, 1, 8))
+            if base and one:
+                emit(what=f"one adapter over base, {batch}", unit="%", value=round(100 * (base / one - 1), 1))  # fmt: skip
+            if one and many:
+                emit(what=f"8 adapters over one, {batch}", unit="%", value=round(100 * (one / many - 1), 1))  # fmt: skip
+
+
+def prefill(context: Context) -> None:
+    """New prompts of 1,024 tokens; one sampled token each."""
+    sizes = context.sizes
+    with engine_child(context) as engine:
+        engine.add_adapters(8, context.scratch)
+        fresh = 0
+
+        def run(adapters: int) -> float:
+            nonlocal fresh
+            fresh += sizes.prefills
+            prompts = prompts_of(sizes.prefills, sizes.prompt, context.model, first=1000 + fresh)
+            return engine.seconds(prompts, 1, adapters)
+
+        for adapters in (0, 1, 8):
+            until_stable(functools.partial(run, adapters))
+            took_s = min(run(adapters) for _ in range(3))
+            emit(
+                what=f"prefill, {adapters} adapters",
+                unit="tokens/s",
+                value=round(sizes.prefills * sizes.prompt / took_s),
+            )
+
+
+def seeds(context: Context) -> None:
+    """How many sequences with a seed differ alone and in a batch."""
+    sizes = context.sizes
+    prompts = prompts_of(sizes.seeds, 33, context.model)
+    with engine_child(context, prefix_cache=False) as engine:
+        engine.add_adapters(1, context.scratch)
+        new = min(64, sizes.long)
+        until_stable(lambda: engine.seconds(prompts, new, 1))
+        until_stable(lambda: engine.seconds(prompts[:1], new, 1))
+        together = engine.sample(prompts, new, 1).tokens
+        again = engine.sample(prompts, new, 1).tokens
+        alone = [alone_tokens(engine, prompts, at, new) for at in range(len(prompts))]
+    for name, other in (("alone", alone), ("in the same batch again", again)):
+        differ = sum(a != b for a, b in zip(together, other, strict=True))
+        emit(what=f"seeds: sequences of {len(prompts)} that differ {name}", unit="", value=differ)
+
+
+def alone_tokens(engine: EngineChild, prompts: list[list[int]], at: int, new: int) -> list[int]:
+    from tinkex.wire.proto import frames_pb2
+    from tinkex.wire.protobuf import decode_sample_response
+
+    payload = frames_pb2.Payload(inline=request_json(prompts[at], new, seed=at))
+    sample = frames_pb2.Sample(payload=payload, adapter_folder=str(engine.adapters[0]))
+    engine.order(sample=sample)
+    return list(decode_sample_response(engine.report().done.result).sequences[0].tokens)
+
+
+def host(context: Context) -> None:
+    """Host time of a decode step: all time of a step except waiting for the device."""
+    import torch
+
+    from tinkex.engine import Engine, EngineSettings
+    from tinkex.engine.sampling import decode_graphs
+    from tinkex.engine.sampling.model_runner import GRAPH_STEPS
+    from tinkex.wire.codec import decode_json
+    from tinkex.wire.sampling import SampleRequest
+
+    if context.device == "cpu":
+        emit(what="host time of a step", unit="ms", value="only on a GPU")
+        return
+    count = max(batch for batch, _ in context.sizes.cases)
+    engine = Engine(
+        EngineSettings(
+            name=context.model, folder=context.folder, device=context.device,
+            max_sequences=count, kv_tokens=count * 512,
+        )
+    )  # fmt: skip
+    waited_s, looks = 0.0, 0
+    read = decode_graphs.Burst.read
+
+    def timed(self: Any) -> Any:
+        nonlocal waited_s, looks
+        began_s = time.perf_counter()
+        torch.cuda.synchronize()
+        waited_s += time.perf_counter() - began_s
+        looks += 1
+        return read(self)
+
+    decode_graphs.Burst.read = timed  # type: ignore[method-assign]
+
+    def run(new: int) -> tuple[float, int]:
+        nonlocal waited_s, looks
+        for at, prompt in enumerate(prompts_of(count, 65, context.model)):
+            one = decode_json(SampleRequest, request_json(prompt, new, seed=at))
+            engine.submit(at, one, adapter=None)
+        sampler: Any = engine._sampler
+        while sampler.scheduler.running < count and engine.sampling:
+            engine.advance()
+        waited_s, looks, began_s = 0.0, 0, time.perf_counter()
+        while engine.sampling:
+            engine.advance()
+        return time.perf_counter() - began_s - waited_s, looks
+
+    for _ in range(4):
+        busy_s, counted = run(200)
+    steps = GRAPH_STEPS * counted
+    emit(what=f"host time of a step, {count} sequences", unit="ms", value=round(1000 * busy_s / steps, 3))  # fmt: skip
+
+
+def rivals(context: Context) -> None:
+    """transformers' own loop: its default cache, then a static cache with a compiled forward."""
+    import torch
+    import transformers
+
+    sizes = context.sizes
+    dtype = torch.bfloat16 if context.device == "cuda" else torch.float32
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(context.folder, dtype=dtype)
+    model = model.to(context.device).eval()
+
+    def timed(batch: int, new: int, cache: str | None) -> float:
+        ids = torch.tensor(prompts_of(batch, sizes.prompt, context.model), device=context.device)
+        began_s = time.perf_counter()
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new,
+            do_sample=True, pad_token_id=0, cache_implementation=cache,
+        )  # fmt: skip
+        if context.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began_s
+
+    for cache in (None, "static"):
+        if cache:
+            model.forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
+        for batch in sizes.rivals:
+            name = (
+                f"generate, {'static cache, compiled' if cache else 'default'}, {batch} sequences"
+            )
+            try:
+                for _ in range(2):
+                    timed(batch, sizes.short, cache)  # warm-up
+                timed(batch, sizes.long, cache)
+                short_s, long_s = timed(batch, sizes.short, cache), timed(batch, sizes.long, cache)
+                rate = batch * (sizes.long - sizes.short) / max(1e-6, long_s - short_s)
+                emit(what=name, unit="tokens/s", value=round(rate))
+            except Exception as error:  # noqa: BLE001  a rival that fails is a result
+                emit(what=name, unit="tokens/s", value=f"{type(error).__name__}: {error}"[:80])
+
+
+@contextlib.contextmanager
+def server(context: Context) -> Iterator[tuple[str, float]]:
+    """`tinkex serve` on a free port; yields its URL and the seconds from command to ready."""
+    data = Path(tempfile.mkdtemp(prefix="data-", dir=context.scratch))
+    began_s = time.perf_counter()
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tinkex.cli.main", "serve", f"bench={context.folder}"),
+            *("--port", "0", "--data", str(data), "--device", context.device),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "XDG_STATE_HOME": str(data / "state")},
+    )
+    assert process.stdout
+    try:
+        line = process.stdout.readline().strip()
+        if "ready at" not in line:
+            raise RuntimeError(f"tinkex serve said {line!r}")
+        yield line.split()[-1], time.perf_counter() - began_s
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def http(context: Context) -> None:
+    """Concurrent samples over HTTP, and the same work in an engine process."""
+    import tinkex
+
+    sizes = context.sizes
+    count, new = sizes.http_samples, sizes.http_tokens
+    prompts = prompts_of(count, sizes.prompt, context.model)
+    with engine_child(context) as engine:
+        engine.add_adapters(1, context.scratch)
+        until_stable(lambda: engine.seconds(prompts, new, 1), most=3)
+        engine_s = min(engine.seconds(prompts, new, 1) for _ in range(2))
+    emit(
+        what=f"engine, {count} x {new} tokens", unit="tokens/s", value=round(count * new / engine_s)
+    )
+    with server(context) as (url, ready_s):
+        emit(what="from command to ready", unit="s", value=round(ready_s, 1))
+        with tinkex.ServiceClient(base_url=url, api_key="tml-bench") as service:
+            began_s = time.perf_counter()
+            base = service.create_sampling_client(base_model="bench")
+            base.sample(
+                prompt=tinkex.ModelInput.from_ints(prompts[0]),
+                num_samples=1,
+                sampling_params=tinkex.SamplingParams(max_tokens=1, seed=1, stop=[]),
+            ).result()
+            emit(what="first answer of a new server", unit="s", value=round(time.perf_counter() - began_s, 2))  # fmt: skip
+            training = service.create_lora_training_client(
+                base_model="bench", rank=RANK, train_unembed=False
+            )
+            sampler = training.save_weights_and_get_sampling_client()
+
+            def run() -> float:
+                began_s = time.perf_counter()
+                waiting = [
+                    sampler.sample(
+                        prompt=tinkex.ModelInput.from_ints(prompt),
+                        num_samples=1,
+                        sampling_params=tinkex.SamplingParams(max_tokens=new, seed=at, stop=[]),
+                    )
+                    for at, prompt in enumerate(prompts)
+                ]
+                for each in waiting:
+                    each.result()
+                return time.perf_counter() - began_s
+
+            until_stable(run, most=3)
+            took = [run() for _ in range(2)]
+    emit(
+        what=f"HTTP, {count} x {new} tokens", unit="tokens/s", value=round(count * new / min(took))
+    )
+    emit(what="HTTP over engine", unit="", value=round(engine_s / statistics.median(took), 3))
+
+
+#: name -> (function, most seconds). Pieces of training go here too.
+PIECES: dict[str, tuple[Callable[[Context], None], int]] = {
+    "decode": (decode, 150),
+    "prefill": (prefill, 60),
+    "http": (http, 150),
+    "seeds": (seeds, 60),
+    "host": (host, 45),
+    "rivals": (rivals, 120),
 }
 
 
-def config_of(name: str) -> transformers.Qwen3Config:
-    return transformers.Qwen3Config(
-        vocab_size=151936,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=4096,
-        eos_token_id=None,
-        **SHAPES[name],
+# -- the run --------------------------------------------------------------------------------------
+
+
+def run_piece(piece: str, model: str, options: argparse.Namespace, seconds: float) -> list[dict[str, Any]]:  # fmt: skip
+    """Runs a piece as a process of its own, with a time limit; returns what it found."""
+    command = [sys.executable, __file__, "--child", piece, "--models", model]
+    command += ["--scratch", str(options.scratch), "--device", options.device]
+    command += ["--small"] if options.small else []
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path[1:]])}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
     )
+    rows: list[dict[str, Any]] = []
+    began_s = time.perf_counter()
+
+    def read() -> None:
+        for line in process.stdout or ():
+            if line.startswith("ROW "):
+                row = {"model": model, "piece": piece, **json.loads(line[4:])}
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    limited = False
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        limited = True
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    reader.join(5)
+    took = time.perf_counter() - began_s
+    print(f"# {model} {piece}: {took:.0f} s, exit {process.returncode}", flush=True)
+    if process.returncode:
+        what = "time limit" if limited else f"failed with exit status {process.returncode}"
+        value = round(took)
+        rows.append({"model": model, "piece": piece, "what": what, "unit": "s", "value": value})
+    return rows
 
 
-def random_model(name: str) -> Any:
-    """The model on the GPU, without files; made there, which takes a second."""
-    with torch.device("cuda"):
-        torch.manual_seed(0)
-        config = config_of(name)
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-
-def random_adapter(model: Any, folder: Path) -> SamplerAdapter:
-    layout = make_layout([t for t in model.targets if t.kind != "unembed"], RANK)
-    live = torch.randn(layout.size, device=model.device, dtype=torch.bfloat16) * 0.02
-    return SamplerAdapter(layout=layout, scale=1.0, live=live)
-
-
-def engine_of(name: str, max_sequences: int) -> Engine:
-    folder = Path(tempfile.mkdtemp(prefix="bench-gpu-"))
-    config_of(name).save_pretrained(folder)
-    base_model.load = lambda folder, dtype: random_model(name)
-    sampler_module.read_sampler_adapter = random_adapter
-    kv_tokens = (max_sequences + 8) * (CONTEXT + 256)
-    return Engine(
-        EngineSettings(
-            name=name, folder=folder, kv_tokens=kv_tokens, max_sequences=256, prefix_cache=False
-        )
-    )
-
-
-def request(prompt: int, new: int, seed: int) -> SampleRequest:
-    tokens = torch.randint(10, 150_000, (prompt,), generator=torch.Generator().manual_seed(seed))
-    return SampleRequest(
-        prompt=ModelInput.from_ints(tokens.tolist()),
-        num_samples=1,
-        sampling_params=SamplingParams(max_tokens=new, seed=seed, stop=[]),
-    )
-
-
-@dataclasses.dataclass
-class Round:
-    prefill_tokens_s: float
-    decode_tokens_s: float
-    step_ms: float
-
-
-def skip_prefill(engine: Engine) -> None:
-    """Random keys and values in the whole cache, instead of prefills."""
-    runner = engine._sampler._runner
-    for layer in runner._layers:
-        for cached in layer:
-            cached.normal_()
-
-    def prefill(chunks: Any) -> Any:
-        lengths = [chunk.stop - chunk.start for chunk in chunks]
-        hidden = torch.zeros(sum(lengths), engine.model.head.weight_VH.shape[1], device="cuda")
-        return hidden.bfloat16(), [0, *itertools.accumulate(lengths)]
-
-    runner.prefill = prefill
-
-
-def run_round(engine: Engine, batch: int, adapters: int, new: int, prompt: int = 0) -> Round:
-    """All sequences decode together: the time from the last first token to the end."""
-    prompt = prompt or CONTEXT - new // 2
-    for ticket in range(batch):
-        folder = Path(f"/adapter-{ticket % adapters}") if adapters else None
-        engine.submit(ticket, request(prompt, new, ticket), adapter=folder)
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    scheduler = engine._sampler.scheduler
-    started = None
-    # Only prefills until all sequences decode, then as usual.
-    usual, sampler_module.BURST_STEPS = sampler_module.BURST_STEPS, 1
-    while engine.sampling:
-        if started is None:
-            scheduler._prefilled_last = False
-        engine.advance()
-        if started is None and scheduler.running == batch and not scheduler._prefilling:
-            started = time.perf_counter()
-            done = sum(len(s.tokens) for s in scheduler._running)
-            sampler_module.BURST_STEPS = usual
-    ended = time.perf_counter()
-    assert started is not None
-    tokens = batch * new - done
-    seconds = ended - started
-    return Round(
-        batch * prompt / (started - began), tokens / seconds, 1000 * seconds * batch / tokens
-    )
-
-
-def record(engine: Engine, batch: int, adapters: int) -> float:
-    """Runs until the graph of this case exists. Returns the seconds of compiling and recording."""
-    began = time.perf_counter()
-    graphs = engine._sampler._runner._graphs if engine._sampler else None
-    if graphs is None:
-        engine.submit(0, request(8, 1, 0), adapter=None)
-        while engine.sampling:
-            engine.advance()
-        graphs = engine._sampler._runner._graphs
-    graphs.waits = True
-    run_round(engine, batch, adapters, 12, prompt=16)
-    assert graphs.active, "graphs are not used"
-    assert not graphs._refused
-    return time.perf_counter() - began
-
-
-def limit(name: str, engine: Engine, batch: int, adapters: int) -> float:
-    """Tokens per second if a step only reads what it must."""
-    model = engine.model
-    head = model.head.weight_VH
-    weights = sum(p.numel() for p in model._decoder.layers.parameters()) + head.numel()
-    lora = make_layout([t for t in model.targets if t.kind != "unembed"], RANK).size
-    total = 2 * weights + 2 * lora * min(adapters, batch)
-    total += batch * CONTEXT * model.cache_bytes_per_token
-    return batch * COPY_SPEED / total
-
-
-def generate(model: Any, batch: int, new: int = 24) -> float:
-    """Tokens per second of transformers' own loop, by the median step."""
-    stamps: list[float] = []
-
-    class Clock(transformers.StoppingCriteria):
-        def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-            torch.cuda.synchronize()
-            stamps.append(time.perf_counter())
-            return torch.zeros(len(input_ids), dtype=torch.bool, device="cuda")
-
-    ids = torch.randint(10, 150_000, (batch, CONTEXT - new), device="cuda")
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new,
-        do_sample=True,
-        pad_token_id=0,
-        stopping_criteria=transformers.StoppingCriteriaList([Clock()]),
-    )
-    gaps = [b - a for a, b in itertools.pairwise(stamps[2:])]
-    return batch / statistics.median(gaps)
-
-
-def profile(engine: Engine, batch: int, adapters: int) -> None:
-    from torch.profiler import ProfilerActivity
-
-    graphs = engine._sampler._runner._graphs
-    rows = next(size for size in graphs._buckets if size >= batch)
-    recipe, recorded = next(
-        (r, g)
-        for r, g in graphs._graphs.items()
-        if r.rows == rows and bool(r.rank) == bool(adapters)
-    )
-    # The rows still hold the last steps of the last round.
-    graphs._state.fields[5] = 0
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(4):
-            graphs._state.fields[5] = 0
-            recorded.graph.replay()
-        torch.cuda.synchronize()
-    rows_ = sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)
-    total = sum(e.self_device_time_total for e in rows_)
-    print(f"-- {recipe}: {total / 4000:.2f} ms of kernels in a step")
-    for event in rows_[:14]:
-        ms = event.self_device_time_total / 4000
-        print(f"   {ms:7.3f} ms {event.count // 4:5d} x  {event.key[:90]}")
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| model | measure | value | unit | share of the limit |", "|---|---|--:|---|--:|"]
+    lines += [
+        f"| {row['model']} | {row['what']} | {row['value']} | {row['unit']} | {row.get('share', '')} |"
+        for row in rows
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default="0.6b,8b")
-    parser.add_argument("--batches", default="1,64,256")
-    parser.add_argument("--adapters", default="0,1,8")
-    parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--skip", default="", help="prefill, old, generate")
-    parser.add_argument("--profile", default="", help="cases as batch:adapters, with commas")
-    parser.add_argument("--lib", help="folder of packages that are not installed")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--models", default="8b,0.6b", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--pieces", default=",".join(PIECES))
+    parser.add_argument("--minutes", type=float, default=9.0, help="of the whole run")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="few tokens, to check this script")
+    parser.add_argument("--scratch", type=Path, help="folder of the models")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    batches = [int(each) for each in options.batches.split(",")]
-    profiled = {tuple(map(int, c.split(":"))) for c in options.profile.split(",") if c}
-    transformers.logging.set_verbosity_error()
+    if options.scratch is None:
+        options.scratch = Path(tempfile.gettempdir()) / "tinkex-bench-gpu"
+    options.scratch.mkdir(parents=True, exist_ok=True)
+    if options.child:
+        context = Context(
+            model=options.models,
+            folder=options.scratch / options.models,
+            device=options.device,
+            sizes=SMALL if options.small else Sizes(),
+            scratch=Path(tempfile.mkdtemp(prefix="run-", dir=options.scratch)),
+        )
+        try:
+            if options.child == "write":
+                write_model(context.model, context.folder, options.device)
+            else:
+                PIECES[options.child][0](context)
+        finally:
+            shutil.rmtree(context.scratch, ignore_errors=True)
+        return
+    ends_s = time.monotonic() + 60 * options.minutes
     rows: list[dict[str, Any]] = []
-    for name in options.models.split(","):
-        began = time.perf_counter()
-        engine = engine_of(name, max(batches))
-        print(f"{name}: engine ready after {time.perf_counter() - began:.1f} s", flush=True)
-        record(engine, 1, 0)
-        sampler = engine._sampler
-        for at in range(max(int(each) for each in options.adapters.split(","))):
-            key = str(Path(f"/adapter-{at}"))
-            sampler._adapters[key] = random_adapter(engine.model, Path(key))
-            sampler._last_used[key] = 0
-        if "prefill" in options.skip:
-            skip_prefill(engine)
-        for batch in batches:
-            for adapters in (int(each) for each in options.adapters.split(",")):
-                if adapters > batch:
-                    continue
-                row: dict[str, Any] = {"model": name, "batch": batch, "adapters": adapters}
-                row["until graph, s"] = round(record(engine, batch, adapters), 1)
-                found = run_round(engine, batch, adapters, options.new)
-                row["tok/s"] = round(found.decode_tokens_s)
-                row["ms"] = round(found.step_ms, 3)
-                row["limit"] = round(limit(name, engine, batch, adapters))
-                row["share"] = round(found.decode_tokens_s / row["limit"], 3)
-                row["prefill tok/s"] = round(found.prefill_tokens_s)
-                if (batch, adapters) in profiled:
-                    profile(engine, batch, adapters)
-                if "old" not in options.skip:
-                    runner = engine._sampler._runner
-                    runner._graphs, kept = None, runner._graphs
-                    run_round(engine, batch, adapters, 3)
-                    row["old tok/s"] = round(run_round(engine, batch, adapters, 12).decode_tokens_s)
-                    runner._graphs = kept
-                rows.append(row)
-                print(json.dumps(row), flush=True)
-        del engine
-        torch.cuda.empty_cache()
-        if "generate" not in options.skip:
-            model = random_model(name)
-            for batch in (each for each in batches if each <= 64):
-                row = {"model": name, "batch": batch, "generate": round(generate(model, batch))}
-                rows.append(row)
-                print(json.dumps(row), flush=True)
-            del model
-            torch.cuda.empty_cache()
-    if options.out:
-        options.out.write_text(json.dumps(rows, indent=1))
+    out = os.environ.get("OUT")
+    for model in options.models.split(","):
+        if not (options.scratch / model).exists():
+            rows += run_piece("write", model, options, 120)
+        for piece in options.pieces.split(","):
+            left_s = ends_s - time.monotonic()
+            if left_s < 15:
+                print(f"# {model} {piece}: no time left", flush=True)
+                continue
+            rows += run_piece(piece, model, options, min(PIECES[piece][1], left_s))
+            if out:
+                Path(out, "bench_gpu.json").write_text(json.dumps(rows, indent=1))
+                Path(out, "bench_gpu.md").write_text(table(rows))
+    print(table(rows))
 
 
 if __name__ == "__main__":
