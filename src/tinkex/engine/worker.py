@@ -407,7 +407,7 @@ class Worker:
 
     def _batch_tokens(self) -> int:
         """Tokens of the next micro-batch; fewer while sequences are being sampled."""
-        limit = self._engine.max_batch_tokens
+        limit = self._engine.pass_tokens
         if self._engine.settings.deterministic or not self._engine.sampling:
             return limit
         return max(

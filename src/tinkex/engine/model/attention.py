@@ -170,6 +170,22 @@ def attend(
     if packing is None:
         raise PackingLost
     layer_index: Any = module.layer_idx
+    out_1THD = _attend(layer_index, query, key, value, scaling, packing)
+    return out_1THD, None
+
+
+def attend_packed(
+    layer_index: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, scaling: float,
+    packing: Packing,
+) -> Tensor:  # fmt: skip
+    """The same for tensors without a batch dimension: [T, H, D] in and out."""
+    query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in (q_THD, k_TKD, v_TKD))
+    return _attend(layer_index, query, key, value, scaling, packing)[0]
+
+
+def _attend(
+    layer_index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, packing: Packing
+) -> Tensor:
     if packing.shapes_seen is not None:
         packing.shapes_seen[layer_index] = (key.shape[1], key.shape[3])
     layer = None
@@ -183,7 +199,7 @@ def attend(
         # probabilities, which would be the largest difference between the logprobs of decoding and
         # those of a forward pass over the whole sequence.
         query, key, value = query.float(), key.float(), value.float()
-    return _dispatch(query, key, value, layer, scaling, packing).to(given), None
+    return _dispatch(query, key, value, layer, scaling, packing).to(given)
 
 
 def _dispatch(

@@ -20,6 +20,8 @@ def add_mm_float32(total: Tensor, left: Tensor, right: Tensor) -> None:
     """`total += left @ right` for a float32 `total`."""
     if left.dtype == torch.float32 and right.dtype == torch.float32:
         total.addmm_(left, right)
+    elif left.is_cuda and left.dtype == right.dtype:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total.add_(mm_float32(left, right))
 
