@@ -175,10 +175,17 @@ def attend(
 
 
 def attend_packed(
-    layer_index: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, scaling: float,
+    layer_index: int,
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    *,
+    scaling: float,
     packing: Packing,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The same for tensors without a batch dimension: [T, H, D] in and out."""
+    if packing.cache is None and _has_varlen(q_THD):
+        return _varlen(q_THD, k_TKD, v_TKD, scaling, packing)
     query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in (q_THD, k_TKD, v_TKD))
     return _attend(layer_index, query, key, value, scaling, packing)[0]
 
@@ -229,13 +236,9 @@ def within_segments(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, packing: Packing
 ) -> Tensor:
     """Causal attention inside each segment."""
-    if query.is_cuda and varlen_attn is not None and query.dtype in _VARLEN_DTYPES:
+    if _has_varlen(query):
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-        starts, longest = packing.starts_int32, max(packing.lengths)
-        out: Tensor = varlen_attn(
-            q, k, v, starts, starts, longest, longest, scale=scaling, **_causal
-        )
-        return out.unsqueeze(0)
+        return _varlen(q, k, v, scaling, packing).unsqueeze(0)
     grouped = query.shape[1] != key.shape[1]
     lengths = packing.lengths
     if len(lengths) > 1 and len(set(lengths)) == 1:
@@ -258,6 +261,20 @@ def within_segments(
         for q, k, v in segments
     ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
+
+
+def _has_varlen(query: Tensor) -> bool:
+    return query.is_cuda and varlen_attn is not None and query.dtype in _VARLEN_DTYPES
+
+
+def _varlen(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scaling: float, packing: Packing
+) -> Tensor:
+    starts, longest = packing.starts_int32, max(packing.lengths)
+    out: Tensor = varlen_attn(
+        q_THD, k_TKD, v_TKD, starts, starts, longest, longest, scale=scaling, **_causal
+    )
+    return out
 
 
 def over_prefixes(

@@ -265,13 +265,13 @@ class Adapters:
     """
 
     def add(self, target: int, x: Tensor, y: Tensor, sizes: Sequence[int]) -> Tensor | None:
-        """Adds the LoRA products to y. Returns scale · x Aᵀ, which the gradients need."""
+        """Adds the LoRA products to y. Returns x Aᵀ, which the gradients need."""
         return None
 
     def add_gradient(
         self, target: int, dy: Tensor, dx: Tensor, sizes: Sequence[int]
     ) -> Tensor | None:
-        """Adds the gradient through the adapters to dx. Returns scale · dy B."""
+        """Adds the gradient through the adapters to dx. Returns dy B."""
         return None
 
     def add_weight_gradients(
@@ -287,22 +287,23 @@ class Adapters:
 
 
 class OneAdapter(Adapters):
-    """One adapter for all tokens: ordinary matrix products."""
+    """
+    One adapter for all tokens: ordinary matrix products.
 
-    def __init__(self, pairs: Sequence[Pair | None]) -> None:
+    The scale is a factor of the products that add up; x Aᵀ and dy B are without it.
+    """
+
+    def __init__(self, pairs: Sequence[Pair | None], scale: float) -> None:
         """`pairs` has an entry for each target."""
-        self._pairs = pairs
+        self._pairs, self._scale = pairs, scale
 
     def add(self, target: int, x: Tensor, y: Tensor, sizes: Sequence[int]) -> Tensor | None:
         pairs = self._own(target, sizes)
         if not pairs:
             return None
-        first = pairs[0][0]
-        h = F.linear(x, _stacked_A(pairs)).mul_(first.scale)
-        for (pair, column, size), own in zip(
-            pairs, torch.split(h, len(first.A_RI), dim=1), strict=True
-        ):
-            y[:, column : column + size].addmm_(own, pair.B_OR.t())
+        h = F.linear(x, _stacked_A(pairs))
+        for (pair, column, size), own in zip(pairs, _split(h, pairs), strict=True):
+            y[:, column : column + size].addmm_(own, pair.B_OR.t(), alpha=self._scale)
         return h
 
     def add_gradient(
@@ -311,12 +312,9 @@ class OneAdapter(Adapters):
         pairs = self._own(target, sizes)
         if not pairs:
             return None
-        rank = len(pairs[0][0].A_RI)
-        dh = torch.empty(len(dy), rank * len(pairs), dtype=dy.dtype, device=dy.device)
-        for (pair, column, size), own in zip(pairs, torch.split(dh, rank, dim=1), strict=True):
-            torch.mm(dy[:, column : column + size], pair.B_OR, out=own)
-        dh.mul_(pairs[0][0].scale)
-        dx.addmm_(dh, _stacked_A(pairs))
+        parts = [dy[:, column : column + size] @ pair.B_OR for pair, column, size in pairs]
+        dh = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        dx.addmm_(dh, _stacked_A(pairs), alpha=self._scale)
         return dh
 
     def add_weight_gradients(
@@ -331,13 +329,14 @@ class OneAdapter(Adapters):
         pairs = self._own(target, sizes)
         if h is None or dh is None:
             return
-        rank = len(pairs[0][0].A_RI)
         first = pairs[0][0].grad_A_RI
         assert first is not None
-        add_mm_float32(first.as_strided((dh.shape[1], x.shape[1]), first.stride()), dh.t(), x)
-        for (pair, column, size), own in zip(pairs, torch.split(h, rank, dim=1), strict=True):
+        grads_A = first.as_strided((dh.shape[1], x.shape[1]), first.stride())
+        add_mm_float32(grads_A, dh.t(), x, scale=self._scale)
+        for (pair, column, size), own in zip(pairs, _split(h, pairs), strict=True):
             assert pair.grad_B_OR is not None
-            add_mm_float32(pair.grad_B_OR, dy[:, column : column + size].t(), own)
+            columns = dy[:, column : column + size]
+            add_mm_float32(pair.grad_B_OR, columns.t(), own, scale=self._scale)
 
     def _own(self, target: int, sizes: Sequence[int]) -> list[tuple[Pair, int, int]]:
         """The pairs of the projections of one input, with their columns in the output."""
@@ -349,6 +348,10 @@ class OneAdapter(Adapters):
         return found
 
 
+def _split(h: Tensor, pairs: Sequence[tuple[Pair, int, int]]) -> Sequence[Tensor]:
+    return torch.split(h, h.shape[1] // len(pairs), dim=1)
+
+
 def _stacked_A(pairs: Sequence[tuple[Pair, int, int]]) -> Tensor:
     """The A matrices of the projections of one input: they are adjacent in memory."""
     first = pairs[0][0].A_RI
@@ -356,7 +359,11 @@ def _stacked_A(pairs: Sequence[tuple[Pair, int, int]]) -> Tensor:
 
 
 class ManyAdapters(Adapters):
-    """Several adapters, each for its own tokens, in one kernel for all of them."""
+    """
+    Several adapters, each for its own tokens, in one kernel for all of them.
+
+    x Aᵀ and dy B have the scale of their adapter as a factor already.
+    """
 
     def __init__(self, tables: kernels.LoraTables) -> None:
         self._tables = tables
@@ -392,7 +399,8 @@ def adapters_of(
         return Adapters()
     only = segments[0]
     if len(segments) == 1 and (only.start, only.stop) == (0, tokens):
-        return OneAdapter([only.pairs.get(name) for name in weights.targets])
+        scale = next(iter(only.pairs.values())).scale
+        return OneAdapter([only.pairs.get(name) for name in weights.targets], scale)
     return ManyAdapters(_tables(segments, weights))
 
 
