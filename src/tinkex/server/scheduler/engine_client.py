@@ -256,7 +256,7 @@ class EngineClient:
                 await run(attempt)
             except EngineLost as lost:
                 unfinished = [request for request in requests if is_unfinished(request)]
-                found = [self.count_loss(one.request_id, attempt, lost) for one in unfinished]
+                found = [self.count_attempt(one.request_id, attempt, lost) for one in unfinished]
                 if found == [True]:
                     raise
                 return unfinished
@@ -268,7 +268,7 @@ class EngineClient:
         prepare: Callable[[], Awaitable[tuple[Order, OnTokens | None]]],
     ) -> Done:
         """
-        Run a request that is not a step, again after each loss until it is found to cause them.
+        Run a request that is not a step, again after each crash until it is found to cause them.
 
         The order is made after admission, so waiting requests take no memory, and before the
         attempt: what it reads may be slow, and an isolated request would wait for it.
@@ -297,8 +297,8 @@ class EngineClient:
         finally:
             self.isolation.forget(request.request_id)
 
-    def count_loss(self, request_id: str, attempt: Attempt, lost: EngineLost) -> bool:
-        """Count a lost attempt of a request or rebuild; True if this ended the engine."""
+    def count_attempt(self, request_id: str, attempt: Attempt, lost: EngineLost) -> bool:
+        """Count an attempt whose engine was lost; True if its request or rebuild ended the engine."""
         stopping = self._execution.closing or self._execution.futures.closing
         if not lost.attempts or stopping:
             return False
