@@ -1,9 +1,12 @@
-"""The text of tokens that arrive one after another."""
+"""The text of tokens: as they arrive one after another, and of single ones."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tinkex.models.tokenizer import Tokenizer
 
 #: A character has at most four bytes, and so at most four tokens.
 MAX_TOKENS_PER_CHARACTER = 4
@@ -52,3 +55,45 @@ class TextStream:
 def text_of(tokenizer: Any, tokens: Sequence[int]) -> str:
     """The text of tokens, without special tokens such as the end of a turn."""
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+class TokenTexts:
+    """The bytes and the text of single tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._backend = tokenizer.backend
+        self._added = {
+            token: added.content.encode()
+            for token, added in self._backend.get_added_tokens_decoder().items()
+        }
+        decoder = self._backend.decoder
+        self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
+    def text_of(self, token: int) -> str:
+        """Its text; a token that is a part of a character has replacement characters."""
+        return self.bytes_of(token).decode(errors="replace")
+
+    def bytes_of(self, token: int) -> bytes:
+        if (added := self._added.get(token)) is not None:
+            return added
+        spelled = self._backend.id_to_token(token) or ""
+        if self._is_byte_level:
+            return bytes(_BYTES[each] for each in spelled if each in _BYTES)
+        if len(spelled) == 6 and spelled.startswith("<0x") and spelled.endswith(">"):
+            return bytes([int(spelled[3:5], 16)])  # a byte of a SentencePiece vocabulary
+        return spelled.replace("▁", " ").encode()
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letter that stands for each byte in a byte-level vocabulary: itself if it is printable."""
+    letters, further = {}, 256
+    for byte in range(256):
+        if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255:
+            letters[chr(byte)] = byte
+        else:
+            letters[chr(further)] = byte
+            further += 1
+    return letters
+
+
+_BYTES = _byte_letters()

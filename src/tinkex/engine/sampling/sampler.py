@@ -80,6 +80,8 @@ class PartialOutput:
     start: int
     tokens: list[int]
     logprobs: list[float]
+    #: (token ids, logprobs) of the most likely tokens at each position, if requested.
+    top: list[tuple[list[int], list[float]]]
 
 
 @dataclass(kw_only=True)
@@ -252,6 +254,7 @@ class Sampler:
                     start=start,
                     tokens=sequence.tokens[start:],
                     logprobs=sequence.logprobs[start:],
+                    top=sequence.top[start:],
                 )
             )
         return outputs

@@ -153,7 +153,13 @@ class SampleReader:
     def rest(self, response: SampleResponse) -> list[SampledTokens]:
         """The tokens of the complete response that were not returned yet."""
         for index, sequence in enumerate(response.sequences):
-            self._growing.add(index, sequence.tokens, sequence.logprobs, start=0)
+            self._growing.add(
+                index,
+                sequence.tokens,
+                sequence.logprobs,
+                start=0,
+                tops=[row or [] for row in sequence.topk_logprobs or ()],
+            )
         return self._reader.read_new()
 
 
