@@ -158,6 +158,8 @@ def read_chat(body: bytes) -> ChatRequest:
     for position, one in enumerate(message.messages):
         _check_message(position, one)
     check_count(("tools",), len(message.tools or ()), MAX_TOOLS, "tools")
+    for position, tool in enumerate(message.tools or ()):
+        _check_tool(position, tool)
     if message.top_logprobs and not message.logprobs:
         raise WireError.at(("top_logprobs",), "set `logprobs` to true to get them.")
     if message.add_generation_prompt and message.continue_final_message:
@@ -242,6 +244,18 @@ def _check_part(loc: tuple[str | int, ...], part: Any) -> None:
             f"expected a part of type 'text', not {str(kind)[:60]!r}. This server reads text only.",
             "unsupported",
         )
+
+
+def _check_tool(position: int, tool: Mapping[str, Any]) -> None:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
+        raise WireError.at(
+            ("tools", position), "expected an object with type 'function' and a `function`."
+        )
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise WireError.at(("tools", position, "function", "name"), "the name is missing.")
+    if not isinstance(function.get("parameters"), (dict, type(None))):
+        raise WireError.at(("tools", position, "function", "parameters"), "expected a JSON schema.")
 
 
 def text_of_content(content: str | Sequence[Mapping[str, Any]] | None) -> str:

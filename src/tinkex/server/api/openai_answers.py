@@ -7,6 +7,7 @@ be the beginning of a stop text.
 
 import functools
 import json
+import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from typing import Any, Literal
 
 from tinkex.models.text_stream import TextStream, TokenTexts
 from tinkex.models.tokenizer import Tokenizer
+from tinkex.models.tool_calls import ToolCall, ToolCallReader, ToolFormat
+from tinkex.server.api.openai_prompts import stops_of
 from tinkex.wire.openai import ChatRequest, CompletionRequest
 from tinkex.wire.partial_sample import SampledTokens
 from tinkex.wire.sampling import SampledSequence, SampleResponse
@@ -55,19 +58,46 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class Choice:
-    """The text of one sequence, as its tokens arrive."""
+    """The text and the tool calls of one sequence, as its tokens arrive."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str], tools: ToolFormat | None
+    ) -> None:
         self._text = TextStream(tokenizer)
         self._stop = StopText(stops)
+        self._tools = None if tools is None else ToolCallReader(tools)
+        #: How many calls there were.
+        self.calls = 0
 
-    def add(self, tokens: Sequence[int]) -> str:
-        """The new text."""
-        return self._stop.add(self._text.add(tokens))
+    def add(self, tokens: Sequence[int]) -> tuple[str, list[dict[str, Any]]]:
+        """The new text, and the new calls."""
+        text = self._stop.add(self._text.add(tokens))
+        if self._tools is None:
+            return text, []
+        return self._with_calls(*self._tools.add(text))
 
-    def end(self) -> str:
-        """The text that is left when the sequence is complete."""
-        return self._stop.add(self._text.end()) + self._stop.end()
+    def end(self) -> tuple[str, list[dict[str, Any]]]:
+        """What is left when the sequence is complete."""
+        text = self._stop.add(self._text.end()) + self._stop.end()
+        if self._tools is None:
+            return text, []
+        shown, calls = self._tools.add(text)
+        rest, more = self._tools.end()
+        return self._with_calls(shown + rest, calls + more)
+
+    def _with_calls(self, text: str, calls: Sequence[ToolCall]) -> tuple[str, list[dict[str, Any]]]:
+        found = []
+        for call in calls:
+            found.append(
+                {
+                    "index": self.calls,
+                    "id": f"call_{secrets.token_hex(12)}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+            )
+            self.calls += 1
+        return text, found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +159,7 @@ class Answer:
     request_id: str
     #: The tokens of each prompt; a chat has one.
     prompts: Sequence[Sequence[int]]
+    tool_format: ToolFormat | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     _choices: dict[int, Choice] = field(default_factory=dict, init=False)
     #: Characters of each choice so far, for `text_offset`.
@@ -154,7 +185,8 @@ class Answer:
 
     def _choice(self, index: int) -> Choice:
         if index not in self._choices:
-            self._choices[index] = Choice(self.tokenizer, self.message.stops)
+            stops = stops_of(self.message)
+            self._choices[index] = Choice(self.tokenizer, stops, self.tool_format)
         return self._choices[index]
 
     # -- in one piece ------------------------------------------------------------------------
@@ -185,9 +217,10 @@ class Answer:
         sequence: SampledSequence,
     ) -> dict[str, Any]:
         choice = self._choice(index)
-        text = choice.add(sequence.tokens) + choice.end()
+        (text, calls), (rest, more) = choice.add(sequence.tokens), choice.end()
+        text, calls = text + rest, calls + more
         logprobs = of_sequence(sequence)
-        reason = finish_reason(sequence)
+        reason = self._finish_reason(index, sequence)
         if isinstance(self.message, CompletionRequest):
             if not self._samples:
                 text, logprobs, reason = "", [], "length"
@@ -196,7 +229,14 @@ class Answer:
                 logprobs = of_prompt(prompt, response) + logprobs
             body: dict[str, Any] = {"text": text}
         else:
-            body = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            said: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            if calls:
+                said["content"] = text or None
+                said["tool_calls"] = [
+                    {name: value for name, value in call.items() if name != "index"}
+                    for call in calls
+                ]
+            body = {"message": said}
         found = {
             "index": index,
             **body,
@@ -218,33 +258,46 @@ class Answer:
 
     def chunks(self, news: SampledTokens) -> list[bytes]:
         """The chunks for new tokens: none, while their text is held back."""
-        text = self._choice(news.sequence).add(news.tokens)
+        text, calls = self._choice(news.sequence).add(news.tokens)
         logprobs = self._logprobs(news.sequence, of_tokens(news))
-        if not text and logprobs is None and not self.message.return_token_ids:
-            return []
-        return [self._text_chunk(news.sequence, text, logprobs, news.tokens)]
+        return self._new_chunks(news.sequence, text, calls, logprobs, news.tokens)
 
     def last_chunks(self, response: SampleResponse) -> list[bytes]:
         """What a stream ends with."""
         chunks = []
         for index, sequence in enumerate(response.sequences):
-            if text := self._choice(index).end():
-                chunks.append(self._text_chunk(index, text, None, []))
-            chunks.append(self._chunk(index, {}, None, finish_reason(sequence)))
+            text, calls = self._choice(index).end()
+            chunks += self._new_chunks(index, text, calls, None, [])
+            chunks.append(self._chunk(index, {}, None, self._finish_reason(index, sequence)))
         if self.message.include_usage:
             counted = usage(len(self.prompts[0]), [response])
             chunks.append(_event({**self._frame(self._chunk_kind, []), "usage": counted}))
         return [*chunks, DONE]
 
+    def _new_chunks(
+        self,
+        index: int,
+        text: str,
+        calls: list[dict[str, Any]],
+        logprobs: dict[str, Any] | None,
+        tokens: list[int],
+    ) -> list[bytes]:
+        chunks = []
+        ids = {"token_ids": tokens} if self.message.return_token_ids and tokens else {}
+        if text or logprobs is not None or ids:
+            chunks.append(self._chunk(index, {"content": text}, logprobs, None, **ids))
+        if calls:
+            chunks.append(self._chunk(index, {"tool_calls": calls}, None, None))
+        return chunks
+
     @property
     def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if self._is_chat else "text_completion"
 
-    def _text_chunk(
-        self, index: int, text: str, logprobs: dict[str, Any] | None, tokens: list[int]
-    ) -> bytes:
-        ids = {"token_ids": tokens} if self.message.return_token_ids else {}
-        return self._chunk(index, {"content": text}, logprobs, None, **ids)
+    def _finish_reason(self, index: int, sequence: SampledSequence) -> FinishReason:
+        if sequence.stop_reason == "stop" and self._choice(index).calls:
+            return "tool_calls"
+        return sequence.stop_reason
 
     def _chunk(
         self,
@@ -302,10 +355,6 @@ class Answer:
             "top_logprobs": tops,
             "text_offset": offsets,
         }
-
-
-def finish_reason(sequence: SampledSequence) -> FinishReason:
-    return sequence.stop_reason
 
 
 DONE = b"data: [DONE]\n\n"

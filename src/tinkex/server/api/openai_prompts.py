@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.models.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from tinkex.models.tool_calls import CLOSE, ToolFormat, renders_tools, tool_format
 from tinkex.server.api.errors import Refusal
+from tinkex.server.api.openai_guides import grammar_of
 from tinkex.server.executor import ServedModel
 from tinkex.wire.inputs import ModelInput
 from tinkex.wire.openai import ChatRequest, CompletionRequest, text_of_content
@@ -55,15 +57,51 @@ class Prepared:
 
     tokens: list[int]
     sample: StoredSampleRequest
+    #: How calls are written in the answer; None: it has none.
+    tool_format: ToolFormat | None = None
 
 
 def prepare_chat(message: ChatRequest, tokenizer: Tokenizer) -> Prepared:
-    tokens = _render(message, tokenizer)
-    sample = _sample(message, tokens, max_tokens=message.most_tokens)
+    template = _template(tokenizer, message.tools)
+    format = _tool_format(message, template)
+    grammar = grammar_of(message, format)
+    tokens = _render(message, tokenizer, template, with_tools=format is not None)
+    sample = _sample(message, tokens, max_tokens=message.most_tokens, grammar=grammar)
     return Prepared(
         tokens=tokens,
         sample=sample.model_copy(update={"topk_sample_logprobs": message.top_logprobs}),
+        tool_format=format,
     )
+
+
+def _tool_format(message: ChatRequest, template: str) -> ToolFormat | None:
+    """How this model writes calls; None if the request has no tools."""
+    if not message.tools or message.tool_choice == "none":
+        return None
+    if message.tool_choice not in (None, "auto", "required") and not isinstance(
+        message.tool_choice, dict
+    ):
+        raise Refusal(
+            400,
+            f"{message.tool_choice[:60]!r} is not one of none, auto, required, or an object that "
+            "names a function.",
+            field="tool_choice",
+        )
+    if not renders_tools(template):
+        raise Refusal(
+            400,
+            "the chat template of this model has no tools, so the model would not see them. Serve "
+            "a model with a template for tools, or describe them in a message.",
+            field="tools",
+        )
+    if (format := tool_format(template)) is None:
+        raise Refusal(
+            400,
+            "calls in the format of this model's chat template are not supported. Supported are "
+            "the formats of Hermes and Qwen, and of Llama 3.",
+            field="tools",
+        )
+    return format
 
 
 def prepare_completion(message: CompletionRequest, tokenizer: Tokenizer) -> list[Prepared]:
@@ -83,7 +121,11 @@ def prepare_completion(message: CompletionRequest, tokenizer: Tokenizer) -> list
 
 
 def _sample(
-    message: ChatRequest | CompletionRequest, tokens: Sequence[int], *, max_tokens: int | None
+    message: ChatRequest | CompletionRequest,
+    tokens: Sequence[int],
+    *,
+    max_tokens: int | None,
+    grammar: str | None = None,
 ) -> StoredSampleRequest:
     # Fixed here, so that a sample that is repeated after a crash has the same tokens.
     seed = secrets.randbits(31) if message.seed is None else message.seed
@@ -93,31 +135,43 @@ def _sample(
         sampling_params=SamplingParams(
             max_tokens=max_tokens,
             seed=seed,
-            stop=message.stops or None,
+            stop=stops_of(message) or None,
             temperature=message.temperature,
             top_k=message.top_k or -1,
             top_p=message.top_p,
         ),
-        controls=_controls(message),
+        controls=_controls(message, grammar),
     )
 
 
-def _controls(message: ChatRequest | CompletionRequest) -> SampleControls | None:
+def _controls(
+    message: ChatRequest | CompletionRequest, grammar: str | None
+) -> SampleControls | None:
     biases = message.logit_bias or {}
-    if not (biases or message.presence_penalty or message.frequency_penalty):
+    if not (biases or message.presence_penalty or message.frequency_penalty or grammar):
         return None
     return SampleControls(
         bias_tokens=[int(token) for token in biases],
         biases=list(biases.values()),
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
+        grammar=grammar,
     )
+
+
+def stops_of(message: ChatRequest | CompletionRequest) -> list[str]:
+    """The texts that end a sequence."""
+    if isinstance(message, ChatRequest) and message.tools and not message.parallel_tool_calls:
+        return [*message.stops, CLOSE]  # after the first call
+    return message.stops
 
 
 # -- chats ---------------------------------------------------------------------------------------
 
 
-def _render(message: ChatRequest, tokenizer: Tokenizer) -> list[int]:
+def _render(
+    message: ChatRequest, tokenizer: Tokenizer, template: str, *, with_tools: bool
+) -> list[int]:
     variables = dict(message.chat_template_kwargs or {})
     if own := OWN_VARIABLES.intersection(variables):
         raise Refusal(
@@ -126,7 +180,7 @@ def _render(message: ChatRequest, tokenizer: Tokenizer) -> list[int]:
             field="chat_template_kwargs",
         )
     if message.reasoning_effort is not None:
-        if "reasoning_effort" not in _template(tokenizer):
+        if "reasoning_effort" not in template:
             raise Refusal(
                 400,
                 "the chat template of this model has no `reasoning_effort`. Leave it out.",
@@ -136,6 +190,8 @@ def _render(message: ChatRequest, tokenizer: Tokenizer) -> list[int]:
     try:
         tokens: list[int] = tokenizer.apply_chat_template(
             [_for_template(one) for one in message.messages],
+            tools=message.tools if with_tools else None,
+            chat_template=template,
             add_generation_prompt=message.add_generation_prompt,
             continue_final_message=message.continue_final_message,
             **variables,
@@ -150,7 +206,7 @@ def _render(message: ChatRequest, tokenizer: Tokenizer) -> list[int]:
         ) from error
 
 
-def _template(tokenizer: Tokenizer, tools: Any = None) -> str:
+def _template(tokenizer: Tokenizer, tools: Any) -> str:
     try:
         return tokenizer.get_chat_template(tools=tools)
     except TokenizerError as error:

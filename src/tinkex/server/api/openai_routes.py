@@ -148,6 +148,7 @@ async def _answer(
             tokenizer=tokenizer,
             request_id=request_id,
             prompts=[one.tokens for one in prepared],
+            tool_format=prepared[0].tool_format,
         )
 
     if message.stream:
