@@ -145,6 +145,9 @@ def check_fields(message: str, value: Mapping[str, Any]) -> None:
     for name, item in value.items():
         if name not in skipped:
             _add_size((name,), item, 0)
+    if message == "ChatRequest":
+        for name in skipped & value.keys():
+            check_finite((name,), value[name])
     graph = value.get("graph")
     if isinstance(graph, dict) and isinstance(nodes := graph.get("nodes"), list):
         check_count(("graph", "nodes"), len(nodes), MAX_NODES, "nodes")

@@ -94,7 +94,7 @@ def openai_error(detail: Any, status: int, field: str | None = None) -> dict[str
     """An error as clients of OpenAI's API read it."""
     if isinstance(detail, list):  # the fields of a malformed body
         field = field or path_of(tuple(detail[0]["loc"][1:])) or None
-        detail = " ".join(
+        detail = "; ".join(
             str(FieldError(tuple(one["loc"][1:]), one["msg"], one["type"])) for one in detail
         )
     kind, code = _OPENAI_KINDS.get(

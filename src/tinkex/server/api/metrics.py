@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinkex.server.api.deps import Context
+from tinkex.server.api.errors import OPENAI_PREFIXES
 from tinkex.server.executor import COUNTERS, Executor
 from tinkex.server.histogram import Histogram
 from tinkex.server.store.storage_health import KINDS
@@ -33,6 +34,7 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE"})
 #: Status of a request whose client disconnected before the answer.
 NO_ANSWER = "none"
 
+OPENAI_LONG_ROUTES = ("chat/completions", "completions")
 #: Routes that hold a request on purpose, or send for as long as the client reads. They have a
 #: histogram of their own; in the other one they would hide slow requests.
 LONG_ROUTES = frozenset(
@@ -40,6 +42,7 @@ LONG_ROUTES = frozenset(
         "/api/v1/retrieve_future",
         "/api/v1/retrieve_futures",
         "/api/v1/stream_sample",
+        *(f"{prefix}{name}" for prefix in OPENAI_PREFIXES for name in OPENAI_LONG_ROUTES),
         "/api/v1/downloads/{version_id}/{file}",
     }
 )

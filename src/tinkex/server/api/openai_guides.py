@@ -126,5 +126,7 @@ def _checked(lark: str, field: str) -> str:
         )
     grammar = LLMatcher.grammar_from_lark(lark)
     if problem := LLMatcher.validate_grammar(grammar):
-        raise Refusal(400, f"{field}: the schema cannot be used: {problem[:500]}", field=field)
+        raise Refusal(
+            400, f"{field}: the schema cannot be used: {problem.splitlines()[0][:500]}", field=field
+        )
     return grammar

@@ -260,8 +260,13 @@ def _last_chunks(answer: Answer, reader: SampleReader, result: bytes) -> list[by
     return [*rest, *answer.last_chunks(response)]
 
 
-def _router(prefix: str) -> APIRouter:
-    router = APIRouter(prefix=prefix, tags=["openai"], route_class=MessageRoute)
+def _router(prefix: str, *, described: bool) -> APIRouter:
+    router = APIRouter(
+        prefix=prefix.rstrip("/"),
+        tags=["openai"],
+        route_class=MessageRoute,
+        include_in_schema=described,
+    )
     router.get("/models")(list_models)
     router.get("/models/{model:path}")(get_model)
     router.post("/chat/completions", dependencies=[describe_body(ChatRequest)])(chat_completions)
@@ -269,5 +274,7 @@ def _router(prefix: str) -> APIRouter:
     return router
 
 
-#: The same routes at both places.
-routers = tuple(_router(prefix.rstrip("/")) for prefix in OPENAI_PREFIXES)
+#: The same routes at both places; the description of the API has them once.
+routers = tuple(
+    _router(prefix, described=number == 0) for number, prefix in enumerate(OPENAI_PREFIXES)
+)
