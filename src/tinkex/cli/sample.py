@@ -75,13 +75,8 @@ def command(
     text = prompt if prompt_file is None else prompt_file.read()
     sampling["stop"] = list(sampling["stop"]) or None
     with tinkex.ServiceClient(**service_arguments()) as service:
-        client = _sampler(service, model, path)
-        try:
-            # Not that of transformers, whose import takes longer than a short answer.
-            tokenizer = client._load_tokenizer(light=True)
-        except ImportError as error:
-            missing = ModuleNotFoundError(name=error.name or "tokenizers")
-            raise missing_package(missing, "`tinkex sample`", "tokenizer") from error
+        client = sampler_of(service, model, path)
+        tokenizer = light_tokenizer(client, "`tinkex sample`")
         request = (
             _prompt(tokenizer, text or "", system, chat=chat),
             num_samples,
@@ -126,7 +121,16 @@ def _print_stream(
         click.echo(shown(text_of(tokenizer, sequence.tokens)), file=file)
 
 
-def _sampler(
+def light_tokenizer(client: tinkex.SamplingClient, what: str) -> Any:
+    """Not that of transformers, whose import takes longer than a short answer."""
+    try:
+        return client._load_tokenizer(light=True)
+    except ImportError as error:
+        missing = ModuleNotFoundError(name=error.name or "tokenizers")
+        raise missing_package(missing, what, "tokenizer") from error
+
+
+def sampler_of(
     service: tinkex.ServiceClient, model: str | None, path: str | None
 ) -> tinkex.SamplingClient:
     if path:
