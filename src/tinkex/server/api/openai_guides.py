@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tinkex.extras import MissingExtra, needs
+from tinkex.models.tokenizer import Tokenizer
 from tinkex.models.tool_calls import CLOSE, OPEN, ToolFormat, call_schema
 from tinkex.server.api.errors import Refusal
 from tinkex.wire.openai import ChatRequest
@@ -17,7 +18,7 @@ JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 Tool = Mapping[str, Any]
 
 
-def grammar_of(message: ChatRequest, format: ToolFormat | None) -> str | None:
+def grammar_of(message: ChatRequest, format: ToolFormat | None, tokenizer: Tokenizer) -> str | None:
     """The grammar that the answer must follow; None: any text."""
     schema = _answer_schema(message.response_format)
     if schema is not None:
@@ -37,12 +38,12 @@ def grammar_of(message: ChatRequest, format: ToolFormat | None) -> str | None:
         tools = [tool for tool in tools if tool["function"]["name"] == name]
         if not tools:
             raise Refusal(400, f"`tools` has no function {str(name)[:60]!r}.", field="tool_choice")
-        return _checked(_required(tools, format, parallel=False), "tool_choice")
+        return _checked(_required(tools, format, tokenizer, parallel=False), "tool_choice")
     if choice == "required":
         parallel = message.parallel_tool_calls
-        return _checked(_required(tools, format, parallel=parallel), "tool_choice")
+        return _checked(_required(tools, format, tokenizer, parallel=parallel), "tool_choice")
     if any(tool["function"].get("strict") for tool in tools):
-        return _checked(_optional(tools, format), "tools")
+        return _checked(_optional(tools, format, tokenizer), "tools")
     return None
 
 
@@ -64,33 +65,59 @@ def _answer_schema(wanted: Mapping[str, Any] | None) -> Any:
     )
 
 
-def _required(tools: Sequence[Tool], format: ToolFormat, *, parallel: bool) -> str:
+def _required(
+    tools: Sequence[Tool], format: ToolFormat, tokenizer: Tokenizer, *, parallel: bool
+) -> str:
     """An answer of nothing but calls."""
     calls = " | ".join(_json(_schema(tool, format)) for tool in tools)
     if format is ToolFormat.LLAMA:
         return f"start: {calls}"
     more = ' ("\\n" call)*' if parallel else ""
-    return f'start: call{more}\ncall: "{OPEN}\\n" ({calls}) "\\n{CLOSE}"'
+    opened, closed = _tag(OPEN, tokenizer), _tag(CLOSE, tokenizer)
+    return f'start: call{more}\ncall: {opened} "\\n" ({calls}) "\\n" {closed}'
 
 
-def _optional(tools: Sequence[Tool], format: ToolFormat) -> str:
+def _optional(tools: Sequence[Tool], format: ToolFormat, tokenizer: Tokenizer) -> str:
     """Any text, and calls whose arguments follow the schemas."""
     if format is ToolFormat.LLAMA:
         calls = " | ".join(_json(_schema(tool, format)) for tool in tools)
         return f"start: {calls} | TEXT\nTEXT: /[^{{](.|\\n)*/"
-    with needs("Guided sampling"):
-        from llguidance import StructTag
+    opened, closed = _tag(OPEN, tokenizer), _tag(CLOSE, tokenizer)
+    calls = " | ".join(f"{_text(_call_head(tool))} {_json(_parameters(tool))}" for tool in tools)
+    rules = ["start: (begin call)* free", f'call: ({calls}) "}}\\n" {closed}']
+    if opened == _text(OPEN):
+        # A text up to the first tag.
+        rules += ["free: TEXT", f"begin[lazy]: TEXT {opened}", "TEXT: /(.|\\n)*/"]
+    else:
+        # Tokens of their own are no part of any text: the tag, and others such as <think>.
+        words = ["TEXT", *_other_tokens(tokenizer)]
+        rules += [f"free: ({' | '.join(words)})*", f"begin: free {opened}", "TEXT: /(.|\\n)+/"]
+    return "\n".join(rules)
 
-    tags = [
-        StructTag(
-            trigger=OPEN,
-            begin=f'{OPEN}\n{{"name": {json.dumps(tool["function"]["name"])}, "arguments": ',
-            grammar=_styled(_parameters(tool)),
-            end="}\n" + CLOSE,
-        )
-        for tool in tools
+
+def _other_tokens(tokenizer: Tokenizer) -> list[str]:
+    """Added tokens that are part of a model's text."""
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return [
+        f"<[{token}]>"
+        for token, one in sorted(added.items())
+        if not one.special and one.content not in (OPEN, CLOSE)
     ]
-    return StructTag.to_grammar(tags, assume_special=False)
+
+
+def _call_head(tool: Tool) -> str:
+    """What precedes the arguments of a call."""
+    return f'\n{{"name": {json.dumps(tool["function"]["name"])}, "arguments": '
+
+
+def _tag(text: str, tokenizer: Tokenizer) -> str:
+    """A tag in a grammar: a token of its own, or a text."""
+    token = tokenizer.backend.token_to_id(text)
+    return _text(text) if token is None else f"<[{token}]>"
+
+
+def _text(text: str) -> str:
+    return json.dumps(text)
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Prepared:
 def prepare_chat(message: ChatRequest, tokenizer: Tokenizer) -> Prepared:
     template = _template(tokenizer, message.tools)
     format = _tool_format(message, template)
-    grammar = grammar_of(message, format)
+    grammar = grammar_of(message, format, tokenizer)
     tokens = _render(message, tokenizer, template, with_tools=format is not None)
     sample = _sample(message, tokens, max_tokens=message.most_tokens, grammar=grammar)
     return Prepared(
