@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from tinkex.engine.sampling.guides import Guides
+from tinkex.engine import Engine
+from tinkex.engine.sampling.guides import Guide, Guides
 from tinkex.engine.sampling.sequences import SamplingConfig
 from tinkex.engine.sampling.token_sampling import SampleStep, change_logits, sample_tokens
 from tinkex.models.tokenizer import load_tokenizer
 from tinkex.wire.errors import UserFailure
+from tinkex.wire.inputs import ModelInput
+from tinkex.wire.sample_controls import SampleControls, StoredSampleRequest
+from tinkex.wire.sampling import SamplingParams
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -102,3 +106,55 @@ def test_a_wrong_grammar_or_a_model_without_an_end_is_refused(tiny_model: Path) 
         guides(tiny_model).start("start: nothing")
     with pytest.raises(UserFailure, match="no end token"):
         Guides(tiny_model, vocab_size=VOCABULARY, end_tokens=[]).start(grammar({}))
+
+
+def controlled(seed: int, **controls: Any) -> StoredSampleRequest:
+    return StoredSampleRequest(
+        prompt=ModelInput.from_ints([1, 2, 3]),
+        num_samples=2,
+        sampling_params=SamplingParams(max_tokens=24, seed=seed, top_p=0.9 if seed % 2 else 1.0),
+        controls=SampleControls(**controls),
+    )
+
+
+def run(engine: Engine, requests: list[StoredSampleRequest]) -> list[list[list[int]]]:
+    for ticket, one in enumerate(requests):
+        engine.submit(ticket, one, adapter=None)
+    found: dict[int, Any] = {}
+    while engine.sampling:
+        found |= {one.ticket: one.outcome for one in engine.advance()}
+    return [[each.tokens for each in found[at].sequences] for at in range(len(requests))]
+
+
+def test_controls_give_the_same_tokens_alone_and_in_company(
+    engine: Engine, tiny_folder: Path
+) -> None:
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"bias_tokens": [50, 60], "biases": [4.0, -100.0]},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"grammar": grammar(SCHEMA)},
+    ]
+    requests = [controlled(seed, **kinds[seed % 4]) for seed in range(12)]
+    together = run(engine, requests)
+    assert [run(engine, [one])[0] for one in requests] == together
+    assert len({str(tokens) for tokens in together}) > 8
+    tokenizer = load_tokenizer(tiny_folder)
+    for tokens in together[3]:
+        assert json.loads(tokenizer.decode(tokens, skip_special_tokens=True))["age"] <= 9
+
+
+def test_a_grammar_that_fails_ends_its_own_request_only(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(engine, [controlled(0)])
+    engine.submit(0, controlled(0), adapter=None)
+    engine.submit(1, controlled(1, grammar=grammar(SCHEMA)), adapter=None)
+    # A token that is not allowed: the matcher has an error from then on.
+    monkeypatch.setattr(Guide, "accept", lambda guide, _: guide._matcher.consume_token(50))
+    found: dict[int, Any] = {}
+    while engine.sampling:
+        found |= {one.ticket: one.outcome for one in engine.advance()}
+    assert isinstance(found[1], UserFailure)
+    assert [[each.tokens for each in found[0].sequences]] == whole
+    assert not engine.sampling

@@ -81,7 +81,9 @@ class Guides:
                 n_vocab=self._vocab_size,
                 eos_token=self._end_tokens,
             )
-        guide = Guide(llguidance.LLMatcher(self._tokenizer, grammar), self._vocab_size)
+        # It would print its errors; they are part of the answer.
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        guide = Guide(matcher, self._vocab_size)
         if guide.error is not None:
             raise guide.error
         return guide
