@@ -17,6 +17,7 @@ __all__ = ["EXTRAS", "MissingExtra", "needs"]
 EXTRAS = {
     "huggingface_hub": "hub",
     "jinja2": "tokenizer",
+    "llguidance": "guided",
     "opentelemetry": "otel",
     "rich": "cli",
     "tensorboardX": "tensorboard",

@@ -74,6 +74,7 @@ COMMANDS = {
 COMPUTING = {"merge", "tiny-model"}
 #: Commands that are not recorded here, and why.
 ELSEWHERE = {
+    "chat": "is a conversation: test_chat.py",
     "serve": "runs until it is stopped: test_serve.py",
     "demo": "trains for minutes: test_demo.py",
     "ps": "its columns depend on the machine: test_servers.py",

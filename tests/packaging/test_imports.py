@@ -42,6 +42,7 @@ ALLOWED_IMPORTS = {
     "client.tokenizer": "extras client wire ~models ~tokenizers ~transformers ~huggingface_hub",
     "models.tiny_model": "extras ~tokenizers ~torch ~safetensors",
     "models": "display extras ~numpy ~tokenizers ~huggingface_hub ~jinja2",
+    "engine.sampling.guides": "extras wire numpy torch ~llguidance",
     "engine": "durable_files wire models numpy torch ~triton transformers safetensors tokenizers",
     "engine.model.decode_kernels": "torch triton",  # itself loaded in functions only
     "server.queued_request": "",
@@ -56,7 +57,8 @@ ALLOWED_IMPORTS = {
     "server.api.local": "local wire server.api server.local_models fastapi starlette",
     "server.executor": "wire",
     "server.engine_process": "wire server.executor server.process_end server.retry",
-    "server.api": "local wire server.request_metrics server.queued_request server.store server.scheduler server.executor server.settings fastapi starlette pydantic prometheus_client jwt",
+    "server.api.openai_guides": "extras models wire server.api ~llguidance",
+    "server.api": "local wire models server.request_metrics server.queued_request server.store server.scheduler server.executor server.settings fastapi starlette pydantic prometheus_client jwt",
     "server": "durable_files local wire models server uvicorn prometheus_client fastapi starlette pydantic",
     "conformance": "wire numpy",
     "conformance.conftest": "conformance pytest",

@@ -16,6 +16,7 @@ SECTIONS = {
     "Train and sample": {
         "demo": "Fine-tune a small model on this machine, as a demo.",
         "sample": "Sample from a model.",
+        "chat": "Talk to a model or a checkpoint.",
         "run": "List, show and plot training runs.",
         "checkpoint": "List, download, publish and delete saved weights.",
         "model": "List the base models of a service.",

@@ -47,7 +47,7 @@ from tinkex.wire.protobuf import (
     encode_forward_backward_output,
     encode_sample_response,
 )
-from tinkex.wire.sampling import SampleRequest
+from tinkex.wire.sample_controls import StoredSampleRequest
 from tinkex.wire.training import (
     ForwardBackwardInput,
     LoraConfig,
@@ -193,7 +193,7 @@ class Worker:
     def _submit(self, order: engine_protocol.Order) -> None:
         folder = order.sample.adapter_folder
         try:
-            request = decode_json(SampleRequest, _payload_bytes(order.sample.payload))
+            request = decode_json(StoredSampleRequest, _payload_bytes(order.sample.payload))
             self._sample_began_s[order.ticket] = time.perf_counter()
             self._engine.submit(
                 order.ticket,
