@@ -20,9 +20,40 @@ from tinkex.server.store.schema import metadata
 FOLDER_0_1 = Path(__file__).resolve().parents[2] / "data" / "folder-0.1" / "data"
 
 
+def make_0010(engine: sa.Engine) -> None:
+    """Create the tables of version 0010: one numbering of events, usage without writers."""
+    migrate(engine)
+    number = (
+        "INTEGER NOT NULL CONSTRAINT pk_completions PRIMARY KEY AUTOINCREMENT"
+        if engine.dialect.name == "sqlite"
+        else "BIGSERIAL NOT NULL CONSTRAINT pk_completions PRIMARY KEY"
+    )
+    usage = "owner, hour, session_id, base_model, what"
+    statements = (
+        "DROP TABLE server_secrets",
+        "ALTER TABLE samplers DROP COLUMN events",
+        "DROP TABLE completions",
+        f"CREATE TABLE completions (position {number}, "
+        "sampling_session_id VARCHAR(120) NOT NULL, clone_id BIGINT NOT NULL, "
+        "request_id VARCHAR(64) NOT NULL, result_bytes BIGINT, at_s FLOAT NOT NULL, "
+        "CONSTRAINT uq_completions_request_id UNIQUE (request_id))",
+        "CREATE INDEX ix_completions_sampling_session_id_clone_id_position "
+        "ON completions (sampling_session_id, clone_id, position)",
+        "DROP TABLE usage",
+        "CREATE TABLE usage (owner VARCHAR(200) NOT NULL, hour BIGINT NOT NULL, "
+        "session_id VARCHAR(64) NOT NULL, base_model VARCHAR(500) NOT NULL, "
+        "what VARCHAR(20) NOT NULL, amount BIGINT NOT NULL, "
+        f"CONSTRAINT pk_usage PRIMARY KEY ({usage}))",
+        "UPDATE alembic_version SET version_num = '0010'",
+    )
+    with engine.begin() as connection:
+        for statement in statements:
+            connection.exec_driver_sql(statement)
+
+
 def make_0009(engine: sa.Engine) -> None:
     """Create the tables of version 0009: without the table that 0010 adds."""
-    migrate(engine)
+    make_0010(engine)
     with engine.begin() as connection:
         connection.exec_driver_sql("DROP TABLE step_metrics")
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0009'")
@@ -40,7 +71,7 @@ def database_of(folder: Path, version: str) -> str:
     """A database with this version; its URL."""
     url = f"sqlite:///{folder / 'tinkex.db'}"
     engine = sa.create_engine(url)
-    {"0008": make_older, "0009": make_0009, "0010": migrate}[version](engine)
+    {"0008": make_older, "0009": make_0009, "0010": make_0010, "0011": migrate}[version](engine)
     engine.dispose()
     return url
 
@@ -83,7 +114,7 @@ def test_a_database_of_0_1_gets_the_tables_of_a_new_one(tmp_path: Path) -> None:
     assert tables_in(old) == tables_in(new)
 
 
-@pytest.mark.parametrize("prepare", [migrate, make_older, make_0009])
+@pytest.mark.parametrize("prepare", [migrate, make_older, make_0009, make_0010])
 def test_a_postgresql_database_has_the_tables_of_the_schema(
     postgres: Postgres, prepare: Callable[[sa.Engine], None]
 ) -> None:
@@ -100,7 +131,7 @@ def test_a_postgresql_database_has_the_tables_of_the_schema(
     assert checks == {"ck_requests_error", "ck_requests_finished", "ck_requests_status"}
 
 
-@pytest.mark.parametrize("version", ["0008", "0009", "0010"])
+@pytest.mark.parametrize("version", ["0008", "0009", "0010", "0011"])
 def test_a_database_of_a_released_version_is_upgraded(tmp_path: Path, version: str) -> None:
     url = database_of(tmp_path, version)
     store = open_store(db_url=url, storage_url=str(tmp_path), folder=tmp_path, exclusive=True)

@@ -174,7 +174,6 @@ class Scheduler:
 
     async def start(self) -> None:
         """Start, and schedule the requests that an earlier process accepted and did not finish."""
-        await self._execution.futures.start()
         await self._execution.failures.start()
         # Set the limits before any work is scheduled. Later, each request updates the limits of its
         # owner.

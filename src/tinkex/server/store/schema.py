@@ -113,6 +113,9 @@ samplers = sa.Table(
     sa.Column("created_s", sa.Float, nullable=False),
     # The number of copies of its client; the next copy gets the next number.
     sa.Column("clients", sa.Integer, nullable=False, server_default="0"),
+    # The position of its newest event in `completions`. Whoever adds events changes this row first,
+    # so events of one sampler are committed in the order of their positions.
+    sa.Column("events", sa.BigInteger, nullable=False, server_default="0"),
     # A repeated `create_sampling_session` returns the first sampler.
     sa.UniqueConstraint("session_id", "sampling_session_seq_id"),
 )
@@ -276,24 +279,19 @@ _NUMBER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 completions = sa.Table(
     "completions",
     metadata,
-    # Increases with every commit and is never reused, so it orders each client's events.
-    sa.Column("position", _NUMBER, primary_key=True),
-    sa.Column("sampling_session_id", sa.String(120), nullable=False),
+    sa.Column("sampling_session_id", sa.String(120), primary_key=True),
     # Which copy of the sampling client; 0 is the original.
-    sa.Column("clone_id", sa.BigInteger, nullable=False),
+    sa.Column("clone_id", sa.BigInteger, primary_key=True, autoincrement=False),
+    # Orders the events of each client; never reused (`samplers.events`).
+    sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("request_id", sa.String(64), nullable=False),
     # NULL if the sample failed.
     sa.Column("result_bytes", sa.BigInteger),
     sa.Column("at_s", sa.Float, nullable=False),
     # A sample finishes once.
     sa.UniqueConstraint("request_id"),
-    sa.Index(
-        "ix_completions_sampling_session_id_clone_id_position",
-        "sampling_session_id",
-        "clone_id",
-        "position",
-    ),
-    sqlite_autoincrement=True,
+    # Rows are read by client and in order: without row ids, that is the order on disk.
+    sqlite_with_rowid=False,
 )
 
 usage = sa.Table(
@@ -307,7 +305,19 @@ usage = sa.Table(
     sa.Column("session_id", sa.String(64), primary_key=True),
     sa.Column("base_model", sa.String(500), primary_key=True),
     sa.Column("what", sa.String(20), primary_key=True),
+    # Each process that writes has rows of its own, so that none waits for another; empty for a
+    # server on one machine. Reports add them up.
+    sa.Column("writer", sa.String(64), primary_key=True, server_default=""),
     sa.Column("amount", sa.BigInteger, nullable=False),
+)
+
+server_secrets = sa.Table(
+    "server_secrets",
+    metadata,
+    # What signs links and tokens. All web processes of a database share them.
+    sa.Column("name", sa.String(40), primary_key=True),
+    sa.Column("value", sa.LargeBinary, nullable=False),
+    sa.Column("created_s", sa.Float, nullable=False),
 )
 
 audit = sa.Table(
