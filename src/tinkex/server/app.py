@@ -40,6 +40,7 @@ from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.scheduler.session_status import SessionTimeouts
 from tinkex.server.settings import Settings
 from tinkex.server.store import Quota, Store
+from tinkex.server.store.server_secrets import LINKS, TOKENS
 
 #: Starlette tries routes in order, so the most frequent come first.
 ROUTERS = (
@@ -108,7 +109,7 @@ def create_app(
             futures=results,
             scheduler=scheduler,
             session_timeouts=session_timeouts,
-            signer=Signer.of_folder(settings.folder),
+            signer=Signer(store.secrets[LINKS]),
         )
         disk_monitor = DiskMonitor(settings, store)
         await disk_monitor.start()
@@ -142,7 +143,7 @@ def create_app(
         exception_handlers=errors.HANDLERS,
     )
     store.quotas.server, store.quotas.abandoned_s = Quota.of(settings), settings.abandoned_s
-    app.state.authenticator = Authenticator(store.keys, Tokens.of_folder(settings.folder))
+    app.state.authenticator = Authenticator(store.keys, Tokens(store.secrets[TOKENS]))
     #: For the routes of local administration; None refuses them.
     app.state.administration = None
     #: Adds models to a local server; None elsewhere.

@@ -20,6 +20,7 @@ from typing import Any, Self
 from tinkex.local.registry import default_data_folder
 
 MEBIBYTE = 2**20
+GIGABYTE = 10**9
 
 CONFIG_FILE = "tinkex.toml"
 TYPE_NAMES = {
@@ -65,6 +66,9 @@ class Settings:
     db: str = ""
     #: Folder or fsspec URL of payloads and results; empty means the data folder.
     storage: str = ""
+    #: Disk space for local copies of checkpoints and snapshots that are in an object store, in
+    #: gigabytes. The least recently used ones are deleted; 0 is no limit.
+    cache_gb: float = 50.0
     #: Device of the engines: cpu, cuda, cuda:1, ...; auto is CUDA if available.
     device: str = "auto"
     #: Number format of the base model: auto, float32 or bfloat16.

@@ -41,7 +41,7 @@ from tinkex.server.local_models import LocalModels, remembered, served_model, wi
 from tinkex.server.process_setup import collect_periodically, tune_gc, use_single_arena
 from tinkex.server.registration import Administration
 from tinkex.server.retry import poll_async
-from tinkex.server.settings import Settings
+from tinkex.server.settings import GIGABYTE, Settings
 from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.wire.engine_settings import DtypeName, EngineSettings
 from tinkex.wire.proto import frames_pb2
@@ -52,7 +52,6 @@ log = logging.getLogger("tinkex.server.web_process")
 # just as the client uses it.
 KEEP_ALIVE_S = 120
 
-GIGABYTE = 10**9
 # How often a starting server checks whether it answers requests, and whether its disk has space.
 START_POLL_S = 0.02
 DISK_POLL_S = 0.5

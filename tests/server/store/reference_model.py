@@ -162,7 +162,9 @@ class World:
 
     def newest_position(self, sampling_session_id: str) -> int:
         """Of the events that were not deleted."""
-        return max((position for of, position in self.events if of == sampling_session_id), default=0)
+        return max(
+            (position for of, position in self.events if of == sampling_session_id), default=0
+        )
 
     def ended(self, session_id: str, abandoned_before_s: float) -> bool:
         session = self.sessions[session_id]

@@ -88,7 +88,9 @@ class SampleWorker:
             self._token_streams.pop(request.request_id, None)
 
     async def _sample(self, request: QueuedRequest) -> Outcome:
-        done = await self._engine.run_request(request, functools.partial(self._prepare, request))
+        with self._execution.store.checkpoints.in_use(request.version_id):
+            prepare = functools.partial(self._prepare, request)
+            done = await self._engine.run_request(request, prepare)
         return Outcome(result=done.result)
 
     async def _prepare(self, request: QueuedRequest) -> tuple[Order, OnTokens | None]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from tinkex.durable_files import fingerprint
+from tinkex.server.store.blob_cache import BlobCache
 from tinkex.server.store.blobs import UNREADABLE, Files, folder_problem
 from tinkex.server.store.database import Database, one
 from tinkex.server.store.schema import Status, older_snapshots, requests, snapshots
@@ -46,9 +47,10 @@ class Snapshot:
 class Snapshots:
     """The newest snapshot of each model, and the fallback to the one before it."""
 
-    def __init__(self, database: Database, files: Files, folder: Path) -> None:
+    def __init__(self, database: Database, files: Files, folder: Path, cache: BlobCache) -> None:
         self._database = database
         self._files = files
+        self._cache = cache
         self._folder = files.local or str(folder)
 
     def new_key(self, model_id: str) -> tuple[str, str]:
@@ -120,6 +122,7 @@ class Snapshots:
         await self._database.with_folder(
             lambda: self._files.download(snapshot.place, folder), required=True
         )
+        self._cache.touch(folder)
         return folder
 
     async def save(

@@ -20,10 +20,7 @@ def upgrade() -> None:
             "coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'completions'), 0))"
         )
     else:
-        used = (
-            f"SELECT greatest(({used}), "
-            "(SELECT last_value FROM completions_position_seq))"
-        )
+        used = f"SELECT greatest(({used}), (SELECT last_value FROM completions_position_seq))"
     op.execute(f"UPDATE samplers SET events = ({used})")
     _replace_completions()
     _replace_usage()
