@@ -1,5 +1,5 @@
 """
-Everything that belongs to the engine of one base model.
+Everything that belongs to one engine.
 
 Steps go to its model workers, samples to its sample worker. Both send their work through one
 `EngineClient`, so crash isolation and admission see all of it.
@@ -14,7 +14,7 @@ from tinkex.server.queued_request import Outcome
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
 from tinkex.server.scheduler.checkpoints import CheckpointSteps
 from tinkex.server.scheduler.crash_files import CrashFiles
-from tinkex.server.scheduler.engine_client import EngineClient
+from tinkex.server.scheduler.engine_client import EngineClient, LostAttempts
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits, TrainingSlots
 from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers
 from tinkex.server.scheduler.recovery import RebuildQueue, Recovery, Snapshots
@@ -28,13 +28,16 @@ GAP_POLL_S = 1.0
 
 
 class EngineScheduler:
-    """Runs the requests of one base model on its engine."""
+    """Runs requests on one engine: that of a base model, or one of its replicas."""
 
     def __init__(
         self,
-        base_model: str,
+        name: str,
         execution: Execution,
         *,
+        base_model: str,
+        lost: LostAttempts,
+        has_replicas: bool,
         limits: TrainingLimits,
         gap_s: float,
         snapshot_steps: int,
@@ -44,10 +47,16 @@ class EngineScheduler:
         crash_files: CrashFiles | None,
         base_check: BaseModelCheck | None,
     ) -> None:
+        self.name = name
+        #: Models that train here, by id. They are in its memory, or will be for their next step.
+        self.models: dict[str, ModelState] = {}
         self._execution = execution
         self.client = EngineClient(
-            base_model,
+            name,
             execution,
+            base_model=base_model,
+            lost=lost,
+            has_replicas=has_replicas,
             crash_files=crash_files,
             base_check=base_check,
             max_sequences=max_sequences,
@@ -76,6 +85,28 @@ class EngineScheduler:
         )
         self.samples = SampleWorker(execution, self.client)
 
+    @property
+    def is_up(self) -> bool:
+        """Whether it makes progress, as far as is known."""
+        return self._execution.executor.waiting_for(self.name) is None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process runs, even if it does not respond at the moment."""
+        return self._execution.executor.stats(self.name) is not None
+
+    def take_over(self, state: ModelState) -> None:
+        """Run the steps of a model here from now on; its next step rebuilds it from its log."""
+        state.home.models.pop(state.model.model_id, None)
+        state.home.recovery.forget(state)
+        state.home = self
+        self.models[state.model.model_id] = state
+        state.loaded_in = None
+        if state.gap_timer is not None:
+            state.gap_timer.cancel()
+            state.gap_timer = None
+        self.workers.start(state)
+
     def set_base_check(self, check: BaseModelCheck) -> None:
         """The base model is served from now on."""
         self.client.base_check = self._checkpoints.base_check = check
@@ -83,7 +114,7 @@ class EngineScheduler:
     def queue_state(self, request_id: str) -> QueueState:
         """The state of an unfinished request, and what it waits for."""
         executor, base_model = self._execution.executor, self.client.base_model
-        if (reason := executor.waiting_for(base_model)) is not None:
+        if (reason := executor.waiting_for(self.name)) is not None:
             return QueueState(state="paused_capacity", reason=reason)
         if self.client.isolation.is_held(request_id):
             return QueueState(
@@ -93,7 +124,7 @@ class EngineScheduler:
             )
         if (state := self._slots.queue_state(request_id)) is not None:
             return state
-        stats = executor.stats(base_model)
+        stats = executor.stats(self.name)
         if request_id in self.samples and stats is not None and stats.samples_waiting:
             return QueueState(
                 state="paused_capacity",

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinkex.server.executor import (
     BatchFailed,
@@ -55,6 +55,9 @@ from tinkex.wire.codec import encode_json
 from tinkex.wire.proto.frames_pb2 import Done, Order
 from tinkex.wire.training import CreateModelResponse
 
+if TYPE_CHECKING:
+    from tinkex.server.scheduler.engine_scheduler import EngineScheduler
+
 log = logging.getLogger("tinkex.server.scheduler")
 
 # After a step of these kinds, the next step may start before the result is stored. If the process
@@ -72,6 +75,8 @@ class ModelState:
 
     model: Model
     queue: StepQueue
+    #: The engine that runs its steps.
+    home: "EngineScheduler"
     #: The engine incarnation that has this model in memory, in the state that its log describes.
     loaded_in: int | None = None
     worker: asyncio.Task[None] | None = None
@@ -269,7 +274,7 @@ class ModelWorkers:
         self._rebuilds = rebuilds
         self._slots = slots
         self._snapshots = snapshots
-        self._results = ResultWriter(execution, self._start_worker)
+        self._results = ResultWriter(execution, self.start)
         self._steps = StepRunner(execution, engine, checkpoints, self._results)
         self._gap_s = gap_s
         self._clock = clock
@@ -277,7 +282,7 @@ class ModelWorkers:
     def add_step(self, state: ModelState, step: QueuedRequest) -> None:
         """Queue a step; it fails if the queue has already passed its number."""
         if state.queue.add(step, now_s=self._clock()):
-            self._start_worker(state)
+            self.start(state)
         else:
             late = Outcome(error=arrived_late(number_of(step)), category="user", cause=Cause.LATE)
             self._results.add(state, step, late, gradient_error=None)
@@ -291,7 +296,7 @@ class ModelWorkers:
     def refuse_step(self, state: ModelState, step: QueuedRequest) -> None:
         """Record a malformed step, so that later steps do not wait for its number."""
         state.queue.refuse(step)
-        self._start_worker(state)
+        self.start(state)
 
     def run_between_steps(
         self, state: ModelState, work: Coroutine[Any, Any, None]
@@ -305,19 +310,22 @@ class ModelWorkers:
             finally:
                 work.close()
                 state.worker = None
-                self._start_worker(state)
+                state.home.workers.start(state)
 
         state.worker = self._execution.spawn(run())
         return state.worker
 
-    def _start_worker(self, state: ModelState) -> None:
-        if state.worker is None and not self._execution.closing:
+    def start(self, state: ModelState) -> None:
+        """Run the waiting steps of a model, unless something of it runs."""
+        if state.home.workers is not self:
+            state.home.workers.start(state)  # it has moved
+        elif state.worker is None and not self._execution.closing:
             state.worker = self._execution.spawn(self._work(state))
 
     async def _work(self, state: ModelState) -> None:
-        """Run batches of steps until the next step has not arrived yet."""
+        """Run batches of steps until the next step has not arrived yet, or the model moves."""
         try:
-            while not self._execution.closing:
+            while not self._execution.closing and state.home.workers is self:
                 # No step is running now, so all steps that had to be requeued have been.
                 state.rewinding = False
                 batch = state.queue.next_batch(
@@ -330,7 +338,10 @@ class ModelWorkers:
                     await self._snapshots.begin(state)
         finally:
             state.worker = None
-            self._start_gap_timer(state)
+            if state.home.workers is self:
+                self._start_gap_timer(state)
+            else:
+                self.start(state)
 
     def _max_passes(self, state: ModelState) -> int | None:
         """1 if the next step was lost before, to find the step that crashes the engine."""
@@ -451,7 +462,9 @@ class ModelWorkers:
 
     def _on_gap_timeout(self, state: ModelState, gap: Gap) -> None:
         state.gap_timer = None
-        if state.queue.gap() == gap and state.worker is None:
+        if state.home.workers is not self:
+            self.start(state)  # it has moved
+        elif state.queue.gap() == gap and state.worker is None:
             self.run_between_steps(state, self._close_gap(state, gap))
 
     async def _close_gap(self, state: ModelState, gap: Gap) -> None:

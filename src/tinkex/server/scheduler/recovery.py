@@ -191,6 +191,14 @@ class Recovery:
         """Whether the engine may have something of this model in memory."""
         return state.model.model_id in self._loaded.get(state.model.session_id, ())
 
+    def forget(self, state: "ModelState") -> None:
+        """Another engine has the model now."""
+        models = self._loaded.get(state.model.session_id)
+        if models is not None:
+            models.discard(state.model.model_id)
+            if not models:
+                del self._loaded[state.model.session_id]
+
     async def unload(self, state: "ModelState") -> None:
         """
         Remove a model from the engine's memory. Call it only while the model's worker does not run.
@@ -214,9 +222,7 @@ class Recovery:
                             incarnation,
                         )
         finally:
-            self._loaded[model.session_id].discard(model.model_id)
-            if not self._loaded[model.session_id]:
-                del self._loaded[model.session_id]
+            self.forget(state)
         if incarnation is not None:
             await self._forget_losses(model.session_id, incarnation)
 

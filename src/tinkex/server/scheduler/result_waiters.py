@@ -216,10 +216,9 @@ class Futures:
         unfinished = self._unfinished.get(request_id)
         return unfinished is not None and bool(unfinished.waiters)
 
-    def base_model(self, request_id: str) -> str | None:
-        """The base model of an unfinished request."""
+    def unfinished_request(self, request_id: str) -> QueuedRequest | None:
         unfinished = self._unfinished.get(request_id)
-        return None if unfinished is None else unfinished.request.base_model
+        return None if unfinished is None else unfinished.request
 
     def base_models(self) -> set[str]:
         """The base models of all unfinished requests."""

@@ -27,6 +27,7 @@ from tinkex.wire.proto.frames_pb2 import Done
 
 if TYPE_CHECKING:
     from tinkex.server.scheduler.model_worker import ModelState
+    from tinkex.server.scheduler.sample_worker import TokenStream
 
 log = logging.getLogger("tinkex.server.scheduler")
 
@@ -197,6 +198,8 @@ class Execution:
         self.payloads = Payloads(store)
         self.failures = SessionFailures(store)
         self.usage = ComputeUsage()
+        #: Streams of running samples, by request id.
+        self.token_streams: dict[str, TokenStream] = {}
         #: Called with the id of a model whenever a step of it is sent to an engine.
         self.on_step: Callable[[str], None] = lambda model_id: None
         #: Accepted requests that this process runs, until their results are stored.
