@@ -18,6 +18,7 @@ from tinkex.server.scheduler.replicas import (
     ReplicaLoad,
     choose_for_sample,
     choose_for_training,
+    choose_move,
 )
 from waiting import until_async
 
@@ -51,6 +52,16 @@ def test_a_new_model_goes_where_the_fewest_models_are() -> None:
     assert chosen(2, 3, 1) == 2
     assert chosen(5, 0, down=1) == 0
     assert chosen(3, down=0) == 0  # it waits there
+
+
+def test_a_model_moves_only_if_that_evens_out_the_replicas() -> None:
+    def chosen(*models: int) -> tuple[int, int] | None:
+        return choose_move([ReplicaLoad(name="", models=count) for count in models])
+
+    assert chosen(1, 0) is None
+    assert chosen(2, 0) == (0, 1)
+    assert chosen(1, 3, 2) == (1, 0)
+    assert choose_move(loads(0, 0, down=[0, 1])) is None
 
 
 def test_prompts_keep_their_replica_and_are_spread_evenly() -> None:
@@ -178,12 +189,62 @@ async def test_the_work_of_an_engine_that_stays_down_goes_to_the_others(
         assert [len(executor.models(number)) for number in (1, 2)] == [3, 3]
         for request_id in waiting:
             assert "sequences" in await api.result(request_id)
-        # It comes back empty and takes new models.
+        # It comes back empty, and gets its share again while the models train.
         executor.engines[0].open.set()
         executor.restart(0)
-        new = await api.model(session, number=6)
-        assert executor.models(0) == {new}
-        assert [await train(api, model, 7, 1) for model in models] == [15.0] * 6
+        running = [asyncio.create_task(train(api, model, 7, 20)) for model in models]
+        await until_async(lambda: [len(executor.models(number)) for number in range(3)] == [2] * 3)
+        assert await asyncio.gather(*running) == [2.0**23 - 1] * 6
+
+
+async def test_a_model_moves_while_it_trains(tmp_path: Path) -> None:
+    executor = ReplicatedExecutor(2)
+    async with hosted(executor, tmp_path) as api, asyncio.timeout(60):
+        model = await api.model()
+        assert api.app is not None
+        scheduler = api.app.state.context.scheduler
+        here, there = scheduler.replicas(BASE).engines
+        state = here.models[model]
+        assert await train(api, model, 1, 30) == 2.0**30 - 1
+        running = asyncio.create_task(train(api, model, 61, 15))
+        caught_up, paused = there.recovery.catch_up, []
+
+        async def catch_up(state: Any, incarnation: int, *, after: int | None = None) -> int:
+            before = len(executor.engines[1].ran)
+            position: int = await caught_up(state, incarnation, after=after)
+            paused.append(len(executor.engines[1].ran) - before)
+            return position
+
+        there.recovery.catch_up = catch_up
+        assert await there.move_here(state)
+        assert state.home is there
+        # While it paused, the copy ran at most an optimizer step and its passes.
+        assert paused[-1] <= 2
+        assert await running == 2.0**45 - 1
+        assert executor.models(0) == set()
+        assert executor.models(1) == {model}
+        # And back, while nothing runs; then the engine is lost.
+        assert await here.move_here(state)
+        assert await train(api, model, 91, 1) == 2.0**46 - 1
+        executor.crash(0)
+        assert await train(api, model, 93, 1) == 2.0**47 - 1
+
+
+async def test_a_model_stays_if_its_new_engine_is_lost(tmp_path: Path) -> None:
+    executor = ReplicatedExecutor(2)
+    async with hosted(executor, tmp_path) as api, asyncio.timeout(60):
+        model = await api.model()
+        assert api.app is not None
+        here, there = api.app.state.context.scheduler.replicas(BASE).engines
+        assert await train(api, model, 1, 3) == 7.0
+        executor.engines[1].open.clear()
+        moving = asyncio.create_task(there.move_here(here.models[model]))
+        await until_async(lambda: bool(executor.engines[1].entered._value))
+        executor.crash(1)
+        executor.engines[1].open.set()
+        assert await moving is False
+        assert await train(api, model, 7, 3) == 63.0
+        assert executor.models(1) == set()
 
 
 async def test_a_request_that_crashes_engines_is_found_on_whichever_it_runs(

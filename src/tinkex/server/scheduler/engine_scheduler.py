@@ -7,9 +7,11 @@ Steps go to its model workers, samples to its sample worker. Both send their wor
 
 import asyncio
 import contextlib
+import functools
+import logging
 from collections.abc import Callable
 
-from tinkex.server.executor import WorkFailed
+from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
 from tinkex.server.queued_request import Outcome
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
 from tinkex.server.scheduler.checkpoints import CheckpointSteps
@@ -20,9 +22,17 @@ from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers
 from tinkex.server.scheduler.recovery import RebuildQueue, Recovery, Snapshots
 from tinkex.server.scheduler.results import Execution, failure_outcome
 from tinkex.server.scheduler.sample_worker import SampleWorker
+from tinkex.server.store import Damaged, StorageError
 from tinkex.wire.codec import encode_json
+from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import UnloadModelResponse
 
+log = logging.getLogger("tinkex.server.scheduler")
+
+#: A moving model pauses when its copy is this close: an optimizer step and the passes before it.
+CLOSE_STEPS = 2
+#: How often the copy of a moving model follows before it is handed over anyway.
+MAX_ROUNDS = 20
 # How often a model that is to be unloaded is checked while its steps wait for a missing number.
 GAP_POLL_S = 1.0
 
@@ -106,6 +116,62 @@ class EngineScheduler:
             state.gap_timer.cancel()
             state.gap_timer = None
         self.workers.start(state)
+
+    async def move_here(self, state: ModelState) -> bool:
+        """
+        Move a model that trains on another replica here.
+
+        It goes on training there while a copy here catches up with its log: first from a snapshot,
+        then step by step. When the copy is at most `CLOSE_STEPS` behind, the model pauses until the
+        copy has run those. False if it was not moved; then it goes on where it was.
+        """
+        origin, model_id = state.home, state.model.model_id
+        if state.loaded_in is None:
+            self.take_over(state)
+            return True
+        copied_to: int | None = None
+        left = state.loaded_in
+        try:
+            if not await origin.snapshot_while_training(state):
+                return False
+            async with self.client.isolation.attempt(model_id):
+                incarnation = copied_to = await self.client.ready()
+                position = await self.recovery.catch_up(state, incarnation)
+                for _ in range(MAX_ROUNDS):
+                    if state.queue.next_seq - 1 - position <= CLOSE_STEPS:
+                        break
+                    position = await self.recovery.catch_up(state, incarnation, after=position)
+                hand_over = functools.partial(self._hand_over, state, origin, incarnation, position)
+                await origin.workers.run_between_batches(state, hand_over)
+        except (EngineLost, EngineRefused, WorkFailed, UserFailure, Damaged, StorageError) as error:
+            log.info("%s was not moved to %s: %s", model_id, self.name, error)
+        if state.home is self:
+            await origin.recovery.drop(state, left)
+            return True
+        if copied_to is not None:
+            await self.recovery.drop(state, copied_to)
+        return False
+
+    async def _hand_over(
+        self, state: ModelState, origin: "EngineScheduler", incarnation: int, position: int
+    ) -> None:
+        """Between two batches: run what is missing here, and continue here."""
+        await state.results_stored()
+        await self.recovery.catch_up(state, incarnation, after=position)
+        if state.home is origin:  # it may have been lost and taken over meanwhile
+            self.take_over(state)
+            state.loaded_in = incarnation
+
+    async def snapshot_while_training(self, state: ModelState) -> bool:
+        """Take a snapshot after the current batch; later steps run while it is written."""
+        written: asyncio.Future[bool] | None = None
+
+        async def begin() -> None:
+            nonlocal written
+            written = await self._snapshots.begin(state)
+
+        await self.workers.run_between_batches(state, begin)
+        return written is not None and await written
 
     def set_base_check(self, check: BaseModelCheck) -> None:
         """The base model is served from now on."""

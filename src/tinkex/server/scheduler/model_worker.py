@@ -80,6 +80,8 @@ class ModelState:
     #: The engine incarnation that has this model in memory, in the state that its log describes.
     loaded_in: int | None = None
     worker: asyncio.Task[None] | None = None
+    #: What its worker does before the next batch of steps.
+    between: deque[Callable[[], Awaitable[None]]] = field(default_factory=deque)
     gap_timer: asyncio.TimerHandle | None = None
     #: Results in the order of their steps, and the task that stores them.
     unstored: deque[Unstored] = field(default_factory=deque)
@@ -104,6 +106,11 @@ class ModelState:
         """Whether it has no running or waiting steps, and no results that are not stored."""
         has_steps = self.queue.waiting or self.queue.running or self.queue.refused
         return self.worker is None and self.storing is None and not has_steps
+
+    @property
+    def is_movable(self) -> bool:
+        """Whether another replica can take it: it is loaded, or has nothing to do."""
+        return self.loaded_in is not None or self.is_idle
 
     async def send(
         self, engine: EngineClient, order: Order, incarnation: int
@@ -315,6 +322,24 @@ class ModelWorkers:
         state.worker = self._execution.spawn(run())
         return state.worker
 
+    async def run_between_batches(
+        self, state: ModelState, work: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Run `work` after the current batch, also if more steps wait; raises what it raises."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def run() -> None:
+            try:
+                await work()
+            except Exception as error:  # noqa: BLE001  the caller gets it
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        state.between.append(run)
+        self.start(state)
+        await done
+
     def start(self, state: ModelState) -> None:
         """Run the waiting steps of a model, unless something of it runs."""
         if state.home.workers is not self:
@@ -325,7 +350,11 @@ class ModelWorkers:
     async def _work(self, state: ModelState) -> None:
         """Run batches of steps until the next step has not arrived yet, or the model moves."""
         try:
-            while not self._execution.closing and state.home.workers is self:
+            while not self._execution.closing:
+                while state.between:
+                    await state.between.popleft()()
+                if state.home.workers is not self:
+                    break
                 # No step is running now, so all steps that had to be requeued have been.
                 state.rewinding = False
                 batch = state.queue.next_batch(

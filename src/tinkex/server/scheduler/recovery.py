@@ -187,9 +187,37 @@ class Recovery:
         with self._rebuilds.rebuilding(state):
             await self._replay(state, incarnation)
 
+    async def catch_up(
+        self, state: "ModelState", incarnation: int, *, after: int | None = None
+    ) -> int:
+        """
+        Bring a copy of a model that trains elsewhere to the newest step of its log.
+
+        The first call makes the copy from the newest snapshot. Returns the number of that step,
+        which is `after` for the next call.
+        """
+        if after is None:
+            model = state.model
+            if (check := self._engine.base_check) is not None:
+                await check.check_run(model.model_id, incarnation)
+            async with self._losses_lock:
+                self._loaded[model.session_id].add(model.model_id)
+            await self._register_losses(state, incarnation)
+        with self._rebuilds.rebuilding(state):
+            return await self._replay(state, incarnation, after=after)
+
     def may_be_loaded(self, state: "ModelState") -> bool:
         """Whether the engine may have something of this model in memory."""
         return state.model.model_id in self._loaded.get(state.model.session_id, ())
+
+    async def drop(self, state: "ModelState", incarnation: int) -> None:
+        """Remove a copy of a model that trains on another engine."""
+        with contextlib.suppress(EngineLost, EngineRefused, WorkFailed):
+            async with self._engine.isolation.attempt():
+                order = Order(drop=frames_pb2.Drop(model_id=state.model.model_id))
+                await state.run(self._engine, order, incarnation)
+        self.forget(state)
+        await self._forget_losses(state.model.session_id, incarnation)
 
     def forget(self, state: "ModelState") -> None:
         """Another engine has the model now."""
@@ -256,17 +284,25 @@ class Recovery:
             with contextlib.suppress(WorkFailed):
                 await state.run(self._engine, register_loss_order(loss), incarnation)
 
-    async def _replay(self, state: "ModelState", incarnation: int) -> None:
-        """Restore the last snapshot and run the steps of the log since then."""
+    async def _restore(self, state: "ModelState", incarnation: int) -> int:
+        """Restore the last snapshot; returns its step."""
+        model_id = state.model.model_id
+        snapshot = await self._store.snapshots.newest_intact(model_id)
+        if snapshot is None:
+            return -1
+        folder = await self._store.snapshots.open(snapshot)
+        await state.run(self._engine, create_order(state.model), incarnation)
+        restore = frames_pb2.Restore(model_id=model_id, folder=folder)
+        await state.run(self._engine, Order(restore=restore), incarnation)
+        return snapshot.seq_id
+
+    async def _replay(
+        self, state: "ModelState", incarnation: int, *, after: int | None = None
+    ) -> int:
+        """Run the steps of the log after this one, or after the last snapshot; returns the last."""
         model_id = state.model.model_id
         await self._rebuilds.may_continue(state)
-        snapshot = await self._store.snapshots.newest_intact(model_id)
-        if snapshot is not None:
-            folder = await self._store.snapshots.open(snapshot)
-            await state.run(self._engine, create_order(state.model), incarnation)
-            restore = frames_pb2.Restore(model_id=model_id, folder=folder)
-            await state.run(self._engine, Order(restore=restore), incarnation)
-        after = -1 if snapshot is None else snapshot.seq_id
+        after = await self._restore(state, incarnation) if after is None else after
         rows = await self._store.requests.log(model_id, after=after)
         if rows:
             log.info("rebuilding %s: replaying %d steps of its log", model_id, len(rows))
@@ -304,6 +340,7 @@ class Recovery:
         finally:
             for one in passes:
                 one.cancel()
+        return max((row.seq_id or 0 for row in rows), default=after)
 
     async def _replay_one(
         self, state: "ModelState", row: QueuedRequest, action: Replay, incarnation: int

@@ -49,6 +49,16 @@ def choose_for_training(loads: Sequence[ReplicaLoad]) -> int:
     )
 
 
+def choose_move(loads: Sequence[ReplicaLoad]) -> tuple[int, int] | None:
+    """From which replica to which a model should move, so that each has its share; None if it has."""
+    up = [number for number, load in enumerate(loads) if load.is_up]
+    if not up:
+        return None
+    most = max(up, key=lambda number: loads[number].models)
+    fewest = min(up, key=lambda number: loads[number].models)
+    return (most, fewest) if loads[most].models - loads[fewest].models >= 2 else None
+
+
 def choose_for_sample(key: bytes, loads: Sequence[ReplicaLoad], *, sequences: int) -> int:
     """
     The replica for a sample with this key: the first by rendezvous hash that is not too busy.

@@ -23,7 +23,7 @@ from tinkex.server.scheduler.engine_client import LostAttempts, RunElsewhere, af
 from tinkex.server.scheduler.engine_scheduler import EngineScheduler
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits
 from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers
-from tinkex.server.scheduler.replicas import Replicas
+from tinkex.server.scheduler.replicas import Replicas, choose_move
 from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.results import Execution
 from tinkex.server.scheduler.sample_worker import CustomLossWorker, TokenStream
@@ -38,6 +38,8 @@ STORE_TIMEOUT_S = 5.0
 PICKUP_INTERVAL_S = 5.0
 #: How often replicas that are down are looked for.
 REPLICA_CHECK_S = 1.0
+#: After a model could not be moved to another replica.
+MOVE_RETRY_S = 60.0
 #: Rows that one read returns. Small, so that it does not block other reads and the event loop.
 PICKUP_BATCH = 200
 
@@ -143,6 +145,9 @@ class Scheduler:
         for served in executor.served:
             self.replicas(served.name)
         self._models = ModelStates(store, lambda base: self.replicas(base).for_training())
+        #: The move of a model between replicas, and when to try again after one failed.
+        self._move: asyncio.Task[None] | None = None
+        self._next_move_s = 0.0
         #: Models whose steps are being read.
         self._opening: set[str] = set()
         self._losses = CustomLossWorker(self._execution, self._models, self.replicas)
@@ -225,15 +230,15 @@ class Scheduler:
         if any(len(replicas.engines) > 1 for replicas in self._replicas.values()):
             self._execution.spawn(
                 run_periodically(
-                    self._leave_lost_engines,
+                    self._share_work,
                     REPLICA_CHECK_S,
-                    what="moving work away from replicas that are down",
+                    what="sharing work between replicas",
                     log=log,
                 )
             )
 
-    async def _leave_lost_engines(self) -> None:
-        """Move the work of replicas that stay down to the others."""
+    async def _share_work(self) -> None:
+        """Move the work of replicas that stay down to the others, and back when they return."""
         for replicas in self._replicas.values():
             for engine in replicas.lost_engines(time.monotonic()):
                 if engine.models:
@@ -245,6 +250,29 @@ class Scheduler:
                 for state in list(engine.models.values()):
                     replicas.for_training().take_over(state)
                 engine.client.give_up()
+            if self._move is None and time.monotonic() >= self._next_move_s:
+                self._balance(replicas)
+
+    def _balance(self, replicas: Replicas) -> None:
+        """Move one model if one replica has more than its share, for example after a crash."""
+        move = choose_move(replicas.loads()) if len(replicas.engines) > 1 else None
+        if move is None:
+            return
+        origin, target = (replicas.engines[number] for number in move)
+        movable = [state for state in origin.models.values() if state.is_movable]
+        if movable:
+            self._move = self._execution.spawn(self._move_model(movable[-1], target))
+
+    async def _move_model(self, state: ModelState, target: EngineScheduler) -> None:
+        """In the background: engines that are lost meanwhile are noticed."""
+        origin = state.home
+        try:
+            if await target.move_here(state):
+                log.info("%s moved from %s to %s", state.model.model_id, origin.name, target.name)
+            else:
+                self._next_move_s = time.monotonic() + MOVE_RETRY_S
+        finally:
+            self._move = None
 
     def _is_served(self, base_model: str) -> bool:
         return any(model.name == base_model for model in self._execution.executor.served)
