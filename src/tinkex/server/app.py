@@ -72,11 +72,13 @@ def create_app(
     store: Store,
     *,
     last_status: int = -signal.SIGKILL,
+    worker: str | None = None,
 ) -> FastAPI:
     """
     Build the application on an open store. Its lifespan starts and stops the scheduler.
 
-    `last_status` is the exit status of the last web process on this folder.
+    `last_status` is the exit status of the last web process on this folder. `worker` is the name of
+    this process if it shares its database with others.
     """
 
     @asynccontextmanager
@@ -99,6 +101,7 @@ def create_app(
             crash_files=crash_files,
             last_status=last_status,
             base_checks=base_checks,
+            ownership=None if worker is None else store.ownership(worker),
         )
         activity = ActivityLog(executor, scheduler, every_s=settings.activity_s)
         session_timeouts = SessionTimeouts(store, scheduler, grace_s=settings.session_grace_s)

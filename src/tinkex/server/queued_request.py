@@ -86,6 +86,8 @@ class QueuedRequest:
     tokens: int = 0
     #: The first tokens of a sample's prompt (`scheduler.replicas`); empty if unknown.
     prompt_start: bytes = b""
+    #: The term under which a step runs (`store.ownership`); None on a server that is alone.
+    term: int | None = None
     #: None while it waits, except for a refused step, which has its error from the start. An outcome
     #: that was read from the store has no result in it.
     outcome: Outcome | None = None

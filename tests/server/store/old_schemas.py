@@ -5,9 +5,18 @@ import sqlalchemy as sa
 from tinkex.server.store.migrations import migrate
 
 
+def make_0011(engine: sa.Engine) -> None:
+    """Create the tables of version 0011: models without owners among workers."""
+    migrate(engine)
+    with engine.begin() as connection:
+        for column in ("home", "term"):
+            connection.exec_driver_sql(f"ALTER TABLE models DROP COLUMN {column}")
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0011'")
+
+
 def make_0010(engine: sa.Engine) -> None:
     """Create the tables of version 0010: one numbering of events, usage without writers."""
-    migrate(engine)
+    make_0011(engine)
     number = (
         "INTEGER NOT NULL CONSTRAINT pk_completions PRIMARY KEY AUTOINCREMENT"
         if engine.dialect.name == "sqlite"

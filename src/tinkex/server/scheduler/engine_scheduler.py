@@ -49,6 +49,7 @@ class EngineScheduler:
         lost: LostAttempts,
         has_replicas: bool,
         limits: TrainingLimits,
+        on_lost: Callable[[ModelState], None],
         gap_s: float,
         snapshot_steps: int,
         snapshot_bytes: int,
@@ -91,6 +92,7 @@ class EngineScheduler:
             slots=self._slots,
             snapshots=self._snapshots,
             gap_s=gap_s,
+            on_lost=on_lost,
             clock=clock,
         )
         self.samples = SampleWorker(execution, self.client)

@@ -77,6 +77,10 @@ class ModelState:
     queue: StepQueue
     #: The engine that runs its steps.
     home: "EngineScheduler"
+    #: Under which term this process has it; None on a server that is alone on its database.
+    term: int | None = None
+    #: Whether another worker has it now. Then nothing that is computed here counts.
+    disowned: bool = False
     #: The engine incarnation that has this model in memory, in the state that its log describes.
     loaded_in: int | None = None
     worker: asyncio.Task[None] | None = None
@@ -237,6 +241,8 @@ class StepRunner:
     async def finish(self, state: ModelState, step: QueuedRequest, outcome: Outcome) -> None:
         """Give the result to the writer. Unless the kind is PIPELINED, wait until it is stored."""
         self._engine.isolation.forget(step.request_id)
+        if state.disowned:
+            return
         if state.rewinding:
             # The step used the effect of a step whose result could not be stored.
             state.queue.requeue([step])
@@ -273,6 +279,7 @@ class ModelWorkers:
         slots: TrainingSlots,
         snapshots: Snapshots,
         gap_s: float,
+        on_lost: Callable[[ModelState], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._execution = execution
@@ -281,7 +288,7 @@ class ModelWorkers:
         self._rebuilds = rebuilds
         self._slots = slots
         self._snapshots = snapshots
-        self._results = ResultWriter(execution, self.start)
+        self._results = ResultWriter(execution, self.start, on_lost)
         self._steps = StepRunner(execution, engine, checkpoints, self._results)
         self._gap_s = gap_s
         self._clock = clock
@@ -344,13 +351,13 @@ class ModelWorkers:
         """Run the waiting steps of a model, unless something of it runs."""
         if state.home.workers is not self:
             state.home.workers.start(state)  # it has moved
-        elif state.worker is None and not self._execution.closing:
+        elif state.worker is None and not self._execution.closing and not state.disowned:
             state.worker = self._execution.spawn(self._work(state))
 
     async def _work(self, state: ModelState) -> None:
         """Run batches of steps until the next step has not arrived yet, or the model moves."""
         try:
-            while not self._execution.closing:
+            while not self._execution.closing and not state.disowned:
                 while state.between:
                     await state.between.popleft()()
                 if state.home.workers is not self:
@@ -367,7 +374,9 @@ class ModelWorkers:
                     await self._snapshots.begin(state)
         finally:
             state.worker = None
-            if state.home.workers is self:
+            if state.disowned:
+                pass
+            elif state.home.workers is self:
                 self._start_gap_timer(state)
             else:
                 self.start(state)

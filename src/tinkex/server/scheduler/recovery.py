@@ -29,7 +29,7 @@ from tinkex.server.scheduler.engine_client import (
 from tinkex.server.scheduler.fairness import TrainingSlots
 from tinkex.server.scheduler.results import MAX_ATTEMPTS, Execution
 from tinkex.server.scheduler.step_queue import Replay, StepBatch, replay_of
-from tinkex.server.store import Damaged, StorageError
+from tinkex.server.store import Damaged, NotOwner, StorageError
 from tinkex.wire.proto import frames_pb2
 from tinkex.wire.proto.frames_pb2 import Done, Order
 
@@ -287,7 +287,7 @@ class Recovery:
     async def _restore(self, state: "ModelState", incarnation: int) -> int:
         """Restore the last snapshot; returns its step."""
         model_id = state.model.model_id
-        snapshot = await self._store.snapshots.newest_intact(model_id)
+        snapshot = await self._store.snapshots.newest_intact(model_id, term=state.term)
         if snapshot is None:
             return -1
         folder = await self._store.snapshots.open(snapshot)
@@ -431,7 +431,7 @@ class Snapshots:
             order = Order(snapshot=frames_pb2.Snapshot(model_id=model_id, folder=folder))
             future = await state.send(self._engine, order, incarnation)
             saving = self._save(
-                model_id, future, place, state.queue.next_seq - 1, state.queue.gradient_error
+                state, future, place, state.queue.next_seq - 1, state.queue.gradient_error
             )
             written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             state.snapshot_task = self._execution.spawn(
@@ -441,12 +441,13 @@ class Snapshots:
 
     async def _save(
         self,
-        model_id: str,
+        state: "ModelState",
         future: asyncio.Future[Done],
         place: str,
         seq_id: int,
         gradient_error: str | None,
     ) -> bool:
+        model_id = state.model.model_id
         try:
             done = await future
             return await self._execution.store.snapshots.save(
@@ -455,8 +456,9 @@ class Snapshots:
                 place=place,
                 size_bytes=json.loads(done.result)["size_bytes"],
                 spoiled=gradient_error,
+                term=state.term,
             )
-        except (EngineLost, EngineRefused) as lost:
+        except (EngineLost, EngineRefused, NotOwner) as lost:
             log.info("the snapshot of %s failed: %s", model_id, lost)
         except (WorkFailed, StorageError) as failed:
             log.warning("the snapshot of %s failed: %s", model_id, failed)

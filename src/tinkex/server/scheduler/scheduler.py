@@ -28,7 +28,7 @@ from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.results import Execution
 from tinkex.server.scheduler.sample_worker import CustomLossWorker, TokenStream
 from tinkex.server.scheduler.step_queue import model_deleted, number_of, restore_queue
-from tinkex.server.store import StorageError, Store
+from tinkex.server.store import Ownership, StorageError, Store
 
 log = logging.getLogger("tinkex.server.scheduler")
 
@@ -47,8 +47,14 @@ PICKUP_BATCH = 200
 class ModelStates:
     """The models that have had work since this process started, restored from their logs."""
 
-    def __init__(self, store: Store, home_of: Callable[[str], EngineScheduler]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        home_of: Callable[[str], EngineScheduler],
+        ownership: Ownership | None,
+    ) -> None:
         self._store = store
+        self._ownership = ownership
         #: The engine for a model of this base model.
         self._home_of = home_of
         self._states: dict[str, ModelState] = {}
@@ -64,7 +70,8 @@ class ModelStates:
     def forget(self, state: ModelState) -> None:
         """Drop a state, unless something of it exists only in memory."""
         model_id = state.model.model_id
-        if not state.is_idle or self._states.get(model_id) is not state:
+        idle = state.is_idle or state.disowned
+        if not idle or self._states.get(model_id) is not state:
             return
         del self._states[model_id]
         state.home.models.pop(model_id, None)
@@ -79,6 +86,10 @@ class ModelStates:
             model = await self._store.models.model(model_id)
             if model is None:
                 raise LookupError(f"model {model_id} is not in the database")
+            term = None
+            if self._ownership is not None:
+                # Before the log is read: whoever had the model adds nothing to it from now on.
+                term = await self._ownership.take(model_id)
             snapshot = await self._store.snapshots.newest(model_id)
             after = -1 if snapshot is None else snapshot.seq_id
             finished = [
@@ -95,6 +106,7 @@ class ModelStates:
                 model=model,
                 queue=queue,
                 home=self._home_of(model.base_model),
+                term=term,
                 steps_since_snapshot=len(finished),
             )
             self._states[model_id] = state.home.models[model_id] = state
@@ -118,6 +130,7 @@ class Scheduler:
         crash_files: CrashFiles | None = None,
         last_status: int = 0,
         base_checks: BaseModelChecks | None = None,
+        ownership: Ownership | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
@@ -133,6 +146,7 @@ class Scheduler:
             snapshot_steps=snapshot_steps,
             snapshot_bytes=snapshot_bytes,
             max_sequences=max_sequences,
+            on_lost=self._disown,
             clock=clock,
             crash_files=crash_files,
         )
@@ -144,7 +158,9 @@ class Scheduler:
         self._replicas: dict[str, Replicas] = {}
         for served in executor.served:
             self.replicas(served.name)
-        self._models = ModelStates(store, lambda base: self.replicas(base).for_training())
+        self._models = ModelStates(
+            store, lambda base: self.replicas(base).for_training(), ownership
+        )
         #: The move of a model between replicas, and when to try again after one failed.
         self._move: asyncio.Task[None] | None = None
         self._next_move_s = 0.0
@@ -458,6 +474,24 @@ class Scheduler:
             raise ValueError(f"request {request.request_id} names no model")
         state = await self._open(model_id)
         return await state.home.unload(state)
+
+    def _disown(self, state: ModelState) -> None:
+        """Another worker has the model: it finishes the steps that were here."""
+        state.disowned = True
+        if state.gap_timer is not None:
+            state.gap_timer.cancel()
+        steps = (*state.queue.waiting.values(), *state.queue.running.values())
+        for step in (*steps, *(step for step, _, _ in state.unstored)):
+            self._execution.release(step)
+        state.unstored.clear()
+        self._models.forget(state)
+        self._execution.spawn(self._drop_disowned(state))
+
+    async def _drop_disowned(self, state: ModelState) -> None:
+        while state.worker is not None:
+            await asyncio.wait({state.worker})
+        if state.loaded_in is not None:
+            await state.home.recovery.drop(state, state.loaded_in)
 
     def unload_session(self, session_id: str) -> None:
         """Unload the models of a session; the next step of each rebuilds it."""

@@ -23,6 +23,7 @@ from tinkex.server.store.database_identity import refuse_wrong_database
 from tinkex.server.store.events import Audit, Telemetry
 from tinkex.server.store.keys import ApiKey, Keys, refuse_lost_keys
 from tinkex.server.store.models import BaseHashes, CustomLoss, Model, Models, RunTaken, Sampler
+from tinkex.server.store.ownership import NotOwner, Ownership
 from tinkex.server.store.quotas import OverQuota, Quota, Quotas
 from tinkex.server.store.request_rows import Completion
 from tinkex.server.store.requests import Attempts, Requests
@@ -51,7 +52,9 @@ __all__ = [
     "Model",
     "Models",
     "NamedCheckpoint",
+    "NotOwner",
     "OverQuota",
+    "Ownership",
     "Quota",
     "Requests",
     "RunTaken",
@@ -104,6 +107,10 @@ class Store:
     def commits(self) -> int:
         """Transactions committed since opening."""
         return self._database.writer.commits
+
+    def ownership(self, worker: str) -> Ownership:
+        """For a worker that shares the database with others."""
+        return Ownership(self._database, worker)
 
     async def build_report(self, function: Callable[[], T]) -> T:
         """Run `function`, which builds a large response, in a thread."""

@@ -34,6 +34,7 @@ from tinkex.server.store.database import (
     values,
 )
 from tinkex.server.store.models import Sampler, insert_sampler
+from tinkex.server.store.ownership import check_terms
 from tinkex.server.store.quotas import Quotas
 from tinkex.server.store.schema import (
     checkpoint_names,
@@ -230,6 +231,8 @@ class Checkpoints:
         """Add the version, its name or sampler, and the outcome of the request in one transaction."""
 
         def operation(connection: sa.Connection) -> None:
+            if request.term is not None:
+                check_terms(connection, {version.model_id: request.term})
             insert_version(connection, version, fingerprint)
             named = naming is not None and _assign_name(connection, version, naming)
             self._quotas.check(

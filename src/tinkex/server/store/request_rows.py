@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from tinkex.server.queued_request import PASSES, Cause, Kind, Outcome, QueuedRequest
+from tinkex.server.store.ownership import check_terms
 from tinkex.server.store.schema import Status, completions, requests, samplers, usage
 from tinkex.server.store.sql_dialects import in_list, list_parameter
 from tinkex.server.store.step_rows import record_step
@@ -329,7 +330,14 @@ def finish(
 def finish_many(
     connection: sa.Connection, group: Sequence[tuple[QueuedRequest, Outcome]]
 ) -> Sequence[Completion | None]:
-    """Like `finish`, for many, with few statements. The first of two for a request counts."""
+    """
+    Like `finish`, for many, with few statements. The first of two for a request counts.
+
+    NotOwner, and nothing is finished, if a step belongs to a model that another worker has.
+    """
+    terms = {one.model_id: one.term for one, _ in group if one.model_id and one.term is not None}
+    if terms:
+        check_terms(connection, terms)
     now_s = time.time()
     if len(group) == 1:
         written = connection.execute(_FINISH, _final_values(*group[0], now_s)).rowcount

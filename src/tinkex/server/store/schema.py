@@ -60,6 +60,10 @@ models = sa.Table(
     sa.Column("last_request_s", sa.Float),
     # The hash of its base model when it was created; NULL until it is known.
     sa.Column("base_hash", sa.String(200)),
+    # Which worker runs its steps, and how often that has changed. A worker publishes results only
+    # while the term is its own (`ownership`). A server on one machine uses neither.
+    sa.Column("home", sa.String(200)),
+    sa.Column("term", sa.BigInteger, nullable=False, server_default="0"),
     # A repeated `create_model` returns the first model.
     sa.UniqueConstraint("session_id", "model_seq_id"),
 )
