@@ -99,9 +99,22 @@ async def test_loading_a_model_whose_engine_dies_ends(
 SERVED = ServedModel(name="m", folder=Path("/models/m"))
 
 
-def received_settings(settings: Settings, *, shares_device: bool = False) -> EngineSettings:
+def received_settings(
+    settings: Settings,
+    *,
+    shares_device: bool = False,
+    replicas: int = 1,
+    replica: int = 0,
+    number: int = 0,
+) -> EngineSettings:
     """What an engine process receives."""
-    sent = web_process.engine_settings(settings, SERVED, shares_device=shares_device)
+    sent = web_process.engine_settings(
+        settings,
+        dataclasses.replace(SERVED, replicas=replicas),
+        shares_device=shares_device,
+        replica=replica,
+        number=number,
+    )
     command = _command(7, sent)
     assert command[1:3] == ["-m", "tinkex.engine.process"]
     received: EngineSettings = parser().parse_args(command[3:]).settings
@@ -124,7 +137,9 @@ def test_every_setting_of_an_engine_can_be_set() -> None:
     changed = {
         field.name: other(field.name, field.default) for field in dataclasses.fields(Settings)
     }
-    received = received_settings(Settings(**changed), shares_device=True)
+    received = received_settings(
+        Settings(**changed), shares_device=True, replicas=3, replica=1, number=4
+    )
     unreachable = [
         field.name
         for field in dataclasses.fields(EngineSettings)
@@ -141,6 +156,22 @@ def test_default_settings_leave_the_engine_defaults() -> None:
     assert own is not None
     assert own.parent == Path("/data/spill")
     assert received == EngineSettings(name="m", folder=SERVED.folder, spill_folder=own)
+
+
+def test_engines_take_the_devices_of_a_list_in_turn() -> None:
+    settings = Settings(device="cuda:0, cuda:2")
+    found = [
+        received_settings(settings, replicas=3, replica=number, number=number)
+        for number in range(3)
+    ]
+    assert [one.device for one in found] == ["cuda:0", "cuda:2", "cuda:0"]
+    assert [one.engine_name for one in found] == ["m#0", "m#1", "m#2"]
+    assert len({one.spill_folder for one in found}) == 3
+    assert settings.replicas_of_each(1) == 2
+    assert settings.replicas_of_each(2) == 1
+    assert Settings(replicas=4).replicas_of_each(2) == 4
+    # With `auto`, the engine counts the GPUs.
+    assert [received_settings(Settings(), number=number).gpu for number in range(2)] == [0, 1]
 
 
 def test_zero_idle_adapters_can_be_configured() -> None:

@@ -91,9 +91,12 @@ class SampleWorker:
             del self._running[request.request_id]
 
     async def _sample(self, request: QueuedRequest) -> Outcome:
-        with self._execution.store.checkpoints.in_use(request.version_id):
-            prepare = functools.partial(self._prepare, request)
+        prepare = functools.partial(self._prepare, request)
+        if request.version_id is None:
             done = await self._engine.run_request(request, prepare)
+        else:
+            with self._execution.store.checkpoints.in_use(request.version_id):
+                done = await self._engine.run_request(request, prepare)
         return Outcome(result=done.result)
 
     async def _prepare(self, request: QueuedRequest) -> tuple[Order, OnTokens | None]:

@@ -58,26 +58,21 @@ def to_delete(
 
 
 class BlobCache:
-    """The copies below one folder; does nothing if the storage itself is local."""
+    """The copies below one folder. Not `enabled` if the storage itself is local: it has none."""
 
     def __init__(self, files: Files, folder: Path) -> None:
-        self._files = files
         self._folder = str(folder)
         self.enabled = files.local is None
         self._held: Counter[str] = Counter()
 
     def touch(self, folder: str) -> None:
         """Note that a copy is used now, also for the next process."""
-        if self.enabled:
-            with contextlib.suppress(OSError):
-                os.utime(folder)
+        with contextlib.suppress(OSError):
+            os.utime(folder)
 
     @contextlib.contextmanager
-    def held(self, name: str | None) -> Iterator[None]:
+    def held(self, name: str) -> Iterator[None]:
         """Copies whose keys end with this name are not deleted inside of the `with` block."""
-        if name is None or not self.enabled:
-            yield
-            return
         self._held[name] += 1
         try:
             yield

@@ -148,7 +148,8 @@ class Checkpoints:
         run = self._database.with_file if local else self._database.with_folder
         if not await run(lambda: self._download(version, folder), required=required):
             raise _damaged(version, f"is missing: there is no folder {version.place}")
-        self._cache.touch(folder)
+        if self._cache.enabled:
+            self._cache.touch(folder)
         if version.version_id not in self._verified:
             await self._check(version, folder)
         return folder
@@ -175,9 +176,9 @@ class Checkpoints:
         self._opened.clear()
         self._verified.difference_update(key.rpartition("/")[2] for key in keys)
 
-    def in_use(self, version_id: str | None) -> AbstractContextManager[None]:
+    def in_use(self, version_id: str) -> AbstractContextManager[None]:
         """A local copy of this version is not deleted inside of the `with` block."""
-        return self._cache.held(version_id)
+        return self._cache.held(version_id) if self._cache.enabled else contextlib.nullcontext()
 
     def _download(self, version: Version, folder: str) -> bool:
         """Download the files if necessary; whether the folder exists."""

@@ -127,7 +127,8 @@ class Snapshots:
         await self._database.with_folder(
             lambda: self._files.download(snapshot.place, folder), required=True
         )
-        self._cache.touch(folder)
+        if self._cache.enabled:
+            self._cache.touch(folder)
         return folder
 
     async def save(
