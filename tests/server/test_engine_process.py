@@ -44,6 +44,30 @@ async def step(api: Api, model: str, first: int) -> float:
     return passed.metrics["loss:sum"]
 
 
+async def test_a_used_engine_starts_its_replicas_and_keeps_them(tiny_model: Path) -> None:
+    """Otherwise only the replica that was used first would ever be up."""
+    served = [
+        ServedModel(name=TINY, folder=tiny_model, replicas=2),
+        ServedModel(name="test/other", folder=tiny_model),
+    ]
+    engines = [
+        EngineSettings(name=TINY, folder=tiny_model, threads=1, replica=number)
+        for number in range(2)
+    ]
+    other = EngineSettings(name="test/other", folder=tiny_model, threads=1)
+    executor = LocalExecutor(served, [*engines, other])
+    async with asyncio.timeout(60):
+        await executor.start()
+        first, second = served[0].engines
+        assert executor.stats(first) is None
+        incarnations = {await executor.ready(first)}
+        await until_async(lambda: executor.stats(second) is not None)
+        incarnations.add(await executor.ready(second))
+        assert len(incarnations) == 2
+        assert executor.stats("test/other") is None
+        await executor.close()
+
+
 async def test_an_idle_engine_is_unloaded_and_comes_back_with_its_models(
     tiny_model: Path, tmp_path: Path
 ) -> None:

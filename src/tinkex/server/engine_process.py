@@ -83,6 +83,13 @@ class LocalExecutor:
             )
             for settings in engines
         }
+        #: The other engines of the same base model, for those that have any.
+        self._replicas = {
+            engine: tuple(other for other in model.engines if other != engine)
+            for model in served
+            if model.replicas > 1
+            for engine in model.engines
+        }
         self._unloading = PeriodicTask()
 
     async def start(self) -> None:
@@ -137,7 +144,7 @@ class LocalExecutor:
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
 
     async def ready(self, engine: str, /) -> int:
-        return await self._engine(engine).ready()
+        return await self._wanted(engine).ready()
 
     async def send(
         self,
@@ -148,7 +155,7 @@ class LocalExecutor:
         incarnation: int | None = None,
         on_tokens: OnTokens | None = None,
     ) -> asyncio.Future[Done]:
-        found = self._engine(engine)
+        found = self._wanted(engine)
         current = await found.ready()
         if incarnation is not None and incarnation != current:
             raise EngineKilled(f"the engine of {engine} was restarted")
@@ -165,6 +172,13 @@ class LocalExecutor:
     def facts(self, engine: str) -> frames_pb2.Ready | None:
         """What the engine reported when it was ready; None if it was not started yet."""
         return self._engine(engine).facts
+
+    def _wanted(self, engine: str) -> "_Engine":
+        """An engine that is used now. Its replicas are started with it, and stay as long."""
+        found = self._engine(engine)
+        for replica in self._replicas.get(engine, ()):
+            self._engines[replica].want()
+        return found
 
     def _engine(self, engine: str) -> "_Engine":
         found = self._engines.get(engine)
@@ -234,6 +248,8 @@ class _Engine:
     def waiting_for(self) -> str | None:
         if self._closing:
             return None
+        if self._refused is not None:
+            return f"the engine of {self._name} cannot run: {self._refused.text}"
         if not self._up.is_set():
             if self._load_problem is not None:
                 return f"{self._load_problem} It is tried again"
@@ -261,15 +277,19 @@ class _Engine:
     async def ready(self) -> int:
         """Start the child if needed, wait until it is up, and return its incarnation."""
         self._raise_refusal()
-        self._last_used_s = asyncio.get_running_loop().time()
-        if self._runner is None and not self._closing:
-            self._runner = asyncio.create_task(self._keep_running(after=self._old_runner))
+        self.want()
         if not self._up.is_set():
             await self._up.wait()
         self._raise_refusal()
         if self._closing:
             raise EngineKilled("the server is stopping")
         return self._incarnation
+
+    def want(self) -> None:
+        """Start the child if needed; it is not idle."""
+        self._last_used_s = asyncio.get_running_loop().time()
+        if self._runner is None and not self._closing:
+            self._runner = asyncio.create_task(self._keep_running(after=self._old_runner))
 
     def _raise_refusal(self) -> None:
         """A new exception for each caller: the traceback of a shared one would grow with each."""

@@ -128,7 +128,7 @@ class EngineScheduler:
         copy has run those. False if it was not moved; then it goes on where it was.
         """
         origin, model_id = state.home, state.model.model_id
-        if state.loaded_in is None:
+        if state.loaded_in is None or state.queue.creation_error is not None:
             self.take_over(state)
             return True
         copied_to: int | None = None
@@ -216,6 +216,8 @@ class EngineScheduler:
         # Between two steps: not while one runs, nor while the model is being rebuilt.
         while state.worker is not None:
             await asyncio.wait({state.worker})
+        if state.home is not self:  # it has moved meanwhile
+            return await state.home.unload(state)
         if state.loaded_in is not None or self.recovery.may_be_loaded(state):
             await asyncio.wait({self.workers.run_between_steps(state, unload())})
         return outcome
@@ -228,6 +230,8 @@ class EngineScheduler:
             await (asyncio.sleep(GAP_POLL_S) if worker is None else asyncio.wait({worker}))
         if self._execution.closing or state.queue.next_seq > newest + 1:
             return False
+        if state.home is not self:  # it has moved meanwhile
+            return await state.home.retire(state)
         if state.loaded_in is not None or self.recovery.may_be_loaded(state):
             await asyncio.wait({self.workers.run_between_steps(state, self._unload_quietly(state))})
             while state.worker is not None:

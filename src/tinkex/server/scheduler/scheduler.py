@@ -9,6 +9,7 @@ The scheduler: runs accepted requests.
 import asyncio
 import functools
 import logging
+import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable
@@ -277,7 +278,9 @@ class Scheduler:
         origin, target = (replicas.engines[number] for number in move)
         movable = [state for state in origin.models.values() if state.is_movable]
         if movable:
-            self._move = self._execution.spawn(self._move_model(movable[-1], target))
+            # Any of them: one that cannot be moved must not keep the others from it.
+            state = random.choice(movable)
+            self._move = self._execution.spawn(self._move_model(state, target))
 
     async def _move_model(self, state: ModelState, target: EngineScheduler) -> None:
         """In the background: engines that are lost meanwhile are noticed."""
