@@ -26,6 +26,7 @@ from tinkex.server.retry import Backoff
 from tinkex.server.settings import CHOICES, Settings
 from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.proto.frames_pb2 import Drop, Order, Tokens
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 

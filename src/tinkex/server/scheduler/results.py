@@ -200,8 +200,6 @@ class Execution:
         self.usage = ComputeUsage()
         #: Streams of running samples, by request id.
         self.token_streams: dict[str, TokenStream] = {}
-        #: Called with the id of a model whenever a step of it is sent to an engine.
-        self.on_step: Callable[[str], None] = lambda model_id: None
         #: Accepted requests that this process runs, until their results are stored.
         self.claimed: set[str] = set()
         self.closing = False
