@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import sys
 from collections.abc import Callable
 
 from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
@@ -31,8 +32,6 @@ log = logging.getLogger("tinkex.server.scheduler")
 
 #: A moving model pauses when its copy is this close: an optimizer step and the passes before it.
 CLOSE_STEPS = 2
-#: How often the copy of a moving model follows before it is handed over anyway.
-MAX_ROUNDS = 20
 # How often a model that is to be unloaded is checked while its steps wait for a missing number.
 GAP_POLL_S = 1.0
 
@@ -124,8 +123,9 @@ class EngineScheduler:
         Move a model that trains on another replica here.
 
         It goes on training there while a copy here catches up with its log: first from a snapshot,
-        then step by step. When the copy is at most `CLOSE_STEPS` behind, the model pauses until the
-        copy has run those. False if it was not moved; then it goes on where it was.
+        then step by step. When the copy is at most `CLOSE_STEPS` behind, or comes no closer, the
+        model pauses until the copy has run those. False if it was not moved; then it goes on where
+        it was.
         """
         origin, model_id = state.home, state.model.model_id
         if state.loaded_in is None or state.queue.creation_error is not None:
@@ -139,10 +139,10 @@ class EngineScheduler:
             async with self.client.isolation.attempt(model_id):
                 incarnation = copied_to = await self.client.ready()
                 position = await self.recovery.catch_up(state, incarnation)
-                for _ in range(MAX_ROUNDS):
-                    if state.queue.next_seq - 1 - position <= CLOSE_STEPS:
-                        break
+                behind, before = state.queue.next_seq - 1 - position, sys.maxsize
+                while CLOSE_STEPS < behind < before:
                     position = await self.recovery.catch_up(state, incarnation, after=position)
+                    behind, before = state.queue.next_seq - 1 - position, behind
                 hand_over = functools.partial(self._hand_over, state, origin, incarnation, position)
                 await origin.workers.run_between_batches(state, hand_over)
         except (EngineLost, EngineRefused, WorkFailed, UserFailure, Damaged, StorageError) as error:
