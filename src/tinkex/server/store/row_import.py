@@ -8,8 +8,8 @@ import sqlalchemy as sa
 
 from tinkex.server.store.schema import metadata
 
-#: Not imported: keys and logs belong to a server, not to its runs.
-SKIPPED = frozenset({"api_keys", "audit", "telemetry"})
+#: Not imported: keys, secrets and logs belong to a server, not to its runs.
+SKIPPED = frozenset({"api_keys", "audit", "server_secrets", "telemetry"})
 
 
 def add_missing_rows(source: Path, target: Path, *, only: str | None = None) -> dict[str, int]:
