@@ -38,7 +38,9 @@ def learned(tokenizer: Tokenizer, example: data.Example) -> str:
 
 def test_only_the_answers_of_a_chat_are_learned_up_to_the_end_of_their_turn(tokenizer):
     [example] = data.examples(tokenizer, {"messages": CHAT})
-    assert learned(tokenizer, example) == "The capital of France is Paris.<|im_end|>Seven.<|im_end|>"
+    assert (
+        learned(tokenizer, example) == "The capital of France is Paris.<|im_end|>Seven.<|im_end|>"
+    )
     whole = tokenizer.apply_chat_template(CHAT)
     assert example.tokens == whole[: len(example.tokens)]
     assert tokenizer.decode(whole[len(example.tokens) :]) == "\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -62,9 +61,7 @@ class Example:
                 "target_tokens": types.TensorData(
                     data=self.tokens[1:], dtype="int64", shape=[count]
                 ),
-                "weights": types.TensorData(
-                    data=self.weights[1:], dtype="float32", shape=[count]
-                ),
+                "weights": types.TensorData(data=self.weights[1:], dtype="float32", shape=[count]),
             },
         )
         return made
@@ -328,13 +325,16 @@ def _chat(
         try:
             before = _rendered(tokenizer, bare[:index], tools, answer) if index else ""
             after = _rendered(tokenizer, bare[: index + 1], tools, False)
+        except ImportError:
+            raise
         except Exception as error:  # the template is a program that may refuse a conversation
             raise row.error(f"messages[{index}]", f"the chat template fails: {error}") from error
         if not before.startswith(text):  # the template changed earlier messages
             found.append(Example(tokens, counts))
             tokens, counts, text = [], [], ""
         # A template may open the answer of a prompt with more than it repeats of a finished one.
-        before = os.path.commonprefix([before, after])
+        same = itertools.takewhile(lambda two: two[0] == two[1], zip(before, after, strict=False))
+        before = before[: sum(1 for _ in same)]
         if len(before) < len(text):
             raise row.error(
                 f"messages[{index}]", "the chat template does not keep the messages before it"
@@ -388,4 +388,3 @@ def _special_ids(tokenizer: Any) -> set[int]:
 
 def _is_blank(tokenizer: Any, tokens: list[int]) -> bool:
     return not str(tokenizer.decode(tokens)).strip()
-

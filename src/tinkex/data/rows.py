@@ -79,7 +79,9 @@ def read(path: str | Path) -> list[Row]:
             )
         rows.append(row)
     if not rows:
-        raise DataError(str(path), "", f"the file is empty. Expected one row in each line: {EXPECTED}")
+        raise DataError(
+            str(path), "", f"the file is empty. Expected one row in each line: {EXPECTED}"
+        )
     return rows
 
 
@@ -115,12 +117,11 @@ def check(fields: Any, where: str = "") -> Row:
     """
     if not isinstance(fields, Mapping):
         raise DataError(where, "", f"is {_kind_of(fields)}, not an object. Expected {EXPECTED}")
-    for kind, names in FORMS.items():
-        if all(name in fields for name in names):
-            break
-    else:
+    kind = next((kind for kind, names in FORMS.items() if all(n in fields for n in names)), None)
+    if kind is None:
         found = ", ".join(map(repr, fields)) or "none"
         raise DataError(where, "", f"has the fields {found}. Expected {EXPECTED}")
+    names = FORMS[kind]
     row = Row(kind=kind, fields=fields, where=where)
     if kind == "chat":
         _check_messages(row, "messages", fields["messages"])
@@ -181,5 +182,11 @@ def _missing_or_wrong(message: Mapping[str, Any], name: str, wanted: str) -> str
 
 
 def _kind_of(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a text", bool: "a boolean", type(None): "null"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a text",
+        bool: "a boolean",
+        type(None): "null",
+    }
     return names.get(type(value), "a number" if isinstance(value, int | float) else repr(value))
