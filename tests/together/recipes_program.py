@@ -10,11 +10,11 @@ import sys
 MODEL, FOLDER, SOURCE = sys.argv[1:]
 sys.path.append(SOURCE)
 
-import tinker  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
+import tinker
+from transformers import AutoTokenizer
 
-from tinkex import data  # noqa: E402
-from tinkex.recipes import common, distill, dpo, evaluate, rl, sft  # noqa: E402
+from tinkex import data
+from tinkex.recipes import common, distill, dpo, evaluate, rl, sft
 
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 rows = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(6)]

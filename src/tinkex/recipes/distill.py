@@ -80,20 +80,25 @@ def train(
                 whole = types.ModelInput.from_ints([*seen, *sequence.tokens])
                 scores.append((len(seen), teacher.compute_logprobs(whole)))
                 answers.append((prompt, sequence))
-        data, total, tokens = [], 0.0, 0
-        for (prompt, sequence), (start, score) in zip(answers, scores, strict=True):
-            theirs = score.result()[start:]
-            gains = [their - own for their, own in zip(theirs, sequence.logprobs, strict=True)]
-            total, tokens = total - sum(gains), tokens + len(gains)
-            data.append(
-                common.policy_datum(types, prompt, sequence.tokens, sequence.logprobs, gains)
+        gains = []
+        for (_, sequence), (start, score) in zip(answers, scores, strict=True):
+            both = zip(score.result()[start:], sequence.logprobs, strict=True)
+            gains.append([theirs - own for theirs, own in both])
+        tokens = sum(map(len, gains))
+        mean = sum(map(sum, gains)) / tokens
+        # Less the mean: this does not change the expected gradient, and makes it less noisy.
+        data = [
+            common.policy_datum(
+                types, prompt, sequence.tokens, sequence.logprobs, [gain - mean for gain in each]
             )
+            for (prompt, sequence), each in zip(answers, gains, strict=True)
+        ]
         training.forward_backward(data, "importance_sampling")
         rate = common.learning_rate_at(number - 1, settings)
         stepped = training.optim_step(types.AdamParams(learning_rate=rate))
         saves = common.Saves(training, settings, number, last)
         stepped.result()
-        metrics = {"kl": total / tokens, "answer_tokens": tokens / len(data)}
+        metrics = {"kl": -mean, "answer_tokens": tokens / len(data)}
         trained = sum(datum.model_input.length for datum in data)
         yield Step(number=number, metrics=metrics, tokens=trained, **saves.paths())
         if last:
