@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from serving import TINY, Server
+from serving import Server
 from tinkex.cli.command_group import command
 
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
@@ -63,10 +63,12 @@ def test_a_chat_file_is_learned_and_the_defaults_are_said_aloud(server, folder):
     assert "9 steps of 8, 4 times through the data" in err
     assert "LoRA rank 32 (default for a model whose name has no size), learning rate 0.01" in err
     assert re.search(r"step +9 of 9  loss \d\.\d{3}  held-out loss", err)
-    before, after = map(float, re.findall(r"^held-out loss: (.*) → (.*)$", out, re.M)[0])
+    before, after = map(float, re.findall(r"^held-out loss: (.*) → (.*)$", out, re.MULTILINE)[0])
     assert after < before - 0.5
     assert out.count("\nbefore  ") == out.count("\nafter   ") == 2
-    assert re.search(r"^sampler weights  tinker://.*/sampler_weights/step-00009$", out, re.M)
+    assert re.search(
+        r"^sampler weights  tinker://.*/sampler_weights/step-00009$", out, re.MULTILINE
+    )
 
     status, again, err = run(server, "chats.jsonl", "--learning-rate", "1e-2", "--epochs", "4")
     assert status == 0

@@ -19,6 +19,7 @@ SECTIONS = {
         "sample": "Sample from a model.",
         "run": "List, show and plot training runs.",
         "checkpoint": "List, download, publish and delete saved weights.",
+        "export": "Export saved weights for PEFT, transformers or llama.cpp.",
         "model": "List the base models of a service.",
         "merge": "Merge an adapter into its base model.",
         "session": "Export the trace of a session.",
