@@ -33,7 +33,7 @@ _HEAD = "lm_head"
     epilog=examples(
         "tinkex export tinker://RUN/sampler_weights/final --as peft",
         "tinkex export tinker://RUN/sampler_weights/final --as hf -o pirate",
-        "tinkex export tinker://RUN/sampler_weights/final --as gguf --dtype q8_0 -o pirate",
+        "tinkex export tinker://RUN/sampler_weights/final --as gguf --dtype q8_0",
         "tinkex export ./adapter --as gguf --base ~/models/Qwen3-0.6B",
     ),
 )

@@ -30,13 +30,11 @@ SAMPLE_TOKENS = 60
         "tinkex train chats.jsonl",
         "tinkex train preferences.jsonl --method dpo --epochs 2",
         "tinkex train --reward arithmetic.py --steps 40",
-        "tinkex train chats.jsonl --model Qwen/Qwen3-8B --rank 64 --learning-rate 1e-4",
+        "tinkex train chats.jsonl --model Qwen/Qwen3-8B --learning-rate 1e-4",
         "tinkex train chats.jsonl        # after Ctrl-C or a crash: goes on",
     ),
 )
-@click.argument(
-    "data", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path)
-)
+@click.argument("data", required=False, type=click.Path(dir_okay=False, path_type=Path))
 @click.option(
     "--method",
     type=click.Choice(["sft", "dpo"]),
@@ -44,7 +42,7 @@ SAMPLE_TOKENS = 60
 )
 @click.option(
     "--reward",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE.py",
     help="Reinforcement learning: a file with reward(row, answer) and, without DATA, prompts().",
 )

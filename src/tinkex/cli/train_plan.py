@@ -277,8 +277,8 @@ def prompt_of(row: data.Row) -> Any:
 def reward_of(file: Path, rows: Sequence[data.Row] | None) -> Scorer:
     """Load the file: `reward(row, answer)`, and `prompts()` if there is no data."""
     spec = importlib.util.spec_from_file_location("tinkex_reward", file)
-    if spec is None or spec.loader is None:
-        raise CommandFailed(f"{file} is not a Python file.", hint="Its name must end in .py.")
+    if spec is None or spec.loader is None or not file.is_file():
+        raise CommandFailed(f"{file} is not a Python file.", hint="Name a file FILE.py.")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
