@@ -143,14 +143,16 @@ def sample_groups(
 ) -> list[tuple[list[int], list[Any]]]:
     """For each row the tokens of its prompt, and the sampled sequences. All are sampled at once."""
     types = types_of(sampling)
-    params = types.SamplingParams(
-        max_tokens=settings.max_tokens, temperature=settings.temperature, seed=seed
-    )
     prompts = [prompt_tokens(tokenizer, row["prompt"], plain=settings.plain) for row in rows]
-    futures = [
-        sampling.sample(types.ModelInput.from_ints(prompt), settings.group_size, params)
-        for prompt in prompts
-    ]
+    futures = []
+    for number, prompt in enumerate(prompts):
+        params = types.SamplingParams(
+            max_tokens=settings.max_tokens,
+            temperature=settings.temperature,
+            seed=seed + number,  # one seed for all would give similar answers to all
+        )
+        tokens = types.ModelInput.from_ints(prompt)
+        futures.append(sampling.sample(tokens, settings.group_size, params))
     return [
         (prompt, future.result().sequences) for prompt, future in zip(prompts, futures, strict=True)
     ]

@@ -72,7 +72,7 @@ def train(
         last = number == settings.steps or stop()
         batch = next(batches)
         sampling = training.save_weights_and_get_sampling_client()
-        groups = common.sample_groups(sampling, tokenizer, batch, settings, number)
+        groups = common.sample_groups(sampling, tokenizer, batch, settings, number * 1000)
         answers, scores = [], []
         for row, (prompt, sequences) in zip(batch, groups, strict=True):
             seen = prompt_tokens(tokenizer, teacher_prompt(row), plain=settings.plain)

@@ -119,15 +119,15 @@ def sample(
 ) -> Iterator[list[tuple[str, bool]]]:
     """For each prompt its answers, and whether each is complete. All are submitted at once."""
     types = common.types_of(sampling)
-    params = types.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    futures = [
-        sampling.sample(
-            types.ModelInput.from_ints(prompt_tokens(tokenizer, prompt, plain=plain)),
-            samples,
-            params,
+    futures = []
+    for number, prompt in enumerate(prompts):
+        params = types.SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed + number,  # one seed for all would give similar answers to all
         )
-        for prompt in prompts
-    ]
+        tokens = types.ModelInput.from_ints(prompt_tokens(tokenizer, prompt, plain=plain))
+        futures.append(sampling.sample(tokens, samples, params))
     for future in futures:
         yield [
             (

@@ -90,7 +90,7 @@ def train(
         last = number == settings.steps or stop()
         sampling = training.save_weights_and_get_sampling_client()
         batch = next(batches)
-        sampled = common.sample_groups(sampling, tokenizer, batch, settings, number)
+        sampled = common.sample_groups(sampling, tokenizer, batch, settings, number * 1000)
         groups = [
             [rewarded(tokenizer, row, prompt, each, reward) for each in sequences]
             for row, (prompt, sequences) in zip(batch, sampled, strict=True)
