@@ -2,8 +2,8 @@
 
     python examples/rl_arithmetic.py
 
-The reward is 1 for the right number and nothing else, so the model learns to calculate and to be
-brief. The share of right answers is measured on sums that are not trained on.
+The reward is 1 for the right number alone, and less for the right number among words or for a
+wrong number alone. Right answers are counted on sums that are not trained on.
 """
 
 import argparse
@@ -24,7 +24,16 @@ def sums(count, seed):
 
 
 def reward(row, answer):
-    return 1.0 if answer.strip().rstrip(".") == str(row["sum"]) else 0.0
+    words = answer.strip().rstrip(".").split()
+    if words == [str(row["sum"])]:
+        return 1.0
+    if str(row["sum"]) in words:
+        return 0.5
+    return 0.2 if len(words) == 1 and words[0].isdigit() else 0.0
+
+
+def is_right(row, answer):
+    return reward(row, answer) == 1.0
 
 
 def main():
@@ -44,7 +53,7 @@ def main():
         def right(sampling):
             """The share of right answers to sums that are not trained on."""
             found = evaluate.evaluate(
-                sampling, tokenizer, held_out, reward, samples=8, temperature=1.0, max_tokens=8
+                sampling, tokenizer, held_out, is_right, samples=8, temperature=1.0, max_tokens=8
             )
             return f"{found.mean:.2f} ± {found.standard_error:.2f}"
 
@@ -52,6 +61,7 @@ def main():
         settings = rl.Settings(
             model=options.model,
             steps=options.steps,
+            prompts_per_step=4,
             max_tokens=8,
             loss=options.loss,
             substeps=2 if options.loss == "ppo" else 1,

@@ -6,7 +6,9 @@ import sys
 from llama_cpp import Llama
 
 request = json.load(sys.stdin)
-llama = Llama(request["file"], n_ctx=512, logits_all=False, verbose=False, seed=0)
+# Keys and values in float32, as in the model that it is compared with; by default they are rounded.
+exact = {"type_k": 0, "type_v": 0}
+llama = Llama(request["file"], n_ctx=512, verbose=False, seed=0, **exact)
 ids = [llama.tokenize(text.encode(), add_bos=False, special=True) for text in request["texts"]]
 tokens = []
 for prompt in request["ids"]:

@@ -24,7 +24,7 @@ from tinkex.models.tokenizer import load_tokenizer
 from tinkex.testing import write_tiny_model
 from tinkex.wire.errors import UserFailure
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
 TOKENS = [5 + (37 * n) % 350 for n in range(24)]
 
 

@@ -21,6 +21,8 @@ from click.testing import CliRunner
 from serving import Server
 from tinkex.cli.command_group import command
 
+pytestmark = pytest.mark.timeout(120)  # with the start of the server
+
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
 REWARD = """
 def prompts():
@@ -133,6 +135,13 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("", ("--reward", "alone.py"), "alone.py has no function prompts, and there is no DATA."),
     ("", ("--reward", "nan.py"), "nan.py: reward() returned nan for"),
     ("", ("--reward", "fails.py"), "fails.py: reward() failed for"),
+    (
+        '{"messages": [{"role": "user", "content": "a"}]}',
+        ("chats.jsonl", "--reward", "alone.py"),
+        "chats.jsonl, line 1: prompt: is missing, and --reward needs one",
+    ),
+    ("", ("--reward", "missing.py"), "missing.py is not a Python file."),
+    ("", ("missing.jsonl",), "missing.jsonl: No such file or directory."),
 ]
 
 
@@ -196,19 +205,19 @@ class OnTerminal:
 
 @pytest.mark.timeout(120)
 def test_a_run_on_a_terminal_goes_on_after_ctrl_c_and_after_kill_9(server, folder):
-    args = ("chats.jsonl", "--steps", "60", "--save-every", "5", "--learning-rate", "3e-3")
+    args = ("chats.jsonl", "--steps", "40", "--save-every", "4", "--learning-rate", "3e-3")
     file = folder / "chats-sft" / "run.json"
 
     def saved() -> int:
         return json.loads(file.read_text())["step"] if file.exists() else 0
 
     first = OnTerminal(server, folder, *args)
-    first.read(lambda: saved() >= 5)
+    first.read(lambda: saved() >= 4)
     os.kill(first.process.pid, signal.SIGINT)
     status, shown = first.end()
     assert status == 130, shown
     stopped = saved()
-    assert f"Stopped after step {stopped} of 60, and saved." in shown
+    assert f"Stopped after step {stopped} of 40, and saved." in shown
     assert "Stopping after this step." in shown
     assert re.search(r"loss \d\.\d{3}  held-out loss \d\.\d{3}", shown)
 
@@ -217,18 +226,18 @@ def test_a_run_on_a_terminal_goes_on_after_ctrl_c_and_after_kill_9(server, folde
     os.kill(second.process.pid, signal.SIGKILL)
     status, shown = second.end()
     assert status == -signal.SIGKILL
-    assert f"Going on after step {stopped} of 60" in shown
+    assert f"Going on after step {stopped} of 40" in shown
     killed = saved()
-    assert killed % 5 == 0
+    assert killed % 4 == 0
 
     third = OnTerminal(server, folder, *args)
     status, shown = third.end()
     assert status == 0, shown
-    assert f"Going on after step {killed} of 60" in shown
-    assert "step 60/60" in shown
+    assert f"Going on after step {killed} of 40" in shown
+    assert "step 40/40" in shown
     assert "held-out loss: " in shown
     joined = json.loads(file.read_text())["history"]
-    assert [row["step"] for row in joined] == list(range(61))
+    assert [row["step"] for row in joined] == list(range(41))
 
     # The same losses as those of a run that nothing interrupted.
     status, out, err = run(server, *args, "-o", "whole", "-f", "json")

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,14 @@ def test_a_split_is_repeatable_and_leaves_something_to_train_on():
     assert data.split([1], 0) == ([1], [])
     with pytest.raises(ValueError, match="too few to hold out"):
         data.split([1], 0.1)
+
+
+@pytest.mark.parametrize("name", [each for each in data.__all__ if each.islower()])
+def test_the_example_in_its_docstring_runs(name, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}))
+    code = textwrap.dedent(str(getattr(data, name).__doc__).partition("Example:\n")[2])
+    exec(code, {"data": data, "tokenizer": tokenizer, "print": lambda *_: None})  # noqa: S102
 
 
 def test_it_is_plain_python():

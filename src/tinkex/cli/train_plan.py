@@ -292,6 +292,9 @@ def reward_of(file: Path, rows: Sequence[data.Row] | None) -> Scorer:
         )
     found: Any
     if rows is not None:
+        for row in rows:
+            if "prompt" not in row.fields:
+                raise as_failure(row.error("prompt", "is missing, and --reward needs one"))
         found = [dict(row.fields) for row in rows]
     elif callable(prompts := getattr(module, "prompts", None)):
         try:

@@ -26,7 +26,7 @@ from tinkex.recipes.common import Resume, Step
 @dataclass(frozen=True, kw_only=True)
 class Settings(common.SamplingSettings):
     name: str = "distill"
-    learning_rate: float = 3e-4
+    learning_rate: float = 5e-4
     group_size: int = 4
     max_tokens: int = 48
 

@@ -31,7 +31,7 @@ Reward = Callable[[Mapping[str, Any], str], float]
 @dataclass(frozen=True, kw_only=True)
 class Settings(common.SamplingSettings):
     name: str = "rl"
-    learning_rate: float = 2e-4
+    learning_rate: float = 5e-4
     #: `importance_sampling` or `ppo`, or another policy loss of the service.
     loss: str = "importance_sampling"
     loss_config: Mapping[str, float] = field(default_factory=dict)
