@@ -2,12 +2,12 @@
 
     python examples/rl_arithmetic.py
 
-The reward is 1 for the right number alone, and less for the right number among words or for a
-wrong number alone. Right answers are counted on sums that are not trained on.
+Right answers are counted before and after, on sums that are not trained on.
 """
 
 import argparse
 import random
+import re
 
 import tinkex
 from tinkex.recipes import common, evaluate, rl
@@ -19,28 +19,20 @@ def sums(count, seed):
     """Different sums, in random order."""
     every = [(a, b) for a in range(1, 10) for b in range(1, 10)]
     chosen = random.Random(seed).sample(every, count)
-    question = "What is {} + {}? Answer with the number only."
-    return [{"prompt": question.format(a, b), "sum": a + b} for a, b in chosen]
+    return [{"prompt": f"What is {a} + {b}?", "sum": a + b} for a, b in chosen]
 
 
 def reward(row, answer):
-    words = answer.strip().rstrip(".").split()
-    if words == [str(row["sum"])]:
-        return 1.0
-    if str(row["sum"]) in words:
-        return 0.5
-    return 0.2 if len(words) == 1 and words[0].isdigit() else 0.0
-
-
-def is_right(row, answer):
-    return reward(row, answer) == 1.0
+    """1 if the last number is the right one: "3 + 4 = 7" counts as "7" does."""
+    numbers = re.findall(r"\d+", answer)
+    return 1.0 if numbers and int(numbers[-1]) == row["sum"] else 0.0
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base-url", default="local")
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--loss", default="importance_sampling", choices=LOSSES)
     options = parser.parse_args()
 
@@ -53,7 +45,7 @@ def main():
         def right(sampling):
             """The share of right answers to sums that are not trained on."""
             found = evaluate.evaluate(
-                sampling, tokenizer, held_out, is_right, samples=8, temperature=1.0, max_tokens=8
+                sampling, tokenizer, held_out, reward, samples=8, temperature=1.0, max_tokens=12
             )
             return f"{found.mean:.2f} ± {found.standard_error:.2f}"
 
@@ -62,7 +54,7 @@ def main():
             model=options.model,
             steps=options.steps,
             prompts_per_step=4,
-            max_tokens=8,
+            max_tokens=12,
             loss=options.loss,
             substeps=2 if options.loss == "ppo" else 1,
             learning_rate=common.defaults(options.model, "rl").learning_rate,

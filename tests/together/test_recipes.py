@@ -191,7 +191,7 @@ def test_the_example_in_its_docstring_runs(
     [
         ("HuggingFaceTB/SmolLM2-135M-Instruct", "sft", (16, 1e-3, 135e6)),
         ("Qwen/Qwen3-0.6B", "sft", (32, 5e-4, 0.6e9)),
-        ("Qwen/Qwen3-8B", "dpo", (32, 6e-5, 8e9)),
+        ("Qwen/Qwen3-8B", "dpo", (32, 3e-5, 8e9)),
         ("meta-llama/Llama-3.1-70B-Instruct", "rl", (32, 1e-4, 70e9)),
         ("test/tiny", "sft", (32, 5e-4, None)),
     ],

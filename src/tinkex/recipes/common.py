@@ -193,7 +193,7 @@ BY_SIZE = (
     (float("inf"), 32, 2e-4),
 )
 #: A policy moves in small steps: its data are answers that it gives already.
-RATE_FACTOR: Mapping[Method, float] = {"sft": 1.0, "dpo": 0.2, "rl": 0.5, "distill": 0.5}
+RATE_FACTOR: Mapping[Method, float] = {"sft": 1.0, "dpo": 0.1, "rl": 0.5, "distill": 0.5}
 _SIZE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)([MB])(?![a-z])", re.IGNORECASE)
 
 

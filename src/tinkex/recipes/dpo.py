@@ -27,7 +27,7 @@ from tinkex.recipes.common import Resume, Step
 @dataclass(frozen=True, kw_only=True)
 class Settings(common.Settings):
     name: str = "dpo"
-    learning_rate: float = 2e-4
+    learning_rate: float = 1e-4
     batch_size: int = 8
     #: How strongly the policy is kept near the base model; more is nearer.
     beta: float = 0.1
