@@ -44,6 +44,7 @@ ALLOWED_IMPORTS = {
     "models": "display extras ~numpy ~tokenizers ~huggingface_hub ~jinja2",
     "engine": "durable_files wire models numpy torch ~triton transformers safetensors tokenizers",
     "engine.model.decode_kernels": "torch triton",  # itself loaded in functions only
+    "engine.model.packed_kernels": "torch triton",
     "server.queued_request": "",
     "server.scheduler.step_queue": "wire server.queued_request",
     "server.process_setup": "wire server.retry",
