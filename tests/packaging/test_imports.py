@@ -47,6 +47,7 @@ ALLOWED_IMPORTS = {
     "engine.sampling.guides": "extras wire numpy torch ~llguidance",
     "engine": "durable_files wire models numpy torch ~triton transformers safetensors tokenizers ~gguf",
     "engine.model.decode_kernels": "torch triton",  # itself loaded in functions only
+    "engine.model.packed_kernels": "torch triton",
     "server.queued_request": "",
     "server.scheduler.step_queue": "wire server.queued_request",
     "server.process_setup": "wire server.retry",
