@@ -24,13 +24,8 @@ from tinkex.server.api.auth import LINK_KEY_FILE as SIGNING_KEY
 from tinkex.server.api.auth import TOKEN_KEY_FILE as TOKENS_KEY
 from tinkex.server.settings import CONFIG_FILE, Settings
 from tinkex.server.store.blobs import Files
-from tinkex.server.store.inspection import (
-    CopyFailed,
-    copy_database,
-    invalid_keys,
-    referenced_keys,
-    schema_version,
-)
+from tinkex.server.store.database_copy import CopyFailed, copy_database, invalid_keys
+from tinkex.server.store.inspection import referenced_keys, schema_version
 from tinkex.server.store.keys import MARKER
 from tinkex.server.store.storage_health import os_error_in
 
