@@ -67,7 +67,10 @@ class UnusableDevice(ValueError):
 
 def choose_device(settings: EngineSettings) -> torch.device:
     if settings.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        count = torch.cuda.device_count()
+        return torch.device("cuda" if count == 1 else f"cuda:{settings.gpu % count}")
     try:
         device = torch.device(settings.device)
     except RuntimeError:

@@ -182,6 +182,29 @@ def attend(
     if packing is None:
         raise PackingLost
     layer_index: Any = module.layer_idx
+    out_1THD = _attend(layer_index, query, key, value, scaling, packing)
+    return out_1THD, None
+
+
+def attend_packed(
+    layer_index: int,
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    *,
+    scaling: float,
+    packing: Packing,
+) -> Tensor:
+    """The same for tensors without a batch dimension: [T, H, D] in and out."""
+    if packing.cache is None and has_varlen(q_THD.device, q_THD.dtype):
+        return _varlen(q_THD, k_TKD, v_TKD, scaling, packing)
+    query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in (q_THD, k_TKD, v_TKD))
+    return _attend(layer_index, query, key, value, scaling, packing)[0]
+
+
+def _attend(
+    layer_index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, packing: Packing
+) -> Tensor:
     if packing.shapes_seen is not None:
         packing.shapes_seen[layer_index] = (key.shape[1], key.shape[3])
     layer = None
@@ -195,7 +218,7 @@ def attend(
         # probabilities, which would be the largest difference between the logprobs of decoding and
         # those of a forward pass over the whole sequence.
         query, key, value = query.float(), key.float(), value.float()
-    return _dispatch(query, key, value, layer, scaling, packing).to(given), None
+    return _dispatch(query, key, value, layer, scaling, packing).to(given)
 
 
 def _dispatch(
@@ -227,11 +250,7 @@ def within_segments(
     """Causal attention inside each segment."""
     if has_varlen(query.device, query.dtype):
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-        starts, longest = packing.starts_int32, max(packing.lengths)
-        out: Tensor = varlen_attn(
-            q, k, v, starts, starts, longest, longest, scale=scaling, **causal_arguments
-        )
-        return out.unsqueeze(0)
+        return _varlen(q, k, v, scaling, packing).unsqueeze(0)
     grouped = query.shape[1] != key.shape[1]
     lengths = packing.lengths
     if len(lengths) > 1 and len(set(lengths)) == 1:
@@ -256,6 +275,16 @@ def within_segments(
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
 
 
+def _varlen(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scaling: float, packing: Packing
+) -> Tensor:
+    starts, longest = packing.starts_int32, max(packing.lengths)
+    out: Tensor = varlen_attn(
+        q_THD, k_TKD, v_TKD, starts, starts, longest, longest, scale=scaling, **causal_arguments
+    )
+    return out
+
+
 def over_prefixes(
     query: Tensor, key: Tensor, value: Tensor, layer: CacheLayer, scaling: float, packing: Packing
 ) -> Tensor:
@@ -277,7 +306,7 @@ def over_prefixes(
             queries, keys = q.shape[2], k.shape[2]
             starts = torch.tensor([[0, queries], [0, keys]], dtype=torch.int32, device=q.device)
             q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
-            out = attend_packed(q, k, v, starts[0], starts[1], queries, keys, scaling)
+            out = attend_segments(q, k, v, starts[0], starts[1], queries, keys, scaling)
             parts.append(out.transpose(0, 1).unsqueeze(0))
             continue
         parts.append(
@@ -288,7 +317,7 @@ def over_prefixes(
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 
-def attend_packed(
+def attend_segments(
     q: Tensor,
     k: Tensor,
     v: Tensor,

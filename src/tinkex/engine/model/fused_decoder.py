@@ -270,7 +270,7 @@ def attend_from_cache(
             for cached in (keys, values)
         )
         parts.append(
-            attention.attend_packed(
+            attention.attend_segments(
                 q_THD[read.queries],
                 k,
                 v,

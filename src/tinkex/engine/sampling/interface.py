@@ -29,6 +29,8 @@ class PartialOutput:
     start: int
     tokens: list[int]
     logprobs: list[float]
+    #: (token ids, logprobs) of the most likely tokens at each position, if requested.
+    top: list[tuple[list[int], list[float]]]
 
 
 @dataclass(frozen=True, kw_only=True)

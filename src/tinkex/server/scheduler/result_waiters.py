@@ -10,12 +10,12 @@ import asyncio
 import logging
 import time
 from bisect import bisect_right
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tinkex.server.histogram import Histogram
 from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
+from tinkex.server.request_metrics import Timings
 from tinkex.server.scheduler.fairness import Load
 from tinkex.server.store import Completion, Damaged, StorageError, Store
 from tinkex.server.store.request_rows import issued_s
@@ -35,8 +35,6 @@ MAX_EVENTS_PER_CLIENT = 20_000
 UNREAD_TTL_S = 120.0
 # If a client has more events than this, its next poll returns the following ones immediately.
 MAX_EVENTS_PER_POLL = 1_000
-# Buckets of the metrics about waiting and running.
-TIMING_BOUNDS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 # How long a poll is held when the database cannot be read.
 STORAGE_RETRY_S = 1.0
 
@@ -85,28 +83,6 @@ def _wake_one(waiter: "asyncio.Future[None]") -> None:
         waiter.set_result(None)
 
 
-class Timings:
-    """How long requests waited and ran, and how they ended, by kind; for the metrics page."""
-
-    def __init__(self) -> None:
-        #: From acceptance to the first time that an engine got the request.
-        self.queue_s: defaultdict[str, Histogram] = defaultdict(_seconds)
-        #: From acceptance until the outcome was stored.
-        self.total_s: defaultdict[str, Histogram] = defaultdict(_seconds)
-        self.finished: defaultdict[tuple[str, str], int] = defaultdict(int)
-
-    def finish(self, kind: str, outcome: Outcome | None, seconds: float) -> None:
-        ended = "done"
-        if outcome is not None and outcome.error is not None:
-            ended = "user_error" if outcome.category == "user" else "server_error"
-        self.finished[kind, ended] += 1
-        self.total_s[kind].observe(seconds)
-
-
-def _seconds() -> Histogram:
-    return Histogram(TIMING_BOUNDS_S)
-
-
 @dataclass(slots=True)
 class _Unfinished:
     request: QueuedRequest
@@ -133,21 +109,17 @@ class Futures:
         #: The server is stopping: polls return immediately.
         self.closing = False
         self.timings = Timings()
-        #: Called when there is an unfinished request after there was none.
-        self.on_busy: Callable[[], None] = lambda: None
+        #: Set while there are unfinished requests.
+        self.busy = asyncio.Event()
         self.completion_log = CompletionLog(store)
-
-    async def start(self) -> None:
-        await self.completion_log.start()
 
     def track(self, request: QueuedRequest) -> None:
         """This process will finish the request."""
         if request.request_id in self._unfinished:
             return
-        if not self._unfinished:
-            self.on_busy()
         self._unfinished[request.request_id] = _Unfinished(request, time.monotonic())
         self._loads[request.owner] = self.load(request.owner) + load_of(request)
+        self.busy.set()
 
     def started(self, request: QueuedRequest) -> None:
         """An engine gets the request now; a later attempt does not count."""
@@ -168,6 +140,8 @@ class Futures:
             self._loads[request.owner] -= load_of(request)
             if not self._loads[request.owner].requests:
                 del self._loads[request.owner]
+            if not self._unfinished:
+                self.busy.clear()
         self._cache_result(request)
 
     async def wait(
@@ -219,10 +193,9 @@ class Futures:
         unfinished = self._unfinished.get(request_id)
         return unfinished is not None and bool(unfinished.waiters)
 
-    def base_model(self, request_id: str) -> str | None:
-        """The base model of an unfinished request."""
+    def unfinished_request(self, request_id: str) -> QueuedRequest | None:
         unfinished = self._unfinished.get(request_id)
-        return None if unfinished is None else unfinished.request.base_model
+        return None if unfinished is None else unfinished.request
 
     def base_models(self) -> set[str]:
         """The base models of all unfinished requests."""
@@ -307,7 +280,8 @@ _Client = tuple[str, int]
 class _RecentEvents:
     """The newest events of one client: all after the position `floor`."""
 
-    floor: int
+    #: None until the log was read once.
+    floor: int | None = None
     events: list[Completion] = field(default_factory=list)
     waiters: Waiters = field(default_factory=Waiters)
     #: Number of polls that use these events now.
@@ -339,20 +313,14 @@ class CompletionLog:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._recent: OrderedDict[_Client, _RecentEvents] = OrderedDict()
-        #: Position of the newest event added here; earlier ones are in the database.
-        self._newest = 0
         self._closing = False
-
-    async def start(self) -> None:
-        self._newest = await self._store.requests.last_position()
 
     def add(self, event: Completion) -> None:
         """The event is stored: wake its polls. Called in the order of the commits."""
-        self._newest = max(self._newest, event.position)
         client = (event.sampling_session_id, event.clone_id)
         recent = self._recent.get(client)
-        if recent is None:
-            return
+        if recent is None or (recent.floor is not None and event.position <= recent.floor):
+            return  # a poll reads it from the database
         recent.events.append(event)
         recent.waiters.wake()
         if len(recent.events) > MAX_EVENTS_PER_CLIENT and not recent.polls:
@@ -393,13 +361,18 @@ class CompletionLog:
     ) -> list[Completion]:
         """The first events after the cursor that are only in the database."""
         older: list[Completion] = []
-        floor = cursor
+        read_to = cursor
         # Another poll of the same client may have moved the floor in the meantime.
-        while floor < recent.floor:
+        while recent.floor is None or read_to < recent.floor:
             floor = recent.floor
-            older = await self._store.requests.completions(
+            older, newest = await self._store.requests.completions(
                 sampling_session_id, clone_id, after=cursor, up_to=floor, limit=MAX_EVENTS_PER_POLL
             )
+            if recent.floor is None:
+                # Events that were added meanwhile may also be in what was read.
+                recent.acknowledge(newest)
+                recent.floor = newest
+            read_to = newest if floor is None else floor
         return older
 
     def release(self) -> None:
@@ -412,7 +385,7 @@ class CompletionLog:
         recent = self._recent.get(client)
         if recent is None:
             self._drop_unread()
-            recent = _RecentEvents(floor=self._newest, read_s=time.monotonic())
+            recent = _RecentEvents(read_s=time.monotonic())
             self._recent[client] = recent
         self._recent.move_to_end(client)
         return recent
