@@ -12,6 +12,7 @@ from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.sampling.model_runner import ModelRunner
 from tinkex.engine.sampling.scheduler import adapter_ranges
 from tinkex.wire.inputs import Datum, ModelInput
+from tinkex.wire.sample_controls import SampleControls, StoredSampleRequest
 from tinkex.wire.sampling import SampledSequence, SampleRequest, SamplingParams
 from tinkex.wire.training import AdamOptimizerConfig, ForwardBackwardInput, LoraConfig
 
@@ -251,6 +252,27 @@ def test_a_request_that_needs_the_host_runs_beside_the_others(subject: Subject) 
     assert list(found)[-1] == (0, 0)
     subject.check(found)
     assert found[0, 0].tokens[:8] == expected[0, 0].tokens[:8]
+
+
+def test_biases_are_added_on_the_device(subject: Subject) -> None:
+    engine = subject.engine
+    params = SamplingParams(max_tokens=21, seed=5, stop=[])
+    for ticket in range(4):
+        plain = SampleRequest(
+            prompt=ModelInput.from_ints(PROMPTS[0]), num_samples=1, sampling_params=params
+        )
+        controls = SampleControls(bias_tokens=[7 + ticket], biases=[1000.0])
+        biased = StoredSampleRequest(**plain.model_dump(), controls=controls)
+        engine.submit(ticket, biased if ticket else plain, adapter=None)
+    while engine.sampling:
+        for finished in engine.advance():
+            assert not isinstance(finished.outcome, Exception), finished.outcome
+            tokens = finished.outcome.sequences[0].tokens
+            expected = 7 + finished.ticket
+            assert (set(tokens) == {expected}) == bool(finished.ticket)
+    graphs = subject.runner._graphs
+    assert graphs is not None
+    assert any(recipe.biased for recipe in graphs._graphs)
 
 
 def test_streamed_tokens_are_the_result(subject: Subject) -> None:

@@ -25,6 +25,7 @@ from tinkex.engine.sampling.token_sampling import SampleStep, sample_tokens
 from tinkex.models.tokenizer import Tokenizer, load_tokenizer
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import ModelInput
+from tinkex.wire.sample_controls import SampleControls, StoredSampleRequest
 from tinkex.wire.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinkex.wire.tensors import TensorData
 from tinkex.wire.training import AdamOptimizerConfig, LoraConfig
@@ -215,6 +216,9 @@ def test_sequences_that_need_the_host_run_beside_bursts_of_the_others(
         request(prompt=(at, 2, 3), max_tokens=21, seed=at, stop=[], topk_sample_logprobs=at == 0)
         for at in range(9)
     ]
+    controls = SampleControls(bias_tokens=[5, 6], biases=[4.0, 3.0])
+    # A GPU adds biases by itself.
+    requests[1] = StoredSampleRequest(**requests[1].model_dump(), controls=controls)
     alone = [sample(engine, each).sequences[0] for each in requests]
     assert engine._sampler is not None
     runner = engine._sampler._runner

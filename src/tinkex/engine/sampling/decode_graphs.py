@@ -29,7 +29,7 @@ from tinkex.engine.model.fused_decoder import MAX_RANK, DecodeInputs
 from tinkex.engine.model.lm_head import HEAD
 from tinkex.engine.sampling.kernel_compiler import KernelCompiler
 from tinkex.engine.sampling.kv_pages import Pages, PageTable
-from tinkex.engine.sampling.sequences import SampleSequence
+from tinkex.engine.sampling.sequences import DEVICE_BIASES, SampleSequence
 from tinkex.engine.sampling.token_sampling import sample_key
 
 # B rows of a graph, S sequences, V vocabulary
@@ -93,6 +93,8 @@ class Recipe:
     ranks: Ranks
     #: Whether an adapter changes the output projection.
     head: bool
+    #: Whether biases are added to the logits of some rows.
+    biased: bool
 
 
 class _State:
@@ -119,6 +121,9 @@ class _State:
         self.scales = torch.zeros(slots, dtype=torch.float32, device=device)
         #: Tokens and logprobs of each step.
         self.ring = torch.zeros(2, steps, rows, dtype=torch.int32, device=device)
+        #: Token ids and what is added to their logits; unused places add 0 to token 0.
+        self.bias_tokens = torch.zeros(rows, DEVICE_BIASES, dtype=torch.int64, device=device)
+        self.biases = torch.zeros(rows, DEVICE_BIASES, dtype=torch.float32, device=device)
         self.logits = torch.empty(rows, vocabulary, dtype=torch.float32, device=device)
 
 
@@ -178,12 +183,15 @@ class DecodeGraphs:
         for sequence in sequences:
             if (key := sequence.request.adapter) is not None:
                 used[key] = adapters[key]
-        recipe = self._recipe(len(sequences), list(used.values()))
+        biased = any(s.request.sampling.bias_tokens for s in sequences if samples_alone(s))
+        recipe = self._recipe(len(sequences), list(used.values()), biased)
         graph = None if recipe is None else self._find(recipe)
         if graph is None:
             return None
         self._upload_adapters(list(used.values()))
         self._upload_rows(sequences, {key: at for at, key in enumerate(used)}, steps)
+        if biased:
+            self._upload_biases(sequences)
         for _ in range(steps):
             graph.replay()
         count = len(sequences)
@@ -191,14 +199,17 @@ class DecodeGraphs:
 
     # -- inputs -----------------------------------------------------------------------------------
 
-    def _recipe(self, count: int, adapters: Sequence[SamplerAdapter]) -> Recipe | None:
+    def _recipe(
+        self, count: int, adapters: Sequence[SamplerAdapter], biased: bool
+    ) -> Recipe | None:
         rows = next((size for size in self._buckets if size >= count), None)
         if rows is None:
             return None
         ranks = Ranks.of(adapters)
         if ranks is None:
             return None
-        return Recipe(rows, ranks, any(HEAD in adapter.pairs for adapter in adapters))
+        head = any(HEAD in adapter.pairs for adapter in adapters)
+        return Recipe(rows, ranks, head, biased)
 
     def _upload_adapters(self, adapters: list[SamplerAdapter]) -> None:
         state = self._state
@@ -224,7 +235,7 @@ class DecodeGraphs:
             position + sequence.tokens_ahead(steps) - 1
             for position, sequence in zip(positions, sequences, strict=True)
         ]
-        fields[TICK, :count] = [-sequence.request.sampling.needs_host for sequence in sequences]
+        fields[TICK, :count] = [0 if samples_alone(sequence) else -1 for sequence in sequences]
         if slots:
             fields[SLOT, :count] = [
                 -1 if sequence.request.adapter is None else slots[sequence.request.adapter]
@@ -254,6 +265,11 @@ class DecodeGraphs:
                 begin += extent.count
         if changed:
             self._state.table[:count].copy_(self._host_table[:count], non_blocking=True)
+
+    def _upload_biases(self, sequences: Sequence[SampleSequence]) -> None:
+        tokens, biases = pad_biases(sequences)
+        self._state.bias_tokens[: len(sequences)] = torch.from_numpy(tokens)
+        self._state.biases[: len(sequences)] = torch.from_numpy(biases)
 
     # -- graphs -----------------------------------------------------------------------------------
 
@@ -315,6 +331,9 @@ class DecodeGraphs:
             lora_head=recipe.head,
             out_BV=logits_BV,
         )
+        if recipe.biased:
+            rows = slice(recipe.rows)
+            logits_BV.scatter_add_(1, state.bias_tokens[rows], state.biases[rows])
         kernels.sample(
             logits_BV,
             temperatures_B=fields[TEMPERATURE].view(torch.float32),
@@ -326,3 +345,21 @@ class DecodeGraphs:
             ring_tokens=state.ring[0],
             ring_logprobs=state.ring[1].view(torch.float32),
         )
+
+
+def samples_alone(sequence: SampleSequence) -> bool:
+    return not sequence.request.sampling.needs_host
+
+
+def pad_biases(
+    sequences: Sequence[SampleSequence],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Tables [S, DEVICE_BIASES] of the rows that the device samples; the host adds its own."""
+    tokens = np.zeros((len(sequences), DEVICE_BIASES), np.int64)
+    biases = np.zeros((len(sequences), DEVICE_BIASES), np.float32)
+    for row, sequence in enumerate(sequences):
+        sampling = sequence.request.sampling
+        if samples_alone(sequence) and (count := len(sampling.bias_tokens)):
+            tokens[row, :count] = sampling.bias_tokens
+            biases[row, :count] = sampling.biases
+    return tokens, biases

@@ -25,6 +25,10 @@ Decode = Callable[[Sequence[int]], str]
 MAX_TOKENS_PER_CHARACTER = 4
 
 
+#: Biases of single tokens that a GPU adds by itself. With more, the host samples.
+DEVICE_BIASES = 64
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stops:
     """Conditions that end a sequence before its maximum length."""
@@ -82,7 +86,14 @@ class SamplingConfig:
     @property
     def needs_host(self) -> bool:
         """Whether a GPU cannot sample several tokens in a row without the host."""
-        return self.is_truncated or self.top_logprobs > 0 or self.changes_logits or self.is_guided
+        return bool(
+            self.is_truncated
+            or self.top_logprobs
+            or len(self.bias_tokens) > DEVICE_BIASES
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.is_guided
+        )
 
 
 class PromptTargets(NamedTuple):
