@@ -68,7 +68,9 @@ def test_a_local_server_from_its_start_to_its_end(
             [*PROGRAM, "run", "list"], capture_output=True, text=True, check=True
         )
         assert listed.stderr.startswith("0 training runs")
-        assert control.ask(local, "status")["models"] == [{"name": TINY, "loaded": False}]
+        assert control.ask(local, "status")["models"] == [
+            {"name": TINY, "replicas": 1, "loaded": False}
+        ]
 
         header, row = run("ps")[0].splitlines()
         columns = re.split(" {2,}", header)

@@ -9,8 +9,8 @@ import sqlalchemy as sa
 from tinkex.server.store.blobs import is_key
 from tinkex.server.store.schema import metadata
 
-#: Not imported: keys and logs belong to a server, not to its runs.
-SKIPPED = frozenset({"api_keys", "audit", "telemetry"})
+#: Not imported: keys, secrets and logs belong to a server, not to its runs.
+SKIPPED = frozenset({"api_keys", "audit", "server_secrets", "telemetry"})
 
 
 class CopyFailed(Exception):
