@@ -9,7 +9,12 @@ import pytest
 from tinkex.models.tiny_model import write_tiny_tokenizer
 from tinkex.models.tokenizer import Tokenizer, load_tokenizer
 from tinkex.server.api.errors import Refusal
-from tinkex.server.api.openai_prompts import OWN_VARIABLES, Prepared, prepare_chat
+from tinkex.server.api.openai_prompts import (
+    OWN_VARIABLES,
+    Prepared,
+    check_logprobs,
+    prepare_chat,
+)
 from tinkex.wire.openai import read_chat
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -87,6 +92,20 @@ def test_a_request_sets_no_variable_that_has_a_field(tokenizer: Tokenizer, name:
     error = refusal(tokenizer, chat_template_kwargs={name: "x"})
     assert error.field == "chat_template_kwargs"
     assert name in str(error)
+
+
+def test_too_many_logprobs_are_refused(tokenizer: Tokenizer) -> None:
+    asked: dict[str, Any] = {"n": 128, "top_logprobs": 20, "max_tokens": 391}
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **asked}
+    for logprobs, allowed in ((False, True), (True, False)):
+        fields = {**body, "logprobs": logprobs, "top_logprobs": 20 * logprobs}
+        message = read_chat(json.dumps(fields).encode())
+        prepared = [prepare_chat(message, tokenizer)]
+        if allowed:
+            check_logprobs(message, prepared, 2048)
+        else:
+            with pytest.raises(Refusal, match="at most 1048576 are allowed"):
+                check_logprobs(message, prepared, 2048)
 
 
 def test_variables_reach_the_template(tokenizer: Tokenizer) -> None:
