@@ -5,7 +5,7 @@ Throughput of OpenAI's routes against `SamplingClient`, for the same requests on
 
 All requests of a round are sent at once: through `SamplingClient`, as plain HTTP to OpenAI's routes,
 and through the official `openai` package without and with streams. The ways take turns, so that other
-work on the machine meets all of them alike. The ratio is that of the medians, to `sample` or, for
+work on the machine meets all of them alike. The ratio is the median over the rounds, to `sample` or, for
 streams, to `sample_stream`. The same seeds give the
 same tokens, which is checked. Plain HTTP shows what the routes cost; the rest is the package's own
 work, which shares the cores of the server here.
@@ -14,6 +14,7 @@ work, which shares the cores of the server here.
 import argparse
 import asyncio
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -151,7 +152,8 @@ def measured(name: str, url: str, args: argparse.Namespace) -> list[str]:
         rates: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(args.rounds + 1):
             found = {}
-            for way, run in ways.items():
+            # In another order each time: the machine may get busier during a round.
+            for way, run in random.sample(list(ways.items()), len(ways)):
                 began = time.perf_counter()
                 found[way] = run()
                 took_s = time.perf_counter() - began
@@ -165,8 +167,11 @@ def measured(name: str, url: str, args: argparse.Namespace) -> list[str]:
     rows = []
     for way, median in medians.items():
         same = "SamplingClient.sample_stream" if "stream" in way else "SamplingClient.sample"
+        # Round by round: other work on the machine changes over minutes.
+        ratios = [one / other for one, other in zip(rates[way], rates[same], strict=True)]
         spread = f"{min(rates[way]):,.0f} to {max(rates[way]):,.0f}"
-        rows.append(f"| {name} | {way} | {median:,.0f} | {spread} | {median / medians[same]:.2f} |")
+        row = f"| {name} | {way} | {median:,.0f} | {spread} | {statistics.median(ratios):.2f} |"
+        rows.append(row)
     return rows
 
 
