@@ -22,7 +22,7 @@ from tinkex.server.api.bodies import RECEIVED_BODY, MessageRoute, in_decode_slot
 from tinkex.server.api.deps import Context, context_of, describe_body, json_response
 from tinkex.server.api.errors import OPENAI_PREFIXES, Refusal, openai_error
 from tinkex.server.api.futures import in_thread_if_large, on_disconnect_of
-from tinkex.server.api.openai_answers import Answer, error_event
+from tinkex.server.api.openai_answers import Answer, event_of
 from tinkex.server.api.openai_prompts import (
     Prepared,
     check_logprobs,
@@ -251,12 +251,12 @@ async def _chunks(
                 if not piece:
                     yield KEEP_ALIVE
         if (outcome := reader.outcome) is None:
-            yield error_event(openai_error(STOPPING, 503))
+            yield event_of(openai_error(STOPPING, 503))
             return
         ended = True
         if outcome.error is not None:
             failed = _failed(outcome)
-            yield error_event(openai_error(failed.detail, failed.status))
+            yield event_of(openai_error(failed.detail, failed.status))
             return
         for chunk in await in_thread_if_large(
             outcome.result, lambda: _last_chunks(answer, reader, outcome.result)
@@ -264,7 +264,7 @@ async def _chunks(
             yield chunk
         context.store.requests.mark_fetched(first.request_id)
     except Exception as failure:  # noqa: BLE001  too late for an HTTP status
-        yield error_event(openai_error(internal_error(failure).error, 500))
+        yield event_of(openai_error(internal_error(failure).error, 500))
     finally:
         if not ended:
             context.scheduler.cancel(first.request_id, owner=first.owner)
