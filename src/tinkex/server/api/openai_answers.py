@@ -257,8 +257,10 @@ class Answer:
     def chunks(self, news: SampledTokens) -> list[bytes]:
         """The chunks for new tokens: none, while their text is held back."""
         text, calls = self._choice(news.sequence).add(news.tokens)
-        found = token_logprobs(news.tokens, news.logprobs, news.tops)
-        logprobs = self._logprobs(news.sequence, found)
+        logprobs = None
+        if self._has_logprobs:
+            found = token_logprobs(news.tokens, news.logprobs, news.tops)
+            logprobs = self._logprobs(news.sequence, found)
         return self._new_chunks(news.sequence, text, calls, logprobs, news.tokens)
 
     def last_chunks(self, response: SampleResponse) -> list[bytes]:
@@ -315,13 +317,16 @@ class Answer:
 
     # -- logprobs ----------------------------------------------------------------------------
 
+    @property
+    def _has_logprobs(self) -> bool:
+        # In a completion, 0 means logprobs without alternatives.
+        return self.message.logprobs is not None and self.message.logprobs is not False
+
     def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if isinstance(self.message, ChatRequest):
-            if not self.message.logprobs:
-                return None
-            return {"content": [self._chat_logprob(one) for one in tokens], "refusal": None}
-        if self.message.logprobs is None:
+        if not self._has_logprobs:
             return None
+        if self._is_chat:
+            return {"content": [self._chat_logprob(one) for one in tokens], "refusal": None}
         return self._completion_logprobs(index, tokens)
 
     def _chat_logprob(self, one: TokenLogprob) -> dict[str, Any]:
