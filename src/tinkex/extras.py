@@ -15,6 +15,7 @@ __all__ = ["EXTRAS", "MissingExtra", "needs"]
 
 #: Package -> the extra of tinkex that installs it.
 EXTRAS = {
+    "gguf": "gguf",
     "huggingface_hub": "hub",
     "jinja2": "tokenizer",
     "llguidance": "guided",

@@ -20,9 +20,11 @@ from tinkex.server.api.errors import Refusal
 from tinkex.server.api.submit import FUTURE, accept, future_response, tokens_known
 from tinkex.server.queued_request import Kind, QueuedRequest
 from tinkex.server.scheduler.checkpoints import refuse_external
+from tinkex.server.scheduler.replicas import PREFIX_TOKENS
 from tinkex.server.store import Sampler
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.errors import UserFailure, WireError
+from tinkex.wire.inputs import EncodedTextChunk, ModelInput
 from tinkex.wire.redaction import redact
 from tinkex.wire.sampling import (
     CreateSamplingSessionRequest,
@@ -140,7 +142,14 @@ async def read_sample(request: Request) -> QueuedRequest:
         seq_id=message.seq_id,
         sequences=message.num_samples,
         tokens=tokens_known(message.prompt),
+        prompt_start=_prompt_start(message.prompt),
     )
+
+
+def _prompt_start(prompt: ModelInput) -> bytes:
+    """The first text tokens of a prompt; empty if it begins with something else."""
+    first = prompt.chunks[0] if prompt.chunks else None
+    return first.tokens_np[:PREFIX_TOKENS].tobytes() if isinstance(first, EncodedTextChunk) else b""
 
 
 def _decode(body: bytes) -> tuple[SampleRequest, bytes]:
@@ -189,6 +198,7 @@ def new_sample(
     seq_id: int | None,
     sequences: int,
     tokens: int = 0,
+    prompt_start: bytes = b"",
 ) -> QueuedRequest:
     if not 1 <= sequences <= MAX_SEQUENCES:
         raise WireError.at(
@@ -208,6 +218,7 @@ def new_sample(
         sequences=sequences,
         version_id=source.version_id,
         tokens=tokens,
+        prompt_start=prompt_start,
     )
 
 
