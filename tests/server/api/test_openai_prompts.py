@@ -1,6 +1,7 @@
 """From a chat to a prompt: templates that fail, that lack tools, or that would do more than render."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,12 @@ def test_a_schema_that_is_too_large_or_wrong_is_refused(
     error = refusal(tokenizer, response_format=wanted)
     assert error.field == "response_format"
     assert words in str(error)
+
+
+def test_without_the_library_a_schema_is_refused_with_what_to_install(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    error = refusal(tokenizer, response_format={"type": "json_object"})
+    assert error.field == "response_format"
+    assert "pip install 'tinkex[guided]'" in str(error)
