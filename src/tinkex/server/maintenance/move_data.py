@@ -82,7 +82,7 @@ def move_data(
                 hint="Choose an empty database, or the one of an earlier move from this source.",
             )
         old, new = Files(source.storage_url), Files(target.storage_url)
-        counts = (0, 0, ())
+        counts: tuple[int, int, tuple[str, ...]] = (0, 0, ())
         if not same_storage:
             with tempfile.TemporaryDirectory(prefix=".move-", dir=source.folder) as scratch:
                 counts = _copy_files(old, new, reading, Path(scratch), progress)

@@ -35,7 +35,7 @@ def copy_rows(source: sa.Connection, target: sa.Connection) -> int:
     for table in metadata.sorted_tables:
         insert = _replace(table, target.dialect.name)
         for rows in _batches(source, table):
-            target.execute(insert, [dict(row) for row in rows])
+            target.execute(insert, rows)
             target.commit()
             copied += len(rows)
         _set_sequence(target, table)
@@ -61,10 +61,10 @@ def foreign_sessions(source: sa.Connection, target: sa.Connection) -> int:
     return len(set(target.scalars(ids)) - set(source.scalars(ids)))
 
 
-def _batches(connection: sa.Connection, table: sa.Table) -> Iterator[list[Mapping[str, Any]]]:
+def _batches(connection: sa.Connection, table: sa.Table) -> Iterator[list[dict[str, Any]]]:
     result = connection.execution_options(stream_results=True).execute(sa.select(table))
     for rows in result.mappings().partitions(BATCH):
-        yield list(rows)
+        yield [dict(row) for row in rows]
 
 
 def _replace(table: sa.Table, dialect: str) -> Any:
