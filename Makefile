@@ -9,7 +9,7 @@ READY_DEV := $(VENV)/.ready-dev
 # The official SDKs that `make test` runs unmodified, each in its own cached environment.
 SDKS := 0.36.0 0.4.1
 
-.PHONY: help setup dev demo test matrix fuzz cookbook defects faults chaos soak newcomer check format bench proto stub clean
+.PHONY: help setup dev demo test matrix fuzz cookbook defects faults chaos soak newcomer gguf check format bench proto stub clean
 
 help:
 	@echo "make setup     create .venv with the client, the server and the command line (safe to repeat)"
@@ -27,6 +27,7 @@ help:
 	@echo "make chaos     a hundred kills of server processes under running clients"
 	@echo "make soak      twenty minutes of mixed load; memory and descriptors must stay flat"
 	@echo "make newcomer  a fresh clone, an empty home folder, and every command of README and quickstart"
+	@echo "make gguf      export models as GGUF and read them with llama.cpp, built from source"
 	@echo "make proto     generate protobuf code from the .proto files"
 	@echo "make stub      generate src/tinkex/__init__.pyi from the table of public names"
 	@echo "make clean     delete .venv and caches"
@@ -83,6 +84,9 @@ soak: dev
 
 newcomer: dev
 	@$(BIN)/python -m qa.newcomer.run
+
+gguf: dev
+	@$(BIN)/python -m qa.gguf.run
 
 check: dev
 	@$(BIN)/ruff check

@@ -15,8 +15,10 @@ __all__ = ["EXTRAS", "MissingExtra", "needs"]
 
 #: Package -> the extra of tinkex that installs it.
 EXTRAS = {
+    "gguf": "gguf",
     "huggingface_hub": "hub",
     "jinja2": "tokenizer",
+    "llguidance": "guided",
     "opentelemetry": "otel",
     "rich": "cli",
     "tensorboardX": "tensorboard",

@@ -60,6 +60,7 @@ COMMANDS = {
     "restore": "restore saved --data {new}",
     "doctor": "doctor --data restored",
     "merge": "merge {state} {new} --base tiny --data {data}",
+    "export": "export {sampler} --as peft -o {new}",
     "tiny-model": "tiny-model {new}",
     "use": "use http://gpu-box:8000 --name lab",
     "import": "import restored --data {new}",
@@ -74,8 +75,10 @@ COMMANDS = {
 COMPUTING = {"merge", "tiny-model"}
 #: Commands that are not recorded here, and why.
 ELSEWHERE = {
+    "chat": "is a conversation: test_chat.py",
     "serve": "runs until it is stopped: test_serve.py",
     "demo": "trains for minutes: test_demo.py",
+    "train": "its loss differs a little between machines: test_train.py",
     "ps": "its columns depend on the machine: test_servers.py",
     "stop": "ends a server: test_servers.py",
     "logs": "prints lines of a server: test_servers.py",

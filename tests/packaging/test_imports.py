@@ -33,6 +33,8 @@ ALLOWED_IMPORTS = {
     "client": "display extras durable_files local tracebacks wire pydantic ~numpy ~models ~zstandard ~compression",  # compression is Python 3.14's own
     "client.custom_loss": "extras client wire ~numpy ~torch",
     "client.loss_tracing": "extras client wire ~torch",
+    "data": "~types",
+    "recipes": "data",
     "regularizers": "extras client wire ~torch",
     "metric_writers": "extras ~tensorboardX ~wandb ~trackio",
     "client.observe.instrumentation": "extras client ~opentelemetry",
@@ -42,8 +44,10 @@ ALLOWED_IMPORTS = {
     "client.tokenizer": "extras client wire ~models ~tokenizers ~transformers ~huggingface_hub",
     "models.tiny_model": "extras ~tokenizers ~torch ~safetensors",
     "models": "display extras ~numpy ~tokenizers ~huggingface_hub ~jinja2",
-    "engine": "durable_files wire models numpy torch ~triton transformers safetensors tokenizers",
+    "engine.sampling.guides": "extras wire numpy torch ~llguidance",
+    "engine": "durable_files wire models numpy torch ~triton transformers safetensors tokenizers ~gguf",
     "engine.model.decode_kernels": "torch triton",  # itself loaded in functions only
+    "engine.model.packed_kernels": "torch triton",
     "server.queued_request": "",
     "server.scheduler.step_queue": "wire server.queued_request",
     "server.process_setup": "wire server.retry",
@@ -56,12 +60,13 @@ ALLOWED_IMPORTS = {
     "server.api.local": "local wire server.api server.local_models fastapi starlette",
     "server.executor": "wire",
     "server.engine_process": "wire server.executor server.process_end server.retry",
-    "server.api": "local wire server.request_metrics server.queued_request server.store server.scheduler server.executor server.settings fastapi starlette pydantic prometheus_client jwt",
+    "server.api.openai_guides": "extras models wire server.api ~llguidance",
+    "server.api": "local wire models server.request_metrics server.queued_request server.store server.scheduler server.executor server.settings fastapi starlette pydantic prometheus_client jwt",
     "server": "durable_files local wire models server uvicorn prometheus_client fastapi starlette pydantic",
     "conformance": "wire numpy",
     "conformance.conftest": "conformance pytest",
     "conformance.test_server": "conformance pytest",
-    "cli": "client local conformance wire types models click rich ~server ~engine ~testing ~tokenizers ~matplotlib",
+    "cli": "client local conformance data recipes durable_files wire types models click rich ~server ~engine ~testing ~tokenizers ~matplotlib ~torch ~gguf",
 }
 
 

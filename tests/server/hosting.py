@@ -79,7 +79,8 @@ class Api:
         is_bytes = isinstance(body, bytes)
         sent = {"Content-Type": "application/json", **(headers or {})}
         data = body if is_bytes else json.dumps(body).encode()
-        async with self.http.post(f"/api/v1/{path}", data=data, headers=sent) as got:
+        url = path if path.startswith("/") else f"/api/v1/{path}"
+        async with self.http.post(url, data=data, headers=sent) as got:
             return Answer(got.status, await got.read(), got.headers.get("Content-Type", ""))
 
     async def get(self, path: str) -> Answer:

@@ -15,9 +15,12 @@ from tinkex.cli.output import common_options, examples, verbose
 SECTIONS = {
     "Train and sample": {
         "demo": "Fine-tune a small model on this machine, as a demo.",
+        "train": "Train an adapter on a file, or with a reward of your own.",
         "sample": "Sample from a model.",
+        "chat": "Talk to a model or a checkpoint.",
         "run": "List, show and plot training runs.",
         "checkpoint": "List, download, publish and delete saved weights.",
+        "export": "Export saved weights for PEFT, transformers or llama.cpp.",
         "model": "List the base models of a service.",
         "merge": "Merge an adapter into its base model.",
         "session": "Export the trace of a session.",

@@ -254,7 +254,7 @@ def _row(server: RunningServer, about: dict[str, Any] | None) -> list[str]:
     return [
         server.url,
         str(server.pid),
-        server.how if _problem(server, about) is None else f"{server.how}, not ready",
+        server.how if _problem(server, about) is None else f"{server.how} (not ready)",
         server.data,
         ", ".join(_models(server, about)),
         str(len(clients.holders) + len(clients.sessions)),

@@ -99,6 +99,8 @@ class Settings:
     max_sequences: int = 0
     #: Reuse the KV cache for prompts of one owner with the same prefix; never in deterministic mode.
     prefix_cache: bool = True
+    #: Fraction of an engine's time for training while there is sampling to do too.
+    training_share: float = 0.5
     #: Idle sampler adapters that an engine keeps in memory.
     idle_adapters: int = 16
     #: Host memory for adapters that do not fit on a GPU, in gigabytes; 0 is half of the free memory.
@@ -251,6 +253,9 @@ class Settings:
             if isinstance(value, int | float) and value < 0:
                 hint = f"Use 0 or more; the default is {field.default}."
                 yield field.name, f"{field.name} {value} is negative.", hint
+        if not 0 < self.training_share < 1:
+            hint = "Use a fraction between 0 and 1; 0.5 shares the time equally."
+            yield "training_share", f"training_share is {self.training_share}.", hint
         for name in ("jwt_s", "session_grace_s"):
             if getattr(self, name) == 0:
                 hint = "Give a number of seconds above 0."

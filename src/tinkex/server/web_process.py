@@ -293,6 +293,7 @@ def engine_settings(
         max_sequences=settings.max_sequences or EngineSettings.max_sequences,
         host_bytes=int(settings.host_gb * GIGABYTE) or None,
         prefix_cache=settings.prefix_cache,
+        training_share=settings.training_share,
         idle_adapters=settings.idle_adapters,
         spill_folder=folder / "spill" / hashlib.sha256(engine.encode()).hexdigest()[:16],
         compute_lock=folder / "turn.lock" if shares_device else None,

@@ -39,6 +39,8 @@ class EngineSettings:
     prefix_cache: bool = True
     #: Maximum sequences in one decode step.
     max_sequences: int = 256
+    #: Fraction of the time for training while there is sampling to do too, between 0 and 1.
+    training_share: float = 0.5
     #: Sampler adapters kept in memory while no request uses them.
     idle_adapters: int = 16
     #: Maximum memory of the device for everything together. None is all memory that is free at

@@ -44,27 +44,33 @@ def merge(
     """
     if out_folder.exists():
         raise FileExistsError(f"{out_folder} already exists. Name a new folder.")
-    saved = read_adapter(adapter_folder)
     dtype = dtype or own_dtype(base_folder)
-    with torch.no_grad():
-        model: Any = load(base_folder, dtype)
-        untied = HEAD in saved.pairs and untie(model)
-        add(model, saved, adapter_folder.name)
-        with atomic_folder(out_folder) as part:
-            copy_other_files(base_folder, part)
-            with quiet_transformers():
-                model.save_pretrained(part, max_shard_size=SHARD)
-            # Replace the file that save_pretrained derives from the config.
-            generation = base_folder / "generation_config.json"
-            if generation.exists():
-                shutil.copyfile(generation, part / generation.name)
-            equalize_modes(part)
+    model, untied = merged_model(base_folder, adapter_folder, dtype)
+    with atomic_folder(out_folder) as part:
+        copy_other_files(base_folder, part)
+        with quiet_transformers():
+            model.save_pretrained(part, max_shard_size=SHARD)
+        # Replace the file that save_pretrained derives from the config.
+        generation = base_folder / "generation_config.json"
+        if generation.exists():
+            shutil.copyfile(generation, part / generation.name)
+        equalize_modes(part)
     return Merged(
         folder=out_folder,
         size_bytes=size_bytes(out_folder),
         dtype=str(dtype).removeprefix("torch."),
         untied=untied,
     )
+
+
+def merged_model(base_folder: Path, adapter_folder: Path, dtype: torch.dtype) -> tuple[Any, bool]:
+    """The base model with the adapter added to its weights, and whether it had to be untied."""
+    saved = read_adapter(adapter_folder)
+    with torch.no_grad():
+        model: Any = load(base_folder, dtype)
+        untied = HEAD in saved.pairs and untie(model)
+        add(model, saved, adapter_folder.name)
+    return model, untied
 
 
 def own_dtype(base_folder: Path) -> torch.dtype:

@@ -26,7 +26,7 @@ import jwt
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tinkex.server.api.errors import Refusal, error_response, storage_trouble
+from tinkex.server.api.errors import Refusal, refused, storage_trouble
 from tinkex.server.settings import is_loopback
 from tinkex.server.store import ApiKey, Keys, StorageError
 
@@ -111,8 +111,7 @@ class Authentication:
                     scope.setdefault("state", {})["caller"] = await _find_caller(request)
             except Refusal as refusal:
                 await _drain(receive)
-                response = error_response({"detail": refusal.detail}, refusal.status)
-                await response(scope, receive, send)
+                await refused(request, refusal)(scope, receive, send)
                 return
             except StorageError as trouble:
                 await _drain(receive)
@@ -126,10 +125,18 @@ def _is_open(path: str) -> bool:
 
 
 async def _find_caller(request: HTTPConnection) -> Caller:
-    caller = await authenticator_of(request).caller(request.headers.get("x-api-key"))
+    caller = await authenticator_of(request).caller(_credential(request.headers))
     if caller.key_id is None:
         refuse_cross_site(request.headers)
     return caller
+
+
+def _credential(headers: Mapping[str, str]) -> str | None:
+    """The key or token of a request: `X-API-Key`, or `Authorization: Bearer` as OpenAI's clients."""
+    if key := headers.get("x-api-key"):
+        return key
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
 
 
 def refuse_cross_site(headers: Mapping[str, str]) -> None:

@@ -22,13 +22,8 @@ from pathlib import Path
 from tinkex.durable_files import atomic_folder
 from tinkex.server.settings import CONFIG_FILE, Settings
 from tinkex.server.store.blobs import Files
-from tinkex.server.store.inspection import (
-    CopyFailed,
-    copy_database,
-    invalid_keys,
-    referenced_keys,
-    schema_version,
-)
+from tinkex.server.store.database_copy import CopyFailed, copy_database, invalid_keys
+from tinkex.server.store.inspection import referenced_keys, schema_version
 from tinkex.server.store.keys import MARKER
 from tinkex.server.store.server_secrets import OLD_FILES as OLD_SECRETS
 from tinkex.server.store.storage_health import os_error_in

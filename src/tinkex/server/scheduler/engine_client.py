@@ -300,7 +300,7 @@ class EngineClient:
                 await run(attempt)
             except EngineLost as lost:
                 unfinished = [request for request in requests if is_unfinished(request)]
-                found = [self.count_loss(one.request_id, attempt, lost) for one in unfinished]
+                found = [self.count_attempt(one.request_id, attempt, lost) for one in unfinished]
                 if found == [True]:
                     raise
                 return unfinished
@@ -312,7 +312,7 @@ class EngineClient:
         prepare: Callable[[], Awaitable[tuple[Order, OnTokens | None]]],
     ) -> Done:
         """
-        Run a request that is not a step, again after each loss until it is found to cause them.
+        Run a request that is not a step, again after each crash until it is found to cause them.
 
         If there are replicas, it runs once: RunElsewhere after a loss.
 
@@ -349,8 +349,8 @@ class EngineClient:
             self.isolation.forget(request.request_id)
             raise
 
-    def count_loss(self, request_id: str, attempt: Attempt, lost: EngineLost) -> bool:
-        """Count a lost attempt of a request or rebuild; True if this ended the engine."""
+    def count_attempt(self, request_id: str, attempt: Attempt, lost: EngineLost) -> bool:
+        """Count an attempt whose engine was lost; True if its request or rebuild ended the engine."""
         stopping = self._execution.closing or self._execution.futures.closing
         if not lost.attempts or stopping:
             return False

@@ -162,7 +162,7 @@ class Recovery:
             try:
                 await self._rebuild(state, incarnation)
             except EngineLost as lost:
-                if self._engine.count_loss(model_id, attempt, lost):
+                if self._engine.count_attempt(model_id, attempt, lost):
                     state.rebuild_error = (
                         f"the engine died {MAX_ATTEMPTS} times during this, the last time with no "
                         f"other request running: {lost}. The server's log has more details."

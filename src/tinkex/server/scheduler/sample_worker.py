@@ -36,7 +36,15 @@ class TokenStream:
 
     def add(self, tokens: Tokens) -> None:
         """A restarted engine sends everything again; only new tokens count."""
-        if self.growing.add(tokens.sequence, tokens.tokens, tokens.logprobs, start=tokens.start):
+        pairs = list(zip(tokens.top_tokens, tokens.top_logprobs, strict=True))
+        count = tokens.top_count
+        if self.growing.add(
+            tokens.sequence,
+            tokens.tokens,
+            tokens.logprobs,
+            start=tokens.start,
+            tops=[pairs[at : at + count] for at in range(0, len(pairs), count or 1)],
+        ):
             changed, self.changed = self.changed, self._new_future()
             changed.set_result(None)
 

@@ -1,0 +1,283 @@
+"""`tinkex export`: plain transformers, PEFT and GGUF readers compute what the server computes."""
+
+import json
+import os
+import stat
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+import tinkex
+from serving import TINY, Server
+from tinkex import types
+from tinkex.cli.command_group import command
+from tinkex.cli.export import copy_with_peft_names
+from tinkex.engine.adapters import gguf_export
+from tinkex.models.gguf import hf_tensors, read_gguf
+from tinkex.models.tokenizer import load_tokenizer
+from tinkex.testing import write_tiny_model
+from tinkex.wire.errors import UserFailure
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
+TOKENS = [5 + (37 * n) % 350 for n in range(24)]
+
+
+@pytest.fixture(scope="module")
+def trained(server: Server) -> tuple[str, list[float]]:
+    """A checkpoint of an adapter that changes every layer, and the server's logprobs with it."""
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(TOKENS[:-1]),
+        loss_fn_inputs={"target_tokens": TOKENS[1:], "weights": [1.0] * (len(TOKENS) - 1)},
+    )
+    with tinkex.ServiceClient(base_url=server.url) as service:
+        training = service.create_lora_training_client(TINY, rank=4, seed=1)
+        for _ in range(4):
+            training.forward_backward([datum], "cross_entropy")
+            training.optim_step(types.AdamParams(learning_rate=1e-2))
+        passed = training.forward([datum], "cross_entropy").result()
+        path = training.save_weights_for_sampler("final").result().path
+    return path, passed.loss_fn_outputs[0]["logprobs"].tolist()
+
+
+def export(server: Server | None, *args: object) -> tuple[int, str]:
+    url = [] if server is None else ["--base-url", server.url]
+    result = CliRunner().invoke(command, ["export", *map(str, args), *url])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def logprobs(model: Any) -> list[float]:
+    with torch.no_grad():
+        found = model(torch.tensor([TOKENS[:-1]])).logits[0].float().log_softmax(-1)
+    return found.gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0].tolist()
+
+
+def modes(folder: Path) -> set[int]:
+    return {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()}
+
+
+def test_peft_loads_the_adapter(server, trained, tiny_model, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    path, expected = trained
+    old = os.umask(0o022)
+    try:
+        status, output = export(server, path, "--as", "peft", "-o", tmp_path / "out")
+    finally:
+        os.umask(old)
+    assert status == 0, output
+    assert f"an adapter for {TINY}" in output
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out"]
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    assert modes(tmp_path / "out") == {0o644}
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o755
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model = PeftModel.from_pretrained(base, tmp_path / "out")
+    assert logprobs(model) == pytest.approx(expected, abs=1e-4)
+    status, output = export(server, path, "--as", "peft", "-o", tmp_path / "out")
+    assert status == 1
+    assert "already exists" in output
+    status, output = export(
+        server, path, "--as", "peft", "-o", tmp_path / "out", "--force", "--base", "org/model"
+    )
+    assert status == 0, output
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "org/model"
+
+
+def test_transformers_loads_the_merged_model(server, trained, tiny_model, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path, expected = trained
+    out = tmp_path / "merged"
+    status, output = export(server, path, "--as", "hf", "-o", out, "--base", tiny_model)
+    assert status == 0, output
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["merged"]
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert logprobs(model) == pytest.approx(expected, abs=1e-4)
+    assert AutoTokenizer.from_pretrained(out).encode("the sea")
+    assert len(modes(out)) == 1
+
+
+@pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-4), ("float16", 2e-2), ("q8_0", 0.2)])
+def test_a_gguf_reader_computes_the_same(server, trained, tiny_model, tmp_path, dtype, near):
+    from transformers import AutoModelForCausalLM
+
+    path, expected = trained
+    out = tmp_path / "pirate"
+    status, output = export(
+        server, path, "--as", "gguf", "-o", out, "--base", tiny_model, "--dtype", dtype
+    )
+    assert status == 0, output
+    assert sorted(file.name for file in out.iterdir()) == ["Modelfile", "pirate.gguf"]
+    assert len(modes(out)) == 1
+    # Our own reader, and that of transformers.
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    base.load_state_dict(
+        {name: torch.tensor(a) for name, a in hf_tensors(read_gguf(out / "pirate.gguf"))}
+    )
+    assert logprobs(base) == pytest.approx(expected, abs=near)
+    if dtype == "float32":
+        theirs = AutoModelForCausalLM.from_pretrained(
+            out, gguf_file="pirate.gguf", dtype=torch.float32
+        )
+        assert logprobs(theirs) == pytest.approx(expected, abs=near)
+
+
+def test_the_vocabulary_and_the_chat_format_are_in_the_file(server, trained, tiny_model, tmp_path):
+    out = tmp_path / "pirate"
+    args = (trained[0], "--as", "gguf", "-o", out, "--base", tiny_model)
+    status, output = export(server, *args)
+    assert status == 0, output
+    found = read_gguf(out / "pirate.gguf").metadata
+    tokenizer = load_tokenizer(tiny_model)
+    tokens = found["tokenizer.ggml.tokens"]
+    assert tokens == [tokenizer.convert_ids_to_tokens(n) for n in range(len(tokenizer))]
+    kinds = found["tokenizer.ggml.token_type"]
+    assert [n for n, kind in enumerate(kinds) if kind == 3] == [0, 1, 2]
+    assert found["tokenizer.ggml.pre"] == "gpt-2"
+    assert found["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
+    assert found["tokenizer.ggml.add_bos_token"] is False
+    assert found["tokenizer.chat_template"] == tokenizer.chat_template
+    text = (out / "Modelfile").read_text()
+    assert text.startswith("FROM ./pirate.gguf\n")
+    assert "{{ .Role }}" in text
+    assert 'PARAMETER stop "<|im_end|>"' in text
+
+
+def test_a_system_message_of_the_template_is_in_the_modelfile(tiny_model):
+    tokenizer = load_tokenizer(tiny_model)
+    tokenizer.chat_template = (
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+        + str(tokenizer.chat_template)
+    )
+    assert 'SYSTEM """Be kind."""' in gguf_export.modelfile(tokenizer, "a.gguf")
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    assert gguf_export.modelfile(tokenizer, "a.gguf") == (
+        'FROM ./a.gguf\nPARAMETER stop "<|im_end|>"\n'
+    )
+
+
+def test_qwen3_is_written_with_its_norms_and_without_reordered_rows(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = write_tiny_model(tmp_path / "qwen", arch="qwen3")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    gguf_export.write_gguf(model, folder, tmp_path / "q.gguf", name="q", format="float32")
+    file = read_gguf(tmp_path / "q.gguf")
+    assert file.metadata["general.architecture"] == "qwen3"
+    state = model.state_dict()
+    for name, theirs in (
+        ("blk.1.attn_q.weight", "model.layers.1.self_attn.q_proj.weight"),
+        ("blk.0.attn_k_norm.weight", "model.layers.0.self_attn.k_norm.weight"),
+    ):
+        np.testing.assert_array_equal(file.tensors[name], state[theirs].numpy())
+
+
+def test_llama_3_has_the_factors_of_its_rotations():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=64,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        rope_parameters=scaling,
+    )
+    factors = gguf_export.rope_factors(LlamaForCausalLM(config), 32)
+    assert factors is not None
+    assert factors[0] == pytest.approx(1.0)
+    assert factors[-1] == pytest.approx(8.0)
+    other = SimpleNamespace(config=SimpleNamespace(rope_parameters={"rope_type": "yarn"}))
+    with pytest.raises(UserFailure, match="'yarn' cannot be written"):
+        gguf_export.rope_factors(other, 32)
+
+
+@pytest.mark.parametrize(
+    ("pre_tokenizer", "expected"),
+    [
+        ({"type": "ByteLevel", "use_regex": True}, "gpt-2"),
+        (
+            {
+                "type": "Sequence",
+                "pretokenizers": [
+                    {"type": "Digits", "individual_digits": True},
+                    {"type": "ByteLevel", "use_regex": True},
+                ],
+            },
+            "smollm",
+        ),
+        ({"type": "Metaspace"}, None),
+        (None, None),
+    ],
+)
+def test_the_splitting_of_text_is_named_or_refused(pre_tokenizer, expected):
+    spec = {
+        "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []},
+        "pre_tokenizer": pre_tokenizer,
+    }
+    if expected is None:
+        with pytest.raises(UserFailure, match="this tokenizer cannot be written as GGUF"):
+            gguf_export.vocabulary_of(spec, 2)
+    else:
+        found = gguf_export.vocabulary_of(spec, 2)
+        assert found.splitter == expected
+        assert found.tokens == ["a", "[PAD1]"]
+
+
+def test_the_output_projection_of_the_hosted_service_gets_the_name_of_peft(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    prefix = "base_model.model."
+    arrays = {
+        f"{prefix}model.unembed_tokens.lora_A.weight": np.ones((2, 3), np.float32),
+        f"{prefix}model.layers.0.mlp.up_proj.lora_A.weight": np.zeros((2, 3), np.float32),
+    }
+    save_file(arrays, tmp_path / "a", metadata={"format": "pt"})
+    copy_with_peft_names(tmp_path / "a", tmp_path / "b")
+    found = load_file(tmp_path / "b")
+    assert set(found) == {
+        f"{prefix}lm_head.lora_A.weight",
+        f"{prefix}model.layers.0.mlp.up_proj.lora_A.weight",
+    }
+    assert found[f"{prefix}lm_head.lora_A.weight"].sum() == 6
+    with (tmp_path / "b").open("rb") as file:
+        assert struct.unpack("<Q", file.read(8))[0] % 8 == 0
+
+
+def test_mistakes_are_one_sentence_and_leave_nothing(server, trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path, _ = trained
+    for args, message in (
+        (("nowhere", "--as", "hf"), "nowhere is neither a tinker:// path nor a folder."),
+        ((path, "--as", "peft", "--dtype", "float32"), "--dtype is for hf and gguf"),
+        ((path, "--as", "hf", "--dtype", "q8_0"), "--dtype q8_0 is for gguf"),
+        ((path, "--as", "hf", "--base", "no/such"), "no/such"),
+        ((f"{path}-no", "--as", "peft"), "error: "),
+    ):
+        status, output = export(server, *args)
+        assert status in (1, 2), output
+        assert message in output
+    assert list(tmp_path.iterdir()) == []
