@@ -12,8 +12,8 @@ from tinkex.cli.server_options import data_option, load_settings
 @click.command(
     "move-data",
     epilog=examples(
-        "tinkex move-data --db postgresql+psycopg://HOST/tinkex --storage s3://BUCKET/tinkex",
-        "tinkex move-data --from-db postgresql+psycopg://HOST/tinkex     # back to SQLite",
+        "tinkex move-data --db postgresql+psycopg://HOST/NAME --storage s3://BUCKET",
+        "tinkex move-data --from-db postgresql+psycopg://HOST/NAME   # to SQLite",
     ),
 )
 @data_option

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-
-import sqlalchemy as sa
+from typing import TYPE_CHECKING
 
 from tinkex.durable_files import atomic_folder
 from tinkex.server.maintenance.backup import BackupFailed
@@ -26,12 +25,14 @@ from tinkex.server.registration import take_over
 from tinkex.server.settings import Settings
 from tinkex.server.store import Damaged
 from tinkex.server.store.blobs import Files, folder_problem
-from tinkex.server.store.connections import any_key, connection_pools
-from tinkex.server.store.database import Database
+from tinkex.server.store.connections import any_key
 from tinkex.server.store.folder_lock import database_file, lock_database, lock_folder
 from tinkex.server.store.inspection import PAYLOAD, RESULT, references
 from tinkex.server.store.keys import write_marker
-from tinkex.server.store.row_copy import contents, copy_rows, foreign_sessions
+from tinkex.server.store.row_copy import contents, copy_rows, foreign_sessions, opened_alone
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 log = logging.getLogger("tinkex.server.maintenance.move_data")
 
@@ -74,8 +75,11 @@ def move_data(
     take_over(source)
     with ExitStack() as stack:
         stack.enter_context(lock_folder(source.folder))
-        reading = stack.enter_context(_opened(source))
-        writing = reading if same_db else stack.enter_context(_opened(target))
+        stack.enter_context(lock_database(source))
+        reading = writing = stack.enter_context(opened_alone(source.db_url))
+        if not same_db:
+            stack.enter_context(lock_database(target))
+            writing = stack.enter_context(opened_alone(target.db_url))
         if not same_db and (foreign := foreign_sessions(reading, writing)):
             raise BackupFailed(
                 f"the target database has {foreign} sessions that are not in the source.",
@@ -102,25 +106,10 @@ def move_data(
     return Moved(rows=rows, files=files, present=present, missing=missing)
 
 
-@contextlib.contextmanager
-def _opened(settings: Settings) -> Iterator[sa.Connection]:
-    """A connection that no server shares: it holds the lock of its database."""
-    with lock_database(settings):
-        # Creates or upgrades the tables.
-        Database(settings.db_url, exclusive=True).close()
-        writing, reading = connection_pools(settings.db_url, exclusive=True)
-        try:
-            with writing.connect() as connection:
-                yield connection
-        finally:
-            writing.dispose()
-            reading.dispose()
-
-
 def _copy_files(
     old: Files,
     new: Files,
-    connection: sa.Connection,
+    connection: "Connection",
     scratch: Path,
     progress: Callable[[int, int], None],
 ) -> tuple[int, int, tuple[str, ...]]:

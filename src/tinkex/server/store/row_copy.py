@@ -1,5 +1,6 @@
 """Copies all rows of one database to another, SQLite or PostgreSQL, and compares them."""
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -9,6 +10,8 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
+from tinkex.server.store.connections import connection_pools
+from tinkex.server.store.database import Database
 from tinkex.server.store.schema import metadata
 
 #: Rows that are read and written at a time. A row has at most 128 KiB of payload and result.
@@ -22,6 +25,20 @@ class Content:
 
     rows: int
     digest: int
+
+
+@contextlib.contextmanager
+def opened_alone(url: str) -> Iterator[sa.Connection]:
+    """A connection to a database that no server uses. Its tables are created or upgraded first."""
+    Database(url, exclusive=True).close()
+    writing, reading = connection_pools(url, exclusive=True)
+    try:
+        # In PostgreSQL, it holds the lock of the database.
+        with writing.connect() as connection:
+            yield connection
+    finally:
+        writing.dispose()
+        reading.dispose()
 
 
 def copy_rows(source: sa.Connection, target: sa.Connection) -> int:
