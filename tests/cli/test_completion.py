@@ -14,6 +14,7 @@ import pytest
 import tinkex
 from forked_shell import ForkedShell
 from serving import TINY, Server
+from waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,11 @@ def bash(shell: ForkedShell, line: str, **env: str) -> list[str]:
     return [row.removeprefix("plain,") for row in ran.out.split()]
 
 
+def offers(shell: ForkedShell, line: str, wanted: str, **env: str) -> None:
+    """The line is completed with this; again if a busy machine needs more than the 1.5 s it has."""
+    until(lambda: wanted in bash(shell, line, **env), within_s=30)
+
+
 def test_commands_and_options_are_completed(shell: ForkedShell) -> None:
     assert bash(shell, "tinkex ch") == ["checkpoint"]
     assert bash(shell, "tinkex checkpoint l") == ["list"]
@@ -49,26 +55,25 @@ def test_commands_and_options_are_completed(shell: ForkedShell) -> None:
 
 def test_runs_and_checkpoints_come_from_the_server(shell: ForkedShell, saved: str) -> None:
     run_id = saved.removeprefix("tinker://").split("/")[0]
-    assert run_id in bash(shell, "tinkex run info ")
-    assert bash(shell, f"tinkex run info {run_id[:-2]}") == [run_id]
-    assert run_id in bash(shell, "tinkex checkpoint list --run-id ")
+    offers(shell, "tinkex run info ", run_id)
+    until(lambda: bash(shell, f"tinkex run info {run_id[:-2]}") == [run_id], within_s=30)
+    offers(shell, "tinkex checkpoint list --run-id ", run_id)
     for command in ("info", "download", "delete", "publish", "set-ttl"):
-        assert saved in bash(shell, f"tinkex checkpoint {command} tinker://")
-    assert saved in bash(shell, "tinkex sample Hello --path ")
-    assert saved in bash(shell, "tinkex merge tinker:")
+        offers(shell, f"tinkex checkpoint {command} tinker://", saved)
+    offers(shell, "tinkex sample Hello --path ", saved)
+    offers(shell, "tinkex merge tinker:", saved)
     words = {"COMP_WORDS": "tinkex checkpoint info ", "COMP_CWORD": ""}
-    fish = shell(env={"_TINKEX_COMPLETE": "fish_complete", **words}).out
-    assert saved in re.split(r"[,\s]", fish)
-    words["COMP_CWORD"] = "3"
-    zsh = shell(env={"_TINKEX_COMPLETE": "zsh_complete", **words}).out
-    assert saved.replace(":", r"\:") in zsh.splitlines()
+    fish = {"_TINKEX_COMPLETE": "fish_complete", **words}
+    until(lambda: saved in re.split(r"[,\s]", shell(env=fish).out), within_s=30)
+    zsh = {"_TINKEX_COMPLETE": "zsh_complete", **words, "COMP_CWORD": "3"}
+    until(lambda: saved.replace(":", r"\:") in shell(env=zsh).out.splitlines(), within_s=30)
 
 
 def test_the_service_may_be_named_on_the_line(
     shell: ForkedShell, server: Server, saved: str
 ) -> None:
     line = f"tinkex checkpoint info --base-url {server.url} "
-    assert saved in bash(shell, line, TINKER_BASE_URL="http://127.0.0.1:9")
+    offers(shell, line, saved, TINKER_BASE_URL="http://127.0.0.1:9")
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "local", "banana", "https://tinker.example"])
@@ -109,15 +114,19 @@ def test_bash_completes_words_with_colons(server: Server, saved: str, tmp_path: 
         "HOME": str(tmp_path),
     }
     typed, rest = saved[:-5], saved[-5:]
-    done = subprocess.run(
-        ["bash", "--norc", "-c", script, "bash", typed],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stderr == ""
-    registered, *replies = done.stdout.splitlines()
-    assert registered == "complete -o nosort -F _tinkex_completion tinkex"
+
+    def replies() -> list[str]:
+        done = subprocess.run(
+            ["bash", "--norc", "-c", script, "bash", typed],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stderr == ""
+        registered, *lines = done.stdout.splitlines()
+        assert registered == "complete -o nosort -F _tinkex_completion tinkex"
+        return lines
+
     # Bash keeps what stands before the last colon.
-    assert replies == [f"{typed.rpartition(':')[2]}{rest}"]
+    until(lambda: replies() == [f"{typed.rpartition(':')[2]}{rest}"], within_s=30)

@@ -287,7 +287,7 @@ def test_a_failed_request_for_links_is_not_repeated_here(status: int | None) -> 
     assert len(asked) == 1
 
 
-def test_r1_a_download_that_waits_says_so_and_that_it_goes_on(
+def test_a_download_that_waits_says_so_and_that_it_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     failing = threading.Event()

@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import tinkex
 from http_stub import Received, Reply, StubServer, reply_json, stub_server
 from tinkex import TinkerError
+from tinkex.cli.command_group import command as tinkex_command
+from tinkex.client import local_server
 from tinkex.client.auth import key_store
 from tinkex.client.auth.credentials import ApiKey
 from tinkex.client.auth.key_store import StoredKey, StoredKeys
@@ -59,6 +62,10 @@ def test_a_server_that_does_not_respond_is_not_stopped() -> None:
     assert control.is_used_without_lease(silent, keep_s=0.0)
     with pytest.raises(control.NotResponding, match="not known whether programs use it"):
         control.stop(silent)
+    registry.publish(silent)
+    told = CliRunner().invoke(tinkex_command, ["stop"])
+    assert told.exit_code == 1
+    assert "use --force" in told.output
 
 
 # -- which files are trusted ---------------------------------------------------------------------
@@ -168,6 +175,18 @@ def test_arguments_come_before_the_environment_the_profile_and_a_found_server(ho
     assert Settings.resolve(base_url="http://127.0.0.1:4", env=env).base_url.endswith(":4")
     with pytest.raises(TinkerError, match=r"no profile 'home'; known: lab"):
         Settings.resolve(env={**os.environ, "TINKEX_PROFILE": "home"})
+
+
+def test_a_server_that_starts_is_named_and_not_used(home: Path) -> None:
+    registry.publish(server(ready=False))
+    Path(server().data).mkdir(parents=True)
+    for find in (Settings.resolve, local_server.attach):
+        with pytest.raises(TinkerError, match=r"at http://127\.0\.0\.1:1 .* not ready yet"):
+            find()
+    shown = CliRunner().invoke(tinkex_command, ["status"])
+    assert shown.exit_code == 1
+    assert "no: it is starting" in shown.output
+    assert "serve, not ready" in CliRunner().invoke(tinkex_command, ["ps"]).output
 
 
 def test_several_servers_are_listed(home: Path) -> None:

@@ -68,7 +68,7 @@ def test_each_status_has_its_class(status, kind):
         (b"", "The service answered 400 Bad Request"),
     ],
 )
-def test_r8_an_error_begins_with_the_reason_and_ends_with_the_request(content, summary):
+def test_an_error_begins_with_the_reason_and_ends_with_the_request(content, summary):
     error = answered(400, content)
     summary = summary or "ttl_seconds is 5; it must be above 60."
     assert error.summary == summary
@@ -77,20 +77,20 @@ def test_r8_an_error_begins_with_the_reason_and_ends_with_the_request(content, s
     assert error.hint == "Change the request; the same one will fail again."
 
 
-def test_r8_a_long_reason_is_shortened_and_the_body_has_all_of_it():
+def test_a_long_reason_is_shortened_and_the_body_has_all_of_it():
     error = answered(400, b'{"detail": "' + b"x" * 5000 + b'"}')
     assert len(error.summary) < 1100
     assert len(error.body["detail"]) == 5000
 
 
-def test_r8_message_is_that_of_the_official_client():
+def test_message_is_that_of_the_official_client():
     assert answered(404, b'{"detail": "no"}').message == "Error code: 404 - {'detail': 'no'}"
     assert answered(404, b"gone").message == "gone"
     assert answered(404).message == "Error code: 404"
     assert answered(404, b'{"detail": "no"}').args == ("Error code: 404 - {'detail': 'no'}",)
 
 
-def test_r8_every_error_has_the_parts_that_a_command_line_prints():
+def test_every_error_has_the_parts_that_a_command_line_prints():
     for error in ERRORS:
         assert error.summary
         assert "\n" not in error.summary

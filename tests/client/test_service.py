@@ -29,7 +29,7 @@ def test_creating_a_client_sends_nothing(fake):
     assert endpoints(fake) == []
 
 
-def test_b8_the_console_of_the_hosted_service_is_its_own(fake):
+def test_the_console_of_the_hosted_service_is_its_own(fake):
     hosted = "https://tinker.thinkingmachines.dev/services/tinker-prod"
     service = fake.client(base_url=hosted)
     assert service.get_console_url() == "https://tinker.thinkingmachines.ai/sessions"
@@ -42,7 +42,7 @@ def test_b8_the_console_of_the_hosted_service_is_its_own(fake):
 
 
 @pytest.mark.parametrize("host", ["thinkingmachines.dev.example.com", "evilthinkingmachines.ai"])
-def test_b8_the_console_of_another_server_is_never_that_of_the_hosted_service(fake, host):
+def test_the_console_of_another_server_is_never_that_of_the_hosted_service(fake, host):
     service = fake.client(base_url=f"https://{host}/tinker")
     assert service.get_console_url() == f"https://{host}/tinker/#/sessions"
     service.close("success").result(5)

@@ -1,4 +1,4 @@
-"""R9: a user's mistake gives a traceback that ends in the user's frame."""
+"""A user's mistake gives a traceback that ends in the user's frame."""
 
 import asyncio
 import traceback
@@ -44,7 +44,7 @@ def sampling(service):
     return service.create_sampling_client(base_model="fake/model")
 
 
-def test_r9_wrong_arguments_end_at_the_caller(service, training, sampling, datum):
+def test_wrong_arguments_end_at_the_caller(service, training, sampling, datum):
     for call in (
         lambda: training.forward_backward([datum], "dpo"),
         lambda: training.forward_backward([], "cross_entropy"),
@@ -74,7 +74,7 @@ def test_r9_wrong_arguments_end_at_the_caller(service, training, sampling, datum
         assert ends_in_this_file(error), "".join(traceback.format_exception(error))
 
 
-def test_r9_errors_of_the_service_end_at_the_caller(fake, service, training, sampling, datum):
+def test_errors_of_the_service_end_at_the_caller(fake, service, training, sampling, datum):
     refused = Answer(status=400, body={"detail": "no"})
     failed = Answer(status=200, body={"error": "no", "category": "user"})
 
@@ -107,7 +107,7 @@ def test_r9_errors_of_the_service_end_at_the_caller(fake, service, training, sam
         assert frames(error)[-1] == __file__
 
 
-def test_r9_a_result_that_is_asked_for_twice_is_as_short(fake, training):
+def test_a_result_that_is_asked_for_twice_is_as_short(fake, training):
     fake.script("optim_step", Answer(status=400, body={"detail": "no"}))
     step = training.optim_step(types.AdamParams())
     first, second = raised(lambda: step.result(5)), raised(lambda: step.result(5))
@@ -115,7 +115,7 @@ def test_r9_a_result_that_is_asked_for_twice_is_as_short(fake, training):
     assert len(frames(second)) == 2
 
 
-def test_r9_frames_of_a_custom_loss_stay(training, datum):
+def test_frames_of_a_custom_loss_stay(training, datum):
     pytest.importorskip("torch")
 
     def loss(data, logprobs):
@@ -127,7 +127,7 @@ def test_r9_frames_of_a_custom_loss_stay(training, datum):
     assert not any(file.startswith(PACKAGE) for file in frames(error))
 
 
-def test_r9_a_bug_of_this_package_keeps_its_frames(service, monkeypatch):
+def test_a_bug_of_this_package_keeps_its_frames(service, monkeypatch):
     monkeypatch.setattr(service.holder, "_connected", None)
     error = raised(service.get_server_capabilities)
     assert isinstance(error, AttributeError)
@@ -135,7 +135,7 @@ def test_r9_a_bug_of_this_package_keeps_its_frames(service, monkeypatch):
     monkeypatch.undo()
 
 
-def test_r9_the_setting_keeps_frames_and_causes(fake, service, monkeypatch):
+def test_the_setting_keeps_frames_and_causes(fake, service, monkeypatch):
     from tinkex.testing import Lost
 
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.01")
@@ -152,7 +152,7 @@ def test_r9_the_setting_keeps_frames_and_causes(fake, service, monkeypatch):
     assert any(file.startswith(PACKAGE) for file in frames(full))
 
 
-def test_r9_what_a_program_was_handling_is_still_shown(training):
+def test_what_a_program_was_handling_is_still_shown(training):
     def handle() -> None:
         try:
             {}["own"]

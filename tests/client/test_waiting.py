@@ -1,4 +1,4 @@
-"""R1: what a client says while it waits, and when it goes on. Real sockets; short thresholds."""
+"""What a client says while it waits, and when it goes on. Real sockets; short thresholds."""
 
 import contextlib
 import logging
@@ -41,7 +41,7 @@ def said(waits: WaitLog, now: float) -> list[str]:
     return waits.due(now)[0]
 
 
-def test_r1_one_line_when_the_time_has_come_and_one_when_it_goes_on():
+def test_one_line_when_the_time_has_come_and_one_when_it_goes_on():
     waits = WaitLog()
     assert waits.wait("a", REFUSED, GIVE_UP, since=0.0, notice_s=3.0) == 3.0
     assert waits.due(2.9) == ([], 3.0)
@@ -54,14 +54,14 @@ def test_r1_one_line_when_the_time_has_come_and_one_when_it_goes_on():
     assert waits.over("a", 13.0) is None
 
 
-def test_r1_a_short_wait_is_not_mentioned():
+def test_a_short_wait_is_not_mentioned():
     waits = WaitLog()
     waits.wait("a", REFUSED, GIVE_UP, since=0.0, notice_s=3.0)
     assert waits.over("a", 2.0) is None
     assert waits.due(100.0) == ([], math.inf)
 
 
-def test_r1_a_request_that_gives_up_says_nothing_more_its_error_does():
+def test_a_request_that_gives_up_says_nothing_more_its_error_does():
     waits = WaitLog()
     waits.wait("a", REFUSED, GIVE_UP, since=0.0, notice_s=3.0)
     assert len(said(waits, 3.0)) == 1
@@ -69,7 +69,7 @@ def test_r1_a_request_that_gives_up_says_nothing_more_its_error_does():
     assert waits.over("a", 5.0) is None
 
 
-def test_r1_requests_that_wait_for_the_same_cause_share_their_lines():
+def test_requests_that_wait_for_the_same_cause_share_their_lines():
     waits = WaitLog()
     for number in range(200):
         waits.wait(number, REFUSED, GIVE_UP, since=number / 1000, notice_s=3.0)
@@ -79,7 +79,7 @@ def test_r1_requests_that_wait_for_the_same_cause_share_their_lines():
     assert [line for line in lines if line] == ["http://h answers again after 9 s."]
 
 
-def test_r1_the_others_do_not_wait_for_what_is_over_until_they_fail_again():
+def test_the_others_do_not_wait_for_what_is_over_until_they_fail_again():
     waits = WaitLog()
     for name in ("a", "b"):
         waits.wait(name, REFUSED, GIVE_UP, since=0.0, notice_s=3.0)
@@ -92,7 +92,7 @@ def test_r1_the_others_do_not_wait_for_what_is_over_until_they_fail_again():
     assert waits.over("b", 24.0) == "http://h answers again after 4 s."
 
 
-def test_r1_the_longest_limit_of_each_setting_is_named():
+def test_the_longest_limit_of_each_setting_is_named():
     waits = WaitLog()
     waits.wait("a", REFUSED, Limit(300.0, "TINKEX_GIVE_UP_S"), since=0.0, notice_s=3.0)
     waits.wait("b", REFUSED, Limit(301.0, "TINKEX_GIVE_UP_S"), since=1.0, notice_s=3.0)
@@ -101,7 +101,7 @@ def test_r1_the_longest_limit_of_each_setting_is_named():
     assert "Trying for 298 s more (TINKEX_GIVE_UP_S), or for 60 min more (results: X). " in line
 
 
-def test_r1_another_cause_of_the_same_wait_is_said_too_and_the_end_only_once():
+def test_another_cause_of_the_same_wait_is_said_too_and_the_end_only_once():
     waits = WaitLog()
     waits.wait("a", REFUSED, GIVE_UP, since=0.0, notice_s=3.0)
     assert len(said(waits, 3.0)) == 1
@@ -112,7 +112,7 @@ def test_r1_another_cause_of_the_same_wait_is_said_too_and_the_end_only_once():
     assert waits.over("a", 9.0) == "http://h answers again after 9 s."
 
 
-def test_r1_the_same_reason_is_said_once_though_a_queue_and_a_request_wait_for_it():
+def test_the_same_reason_is_said_once_though_a_queue_and_a_request_wait_for_it():
     waits = WaitLog()
     waits.wait("a", FULL, GIVE_UP, since=0.0, notice_s=3.0)
     waits.wait("b", queued("Training of m", "The disk is full."), Limit(), since=0.0, notice_s=3.0)
@@ -121,7 +121,7 @@ def test_r1_the_same_reason_is_said_once_though_a_queue_and_a_request_wait_for_i
     assert [waits.over(name, 9.0) for name in ("a", "b")].count(None) == 1
 
 
-def test_r1_a_queue_names_what_waits_and_under_load_it_is_quiet_for_a_minute():
+def test_a_queue_names_what_waits_and_under_load_it_is_quiet_for_a_minute():
     waits = WaitLog()
     for number in range(3):
         waits.wait(number, queued(f"Training of m{number}"), Limit(), since=0.0, notice_s=3.0)
@@ -135,7 +135,7 @@ def test_r1_a_queue_names_what_waits_and_under_load_it_is_quiet_for_a_minute():
     assert len(said(waits, 63.0)) == 1
 
 
-def test_r1_a_reason_is_one_line_and_not_too_long():
+def test_a_reason_is_one_line_and_not_too_long():
     waits = WaitLog()
     cause = Cause("status 500", "http://h", "first\nsecond " + "x" * 5000)
     waits.wait("a", cause, GIVE_UP, since=0.0, notice_s=3.0)
@@ -260,7 +260,7 @@ def test_r1b_a_server_that_stops_while_results_are_polled_is_told_with_both_limi
     assert last.startswith("http://127.0.0.1:9 answers again after ")
 
 
-def test_r1_a_queue_is_told_and_its_end(caplog):
+def test_a_queue_is_told_and_its_end(caplog):
     fake = FakeService()
     settings = Settings(base_url="http://127.0.0.1:9", wait_notice_s=0.1, telemetry=False)
     body = {"type": "try_again", "request_id": "r", "queue_state": "paused_capacity"}
@@ -277,7 +277,7 @@ def test_r1_a_queue_is_told_and_its_end(caplog):
     assert last.startswith(f"{subject} goes on after ")
 
 
-def test_r1_a_sample_that_waits_names_the_limit_of_samples(caplog):
+def test_a_sample_that_waits_names_the_limit_of_samples(caplog):
     fake = FakeService()
     settings = Settings(base_url="http://127.0.0.1:10", wait_notice_s=0.1, telemetry=False)
     body = {"type": "try_again", "request_id": "r", "queue_state": "paused_capacity"}
@@ -289,7 +289,7 @@ def test_r1_a_sample_that_waits_names_the_limit_of_samples(caplog):
     assert "for 120 min more (RetryConfig.progress_timeout)" in lines(caplog)[0]
 
 
-def test_r1_two_hundred_requests_to_a_lost_server_give_two_lines(caplog):
+def test_two_hundred_requests_to_a_lost_server_give_two_lines(caplog):
     fake = FakeService()
     settings = Settings(base_url="http://127.0.0.1:13", wait_notice_s=0.2, telemetry=False)
     with tinkex.ServiceClient(settings=settings, _make_transport=fake.transport) as service:
@@ -305,7 +305,7 @@ def test_r1_two_hundred_requests_to_a_lost_server_give_two_lines(caplog):
     assert last.startswith("http://127.0.0.1:13 answers again after ")
 
 
-def test_r1_closing_a_session_of_a_dead_server_names_its_own_short_limit(caplog, monkeypatch):
+def test_closing_a_session_of_a_dead_server_names_its_own_short_limit(caplog, monkeypatch):
     monkeypatch.setattr("tinkex.client.session.FINISH_RETRY_S", 0.6)
     fake = FakeService()
     settings = Settings(base_url="http://127.0.0.1:12", wait_notice_s=0.1, telemetry=False)
@@ -341,7 +341,7 @@ def test_r1b_a_server_that_hangs_is_noticed_by_the_heartbeat(caplog, monkeypatch
 
 
 @pytest.mark.parametrize("how", ["off", "level"])
-def test_r1_silent_where_a_program_asked_for_silence(caplog, monkeypatch, how):
+def test_silent_where_a_program_asked_for_silence(caplog, monkeypatch, how):
     if how == "off":
         monkeypatch.setenv("TINKEX_WAIT_NOTICE_S", "off")
     else:
@@ -357,7 +357,7 @@ def test_r1_silent_where_a_program_asked_for_silence(caplog, monkeypatch, how):
 
 
 @pytest.mark.parametrize("text", ["-1", "soon", "nan"])
-def test_r1_a_threshold_that_is_no_time_is_refused(monkeypatch, text):
+def test_a_threshold_that_is_no_time_is_refused(monkeypatch, text):
     monkeypatch.setenv("TINKEX_WAIT_NOTICE_S", text)
     with pytest.raises(tinkex.TinkerError, match="WAIT_NOTICE_S"):
         Settings.resolve(base_url="local")
@@ -386,7 +386,7 @@ except tinkex.TinkerError:
     ],
     ids=["plain", "format", "root level", "null handler"],
 )
-def test_r1_what_a_program_shows_on_stderr(setup, expected):
+def test_what_a_program_shows_on_stderr(setup, expected):
     port = free_port()
     env = {"TINKEX_FIRST_CONTACT_S": "0.7", "TINKEX_WAIT_NOTICE_S": "0.2", "PATH": "/usr/bin"}
     done = subprocess.run(

@@ -25,9 +25,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.hosting import Api, connected
 from server.tenants import with_key
 from serving import TINY
-from tinkex.server.api.metrics import METHODS, NO_ANSWER, NO_ROUTE
+from tinkex.server.api.metrics import NO_ANSWER
 from tinkex.server.app import ROUTERS
 from tinkex.server.queued_request import Kind
+from tinkex.server.request_metrics import METHODS, NO_ROUTE
 from tinkex.server.store.storage_health import KINDS
 from tinkex.wire.proto.frames_pb2 import Order
 from waiting import until, until_async

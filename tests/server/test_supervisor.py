@@ -337,7 +337,9 @@ def test_a_folder_with_a_damaged_config_is_one_error(tiny_model: Path, tmp_path:
     (broken / "config.json").write_text("{")
     done = serve(str(broken), "--data", str(tmp_path / "data"), "--port", "0")
     assert done.returncode == 1
-    assert "config.json is not JSON" in done.stderr.splitlines()[-1]
+    error, advice = done.stderr.splitlines()[-2:]
+    assert "config.json is not JSON" in error
+    assert advice == "hint: Download the model again."
     assert "Traceback" not in done.stderr
 
 

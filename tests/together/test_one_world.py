@@ -1,6 +1,8 @@
 """`base_url="local"`, `tinkex serve` and programs that name no service share one data folder."""
 
+import contextlib
 import os
+import pty
 import re
 import shutil
 import subprocess
@@ -47,6 +49,29 @@ def saved() -> list[str]:
     with tinkex.RestClient() as rest:
         found = rest.list_user_checkpoints().result().checkpoints
         return [checkpoint.tinker_path for checkpoint in found]
+
+
+#: A program that names a model, which its local server may have to add.
+ADDING = """
+import sys, tinkex
+with tinkex.ServiceClient(base_url="local") as service:
+    training = service.create_lora_training_client(sys.argv[1], rank=4)
+    print(training.save_weights_for_sampler("s").result().path)
+"""
+
+
+def on_terminal(*command: str) -> list[str]:
+    """The lines that a person sees of a program."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while piece := os.read(ours, 4096):
+            shown += piece
+    os.close(ours)
+    assert process.wait(10) == 0, shown
+    return shown.decode().splitlines()
 
 
 def serve() -> subprocess.CompletedProcess[str]:
@@ -133,24 +158,23 @@ def test_a_program_that_names_another_model_adds_it(
     home: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = shutil.copytree(tiny_model, home / "other")
+    *started, began, ended, path = on_terminal(sys.executable, "-c", ADDING, str(other))
+    # Both ends of the wait are told.
+    assert "starting a server on this machine" in started[0]
+    assert f"does not serve {other} yet: adding it" in began
+    assert re.fullmatch(r"the local server serves other after \d+ s\.", ended)
     with tinkex.ServiceClient(base_url="local") as service:
-        training = service.create_lora_training_client(str(other), rank=4)
-        path = training.save_weights_for_sampler("s").result().path
         names = [model.model_name for model in service.get_server_capabilities().supported_models]
         assert names == [TINY, "other"]
         (local,) = registry.running()
         with urllib.request.urlopen(f"{local.url}/metrics") as metrics:
             assert b'tinkex_engine_tokens_sampled_total{base_model="other"}' in metrics.read()
-        # R1: both ends of the wait are told.
-        said = [one.getMessage() for one in caplog.records if one.name == "tinkex.local"]
-        began, ended = said[-2:]
-        assert f"does not serve {other} yet: adding it" in began
-        assert re.fullmatch(r"the local server serves other after \d+ s\.", ended)
-        # B10: advice for a program that does not start the server itself.
+        # Advice for a program that does not start the server itself.
         with pytest.raises(tinkex.TinkerError, match="cannot serve 'no/such'") as caught:
             service.create_lora_training_client("no/such")
         assert "TINKEX_LOCAL_MODEL=no/such=FOLDER" in str(caught.value)
         assert "tinkex serve" not in str(caught.value)
+        assert "does not serve no/such yet: adding it" in caplog.text
         with pytest.raises(tinkex.TinkerError, match=r"cannot serve '/nowhere'.*no folder"):
             service.create_sampling_client(base_model="/nowhere")
         # A model that cannot be loaded is not served, and does not disturb the others.

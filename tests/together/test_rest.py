@@ -52,7 +52,7 @@ def saved(server: Server) -> Iterator[Saved]:
         assert training.get_console_url().endswith(f"/training_runs/{training.model_id}")
         assert state.get_console_url().endswith("/weights%2Fstate")
         assert sampler.get_playground_url().endswith("%2Fsampler_weights%2Fsampler")
-        # B8: pages of this server, which exist, and never of the hosted service.
+        # Pages of this server, which exist, and never of the hosted service.
         for page in (
             service.get_console_url(),
             training.get_console_url(),

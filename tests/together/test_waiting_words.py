@@ -1,4 +1,4 @@
-"""R1 on a real terminal and in a log file: a program that waits for a real server says so."""
+"""On a real terminal and in a log file: a program that waits for a real server says so."""
 
 import asyncio
 import fcntl
@@ -90,9 +90,7 @@ class Terminal:
         await asyncio.to_thread(self.process.wait, 20)
 
 
-async def test_r1_what_a_person_sees_while_a_program_waits(
-    anyio_backend: str, tmp_path: Path
-) -> None:
+async def test_what_a_person_sees_while_a_program_waits(anyio_backend: str, tmp_path: Path) -> None:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = int(found.getsockname()[1])

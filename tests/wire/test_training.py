@@ -66,7 +66,7 @@ def test_t2_the_nearest_loss_is_named():
         ForwardBackwardInput([DATUM], "cross_entrpy")
 
 
-def test_b12_another_loss_is_not_suggested_for_one_that_does_not_exist():
+def test_another_loss_is_not_suggested_for_one_that_does_not_exist():
     with pytest.raises(ValueError, match="unknown loss `dpo`") as caught:
         ForwardBackwardInput([DATUM], "dpo")
     text = str(caught.value)

@@ -78,12 +78,11 @@ def status(server: str | None) -> None:
         _remote_status(str(server))
         return
     about = control.status(found)
-    problem = "it does not respond" if about is None else about["problem"]
     if as_json():
-        show_json({"ready": problem is None, "problem": problem, **_as_fields(found, about)})
+        show_json(_as_fields(found, about))
     else:
-        show_properties(_properties(found, about, problem))
-    if problem is not None:
+        show_properties(_properties(found, about))
+    if _problem(found, about) is not None:
         raise click.exceptions.Exit(1)
 
 
@@ -124,6 +123,8 @@ def stop(server: str | None, all_servers: bool, force: bool) -> None:
             raise CommandFailed(
                 f"{error}.", hint="Wait until they have ended, or use --force."
             ) from error
+        except control.NotResponding as error:
+            raise CommandFailed(f"{error}.", hint="Try again, or use --force.") from error
         except control.StillRunning as error:
             raise CommandFailed(f"{error}.", hint="`tinkex logs` may show why.") from error
         report(
@@ -217,9 +218,20 @@ def _remote_status(named: str) -> None:
         show_properties({"URL": settings.base_url, "Ready": "yes", "Models": names})
 
 
+def _problem(server: RunningServer, about: dict[str, Any] | None) -> str | None:
+    """Why a server is not ready; `about` is its status."""
+    if about is None:
+        return "it does not respond" if server.ready else "it is starting"
+    problem: str | None = about["problem"]
+    return problem
+
+
 def _as_fields(server: RunningServer, about: dict[str, Any] | None) -> dict[str, Any]:
     clients = control.clients_of(server, about)
+    problem = _problem(server, about)
     return {
+        "ready": problem is None,
+        "problem": problem,
         "pid": server.pid,
         "url": server.url,
         "kind": server.how,
@@ -242,7 +254,7 @@ def _row(server: RunningServer, about: dict[str, Any] | None) -> list[str]:
     return [
         server.url,
         str(server.pid),
-        server.how,
+        server.how if _problem(server, about) is None else f"{server.how}, not ready",
         server.data,
         ", ".join(_models(server, about)),
         str(len(clients.holders) + len(clients.sessions)),
@@ -251,9 +263,8 @@ def _row(server: RunningServer, about: dict[str, Any] | None) -> list[str]:
     ]
 
 
-def _properties(
-    server: RunningServer, about: dict[str, Any] | None, problem: str | None
-) -> dict[str, str]:
+def _properties(server: RunningServer, about: dict[str, Any] | None) -> dict[str, str]:
+    problem = _problem(server, about)
     return {
         "URL": server.url,
         "Ready": "yes" if problem is None else f"no: {problem}",

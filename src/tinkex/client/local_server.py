@@ -28,6 +28,7 @@ from pathlib import Path
 
 from tinkex.client.errors import TinkerError
 from tinkex.client.http.retry import NotYet, retrying_in_thread
+from tinkex.client.settings import not_ready
 from tinkex.local import leases, registry
 from tinkex.local.control import ControlFailed, ask, status
 from tinkex.local.leases import DEFAULT_KEEP_S, Lease
@@ -146,6 +147,8 @@ def attach(settings: LocalSettings | None = None) -> LocalServer:
             running = registry.of_data(settings.data)
             if running is None:
                 return _start(settings)
+            if not running.ready:
+                raise TinkerError(not_ready(running))
             _check_fits(running, settings)
             if running.how == "serve":  # a local server does this itself
                 leases.delete_ended(settings.data)

@@ -320,6 +320,8 @@ def _find_server(env: Mapping[str, str], home: Path | None) -> RunningServer:
         ) from None
     if found is None:
         raise TinkerError(NO_SERVICE)
+    if not found.ready:
+        raise TinkerError(not_ready(found))
     log.info(
         "no service is named: using the server of this user at %s (process %d, data folder %s)",
         found.url,
@@ -327,6 +329,14 @@ def _find_server(env: Mapping[str, str], home: Path | None) -> RunningServer:
         found.data,
     )
     return found
+
+
+def not_ready(server: RunningServer) -> str:
+    """The error for a server that was found and still starts."""
+    return (
+        f"The tinkex server of this user at {server.url} (process {server.pid}) is starting and not "
+        "ready yet. Try again when it is; `tinkex status` shows what it waits for."
+    )
 
 
 def _key_for_found(server: RunningServer, home: Path | None) -> ApiKey:

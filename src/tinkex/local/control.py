@@ -130,7 +130,8 @@ def _refuse_if_used(server: RunningServer) -> None:
     told = status(server)
     if clients := clients_of(server, told):
         raise HasClients(server, clients)
-    if told is None and registry.is_running(server):
+    # A server that is not ready yet has no clients but those with a lease.
+    if told is None and server.ready and registry.is_running(server):
         raise NotResponding(
             f"the server at {server.url} (process {server.pid}) does not respond, so it is not "
             "known whether programs use it"

@@ -1,7 +1,7 @@
 """
 The running servers of this user on this machine.
 
-Every server writes one file when it is ready, and deletes it when it stops:
+Every server writes one file when it starts, again when it is ready, and deletes it when it stops:
 
     $XDG_STATE_HOME/tinkex/servers/HOST-PID.json      (default: ~/.local/state)
 
@@ -57,6 +57,8 @@ class RunningServer:
     keys: bool
     #: Seconds since 1970.
     started_s: float
+    #: False while it starts. It gets ready once, and may have problems later.
+    ready: bool = True
     #: TINKEX_LOCAL_ARGS of a local server.
     arguments: str = ""
     #: The file that its log goes to; None if that is a terminal or a pipe.

@@ -4,13 +4,13 @@ The activity line in the log: what the server does, at intervals while it is bus
     training 2 runs, 98 tok/s; sampling 6 sequences, 40 tok/s; queue 3; KV cache 12 %; ...
     idle: 1,204 tokens trained, 300 sampled in the last 3 minutes
 
-The numbers are those of the engines and of the scheduler. An idle server runs no task for this.
+The numbers are those of the engines and of the scheduler. While the server is idle, the task waits
+for the next request.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tinkex.server.executor import Executor
@@ -29,7 +29,7 @@ class Snapshot:
     tokens_trained: int = 0
     tokens_prefilled: int = 0
     tokens_sampled: int = 0
-    #: Training runs that had a step since the snapshot before.
+    #: Training runs that had a step since the snapshot before, if their session is still open.
     runs: int = 0
     #: Sequences being sampled.
     sequences: int = 0
@@ -57,7 +57,9 @@ def busy_line(before: Snapshot, now: Snapshot) -> str:
     sampled = now.tokens_sampled - before.tokens_sampled
     parts = []
     if now.runs or trained:
-        parts.append(f"training {_count(now.runs, 'run')}, {_rate(trained, seconds)}")
+        # A model that is rebuilt repeats its steps, and is no run that trains.
+        training = f"{_count(now.runs, 'run')}, " if now.runs else ""
+        parts.append(f"training {training}{_rate(trained, seconds)}")
     if now.sequences or sampled or prefilled:
         # Between two samples there may be no sequence.
         now_running = f"{_count(now.sequences, 'sequence')}, " if now.sequences else ""
@@ -104,59 +106,43 @@ def _duration(seconds: float) -> str:
 class ActivityLog:
     """Logs the lines. Belongs to one event loop; 0 as the interval logs nothing."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        scheduler: Scheduler,
-        *,
-        every_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, executor: Executor, scheduler: Scheduler, *, every_s: float) -> None:
         self._executor = executor
         self._scheduler = scheduler
         self._every_s = every_s
-        self._clock = clock
         self._stats: dict[str, Stats] = {}
-        #: Models that had a step since the last look.
-        self._trained: set[str] = set()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         if self._every_s > 0:
-            self._scheduler.on_busy(self._begin)
-            self._scheduler.on_step(self._note_step)
+            self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def _note_step(self, model_id: str) -> None:
-        self._trained.add(model_id)
-
-    def _begin(self) -> None:
-        if self._task is None:
-            self._task = asyncio.create_task(self._run())
-
     async def _run(self) -> None:
-        """Log until a whole interval had no unfinished request and no progress."""
-        try:
-            first = last = before = self._look()
-            while True:
-                await asyncio.sleep(self._every_s)
-                now = self._look()
-                if now.tokens > before.tokens:
-                    last = now
-                elif not now.unfinished:
-                    break
-                log.info("%s", busy_line(before, now))
-                before = now
-            if last.tokens > first.tokens:
-                log.info("%s", idle_line(first, last))
-        finally:
-            self._task = None
+        while True:
+            await self._scheduler.busy.wait()
+            await self._log_until_idle()
 
-    def _look(self) -> Snapshot:
+    async def _log_until_idle(self) -> None:
+        """Log until a whole interval had no unfinished request and no progress."""
+        first = last = before = self._look(time.monotonic())
+        while True:
+            await asyncio.sleep(self._every_s)
+            now = self._look(before.at_s)
+            if now.tokens > before.tokens:
+                last = now
+            elif not now.unfinished:
+                break
+            log.info("%s", busy_line(before, now))
+            before = now
+        if last.tokens > first.tokens:
+            log.info("%s", idle_line(first, last))
+
+    def _look(self, since_s: float) -> Snapshot:
         names = [model.name for model in self._executor.served]
         for name in names:
             # While an engine restarts, its last numbers count.
@@ -166,15 +152,14 @@ class ActivityLog:
         current = [stats for name in names if (stats := self._executor.stats(name)) is not None]
         wanted = self._scheduler.base_models()
         training = sum(one.models_training for one in current)
-        trained, self._trained = self._trained, set()
         # An engine without requests may be unloaded; nobody waits for it.
         reasons = (self._executor.waiting_for(name) for name in names if name in wanted)
         return Snapshot(
-            at_s=self._clock(),
+            at_s=time.monotonic(),
             tokens_trained=sum(one.tokens_trained for one in all_stats),
             tokens_prefilled=sum(one.tokens_prefilled for one in all_stats),
             tokens_sampled=sum(one.tokens_sampled for one in all_stats),
-            runs=max(len(trained), training),
+            runs=max(self._scheduler.runs_with_steps(since_s), training),
             sequences=sum(one.sequences_running for one in current),
             unfinished=self._scheduler.unfinished,
             queue=self._scheduler.waiting + sum(one.samples_waiting for one in current),

@@ -33,6 +33,7 @@ from tinkex.server.api.response_limits import ReportSlots
 from tinkex.server.executor import Executor
 from tinkex.server.maintenance.cleanup import Cleanup
 from tinkex.server.maintenance.disk_monitor import DiskMonitor
+from tinkex.server.request_metrics import CountRequests, HttpCounts
 from tinkex.server.scheduler.base_model_check import BaseModelChecks
 from tinkex.server.scheduler.crash_files import CrashFiles
 from tinkex.server.scheduler.result_waiters import Futures
@@ -153,8 +154,8 @@ def create_app(
     app.state.starting = None
     app.add_middleware(ReleaseBodyMemory)
     app.add_middleware(Authentication, host=settings.host)
-    app.state.request_counts = metrics.RequestCounts()
-    app.add_middleware(metrics.CountRequests, counts=app.state.request_counts)
+    app.state.http_counts = HttpCounts()
+    app.add_middleware(CountRequests, counts=app.state.http_counts)
     for router in ROUTERS:
         # Not `include_router`, which would call the routes through FastAPI.
         app.router.routes.extend(router.routes)

@@ -79,10 +79,15 @@ class Registration:
     def __init__(self, settings: Settings, *, local: bool) -> None:
         self._settings = settings
         self._file: Path | None = None
+        self._started_s = time.time()
         self.administration = Administration(local=local)
 
-    def publish(self, url: str, facts: Facts) -> None:
-        """Write the server's file. Without it the server works, and is not found."""
+    def publish(self, url: str, facts: Facts | None) -> None:
+        """
+        Write the server's file; without facts, the server is not ready yet.
+
+        Without a file the server works, and is not found.
+        """
         local = self.administration.local
         server = RunningServer(
             pid=os.getpid(),
@@ -91,9 +96,10 @@ class Registration:
             url=url,
             data=str(self._settings.folder.resolve()),
             how="local" if local else "serve",
-            models=tuple(model.name for model in facts.models),
-            keys=facts.needs_keys,
-            started_s=time.time(),
+            models=tuple(model.name for model in facts.models) if facts else (),
+            keys=facts.needs_keys if facts else False,
+            started_s=self._started_s,
+            ready=facts is not None,
             arguments=os.environ.get("TINKEX_LOCAL_ARGS", "") if local else "",
             log=_log_file(),
             token=self.administration.token,
@@ -102,7 +108,7 @@ class Registration:
             self._file = registry.publish(server)
         except (OSError, RuntimeError) as error:
             log.warning("other programs will not find this server by themselves: %s", error)
-        if local:
+        if local and facts is not None:
             leases.stop_when_unused(
                 self._settings.folder,
                 in_use=lambda keep_s: control.is_used_without_lease(server, keep_s),

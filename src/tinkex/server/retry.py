@@ -5,6 +5,7 @@ Retries and periodic work of the server.
 |---|---|
 | `supervisor` | a web process that crashed; the checks of its locks; a pause that a stop ends |
 | `engine_process` | an engine that crashed; the check for idle engines |
+| `web_process` | the checks at its start: whether it listens, whether the disk has space |
 | `process_setup` | garbage collection |
 | `scheduler.results` | storing a result that the file store refused |
 | `scheduler.checkpoints` | a save on a full disk |

@@ -91,15 +91,17 @@ def run(
         if not is_loopback(settings.host):
             settings.check_reachable(has_keys=_has_keys(settings))
         listening = stack.enter_context(open_socket(settings))
-        with show_fetching() as progress:
-            specs = settings.models or (DEFAULT_MODEL,)
-            sources = [resolve(spec, progress=progress) for spec in specs]
-        _check_names(sources)
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{port}"
         registration = Registration(settings, local=local)
         stack.callback(registration.withdraw)
+        # Before it is ready: a download, a large model or a full disk may take long.
+        registration.publish(reachable_url(host, port), None)
+        with show_fetching() as progress:
+            specs = settings.models or (DEFAULT_MODEL,)
+            sources = [resolve(spec, progress=progress) for spec in specs]
+        _check_names(sources)
         supervisor = Supervisor(
             settings,
             sources,

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from server.echo import EchoExecutor, content
 from server.hosting import Api, connected, hosted
 from serving import TINY
+from tinkex.cli.command_group import command as tinkex_command
+from tinkex.local import registry
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import ServedModel
 from tinkex.server.maintenance import disk_monitor
@@ -181,10 +184,17 @@ async def test_a_server_with_a_full_disk_is_not_ready(small_disk: Path, tiny_mod
             assert (await api.get("/api/v1/healthz")).status == 503
             assert "Not ready:" in (await api.get("/")).body.decode()
             assert not out
+            (found,) = (one for one in registry.running() if one.data == str(data))
+            assert (found.url, found.ready) == (f"http://127.0.0.1:{port}", False)
+            shown = CliRunner().invoke(tinkex_command, ["status", found.url])
+            assert shown.exit_code == 1
+            assert "Ready        no: the disk of this server is full" in shown.output
             filler.unlink()
             await until_async(lambda: out)
             assert out == [f"tinkex ready at http://127.0.0.1:{port}\n"]
             assert (await api.get("/readyz")).json == {"status": "ready"}
+            assert (one := registry.of_data(data)) is not None
+            assert one.ready
             # Later, too.
             at = len(log)
             filler = fill(small_disk, left=6 * 2**20)

@@ -16,6 +16,7 @@ from tinkex.server.api.auth import authenticator_of
 from tinkex.server.api.bodies import MessageRoute
 from tinkex.server.api.deps import context_of, json_response
 from tinkex.server.api.errors import Refusal
+from tinkex.server.api.operations import not_ready_reason
 from tinkex.server.local_models import CannotAdd, LocalModels
 
 router = APIRouter(prefix="/api/v1/local", route_class=MessageRoute, tags=["local"])
@@ -77,10 +78,9 @@ async def status(request: Request) -> Response:
                 "lease": timeouts.leases.get(session_id),
             }
         )
-    problem = context.store.health.problem
     return json_response(
         {
-            "problem": None if problem is None else f"{problem.text} {problem.advice}",
+            "problem": not_ready_reason(request),
             "keys": await authenticator_of(request).needs_keys(),
             "models": [
                 {"name": model.name, "loaded": context.executor.stats(model.name) is not None}

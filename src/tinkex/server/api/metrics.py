@@ -1,13 +1,12 @@
 """
-The page at /metrics, in the text format of Prometheus, and the counting of HTTP requests.
+The page at /metrics, in the text format of Prometheus.
 
 Labels take values from closed sets only: route templates, methods, statuses, kinds of requests, and
 served base models. They never hold an owner, a key or a path that a client sent.
 """
 
 from collections import defaultdict
-from collections.abc import Awaitable, Iterable
-from time import perf_counter
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -19,108 +18,29 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinkex.server.api.deps import Context
 from tinkex.server.executor import COUNTERS, Executor
-from tinkex.server.histogram import Histogram
+from tinkex.server.request_metrics import LONG_ROUTES, Histogram, HttpCounts
 from tinkex.server.store.storage_health import KINDS
 from tinkex.wire.proto.frames_pb2 import Stats
 
-#: Requests that reach no route share this label: unknown paths, and refused keys.
-NO_ROUTE = "other"
-METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE"})
 #: Status of a request whose client disconnected before the answer.
 NO_ANSWER = "none"
-
-#: Routes that hold a request on purpose, or send for as long as the client reads. They have a
-#: histogram of their own; in the other one they would hide slow requests.
-LONG_ROUTES = frozenset(
-    {
-        "/api/v1/retrieve_future",
-        "/api/v1/retrieve_futures",
-        "/api/v1/stream_sample",
-        "/api/v1/downloads/{version_id}/{file}",
-    }
-)
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-LONG_SECONDS = (0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 20.0, 30.0, 45.0, 60.0, 300.0)
-
-
-class _Route:
-    """What happened to the requests of one method and route template."""
-
-    __slots__ = ("seconds", "statuses")
-
-    def __init__(self, template: str) -> None:
-        self.seconds = Histogram(LONG_SECONDS if template in LONG_ROUTES else SECONDS)
-        self.statuses: defaultdict[int, int] = defaultdict(int)
-
-
-class RequestCounts:
-    """The HTTP requests of this process, by method and route template."""
-
-    def __init__(self) -> None:
-        self.routes: dict[tuple[str, str], _Route] = {}
-
-    def add(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count a request; status 0 if there was no answer."""
-        # The router has put it here; but not that of a page, whose path is fixed.
-        fixed = "endpoint" in scope and not scope.get("path_params")
-        default: str = scope["path"] if fixed else NO_ROUTE
-        template: str = getattr(scope.get("route"), "path", default)
-        method = scope["method"]
-        key = (method if method in METHODS else NO_ROUTE, template)
-        route = self.routes.get(key)
-        if route is None:
-            route = self.routes[key] = _Route(template)
-        route.statuses[status] += 1
-        route.seconds.observe(seconds)
-
-
-class CountRequests:
-    """Middleware around all others: counts each request when it has ended."""
-
-    def __init__(self, app: ASGIApp, *, counts: RequestCounts) -> None:
-        self._app = app
-        self._counts = counts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status = 0
-        began_s = perf_counter()
-
-        # Not a coroutine of its own: each would take a microsecond for each message.
-        def send_and_note(message: Message) -> Awaitable[None]:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            return send(message)
-
-        try:
-            await self._app(scope, receive, send_and_note)
-        except Exception:
-            # Starlette answers it with a 500 outside of this middleware.
-            status = status or 500
-            raise
-        finally:
-            self._counts.add(scope, status, perf_counter() - began_s)
 
 
 async def metrics(request: Request) -> Response:
     """Metrics in the Prometheus text format."""
     registry = CollectorRegistry()
     state = request.app.state
-    registry.register(_ServerMetrics(state.context, state.request_counts))
+    registry.register(_ServerMetrics(state.context, state.http_counts))
     return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
 
 class _ServerMetrics(Collector):
     """Reads counters of the server's parts on each scrape."""
 
-    def __init__(self, context: Context, requests: RequestCounts) -> None:
+    def __init__(self, context: Context, requests: HttpCounts) -> None:
         self._context = context
         self._requests = requests
 
@@ -186,7 +106,7 @@ class _ServerMetrics(Collector):
         yield troubles
 
 
-def _http_metrics(requests: RequestCounts) -> Iterable[Metric]:
+def _http_metrics(requests: HttpCounts) -> Iterable[Metric]:
     counted = CounterMetricFamily(
         "tinkex_http_requests",
         "HTTP requests by route template and status; `other` reached no route",

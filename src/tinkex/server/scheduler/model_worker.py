@@ -86,6 +86,8 @@ class ModelState:
     rebuild_error: str | None = None
     #: Seconds that engines computed for it.
     compute_s: float = 0.0
+    #: When a step was last sent to an engine, by the monotonic clock.
+    last_step_s: float = 0.0
     #: Writes a snapshot while later steps run.
     snapshot_task: asyncio.Task[None] | None = None
     steps_since_snapshot: int = 0
@@ -168,7 +170,7 @@ class StepRunner:
         EngineLost if the step has to run again.
         """
         outcome: Awaitable[Outcome]
-        self._execution.on_step(state.model.model_id)
+        state.last_step_s = time.monotonic()
         self._execution.futures.started(step)
         if isinstance(payload, BaseException):
             outcome = _raise(payload)

@@ -10,12 +10,12 @@ import asyncio
 import logging
 import time
 from bisect import bisect_right
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tinkex.server.histogram import Histogram
 from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
+from tinkex.server.request_metrics import Timings
 from tinkex.server.scheduler.fairness import Load
 from tinkex.server.store import Completion, Damaged, StorageError, Store
 from tinkex.server.store.request_rows import issued_s
@@ -35,8 +35,6 @@ MAX_EVENTS_PER_CLIENT = 20_000
 UNREAD_TTL_S = 120.0
 # If a client has more events than this, its next poll returns the following ones immediately.
 MAX_EVENTS_PER_POLL = 1_000
-# Buckets of the metrics about waiting and running.
-TIMING_BOUNDS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 # How long a poll is held when the database cannot be read.
 STORAGE_RETRY_S = 1.0
 
@@ -85,28 +83,6 @@ def _wake_one(waiter: "asyncio.Future[None]") -> None:
         waiter.set_result(None)
 
 
-class Timings:
-    """How long requests waited and ran, and how they ended, by kind; for the metrics page."""
-
-    def __init__(self) -> None:
-        #: From acceptance to the first time that an engine got the request.
-        self.queue_s: defaultdict[str, Histogram] = defaultdict(_seconds)
-        #: From acceptance until the outcome was stored.
-        self.total_s: defaultdict[str, Histogram] = defaultdict(_seconds)
-        self.finished: defaultdict[tuple[str, str], int] = defaultdict(int)
-
-    def finish(self, kind: str, outcome: Outcome | None, seconds: float) -> None:
-        ended = "done"
-        if outcome is not None and outcome.error is not None:
-            ended = "user_error" if outcome.category == "user" else "server_error"
-        self.finished[kind, ended] += 1
-        self.total_s[kind].observe(seconds)
-
-
-def _seconds() -> Histogram:
-    return Histogram(TIMING_BOUNDS_S)
-
-
 @dataclass(slots=True)
 class _Unfinished:
     request: QueuedRequest
@@ -133,8 +109,8 @@ class Futures:
         #: The server is stopping: polls return immediately.
         self.closing = False
         self.timings = Timings()
-        #: Called when there is an unfinished request after there was none.
-        self.on_busy: Callable[[], None] = lambda: None
+        #: Set while there are unfinished requests.
+        self.busy = asyncio.Event()
         self.completion_log = CompletionLog(store)
 
     async def start(self) -> None:
@@ -144,10 +120,9 @@ class Futures:
         """This process will finish the request."""
         if request.request_id in self._unfinished:
             return
-        if not self._unfinished:
-            self.on_busy()
         self._unfinished[request.request_id] = _Unfinished(request, time.monotonic())
         self._loads[request.owner] = self.load(request.owner) + load_of(request)
+        self.busy.set()
 
     def started(self, request: QueuedRequest) -> None:
         """An engine gets the request now; a later attempt does not count."""
@@ -168,6 +143,8 @@ class Futures:
             self._loads[request.owner] -= load_of(request)
             if not self._loads[request.owner].requests:
                 del self._loads[request.owner]
+            if not self._unfinished:
+                self.busy.clear()
         self._cache_result(request)
 
     async def wait(

@@ -197,8 +197,6 @@ class Execution:
         self.payloads = Payloads(store)
         self.failures = SessionFailures(store)
         self.usage = ComputeUsage()
-        #: Called with the id of a model whenever a step of it is sent to an engine.
-        self.on_step: Callable[[str], None] = lambda model_id: None
         #: Accepted requests that this process runs, until their results are stored.
         self.claimed: set[str] = set()
         self.closing = False

@@ -134,13 +134,14 @@ class Scheduler:
         self._opening: set[str] = set()
         self._losses = CustomLossWorker(self._execution, self._models, self.engine)
 
-    def on_busy(self, callback: Callable[[], None]) -> None:
-        """Call this whenever there is an unfinished request after there was none."""
-        self._execution.futures.on_busy = callback
+    @property
+    def busy(self) -> asyncio.Event:
+        """Set while there are unfinished requests."""
+        return self._execution.futures.busy
 
-    def on_step(self, callback: Callable[[str], None]) -> None:
-        """Call this with the id of a model whenever a step of it is sent to an engine."""
-        self._execution.on_step = callback
+    def runs_with_steps(self, since_s: float) -> int:
+        """How many models had a step since this time of the monotonic clock, if still open."""
+        return sum(state.last_step_s >= since_s for state in self._models.opened())
 
     @property
     def unfinished(self) -> int:

@@ -17,7 +17,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from tinkex.server.queued_request import PASSES, Cause, Kind, Outcome, QueuedRequest
 from tinkex.server.store.schema import Status, completions, requests, usage
 from tinkex.server.store.sql_dialects import in_list, list_parameter
-from tinkex.server.store.step_rows import record_step
+from tinkex.server.store.step_rows import RECORDED, record_step
 from tinkex.wire.errors import WireError
 from tinkex.wire.protobuf import count_sample_tokens
 
@@ -325,7 +325,8 @@ def finish_many(
     for request, outcome in finished:
         if outcome.error is None:
             count_tokens(connection, request, outcome.result)
-        record_step(connection, request, outcome)
+        if outcome.error is not None or request.kind in RECORDED:
+            record_step(connection, request, outcome)
     events = [_event(*pair, now_s) for pair in finished if _has_event(pair[0])]
     positions = connection.scalars(_COMPLETE, events) if events else ()
     completed = {

@@ -1,9 +1,10 @@
 """
 Writes the table `step_metrics`, in the transaction that finishes the requests of a step.
 
-`step_history` reads it, and `retention` thins the rows of runs that ended. A row is one optimizer step of a run, from number 1. Each `forward_backward` adds to the row of the
+A row is one optimizer step of a run, from number 1. Each `forward_backward` adds to the row of the
 step in progress, and the `optim_step` completes it. A request finishes once, so a step is counted
 once, however often an engine ran it. `forward` does not train and adds nothing.
+`step_history` reads the table, and `retention` deletes the rows of runs that ended long ago.
 """
 
 import itertools
@@ -40,6 +41,9 @@ LARGEST, SMALLEST = 1e100, 1e-100
 MAX_COUNT = 2**53
 #: Runs whose step in progress is kept in memory, so that finishing a step need not read it.
 MAX_OPEN_STEPS = 1_000
+
+#: Kinds of steps that change the gradients of their run.
+RECORDED = frozenset({Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP, Kind.LOAD_WEIGHTS})
 
 _STATE = "step_metrics"
 
@@ -215,10 +219,11 @@ class _State:
 
 
 def record_step(connection: sa.Connection, request: QueuedRequest, outcome: Outcome) -> None:
-    """Note what a request that this transaction finishes means for its run."""
+    """Note what a step that failed, or one of `RECORDED`, means for its run."""
     model_id, kind = request.model_id, request.kind
     if model_id is None:
         return
+    clears = kind is Kind.LOAD_WEIGHTS
     if outcome.error is not None:
         # As for a rebuild: see `step_queue.replay_of`.
         clears = outcome.cause is Cause.GAP or (
@@ -226,10 +231,6 @@ def record_step(connection: sa.Connection, request: QueuedRequest, outcome: Outc
         )
         if not clears:
             return
-    elif kind in (Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP, Kind.LOAD_WEIGHTS):
-        clears = kind is Kind.LOAD_WEIGHTS
-    else:
-        return
     state: _State = connection.info.setdefault(_STATE, _State())
     step = state.open.get(model_id) or _read_open(connection, model_id)
     if clears:
