@@ -101,7 +101,7 @@ def test_preferences_are_trained_by_dpo(server, folder):
     assert found["output"] == "dpo"
     status, _, err = run(server, "pairs.jsonl", "--method", "sft")
     assert status == 1
-    assert "rows of kind preference, which are for --method dpo" in err
+    assert "rows of kind preference are for --method dpo, not sft" in err
 
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])

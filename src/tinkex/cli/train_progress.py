@@ -124,10 +124,10 @@ def show_result(plan: Plan, state: TrainState) -> None:
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     draw(curves, metric, width=shutil.get_terminal_size().columns, color=color, unicode=unicode)
     click.echo()
-    for name in [key for key in SHOWN if f"{key}" in state.history[-1]]:
+    for name, words in SHOWN.items():
         _, values = state.curve(name)
         if len(values) > 1:
-            click.echo(f"{SHOWN[name]}: {values[0]:.3f} → {values[-1]:.3f}")
+            click.echo(f"{words}: {values[0]:.3f} → {values[-1]:.3f}")
     for prompt, before, after in answers:
         click.echo()
         for word, text in (("prompt", prompt), ("before", before), ("after", after)):
@@ -135,7 +135,7 @@ def show_result(plan: Plan, state: TrainState) -> None:
     click.echo()
     click.echo(f"sampler weights  {state.sampler}")
     click.echo(f"training state   {state.checkpoint}")
-    plain = " --plain" if plan.settings_plain else ""
+    plain = " --plain" if plan.plain else ""
     click.echo(f'Try it:  tinkex sample "..."{plain} --path {state.sampler}', err=True)
 
 
