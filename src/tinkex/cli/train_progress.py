@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tinkex.cli import loss_chart
 from tinkex.cli.output import as_json, printable, show_json
@@ -52,6 +52,14 @@ def words_of(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{SHOWN[name]} {metrics[name]:.3f}" for name in SHOWN if name in metrics)
 
 
+def short(metrics: Mapping[str, float], metric: str) -> str:
+    """For a bar on 80 columns: the metric of the curve, held out too, or the KL."""
+    names = {metric: metric, f"held_out_{metric}": "held out", "kl": "KL"}
+    return "  ".join(
+        f"{word} {metrics[name]:.3f}" for name, word in names.items() if name in metrics
+    )
+
+
 @contextmanager
 def step_display(plan: Plan, state: TrainState) -> Iterator[Callable[[Step], None]]:
     """A callback for each step: a bar on a terminal, some lines elsewhere; always on stderr."""
@@ -80,9 +88,7 @@ def step_display(plan: Plan, state: TrainState) -> Iterator[Callable[[Step], Non
         TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
         BarColumn(bar_width=None),
         TextColumn("{task.fields[words]}"),
-        TextColumn("[dim]{task.fields[speed]}[/]"),
-        TimeElapsedColumn(),
-        TextColumn("[dim]left[/]"),
+        TextColumn("[dim]{task.fields[speed]}, left[/]"),
         TimeRemainingColumn(),
         console=Console(stderr=True, highlight=False),
         expand=True,
@@ -92,7 +98,7 @@ def step_display(plan: Plan, state: TrainState) -> Iterator[Callable[[Step], Non
 
         def show_bar(step: Step) -> None:
             speed = rate(step)
-            bar.update(task, completed=step.number, words=words_of(latest), speed=speed)
+            bar.update(task, completed=step.number, words=short(latest, plan.metric), speed=speed)
 
         yield show_bar
 
