@@ -13,6 +13,7 @@ from typing import Any
 
 from tinkex import data
 from tinkex.cli.errors import CommandFailed
+from tinkex.cli.service_options import progress_bar
 from tinkex.recipes import common, dpo, rl, sft
 
 DEFAULT_EPOCHS = {"sft": 3.0, "dpo": 1.0}
@@ -127,8 +128,13 @@ def _with_data(
             return [data.pair(tokenizer, row, plain=options.plain)]
         return list(data.examples(tokenizer, row, train_on=options.train_on, plain=options.plain))
 
-    items = [(row, rendered(row)) for row in rows]
-    most = context or math.inf
+    items = []
+    with progress_bar("Preparing the data") as show:
+        for number, row in enumerate(rows, start=1):
+            items.append((row, rendered(row)))
+            show(number, len(rows))
+    # The reference of dpo is sampled with one token more.
+    most = math.inf if context is None else context - (options.method == "dpo")
     fitting = [(row, found) for row, found in items if max(map(longest, found)) <= most]
     if not fitting:
         raise CommandFailed(
