@@ -215,9 +215,10 @@ class Server:
 
 
 @contextmanager
-def started(kind: str) -> Iterator[Server]:
+def started(kind: str, *, script: str = __file__, below: str = "") -> Iterator[Server]:
+    """Runs the server of a script in its own process, with its data in a new folder."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--serve", kind, "--folder", folder]
+        command = [sys.executable, script, "--serve", kind, "--folder", str(Path(folder, below))]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout
         try:
@@ -249,7 +250,8 @@ class Load:
         self.http = http
         self.sampler = sampler
         self.numbers = itertools.count()
-        self.prompt = {"chunks": [{"type": "encoded_text", "tokens": list(range(100))}]}
+        #: How many different prompts there are.
+        self.prompts = 1
 
     async def post(self, path: str, body: dict[str, Any], accept: str = "application/json") -> Any:
         sent = {"Content-Type": "application/json", "X-API-Key": "tml-bench", "Accept": accept}
@@ -260,11 +262,13 @@ class Load:
             return found
 
     async def sample(self) -> None:
+        seq_id = next(self.numbers)
+        tokens = [seq_id % self.prompts, *range(1, 100)]
         body = {
             "sampling_session_id": self.sampler,
-            "seq_id": next(self.numbers),
+            "seq_id": seq_id,
             "num_samples": 1,
-            "prompt": self.prompt,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
             "sampling_params": {"max_tokens": 16, "seed": 1},
         }
         accepted = json.loads(await self.post("asample", body))
@@ -301,8 +305,11 @@ async def sampling(server: Server) -> AsyncIterator[Load]:
         yield load
 
 
-async def measure(name: str, server: Server, in_flight: int, requests: int) -> Measured:
+async def measure(
+    name: str, server: Server, in_flight: int, requests: int, *, prompts: int = 1
+) -> Measured:
     async with sampling(server) as load:
+        load.prompts = prompts
         # Warm up connections and caches before the measurement.
         await load.keep(in_flight, max(in_flight, min(200, requests // 4)))
         cpu_s, began = server.cpu_s(), time.perf_counter()

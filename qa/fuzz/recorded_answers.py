@@ -73,6 +73,22 @@ CHECKPOINT = "training_runs/{model}/checkpoints/weights/a"
 GOOD: Mapping[str, Sequence[Any]] = {
     "POST asample": (SAMPLE,),
     "POST stream_sample": (SAMPLE,),
+    "POST /v1/chat/completions": (
+        {
+            "model": BASE,
+            "messages": [{"role": "user", "content": "a"}],
+            "n": 1,
+            "stop": ["b"],
+            "max_completion_tokens": 2,
+            "logprobs": True,
+            "logit_bias": {"1": 0.5},
+            "response_format": {"type": "text"},
+            "stream_options": {"include_usage": True},
+        },
+    ),
+    "POST /v1/completions": (
+        {"model": BASE, "prompt": "a", "max_tokens": 2, "logprobs": 1, "echo": False},
+    ),
     "POST forward": ({"forward_input": PASS, **STEP},),
     "POST forward_backward": ({"forward_backward_input": PASS, **STEP},),
     "POST optim_step": (
@@ -224,7 +240,7 @@ LIMITS = {"max_message_bytes": 4_000, "max_body_bytes": 5_000, "max_decoded_byte
 def cases(route: str) -> Iterator[tuple[str, Case]]:
     """The requests of a route, each with a name; they contain placeholders for ids."""
     method, _, name = route.partition(" ")
-    path = f"/api/v1/{name}"
+    path = name if name.startswith("/") else f"/api/v1/{name}"
     for number, good in enumerate(GOOD[route]):
         plain = json.dumps(good).encode()
         yield f"{number}", Case(path, plain, method=method)
@@ -337,6 +353,11 @@ _VARIES: Sequence[tuple[re.Pattern[str], str]] = tuple(
         (r'"session_id":"\w{22}"', '"session_id":"ID"'),
         (r"tinker://\w{22}:", "tinker://ID:"),
         (r"expires=\d+&signature=\w+", "SIGNED"),
+        (r'"tokenizer_id":"[^"]*"', '"tokenizer_id":"FOLDER"'),
+        (
+            r'"id":"(chatcmpl|cmpl)-[^"]+","object":"([^"]+)","created":\d+',
+            r'"id":"\1","object":"\2"',
+        ),
     )
 )
 #: Answers whose body depends on time or on earlier requests: only the status counts.

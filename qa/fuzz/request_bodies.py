@@ -209,6 +209,29 @@ MADE: Mapping[str, Any] = {
         "prompt": {"chunks": [{"tokens": [1, 2]}]},
         "sampling_params": {"max_tokens": 2, "stop": ["a"], "seed": 1},
     },
+    "/v1/chat/completions": {
+        "model": BASE,
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "a"}]},
+            {"role": "user", "content": "b"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+            },
+        ],
+        "max_completion_tokens": 2,
+        "stop": ["a"],
+        "logprobs": True,
+        "top_logprobs": 2,
+        "logit_bias": {"1": 0.5},
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"type": "object", "properties": {}}},
+        },
+        "chat_template_kwargs": {"x": 1},
+    },
+    "/v1/completions": {"model": BASE, "prompt": ["a", "b"], "echo": True, "logprobs": 1},
     "unload_model": {"model_id": "{model}"},
     "weights_info": {"tinker_path": "{path}"},
 }
@@ -216,7 +239,10 @@ MADE: Mapping[str, Any] = {
 
 def seeds() -> list[Case]:
     """Cases with placeholders instead of ids."""
-    found = [Case(f"/api/v1/{path}", json.dumps(body).encode()) for path, body in MADE.items()]
+    found = [
+        Case(path if path.startswith("/") else f"/api/v1/{path}", json.dumps(body).encode())
+        for path, body in MADE.items()
+    ]
     found.append(
         Case(
             "/api/v1/training_runs/{model}/checkpoints/weights/a/ttl",

@@ -18,6 +18,7 @@ EXTRAS = {
     "gguf": "gguf",
     "huggingface_hub": "hub",
     "jinja2": "tokenizer",
+    "llguidance": "guided",
     "opentelemetry": "otel",
     "rich": "cli",
     "tensorboardX": "tensorboard",

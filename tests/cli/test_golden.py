@@ -75,6 +75,7 @@ COMMANDS = {
 COMPUTING = {"merge", "tiny-model"}
 #: Commands that are not recorded here, and why.
 ELSEWHERE = {
+    "chat": "is a conversation: test_chat.py",
     "serve": "runs until it is stopped: test_serve.py",
     "demo": "trains for minutes: test_demo.py",
     "train": "its loss differs a little between machines: test_train.py",

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from serving import Server
-from tinkex.cli.sample import TextStream
+from tinkex.models.text_stream import TextStream
 
 
 class Bytes:

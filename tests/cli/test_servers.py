@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 import tinkex
+from forked_shell import ForkedShell
 from processes import has_exited
 from serving import TINY
 from tinkex.cli.command_group import command
@@ -67,7 +68,9 @@ def test_a_local_server_from_its_start_to_its_end(
             [*PROGRAM, "run", "list"], capture_output=True, text=True, check=True
         )
         assert listed.stderr.startswith("0 training runs")
-        assert control.ask(local, "status")["models"] == [{"name": TINY, "loaded": False}]
+        assert control.ask(local, "status")["models"] == [
+            {"name": TINY, "replicas": 1, "loaded": False}
+        ]
 
         header, row = run("ps")[0].splitlines()
         columns = re.split(" {2,}", header)
@@ -84,6 +87,19 @@ def test_a_local_server_from_its_start_to_its_end(
         }
         (told,) = json.loads(run("ps", "-f", "json")[0])["servers"]
         assert told["clients"] == [{"pid": os.getpid(), "program": told["clients"][0]["program"]}]
+
+        with ForkedShell({}, home) as shell:
+            first, *rest = shell("ps", terminal=True).out.splitlines()
+            assert first == local.url  # can be copied
+            assert all(len(line) <= 80 for line in rest)
+            paragraph = " ".join(" ".join(rest).split())
+            assert "Kind: local, Data folder:" in paragraph
+            assert f"Models: {TINY}, Clients: 1, Started: just now, " in paragraph
+            for said in (shell("-f", "json", "ps").json, shell("ps", "-f", "json").json):
+                assert said["servers"][0]["pid"] == local.pid
+            for name, title in (("ps", "1 server\n"), ("logs", "")):
+                gone = shell(name, reader_gone=True)
+                assert (gone.code, gone.err) == (141, title)
 
         for named in ([], [local.url], [str(local.pid)]):
             properties = run("status", *named)[0]

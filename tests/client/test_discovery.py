@@ -186,7 +186,7 @@ def test_a_server_that_starts_is_named_and_not_used(home: Path) -> None:
     shown = CliRunner().invoke(tinkex_command, ["status"])
     assert shown.exit_code == 1
     assert "no: it is starting" in shown.output
-    assert "serve, not ready" in CliRunner().invoke(tinkex_command, ["ps"]).output
+    assert "serve (not ready)" in CliRunner().invoke(tinkex_command, ["ps"]).output
 
 
 def test_several_servers_are_listed(home: Path) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from gpu_models import write_model
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.sampling.model_runner import ModelRunner
 from tinkex.wire.inputs import Datum, ModelInput
@@ -17,35 +18,6 @@ pytestmark = pytest.mark.gpu
 
 PROMPTS = [[(7 * at + 3 * length) % 1000 for at in range(length)] for length in (63, 200)]
 ADAPTERS = {"small": (8, False), "large": (32, False), "odd": (3, True)}
-
-
-def write_model(folder: Path, kind: str) -> Path:
-    """Scaled so that logits have the magnitude of a trained model."""
-    import transformers
-
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
-    sizes |= {"vocab_size": 5000, "max_position_embeddings": 1024, "num_attention_heads": 8}
-    if kind == "qwen3":
-        config = transformers.Qwen3Config(
-            **sizes, num_key_value_heads=4, head_dim=64, tie_word_embeddings=False
-        )
-    elif kind == "qwen2":  # biases; one key head for each query head; tied embeddings
-        config = transformers.Qwen2Config(**sizes, num_key_value_heads=8, tie_word_embeddings=True)
-    else:
-        config = transformers.LlamaConfig(
-            **sizes, num_key_value_heads=2, head_dim=80, tie_word_embeddings=False
-        )
-    config.eos_token_id = None
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() > 1:
-                weight.normal_(std=0.1 if "lm_head" in name else weight.shape[1] ** -0.5)
-            elif "bias" in name:
-                weight.normal_(std=0.1)
-    model.save_pretrained(folder)
-    return folder
 
 
 class Subject:

@@ -8,7 +8,7 @@ import pytest
 
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.connection import Connection
-from tinkex.engine.worker import Worker
+from tinkex.engine.worker import MAX_TRAINED_S, Worker, sampling_time
 from tinkex.wire import engine_protocol
 from tinkex.wire.codec import encode_json
 from tinkex.wire.inputs import Datum, ModelInput
@@ -109,6 +109,16 @@ def sample(prompt: int, new: int, owner: str = "", samples: int = 1) -> frames_p
         num_samples=samples,
     )
     return frames_pb2.Sample(payload=frames_pb2.Payload(inline=encode_json(request)), owner=owner)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_training_gets_its_share_of_the_time(share: float) -> None:
+    trained_s = 0.25
+    assert trained_s / (trained_s + sampling_time(trained_s, share)) == pytest.approx(share)
+
+
+def test_a_very_long_piece_of_training_does_not_stop_training_for_as_long() -> None:
+    assert sampling_time(60.0, 0.5) == MAX_TRAINED_S
 
 
 def test_short_samples_finish_within_a_few_micro_batches_of_a_long_step(bench: Bench) -> None:

@@ -7,13 +7,18 @@ returns the number. Tests can observe and pause the work.
 """
 
 import asyncio
+import atexit
+import functools
 import json
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tinkex.models.tiny_model import write_tiny_tokenizer
 from tinkex.server.executor import (
     EngineKilled,
     EngineLost,
@@ -36,6 +41,15 @@ from tinkex.wire.training import ForwardBackwardOutput, OptimStepRequest
 BASE = "test/echo"
 
 
+@functools.cache
+def tokenizer_folder() -> Path:
+    """The folder of a model that has nothing but a small tokenizer."""
+    folder = Path(tempfile.mkdtemp(prefix="tinkex-echo-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    write_tiny_tokenizer(folder)
+    return folder
+
+
 def task_of(order: Order) -> str:
     """The kind of an order, such as `run_pass`."""
     return order.WhichOneof("work") or ""
@@ -55,8 +69,9 @@ class Number:
 class EchoExecutor:
     """Runs work on the event loop, immediately unless paused."""
 
-    def __init__(self, *names: str) -> None:
-        self.served = tuple(ServedModel(name=name, folder=Path("/")) for name in names or (BASE,))
+    def __init__(self, *names: str, folder: Path | None = None) -> None:
+        folder = folder or tokenizer_folder()
+        self.served = tuple(ServedModel(name=name, folder=folder) for name in names or (BASE,))
         self.models: dict[str, Number] = {}
         #: All work that was run, in order.
         self.ran: list[Order] = []

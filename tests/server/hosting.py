@@ -79,7 +79,8 @@ class Api:
         is_bytes = isinstance(body, bytes)
         sent = {"Content-Type": "application/json", **(headers or {})}
         data = body if is_bytes else json.dumps(body).encode()
-        async with self.http.post(f"/api/v1/{path}", data=data, headers=sent) as got:
+        url = path if path.startswith("/") else f"/api/v1/{path}"
+        async with self.http.post(url, data=data, headers=sent) as got:
             return Answer(got.status, await got.read(), got.headers.get("Content-Type", ""))
 
     async def get(self, path: str) -> Answer:
@@ -198,12 +199,21 @@ async def connected(url: str, base_model: str = BASE) -> AsyncIterator[Api]:
 
 @asynccontextmanager
 async def hosted(
-    executor: Executor, folder: Path, *, at_port: int = 0, **settings: Any
+    executor: Executor,
+    folder: Path,
+    *,
+    at_port: int = 0,
+    worker: str | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Api]:
-    """Run the application on a free port, or the given one, until the block ends."""
+    """
+    Run the application on a free port, or the given one, until the block ends.
+
+    With the name of a `worker`, it shares its database with others.
+    """
     chosen = Settings(data=str(folder), **settings)
     store = open_store(db_url=chosen.db_url, storage_url=chosen.storage_url, folder=chosen.folder)
-    app = create_app(chosen, executor, store)
+    app = create_app(chosen, executor, store, worker=worker)
     config = uvicorn_config(app, chosen)
     config.port = at_port
     server = uvicorn.Server(config)

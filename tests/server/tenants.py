@@ -43,6 +43,14 @@ async def with_key(
         yield Api(http=http, base_model=api.base_model)
 
 
+def secrets_in(folder: Path) -> Mapping[str, bytes]:
+    """What the server of a data folder signs links and tokens with."""
+    url = f"sqlite:///{folder / 'tinkex.db'}"
+    store = open_store(db_url=url, storage_url=str(folder), folder=folder)
+    store.close()
+    return store.secrets
+
+
 def everything_kept(folder: Path) -> bytes:
     """The bytes of all files in a data folder."""
     return b"\n".join(file.read_bytes() for file in folder.rglob("*") if file.is_file())

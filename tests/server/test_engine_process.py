@@ -26,6 +26,7 @@ from tinkex.server.retry import Backoff
 from tinkex.server.settings import CHOICES, Settings
 from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.proto.frames_pb2 import Drop, Order, Tokens
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -42,6 +43,30 @@ async def step(api: Api, model: str, first: int) -> float:
     passed = await api.passed(await api.forward_backward(model, first, tokens=8))
     await api.result(await api.optim_step(model, first + 1, learning_rate=1e-2))
     return passed.metrics["loss:sum"]
+
+
+async def test_a_used_engine_starts_its_replicas_and_keeps_them(tiny_model: Path) -> None:
+    """Otherwise only the replica that was used first would ever be up."""
+    served = [
+        ServedModel(name=TINY, folder=tiny_model, replicas=2),
+        ServedModel(name="test/other", folder=tiny_model),
+    ]
+    engines = [
+        EngineSettings(name=TINY, folder=tiny_model, threads=1, replica=number)
+        for number in range(2)
+    ]
+    other = EngineSettings(name="test/other", folder=tiny_model, threads=1)
+    executor = LocalExecutor(served, [*engines, other])
+    async with asyncio.timeout(60):
+        await executor.start()
+        first, second = served[0].engines
+        assert executor.stats(first) is None
+        incarnations = {await executor.ready(first)}
+        await until_async(lambda: executor.stats(second) is not None)
+        incarnations.add(await executor.ready(second))
+        assert len(incarnations) == 2
+        assert executor.stats("test/other") is None
+        await executor.close()
 
 
 async def test_an_idle_engine_is_unloaded_and_comes_back_with_its_models(
@@ -99,9 +124,22 @@ async def test_loading_a_model_whose_engine_dies_ends(
 SERVED = ServedModel(name="m", folder=Path("/models/m"))
 
 
-def received_settings(settings: Settings, *, shares_device: bool = False) -> EngineSettings:
+def received_settings(
+    settings: Settings,
+    *,
+    shares_device: bool = False,
+    replicas: int = 1,
+    replica: int = 0,
+    number: int = 0,
+) -> EngineSettings:
     """What an engine process receives."""
-    sent = web_process.engine_settings(settings, SERVED, shares_device=shares_device)
+    sent = web_process.engine_settings(
+        settings,
+        dataclasses.replace(SERVED, replicas=replicas),
+        shares_device=shares_device,
+        replica=replica,
+        number=number,
+    )
     command = _command(7, sent)
     assert command[1:3] == ["-m", "tinkex.engine.process"]
     received: EngineSettings = parser().parse_args(command[3:]).settings
@@ -124,7 +162,9 @@ def test_every_setting_of_an_engine_can_be_set() -> None:
     changed = {
         field.name: other(field.name, field.default) for field in dataclasses.fields(Settings)
     }
-    received = received_settings(Settings(**changed), shares_device=True)
+    received = received_settings(
+        Settings(**changed), shares_device=True, replicas=3, replica=1, number=4
+    )
     unreachable = [
         field.name
         for field in dataclasses.fields(EngineSettings)
@@ -141,6 +181,22 @@ def test_default_settings_leave_the_engine_defaults() -> None:
     assert own is not None
     assert own.parent == Path("/data/spill")
     assert received == EngineSettings(name="m", folder=SERVED.folder, spill_folder=own)
+
+
+def test_engines_take_the_devices_of_a_list_in_turn() -> None:
+    settings = Settings(device="cuda:0, cuda:2")
+    found = [
+        received_settings(settings, replicas=3, replica=number, number=number)
+        for number in range(3)
+    ]
+    assert [one.device for one in found] == ["cuda:0", "cuda:2", "cuda:0"]
+    assert [one.engine_name for one in found] == ["m#0", "m#1", "m#2"]
+    assert len({one.spill_folder for one in found}) == 3
+    assert settings.replicas_of_each(1) == 2
+    assert settings.replicas_of_each(2) == 1
+    assert Settings(replicas=4).replicas_of_each(2) == 4
+    # With `auto`, the engine counts the GPUs.
+    assert [received_settings(Settings(), number=number).gpu for number in range(2)] == [0, 1]
 
 
 def test_zero_idle_adapters_can_be_configured() -> None:

@@ -96,7 +96,7 @@ async def test_five_thousand_samples_of_two_hundred_sessions_wait_in_bounded_mem
         await until_async(lambda: not len(context.futures), 60)
         assert (await api.result(ids[-1]))["sequences"]
         assert not context.futures.loads
-        assert not context.scheduler.engine(BASE).samples._running
+        assert not context.scheduler.replicas(BASE).engines[0].samples._running
         assert not context.scheduler._execution.payloads._kept_bytes
 
 

@@ -161,9 +161,10 @@ async def test_no_secret_is_logged_kept_or_answered(
         assert secret not in metrics
         for one in reported.answers:
             assert secret not in one, f"{name} is in an answer: {one[:600]}"
-    # The signing keys are in their own files and nowhere else.
-    for file in ("signing.key", "tokens.key"):
-        assert kept.count((tmp_path / file).read_bytes()) == 1
+    # What signs links and tokens is in the database and nowhere else.
+    database = (tmp_path / "tinkex.db").read_bytes()
+    for secret in store.secrets.values():
+        assert kept.count(secret) == database.count(secret) == 1
 
 
 def test_failures_do_not_carry_secrets_through_a_pickle() -> None:

@@ -141,6 +141,6 @@ async def test_unread_streams_end_and_free_their_slots(
                 await until_async(lambda: len(state.connections) <= 1 and not ready_bytes(api))
                 await until_async(lambda: not len(api.app.state.context.futures))
         assert executor.cancelled == 2 * READERS
-        assert not api.app.state.context.scheduler.engine(BASE).samples._running
+        assert not api.app.state.context.scheduler.replicas(BASE).engines[0].samples._running
         async with alice.http.post("/api/v1/stream_sample", json=sample_body(200)) as stream:
             assert b"event: done" in await stream.read()

@@ -156,6 +156,12 @@ def test_an_uploaded_loss_is_one_pass_with_the_metrics_of_its_graph(service, bat
     total = sum(sum(datum.loss_fn_inputs["weights"].tolist()) for datum in data)
     assert found.metrics["custom/weight:sum"] == pytest.approx(total, rel=1e-5)
     assert "surrogate_loss:sum" not in found.metrics
+    # They are stored with the step.
+    client.optim_step(STEP).result(30)
+    rest = tinkex.RestClient(service.holder)
+    (step,) = rest.get_training_run_metrics(client.model_id).result(30).points
+    assert step.metrics["custom/weight:sum"] == pytest.approx(total, rel=1e-5)
+    assert step.metrics["loss_sum"] == pytest.approx(found.metrics["loss:sum"])
 
 
 def test_several_targets_per_position(service):

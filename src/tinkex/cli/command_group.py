@@ -17,6 +17,7 @@ SECTIONS = {
         "demo": "Fine-tune a small model on this machine, as a demo.",
         "train": "Train an adapter on a file, or with a reward of your own.",
         "sample": "Sample from a model.",
+        "chat": "Talk to a model or a checkpoint.",
         "run": "List, show and plot training runs.",
         "checkpoint": "List, download, publish and delete saved weights.",
         "export": "Export saved weights for PEFT, transformers or llama.cpp.",

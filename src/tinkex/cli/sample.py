@@ -12,6 +12,7 @@ from tinkex.cli.completion import complete_checkpoints
 from tinkex.cli.errors import CommandFailed, missing_package
 from tinkex.cli.output import as_json, examples, printable, show_json
 from tinkex.cli.service_options import service_arguments, service_options
+from tinkex.models.text_stream import TextStream, text_of
 
 
 @click.command(
@@ -74,13 +75,8 @@ def command(
     text = prompt if prompt_file is None else prompt_file.read()
     sampling["stop"] = list(sampling["stop"]) or None
     with tinkex.ServiceClient(**service_arguments()) as service:
-        client = _sampler(service, model, path)
-        try:
-            # Not that of transformers, whose import takes longer than a short answer.
-            tokenizer = client._load_tokenizer(light=True)
-        except ImportError as error:
-            missing = ModuleNotFoundError(name=error.name or "tokenizers")
-            raise missing_package(missing, "`tinkex sample`", "tokenizer") from error
+        client = sampler_of(service, model, path)
+        tokenizer = light_tokenizer(client, "`tinkex sample`")
         request = (
             _prompt(tokenizer, text or "", system, chat=chat),
             num_samples,
@@ -93,7 +89,7 @@ def command(
         answer = client.sample(*request).result()
     sequences = [
         {
-            "text": _text(tokenizer, sequence.tokens),
+            "text": text_of(tokenizer, sequence.tokens),
             "stop_reason": sequence.stop_reason,
             "tokens": sequence.tokens,
             "logprobs": sequence.logprobs,
@@ -122,41 +118,19 @@ def _print_stream(
     click.echo(shown(first.end()), file=file)
     for number, sequence in enumerate(stream.response().sequences[1:], start=2):
         label(number)
-        click.echo(shown(_text(tokenizer, sequence.tokens)), file=file)
+        click.echo(shown(text_of(tokenizer, sequence.tokens)), file=file)
 
 
-class TextStream:
-    """
-    The text of tokens that arrive one after another.
-
-    A character may consist of several tokens, and some tokenizers print a token differently at the
-    beginning of a text. So new tokens are decoded after those of the last text that was complete.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._context: list[int] = []
-        self._new: list[int] = []
-
-    def add(self, tokens: list[int]) -> str:
-        """The text that is complete now; empty in the middle of a character."""
-        self._new += tokens
-        text = self._unprinted()
-        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        self._context, self._new = self._new, []
-        return text
-
-    def end(self) -> str:
-        """What is left, complete or not."""
-        return self._unprinted()
-
-    def _unprinted(self) -> str:
-        known = _text(self._tokenizer, self._context)
-        return _text(self._tokenizer, self._context + self._new)[len(known) :]
+def light_tokenizer(client: tinkex.SamplingClient, what: str) -> Any:
+    """Not that of transformers, whose import takes longer than a short answer."""
+    try:
+        return client._load_tokenizer(light=True)
+    except ImportError as error:
+        missing = ModuleNotFoundError(name=error.name or "tokenizers")
+        raise missing_package(missing, what, "tokenizer") from error
 
 
-def _sampler(
+def sampler_of(
     service: tinkex.ServiceClient, model: str | None, path: str | None
 ) -> tinkex.SamplingClient:
     if path:
@@ -177,7 +151,3 @@ def _prompt(tokenizer: Any, text: str, system: str | None, *, chat: bool) -> Any
     tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
     # The tokenizers of transformers return a mapping.
     return tinkex.ModelInput.from_ints(list(getattr(tokens, "input_ids", tokens)))
-
-
-def _text(tokenizer: Any, tokens: list[int]) -> str:
-    return str(tokenizer.decode(tokens, skip_special_tokens=True))

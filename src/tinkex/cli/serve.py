@@ -28,6 +28,7 @@ REQUIRED_PACKAGES = [
         "tinkex serve                                 # a small chat model",
         "tinkex serve ~/models/Qwen3-0.6B --port 8001",
         "tinkex serve Qwen/Qwen3-8B=~/models/small --device cuda --data /srv/tinkex",
+        "tinkex serve Qwen/Qwen3-8B --device cuda:0,cuda:1     # two replicas",
     ),
 )
 @click.argument("models", nargs=-1, metavar="[NAME|FOLDER|NAME=FOLDER]...")
@@ -44,7 +45,12 @@ REQUIRED_PACKAGES = [
     metavar="URL",
     help="Storage of payloads, results, checkpoints.  [default: the data folder]",
 )
-@click.option("--device", help="cpu, cuda, cuda:1, …  [default: auto]")
+@click.option("--device", help="cpu, cuda, cuda:1, … or a list: cuda:0,cuda:1  [default: auto]")
+@click.option(
+    "--replicas",
+    type=int,
+    help="Engines of each model.  [default: 1, or one for each device of a list]",
+)
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "bfloat16"]),

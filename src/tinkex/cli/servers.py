@@ -254,7 +254,7 @@ def _row(server: RunningServer, about: dict[str, Any] | None) -> list[str]:
     return [
         server.url,
         str(server.pid),
-        server.how if _problem(server, about) is None else f"{server.how}, not ready",
+        server.how if _problem(server, about) is None else f"{server.how} (not ready)",
         server.data,
         ", ".join(_models(server, about)),
         str(len(clients.holders) + len(clients.sessions)),
@@ -268,7 +268,7 @@ def _properties(server: RunningServer, about: dict[str, Any] | None) -> dict[str
     return {
         "URL": server.url,
         "Ready": "yes" if problem is None else f"no: {problem}",
-        "Models": ", ".join(_models(server, about)),
+        "Models": ", ".join(_models_with_replicas(server, about)),
         "Clients": str(control.clients_of(server, about)),
         "Keys": yes_no(server.keys if about is None else about["keys"]),
         "Queue": NONE if about is None else f"{about['open_requests']} unfinished requests",
@@ -285,6 +285,15 @@ def _models(server: RunningServer, about: dict[str, Any] | None) -> list[str]:
     if about is None:
         return list(server.models)
     return [model["name"] for model in about["models"]]
+
+
+def _models_with_replicas(server: RunningServer, about: dict[str, Any] | None) -> list[str]:
+    if about is None:
+        return list(server.models)
+    return [
+        model["name"] + (f" ({count} replicas)" if (count := model["replicas"]) > 1 else "")
+        for model in about["models"]
+    ]
 
 
 def memory_bytes(pid: int) -> int | None:

@@ -130,11 +130,12 @@ class Sessionless:
         Creating a client sends nothing.
 
         Args:
-            base_url: Address of the service, or `"local"`; else `TINKER_BASE_URL`.
+            base_url: Address of the service, or `"local"`; else `TINKER_BASE_URL`, or the one of
+                `tinkex use`. If there is no key either: the running server of this user.
             api_key: Key of the service; else `TINKER_API_KEY`, or the one of `tinkex auth login`.
 
         Raises:
-            TinkerError: A service on another machine, and no key for it.
+            TinkerError: No service is named or found, or there is no key for it.
 
         Example:
             rest = tinkex.RestClient(base_url="http://127.0.0.1:8000", api_key="tml-local")

@@ -73,13 +73,14 @@ class ServiceClient:
             user_metadata: Texts that are stored with the session, such as `{"team": "speech"}`.
             project_id: Project of the session; else `TINKER_PROJECT_ID`.
             display_name: Name of the session in lists.
-            base_url: Address of the service, or `"local"`; else `TINKER_BASE_URL`.
+            base_url: Address of the service, or `"local"`; else `TINKER_BASE_URL`, or the one of
+                `tinkex use`. If there is no key either: the running server of this user.
             api_key: Key of the service; else `TINKER_API_KEY`, or the one of `tinkex auth login`.
             default_headers_overrides: Headers for every request; they win over the client's own.
             kwargs: `settings`: a `tinkex.Settings`, instead of the arguments that it contains.
 
         Raises:
-            TinkerError: A service on another machine, and no key for it.
+            TinkerError: No service is named or found, or there is no key for it.
             ValueError: Both `settings` and an argument that it contains.
 
         Example:

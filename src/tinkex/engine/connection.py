@@ -74,7 +74,13 @@ def done_report(ticket: int, result: bytes, compute_s: float) -> engine_protocol
 def partial_output_report(ticket: int, outputs: Iterable[PartialOutput]) -> engine_protocol.Report:
     sequences = [
         frames_pb2.Tokens(
-            sequence=each.sequence, start=each.start, tokens=each.tokens, logprobs=each.logprobs
+            sequence=each.sequence,
+            start=each.start,
+            tokens=each.tokens,
+            logprobs=each.logprobs,
+            top_count=len(each.top[0][0]) if each.top else 0,
+            top_tokens=[token for tokens, _ in each.top for token in tokens],
+            top_logprobs=[logprob for _, logprobs in each.top for logprob in logprobs],
         )
         for each in outputs
     ]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from tinkex.models.cache import cache_folder
 from tinkex.wire.engine_settings import EngineSettings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -65,7 +67,10 @@ class UnusableDevice(ValueError):
 
 def choose_device(settings: EngineSettings) -> torch.device:
     if settings.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        count = torch.cuda.device_count()
+        return torch.device("cuda" if count == 1 else f"cuda:{settings.gpu % count}")
     try:
         device = torch.device(settings.device)
     except RuntimeError:
@@ -114,6 +119,21 @@ def is_device_lost(error: BaseException) -> bool:
 
 
 _DEVICE_ERRORS = ("CUDA error", "cuDNN error", "Triton Error")
+
+
+def prepare_kernels() -> bool:
+    """
+    Whether Triton kernels can be used. Call before the first import of Triton.
+
+    Compiled kernels are executable code: they are kept where only the user can write.
+    """
+    if "TRITON_CACHE_DIR" not in os.environ:
+        folder = cache_folder() / "kernels"
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            folder.chmod(0o700)
+            os.environ["TRITON_CACHE_DIR"] = str(folder)
+    return importlib.util.find_spec("triton") is not None
 
 
 def prepare_determinism() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -24,7 +25,7 @@ from tinkex.engine.adapters.adapters import (
     chosen_targets,
     seed_of,
 )
-from tinkex.engine.adapters.memory_plan import FRACTIONS, MemoryPlan, Tier, memory_plan
+from tinkex.engine.adapters.memory_plan import FRACTIONS, MIN_TOKENS, MemoryPlan, Tier, memory_plan
 from tinkex.engine.device import (
     available_bytes,
     choose_device,
@@ -84,7 +85,13 @@ class Engine:
         device = choose_device(settings)
         dtype = choose_dtype(settings, device)
         self.settings = settings
-        self.model = BaseModel(settings.folder, device=device, dtype=dtype)
+        self.model = BaseModel(
+            settings.folder,
+            device=device,
+            dtype=dtype,
+            # The moment at which they are compiled would decide about the bits.
+            kernels=not settings.deterministic,
+        )
         self.facts = frames_pb2.Ready(
             arch=self.model.config.model_type,
             max_context_length=self.model.max_context_length,
@@ -120,6 +127,9 @@ class Engine:
         self._losses: dict[str, CustomLoss] = {}
         # Created with the first request: a server that only trains needs no KV cache.
         self._sampler: Sampler | None = None
+        threading.Thread(
+            target=self.model.prepare_packed_layers, name="tinkex-kernels", daemon=True
+        ).start()
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -149,13 +159,21 @@ class Engine:
     def drop(self, model_id: str) -> None:
         del self._adapters[model_id]
 
+    @property
+    def pass_tokens(self) -> int:
+        """Maximum tokens of a training pass now: fewer until fast kernels are compiled."""
+        if self.settings.deterministic:
+            return self.max_batch_tokens
+        fitting = self.plan.activations // self.model.bytes_per_token
+        return min(self.max_batch_tokens, max(MIN_TOKENS, fitting))
+
     def run_pass(
         self, model_id: str, work: ForwardBackwardInput, *, backward: bool
     ) -> ForwardBackwardOutput:
         """Runs a whole pass; `backward` adds to the gradient. Losses are sums over tokens."""
         training_pass = self.begin_pass(model_id, work, backward=backward)
         while waiting := training_pass.waiting:
-            self.run_micro_batch([(training_pass, count_fitting(waiting, self.max_batch_tokens))])
+            self.run_micro_batch([(training_pass, count_fitting(waiting, self.pass_tokens))])
         return training_pass.output()
 
     def begin_pass(self, model_id: str, work: ForwardBackwardInput, *, backward: bool) -> Pass:
@@ -166,7 +184,10 @@ class Engine:
             longest = max(len(datum.tokens_N) for datum in data)
             self._adapters.make_pass_room(
                 model_id,
-                longest * self.model.bytes_per_token,
+                min(
+                    max(longest * self.model.checkpoint_bytes_per_token, self.plan.activations),
+                    longest * self.model.bytes_per_token,
+                ),
                 f"training on a sequence of {longest} tokens",
                 "Shorten the sequence",
             )
@@ -196,7 +217,13 @@ class Engine:
             # Adapters may be evicted between micro-batches, not during one.
             self._adapters.pin(training_pass.model_id, part)
             parts.append(part)
-        run_micro_batch(self.model, parts, deterministic=self.settings.deterministic)
+        tokens = sum(part.tokens for part in parts)
+        run_micro_batch(
+            self.model,
+            parts,
+            deterministic=self.settings.deterministic,
+            checkpoint=tokens * self.model.bytes_per_token > self.plan.activations,
+        )
 
     def register_loss(
         self,
@@ -367,7 +394,7 @@ def plan_memory(model: BaseModel, settings: EngineSettings) -> MemoryPlan:
         base=base,
         # One chunk of float32 logits, its gradient and one temporary.
         reserved=int(SLACK_FRACTION * (total - base)) + 3 * 4 * model.vocab_size * logit_tokens,
-        activation_bytes_per_token=model.bytes_per_token,
+        activation_bytes_per_token=model.planned_bytes_per_token,
         max_batch_tokens=max_batch_tokens,
         kv_bytes_per_token=model.cache_bytes_per_token,
         max_kv_tokens=settings.max_sequences * model.max_context_length,

@@ -2,8 +2,8 @@
 The compute loop of an engine process.
 
 Each iteration accepts orders, samples a burst of tokens (several decode steps), and runs at most
-one training operation or one micro-batch. Sampling then gets as much time as that piece of training
-took, so no request waits for the whole step of another.
+one training operation or one micro-batch. Sampling then gets its share of the time (`training_share`
+in the settings) before the next piece of training, so no request waits for the whole step of another.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from tinkex.wire.protobuf import (
     encode_forward_backward_output,
     encode_sample_response,
 )
-from tinkex.wire.sampling import SampleRequest
+from tinkex.wire.sample_controls import StoredSampleRequest
 from tinkex.wire.training import (
     ForwardBackwardInput,
     LoraConfig,
@@ -59,8 +59,9 @@ from tinkex.wire.training import (
 
 log = logging.getLogger("tinkex.engine.process")
 
-#: Sampling gets as much time as the last piece of training took, but at most this many seconds.
-MAX_SAMPLING_SHARE_S = 1.0
+#: A piece of training counts as at most this many seconds when sampling gets its share of the time:
+#: a sequence that takes a minute does not stop training for a minute.
+MAX_TRAINED_S = 1.0
 
 #: Interval between stats reports while there is work.
 STATS_INTERVAL_S = 1.0
@@ -72,6 +73,11 @@ MIN_BATCH_TOKENS = 256
 
 #: No snapshot is copied while the copies that wait to be written take this much host memory.
 MAX_PENDING_SNAPSHOT_BYTES = 256 * 2**20
+
+
+def sampling_time(trained_s: float, training_share: float) -> float:
+    """How long to sample after a piece of training, so that training gets its share of the time."""
+    return min(trained_s, MAX_TRAINED_S) * (1 - training_share) / training_share
 
 
 @dataclass(slots=True, eq=False)
@@ -131,8 +137,9 @@ class Worker:
         return self._engine.sampling and self._engine.awaited_read is None
 
     def _sampling_is_next(self) -> bool:
-        """Whether sampling has had less time than the last piece of training, up to the maximum."""
-        return self._sampled_s < min(self._trained_s, MAX_SAMPLING_SHARE_S)
+        """Whether sampling has had less than its share of the time since the last training."""
+        share = self._engine.settings.training_share
+        return self._sampled_s < sampling_time(self._trained_s, share)
 
     def _accept_orders(self) -> None:
         """Takes everything from the inbox; blocks only if there is no other work."""
@@ -186,7 +193,7 @@ class Worker:
     def _submit(self, order: engine_protocol.Order) -> None:
         folder = order.sample.adapter_folder
         try:
-            request = decode_json(SampleRequest, _payload_bytes(order.sample.payload))
+            request = decode_json(StoredSampleRequest, _payload_bytes(order.sample.payload))
             self._sample_began_s[order.ticket] = time.perf_counter()
             self._engine.submit(
                 order.ticket,
@@ -407,7 +414,7 @@ class Worker:
 
     def _batch_tokens(self) -> int:
         """Tokens of the next micro-batch; fewer while sequences are being sampled."""
-        limit = self._engine.max_batch_tokens
+        limit = self._engine.pass_tokens
         if self._engine.settings.deterministic or not self._engine.sampling:
             return limit
         return max(

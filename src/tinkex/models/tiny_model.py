@@ -57,14 +57,20 @@ def write_tiny_model(folder: str | Path, arch: Arch = "qwen3", seed: int = 0) ->
         raise ValueError(f"arch is {arch!r}; allowed are {', '.join(ARCHES)}.")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer()
+    tokenizer = write_tiny_tokenizer(folder)
     _write_weights(folder, arch, seed, vocabulary=tokenizer.get_vocab_size())
-    tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config())
     ids = {"eos_token_id": tokenizer.token_to_id(TURN_END), "pad_token_id": 0}
     _write_json(folder / "generation_config.json", ids)
     _write_json(folder / "config.json", {**_config(arch, tokenizer.get_vocab_size()), **ids})
     return folder
+
+
+def write_tiny_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    """Writes only its tokenizer, with a chat template."""
+    tokenizer = _tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config())
+    return tokenizer
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

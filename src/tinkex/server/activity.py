@@ -143,7 +143,8 @@ class ActivityLog:
             log.info("%s", idle_line(first, last))
 
     def _look(self, since_s: float) -> Snapshot:
-        names = [model.name for model in self._executor.served]
+        served = self._executor.served
+        names = [engine for model in served for engine in model.engines]
         for name in names:
             # While an engine restarts, its last numbers count.
             if (stats := self._executor.stats(name)) is not None:
@@ -153,7 +154,12 @@ class ActivityLog:
         wanted = self._scheduler.base_models()
         training = sum(one.models_training for one in current)
         # An engine without requests may be unloaded; nobody waits for it.
-        reasons = (self._executor.waiting_for(name) for name in names if name in wanted)
+        reasons = (
+            self._executor.waiting_for(engine)
+            for model in served
+            if model.name in wanted
+            for engine in model.engines
+        )
         return Snapshot(
             at_s=time.monotonic(),
             tokens_trained=sum(one.tokens_trained for one in all_stats),

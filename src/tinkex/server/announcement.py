@@ -25,6 +25,9 @@ class LoadedModel:
 
     name: str
     context: int | None = None
+    #: How many engines it has.
+    replicas: int = 1
+    #: The devices of all of them; the rest is that of one.
     device: str = ""
     dtype: str = ""
     memory_used_bytes: int = 0
@@ -83,7 +86,8 @@ def banner(url: str, folder: Path, facts: Facts, *, home: Path | None = None) ->
 
 def _model_rows(models: Sequence[LoadedModel]) -> Iterator[tuple[str, str]]:
     for model in models:
-        yield "model", model.name
+        many = model.replicas > 1
+        yield "model", model.name + (f" ({model.replicas} replicas)" if many else "")
         context = "" if model.context is None else f"context of {model.context:,} tokens"
         if not model.device:
             parts = (context, "loads when it is first used")
@@ -93,7 +97,7 @@ def _model_rows(models: Sequence[LoadedModel]) -> Iterator[tuple[str, str]]:
         memory = memory_text(
             used=model.memory_used_bytes, limit=model.memory_bytes, total=model.device_bytes
         )
-        yield "", f"memory: {memory}"
+        yield "", f"memory: {memory}" + (" for each replica" if many else "")
 
 
 def _short(folder: Path, home: Path) -> str:

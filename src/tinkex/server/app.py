@@ -16,6 +16,7 @@ from tinkex.server.api import (
     local,
     metrics,
     models,
+    openai_routes,
     openapi,
     operations,
     runs_and_checkpoints,
@@ -41,6 +42,7 @@ from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.scheduler.session_status import SessionTimeouts
 from tinkex.server.settings import Settings
 from tinkex.server.store import Quota, Store
+from tinkex.server.store.server_secrets import LINKS, TOKENS
 
 #: Starlette tries routes in order, so the most frequent come first.
 ROUTERS = (
@@ -49,6 +51,7 @@ ROUTERS = (
     submit.save_router,
     sampling.router,
     sample_stream.router,
+    *openai_routes.routers,
     account.audit_router,
     account.key_router,
     account.router,
@@ -72,11 +75,13 @@ def create_app(
     store: Store,
     *,
     last_status: int = -signal.SIGKILL,
+    worker: str | None = None,
 ) -> FastAPI:
     """
     Build the application on an open store. Its lifespan starts and stops the scheduler.
 
-    `last_status` is the exit status of the last web process on this folder.
+    `last_status` is the exit status of the last web process on this folder. `worker` is the name of
+    this process if it shares its database with others.
     """
 
     @asynccontextmanager
@@ -99,6 +104,7 @@ def create_app(
             crash_files=crash_files,
             last_status=last_status,
             base_checks=base_checks,
+            ownership=None if worker is None else store.ownership(worker),
         )
         activity = ActivityLog(executor, scheduler, every_s=settings.activity_s)
         session_timeouts = SessionTimeouts(store, scheduler, grace_s=settings.session_grace_s)
@@ -109,7 +115,7 @@ def create_app(
             futures=results,
             scheduler=scheduler,
             session_timeouts=session_timeouts,
-            signer=Signer.of_folder(settings.folder),
+            signer=Signer(store.secrets[LINKS]),
         )
         disk_monitor = DiskMonitor(settings, store)
         await disk_monitor.start()
@@ -143,7 +149,7 @@ def create_app(
         exception_handlers=errors.HANDLERS,
     )
     store.quotas.server, store.quotas.abandoned_s = Quota.of(settings), settings.abandoned_s
-    app.state.authenticator = Authenticator(store.keys, Tokens.of_folder(settings.folder))
+    app.state.authenticator = Authenticator(store.keys, Tokens(store.secrets[TOKENS]))
     #: For the routes of local administration; None refuses them.
     app.state.administration = None
     #: Adds models to a local server; None elsewhere.

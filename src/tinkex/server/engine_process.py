@@ -1,5 +1,5 @@
 """
-The local executor: one child process per base model.
+The local executor: one child process per engine.
 
 `LocalExecutor` implements `Executor`. Each `_Engine` starts its child, sends it orders over a Unix
 socket, dispatches its reports, and restarts it with backoff after a crash.
@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from tinkex.server.executor import (
@@ -50,7 +50,11 @@ STABLE_S = 60.0
 
 
 class LocalExecutor:
-    """One engine process per base model, started on first use, unloaded when idle for `idle_s`."""
+    """
+    One process for each engine, started on first use.
+
+    If there are several base models, an engine is unloaded when it was idle for `idle_s`.
+    """
 
     def __init__(
         self,
@@ -72,17 +76,27 @@ class LocalExecutor:
         self._idle_s = idle_s
         #: Called with the name of a model whenever its engine is up.
         self.on_loaded: Callable[[str], None] = lambda name: None
+        self._incarnations = itertools.count(1)
         self._engines = {
-            settings.name: self._new_engine(settings, loaded_before=settings.name in loaded_before)
+            settings.engine_name: self._new_engine(
+                settings, loaded_before=settings.name in loaded_before
+            )
             for settings in engines
+        }
+        #: The other engines of the same base model, for those that have any.
+        self._replicas = {
+            engine: tuple(other for other in model.engines if other != engine)
+            for model in served
+            if model.replicas > 1
+            for engine in model.engines
         }
         self._unloading = PeriodicTask()
 
     async def start(self) -> None:
         # A single model is loaded now, so that a server that is ready can start work immediately.
         # Several models are loaded on first use: they would compete for memory.
-        if len(self._engines) == 1 and not self._on_demand:
-            await next(iter(self._engines.values())).ready()
+        if len(self.served) == 1 and not self._on_demand:
+            await asyncio.gather(*(engine.ready() for engine in self._engines.values()))
         if self._idle_s > 0:
             self._unloading.start(
                 self._unload_idle, self._idle_s / 4, what="unloading idle engines", log=log
@@ -93,9 +107,9 @@ class LocalExecutor:
         """
         Idle time after which an engine is unloaded; 0 is never.
 
-        A single engine stays loaded: no other needs its memory.
+        The engines of a single model stay loaded: no other needs their memory.
         """
-        return self._idle_s if len(self._engines) > 1 else 0.0
+        return self._idle_s if len(self.served) > 1 else 0.0
 
     async def _unload_idle(self) -> None:
         if self.unloads_after_s > 0:
@@ -104,12 +118,15 @@ class LocalExecutor:
 
     def add(self, model: ServedModel, settings: EngineSettings) -> None:
         """Serve one more model. Its engine starts on first use."""
-        self._engines[model.name] = self._new_engine(settings)
+        self._engines[settings.engine_name] = self._new_engine(settings)
         self.served = (*self.served, model)
 
     def _new_engine(self, settings: EngineSettings, *, loaded_before: bool = False) -> "_Engine":
         return _Engine(
-            settings, loaded_before=loaded_before, on_loaded=lambda name: self.on_loaded(name)
+            settings,
+            self._incarnations,
+            loaded_before=loaded_before,
+            on_loaded=lambda name: self.on_loaded(name),
         )
 
     async def load(self, base_model: str) -> None:
@@ -126,57 +143,70 @@ class LocalExecutor:
         await self._unloading.close()
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
 
-    async def ready(self, base_model: str) -> int:
-        return await self._engine(base_model).ready()
+    async def ready(self, engine: str, /) -> int:
+        return await self._wanted(engine).ready()
 
     async def send(
         self,
-        base_model: str,
+        engine: str,
         order: Order,
+        /,
         *,
         incarnation: int | None = None,
         on_tokens: OnTokens | None = None,
     ) -> asyncio.Future[Done]:
-        engine = self._engine(base_model)
-        current = await engine.ready()
+        found = self._wanted(engine)
+        current = await found.ready()
         if incarnation is not None and incarnation != current:
-            raise EngineKilled(f"the engine of {base_model} was restarted")
-        return await engine.send(order, on_tokens)
+            raise EngineKilled(f"the engine of {engine} was restarted")
+        return await found.send(order, on_tokens)
 
-    def waiting_for(self, base_model: str) -> str | None:
-        engine = self._engines.get(base_model)
-        return None if engine is None else engine.waiting_for
+    def waiting_for(self, engine: str, /) -> str | None:
+        found = self._engines.get(engine)
+        return None if found is None else found.waiting_for
 
-    def stats(self, base_model: str) -> frames_pb2.Stats | None:
-        engine = self._engines.get(base_model)
-        return None if engine is None else engine.stats
+    def stats(self, engine: str, /) -> frames_pb2.Stats | None:
+        found = self._engines.get(engine)
+        return None if found is None else found.stats
 
-    def facts(self, base_model: str) -> frames_pb2.Ready | None:
+    def facts(self, engine: str) -> frames_pb2.Ready | None:
         """What the engine reported when it was ready; None if it was not started yet."""
-        return self._engine(base_model).facts
+        return self._engine(engine).facts
 
-    def _engine(self, base_model: str) -> "_Engine":
-        engine = self._engines.get(base_model)
-        if engine is None:
+    def _wanted(self, engine: str) -> "_Engine":
+        """An engine that is used now. Its replicas are started with it, and stay as long."""
+        found = self._engine(engine)
+        for replica in self._replicas.get(engine, ()):
+            self._engines[replica].want()
+        return found
+
+    def _engine(self, engine: str) -> "_Engine":
+        found = self._engines.get(engine)
+        if found is None:
             raise EngineRefused(
-                f"this server no longer serves {base_model}. Restart it with this model to "
-                "continue."
+                f"this server no longer serves {engine}. Restart it with this model to continue."
             )
-        return engine
+        return found
 
-    def process_id(self, base_model: str) -> int | None:
+    def process_id(self, engine: str) -> int | None:
         """The process id of the child while it is up."""
-        return self._engines[base_model].process_id
+        return self._engines[engine].process_id
 
 
 class _Engine:
     """One child process and its restarts."""
 
     def __init__(
-        self, settings: EngineSettings, *, loaded_before: bool, on_loaded: Callable[[str], None]
+        self,
+        settings: EngineSettings,
+        incarnations: Iterator[int],
+        *,
+        loaded_before: bool,
+        on_loaded: Callable[[str], None],
     ) -> None:
         self._settings = settings
-        self._name = settings.name
+        self._name = settings.engine_name
+        self._incarnations = incarnations
         self._loaded_before = loaded_before
         self._on_loaded = on_loaded
         #: Why the last child could not load the model, if that may be temporary.
@@ -218,6 +248,8 @@ class _Engine:
     def waiting_for(self) -> str | None:
         if self._closing:
             return None
+        if self._refused is not None:
+            return f"the engine of {self._name} cannot run: {self._refused.text}"
         if not self._up.is_set():
             if self._load_problem is not None:
                 return f"{self._load_problem} It is tried again"
@@ -245,15 +277,19 @@ class _Engine:
     async def ready(self) -> int:
         """Start the child if needed, wait until it is up, and return its incarnation."""
         self._raise_refusal()
-        self._last_used_s = asyncio.get_running_loop().time()
-        if self._runner is None and not self._closing:
-            self._runner = asyncio.create_task(self._keep_running(after=self._old_runner))
+        self.want()
         if not self._up.is_set():
             await self._up.wait()
         self._raise_refusal()
         if self._closing:
             raise EngineKilled("the server is stopping")
         return self._incarnation
+
+    def want(self) -> None:
+        """Start the child if needed; it is not idle."""
+        self._last_used_s = asyncio.get_running_loop().time()
+        if self._runner is None and not self._closing:
+            self._runner = asyncio.create_task(self._keep_running(after=self._old_runner))
 
     def _raise_refusal(self) -> None:
         """A new exception for each caller: the traceback of a shared one would grow with each."""
@@ -432,12 +468,12 @@ class _Engine:
             log.warning("the engine of %s responds again", self._name)
         match report.WhichOneof("body"):
             case "ready":
-                self._incarnation += 1
+                self._incarnation = next(self._incarnations)
                 self._writer = writer
                 self.facts = report.ready
                 self._load_problem = None
                 self._up.set()
-                self._on_loaded(self._name)
+                self._on_loaded(self._settings.name)
                 log.info(
                     "the engine of %s is ready: %s, %s, context of %s tokens",
                     self._name,

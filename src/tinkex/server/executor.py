@@ -1,5 +1,7 @@
 """
-The `Executor` protocol: how the server runs work on base models.
+The `Executor` protocol: how the server runs work on engines.
+
+A base model has one engine, or several replicas (`ServedModel.engines`).
 
 A caller sends an `Order` and gets a `Done` with result bytes. An engine may crash at any time. Then
 all orders it had fail with `EngineLost`, and a new engine starts with an empty memory and a new
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from tinkex.wire.engine_settings import engine_name
 from tinkex.wire.proto.frames_pb2 import Done, Order, Stats, Tokens
 
 #: The fields of `Stats` that count up; the others are current values.
@@ -29,6 +32,15 @@ class ServedModel:
     folder: Path
     arch: str = ""
     max_context_length: int | None = None
+    #: How many engines it has. A request runs on one of them.
+    replicas: int = 1
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """The names of its engines."""
+        if self.replicas == 1:
+            return (self.name,)
+        return tuple(engine_name(self.name, number) for number in range(self.replicas))
 
 
 class WorkFailed(Exception):
@@ -82,7 +94,7 @@ class EngineRefused(Exception):
 
 
 class Executor(Protocol):
-    """Runs work on base models. All methods may be called concurrently."""
+    """Runs work on engines, by their names. All methods may be called concurrently."""
 
     @property
     def served(self) -> Sequence[ServedModel]: ...
@@ -92,13 +104,18 @@ class Executor(Protocol):
 
     async def close(self) -> None: ...
 
-    async def ready(self, base_model: str) -> int:
-        """Wait until the engine of this model is up; return its incarnation."""
+    async def ready(self, engine: str, /) -> int:
+        """
+        Wait until the engine is up; return its incarnation.
+
+        No two engines of one executor have the same one.
+        """
 
     async def send(
         self,
-        base_model: str,
+        engine: str,
         order: Order,
+        /,
         *,
         incarnation: int | None = None,
         on_tokens: OnTokens | None = None,
@@ -111,12 +128,12 @@ class Executor(Protocol):
         `on_tokens` gets tokens as they are sampled; after an engine restart, they start at 0.
         """
 
-    def waiting_for(self, base_model: str) -> str | None:
+    def waiting_for(self, engine: str, /) -> str | None:
         """Why the engine does not make progress, as text for users; None when it does."""
 
-    def stats(self, base_model: str) -> Stats | None:
+    def stats(self, engine: str, /) -> Stats | None:
         """
-        The last statistics that the engine of this model reported; None while it is down.
+        The last statistics that the engine reported; None while it is down.
 
         Its `COUNTERS` count since the start of this process, across restarts of the engine.
         """

@@ -84,6 +84,10 @@ class QueuedRequest:
     version_id: str | None = None
     #: Tokens in the examples of a pass, or in the prompt of a sample.
     tokens: int = 0
+    #: The first tokens of a sample's prompt (`scheduler.replicas`); empty if unknown.
+    prompt_start: bytes = b""
+    #: The term under which a step runs (`store.ownership`); None on a server that is alone.
+    term: int | None = None
     #: None while it waits, except for a refused step, which has its error from the start. An outcome
     #: that was read from the store has no result in it.
     outcome: Outcome | None = None

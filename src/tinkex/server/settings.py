@@ -20,6 +20,7 @@ from typing import Any, Self
 from tinkex.local.registry import default_data_folder
 
 MEBIBYTE = 2**20
+GIGABYTE = 10**9
 
 CONFIG_FILE = "tinkex.toml"
 TYPE_NAMES = {
@@ -65,8 +66,14 @@ class Settings:
     db: str = ""
     #: Folder or fsspec URL of payloads and results; empty means the data folder.
     storage: str = ""
-    #: Device of the engines: cpu, cuda, cuda:1, ...; auto is CUDA if available.
+    #: Disk space for local copies of checkpoints and snapshots that are in an object store, in
+    #: gigabytes. The least recently used ones are deleted; 0 is no limit.
+    cache_gb: float = 50.0
+    #: Device of the engines: cpu, cuda, cuda:1, ...; auto is CUDA if available. Several engines take
+    #: the devices of a list (`cuda:0,cuda:1`) in turn; with auto, all GPUs.
     device: str = "auto"
+    #: Engines of each base model. 0 is one, or one for each device of a list if there is one model.
+    replicas: int = 0
     #: Number format of the base model: auto, float32 or bfloat16.
     dtype: str = "auto"
     #: Where engines run; the only choice is `local`.
@@ -92,6 +99,8 @@ class Settings:
     max_sequences: int = 0
     #: Reuse the KV cache for prompts of one owner with the same prefix; never in deterministic mode.
     prefix_cache: bool = True
+    #: Fraction of an engine's time for training while there is sampling to do too.
+    training_share: float = 0.5
     #: Idle sampler adapters that an engine keeps in memory.
     idle_adapters: int = 16
     #: Host memory for adapters that do not fit on a GPU, in gigabytes; 0 is half of the free memory.
@@ -233,6 +242,8 @@ class Settings:
             if (value := getattr(self, name)) not in choices:
                 hint = f"Use {' or '.join(f'`{choice}`' for choice in choices)}."
                 yield name, f"{name} {value} is not a known value.", hint
+        if not all(self.devices):
+            yield "device", f"device {self.device!r} has an empty part.", "Write: cuda:0,cuda:1"
         try:
             Prices.parse(self.prices)
         except ValueError as error:
@@ -242,6 +253,9 @@ class Settings:
             if isinstance(value, int | float) and value < 0:
                 hint = f"Use 0 or more; the default is {field.default}."
                 yield field.name, f"{field.name} {value} is negative.", hint
+        if not 0 < self.training_share < 1:
+            hint = "Use a fraction between 0 and 1; 0.5 shares the time equally."
+            yield "training_share", f"training_share is {self.training_share}.", hint
         for name in ("jwt_s", "session_grace_s"):
             if getattr(self, name) == 0:
                 hint = "Give a number of seconds above 0."
@@ -256,6 +270,14 @@ class Settings:
                 hint=f"Create a key first: `tinkex key create --data {self.folder}`. Or use "
                 "--host 127.0.0.1 and an SSH tunnel.",
             )
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(part.strip() for part in self.device.split(","))
+
+    def replicas_of_each(self, models: int) -> int:
+        """How many engines each of this many base models has."""
+        return self.replicas or (len(self.devices) if models == 1 else 1)
 
     @property
     def folder(self) -> Path:

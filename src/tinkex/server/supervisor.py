@@ -288,8 +288,8 @@ def _port_in_use(settings: Settings, message: str, hint: str) -> tuple[str, str]
             return message, f"{use} `tinkex stop {server.pid}`. {hint}"
     if _answers_as_tinkex(settings.host, settings.port):
         message = (
-            f"port {settings.port} is in use by another tinkex server. It is starting, or it "
-            "belongs to another user."
+            f"port {settings.port} is in use by another tinkex server. It belongs to another "
+            "user, or was started with another XDG_STATE_HOME."
         )
     return message, hint
 

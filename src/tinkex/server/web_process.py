@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -41,7 +42,7 @@ from tinkex.server.local_models import LocalModels, remembered, served_model, wi
 from tinkex.server.process_setup import collect_periodically, tune_gc, use_single_arena
 from tinkex.server.registration import Administration
 from tinkex.server.retry import poll_async
-from tinkex.server.settings import Settings
+from tinkex.server.settings import GIGABYTE, Settings
 from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.wire.engine_settings import DtypeName, EngineSettings
 from tinkex.wire.proto import frames_pb2
@@ -52,7 +53,6 @@ log = logging.getLogger("tinkex.server.web_process")
 # just as the client uses it.
 KEEP_ALIVE_S = 120
 
-GIGABYTE = 10**9
 # How often a starting server checks whether it answers requests, and whether its disk has space.
 START_POLL_S = 0.02
 DISK_POLL_S = 0.5
@@ -120,10 +120,28 @@ async def serve(
     except DatabaseRefused as refused:
         reporter.failed(str(refused))
         return False
-    shares_device = len(served) > 1 or administration.local
+    replicas = settings.replicas_of_each(len(served))
+    served = [replace(model, replicas=replicas) for model in served]
+    names = [engine for model in served for engine in model.engines]
+    if len(set(names)) < len(names):
+        twice = max(names, key=names.count)
+        reporter.failed(
+            f"two engines would have the name {twice}.",
+            hint="Give a model another name: NAME=FOLDER.",
+        )
+        return False
+    # Engines that compute at the same time on one CPU only slow each other down. But replicas are
+    # asked for, for example one for each socket.
+    shares_device = replicas == 1 and (len(served) > 1 or administration.local)
+    numbered = enumerate((model, replica) for model in served for replica in range(replicas))
     executor = LocalExecutor(
         served,
-        [engine_settings(settings, model, shares_device=shares_device) for model in served],
+        [
+            engine_settings(
+                settings, model, shares_device=shares_device, replica=replica, number=number
+            )
+            for number, (model, replica) in numbered
+        ],
         idle_s=settings.engine_idle_s,
         # Many commands with `--base-url local` only read a list.
         on_demand=administration.local,
@@ -174,13 +192,12 @@ async def _become_ready(server: Server, app: FastAPI, executor: LocalExecutor) -
         log.error("not ready: %s (data folder %s). %s", problem.reason, folder, problem.advice)
         await poll_async(lambda: health.problem is None, every_s=DISK_POLL_S)
     app.state.starting = None
-    loaded = {model.name: executor.facts(model.name) for model in executor.served}
     return Facts(
         models=[
             LoadedModel(
                 name=model.name,
                 context=model.max_context_length,
-                **({} if (facts := loaded[model.name]) is None else _engine_facts(facts)),
+                **_engine_facts([executor.facts(engine) for engine in model.engines]),
             )
             for model in executor.served
         ],
@@ -188,9 +205,16 @@ async def _become_ready(server: Server, app: FastAPI, executor: LocalExecutor) -
     )
 
 
-def _engine_facts(facts: frames_pb2.Ready) -> dict[str, Any]:
+def _engine_facts(engines: Sequence[frames_pb2.Ready | None]) -> dict[str, Any]:
+    """What is known of the engines of a model; nothing if they are not loaded."""
+    facts = engines[0]
+    if facts is None:
+        return {"replicas": len(engines)}
+    # Replicas differ in their devices at most.
+    devices = dict.fromkeys(one.device for one in engines if one is not None)
     return {
-        "device": facts.device,
+        "replicas": len(engines),
+        "device": ", ".join(devices),
         "dtype": facts.dtype,
         "memory_used_bytes": facts.memory_used_bytes,
         "memory_bytes": facts.memory_bytes,
@@ -239,14 +263,26 @@ def _raise_file_limit() -> None:
 
 
 def engine_settings(
-    settings: Settings, model: ServedModel, *, shares_device: bool
+    settings: Settings,
+    model: ServedModel,
+    *,
+    shares_device: bool,
+    replica: int = 0,
+    number: int = 0,
 ) -> EngineSettings:
-    """The settings of one engine. A limit of 0 lets the engine choose."""
-    folder = settings.folder
+    """
+    The settings of one engine. A limit of 0 lets the engine choose.
+
+    `number` is that of the engine among all engines of the server, which take devices in turn.
+    """
+    folder, devices = settings.folder, settings.devices
+    engine = model.engines[replica]
     return EngineSettings(
         name=model.name,
         folder=model.folder,
-        device=settings.device,
+        replica=None if model.replicas == 1 else replica,
+        device=devices[number % len(devices)],
+        gpu=number,
         dtype=cast(DtypeName, settings.dtype),
         threads=settings.threads or None,
         deterministic=settings.deterministic,
@@ -257,9 +293,9 @@ def engine_settings(
         max_sequences=settings.max_sequences or EngineSettings.max_sequences,
         host_bytes=int(settings.host_gb * GIGABYTE) or None,
         prefix_cache=settings.prefix_cache,
+        training_share=settings.training_share,
         idle_adapters=settings.idle_adapters,
-        spill_folder=folder / "spill" / hashlib.sha256(model.name.encode()).hexdigest()[:16],
-        # Engines that compute at the same time on one device only slow each other down.
+        spill_folder=folder / "spill" / hashlib.sha256(engine.encode()).hexdigest()[:16],
         compute_lock=folder / "turn.lock" if shares_device else None,
     )
 

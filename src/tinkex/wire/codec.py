@@ -29,6 +29,7 @@ from tinkex.wire.limits import (
     check_finite,
     check_json,
 )
+from tinkex.wire.sample_controls import StoredSampleRequest
 from tinkex.wire.sampling import SampleRequest, SamplingParams
 from tinkex.wire.sessions import CreateSessionRequest
 from tinkex.wire.telemetry import TelemetrySendRequest
@@ -131,6 +132,7 @@ _STRICT_PARTS: Final[
         "optimizer_params": {"dimuon": DimuonParams},
     },
     SampleRequest: {"sampling_params": SamplingParams},
+    StoredSampleRequest: {"sampling_params": SamplingParams},
 }
 
 

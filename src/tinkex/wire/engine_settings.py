@@ -19,8 +19,12 @@ class EngineSettings:
     name: str
     #: A folder in Hugging Face layout: config.json and *.safetensors or *.gguf.
     folder: Path
-    #: "auto" uses the GPU if there is one.
+    #: The number of this engine among those of its base model; None if it is the only one.
+    replica: int | None = None
+    #: "auto" uses a GPU if there is one.
     device: str = "auto"
+    #: With "auto" and several GPUs: the number of the GPU, counted around.
+    gpu: int = 0
     #: Number format of the frozen base model. "auto" is float32 on a CPU and bfloat16 on a GPU.
     #: Adapters always have float32 master weights.
     dtype: DtypeName = "auto"
@@ -35,6 +39,8 @@ class EngineSettings:
     prefix_cache: bool = True
     #: Maximum sequences in one decode step.
     max_sequences: int = 256
+    #: Fraction of the time for training while there is sampling to do too, between 0 and 1.
+    training_share: float = 0.5
     #: Sampler adapters kept in memory while no request uses them.
     idle_adapters: int = 16
     #: Maximum memory of the device for everything together. None is all memory that is free at
@@ -53,6 +59,10 @@ class EngineSettings:
     #: Engines on the CPU that share this lock file compute one at a time.
     compute_lock: Path | None = None
 
+    @property
+    def engine_name(self) -> str:
+        return engine_name(self.name, self.replica)
+
     def to_json(self) -> str:
         # The json module keeps names that are not UTF-8 (as escaped surrogates); pydantic does not.
         return json.dumps(_FIELDS.dump_python(self, exclude_defaults=True), default=os.fspath)
@@ -60,6 +70,11 @@ class EngineSettings:
     @classmethod
     def from_json(cls, text: str) -> "EngineSettings":
         return _FIELDS.validate_python(json.loads(text))
+
+
+def engine_name(base_model: str, replica: int | None) -> str:
+    """What the server calls an engine: the base model, with a number if it has several engines."""
+    return base_model if replica is None else f"{base_model}#{replica}"
 
 
 _FIELDS = TypeAdapter(EngineSettings)

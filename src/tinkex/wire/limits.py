@@ -71,11 +71,16 @@ MAX_NODES: Final = 4_000
 
 #: Fields that `check_fields` skips because they have other limits, by message type.
 _SEPARATELY_LIMITED: Final[Mapping[str, frozenset[str]]] = {
+    # Bounded by the body, and by the context of the model once they are tokens.
+    "ChatRequest": frozenset({"messages", "tools", "response_format"}),
+    "CompletionRequest": frozenset({"prompt"}),
     "CreateCustomLossRequest": frozenset({"graph"}),
     # May contain a traceback: shortened when it is stored, never rejected.
     "FinishSessionRequest": frozenset({"detail"}),
     "FuturesRetrieveRequest": frozenset({"retrieved_request_ids"}),
     "SampleRequest": frozenset({"prompt", "target_prompt_logprobs"}),
+    # Its other parts were checked where it was made.
+    "StoredSampleRequest": frozenset({"prompt", "target_prompt_logprobs", "controls"}),
 }
 
 
@@ -140,6 +145,9 @@ def check_fields(message: str, value: Mapping[str, Any]) -> None:
     for name, item in value.items():
         if name not in skipped:
             _add_size((name,), item, 0)
+    if message == "ChatRequest":
+        for name in skipped & value.keys():
+            check_finite((name,), value[name])
     graph = value.get("graph")
     if isinstance(graph, dict) and isinstance(nodes := graph.get("nodes"), list):
         check_count(("graph", "nodes"), len(nodes), MAX_NODES, "nodes")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,19 +16,22 @@ class SampledTokens:
     tokens: list[int]
     #: One for each token; NaN if the service does not record them.
     logprobs: list[float]
+    #: The most likely (token, logprob) pairs at each position, if they were requested.
+    tops: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
 class PartialSample:
     """
     The tokens of a sample so far. Tokens that arrive twice are stored once.
 
-    Takes eight bytes per token, like the finished response. Each reader keeps its own position, so
+    Takes eight bytes per token, like the finished response, and more for top logprobs. Each reader keeps its own position, so
     a slow reader needs no queue and no extra memory.
     """
 
     def __init__(self) -> None:
         self._tokens: dict[int, array[int]] = {}
         self._logprobs: dict[int, array[float]] = {}
+        self._tops: dict[int, list[list[tuple[int, float]]]] = {}
 
     def count(self, sequence: int) -> int:
         """Number of known tokens of this sequence."""
@@ -41,6 +44,7 @@ class PartialSample:
         logprobs: Sequence[float] | None,
         *,
         start: int,
+        tops: Sequence[list[tuple[int, float]]] = (),
     ) -> bool:
         """
         Add tokens that begin at position `start` of their sequence; True if any of them is new.
@@ -54,6 +58,8 @@ class PartialSample:
         values = [float("nan")] * len(tokens) if logprobs is None else logprobs
         self._tokens.setdefault(sequence, array("i")).extend(tokens[new:])
         self._logprobs.setdefault(sequence, array("f")).extend(values[new:])
+        if tops:
+            self._tops.setdefault(sequence, []).extend(tops[new:])
         return True
 
     def slice(self, sequence: int, start: int, stop: int) -> SampledTokens:
@@ -61,6 +67,7 @@ class PartialSample:
             sequence,
             self._tokens[sequence][start:stop].tolist(),
             self._logprobs[sequence][start:stop].tolist(),
+            self._tops.get(sequence, [])[start:stop],
         )
 
     @property

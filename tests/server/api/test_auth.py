@@ -15,11 +15,12 @@ import pytest
 
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
-from server.tenants import everything_kept, is_private, new_key, revoke, with_key
+from server.tenants import everything_kept, is_private, new_key, revoke, secrets_in, with_key
 from tinkex.server.api import auth
 from tinkex.server.api.auth import BadToken, Tokens
 from tinkex.server.store.folder_lock import lock_folder
 from tinkex.server.store.keys import hashed
+from tinkex.server.store.server_secrets import LINKS, TOKENS
 
 pytestmark = pytest.mark.anyio
 
@@ -144,24 +145,37 @@ async def test_a_client_can_revoke_its_own_key(api: Api, tmp_path: Path, quick: 
     assert (await api.get(ME)).status == 401
 
 
-async def test_no_key_is_stored_and_secret_files_are_private(api: Api, tmp_path: Path) -> None:
+async def test_no_key_is_stored_and_the_database_is_private(api: Api, tmp_path: Path) -> None:
     key = await new_key(tmp_path, "alice")
     assert len(key) >= len("tml-") + 22
     kept = everything_kept(tmp_path)
     assert key.encode() not in kept
     assert hashed(key).encode() in kept
-    assert is_private(tmp_path / "tokens.key")
+    assert is_private(tmp_path / "tinkex.db")
 
 
-def test_a_truncated_key_file_is_replaced(tmp_path: Path) -> None:
-    """With an empty key anyone could make tokens."""
-    claims = {"exp": 2e9, "key_id": 1}
-    for cut in (b"", b"x" * 31):
-        (tmp_path / "tokens.key").write_bytes(cut)
-        with pytest.raises(BadToken):
-            Tokens.of_folder(tmp_path).read(made_by_hand(claims, cut), now_s=0)
-        assert len((tmp_path / "tokens.key").read_bytes()) == 32
-        assert is_private(tmp_path / "tokens.key")
+@pytest.mark.parametrize("cut", [b"", b"x" * 31])
+def test_a_truncated_secret_file_of_tinkex_0_1_is_not_used(tmp_path: Path, cut: bytes) -> None:
+    """With an empty secret anyone could make tokens."""
+    (tmp_path / "tokens.key").write_bytes(cut)
+    secrets = secrets_in(tmp_path)
+    assert len(secrets[TOKENS]) == 32
+    forged = made_by_hand({"exp": 2e9, "key_id": 1}, cut)
+    with pytest.raises(BadToken):
+        Tokens(secrets[TOKENS]).read(forged, now_s=0)
+
+
+def test_the_secret_files_of_tinkex_0_1_move_into_the_database(tmp_path: Path) -> None:
+    """Links and tokens of before the update stay valid."""
+    files = {LINKS: tmp_path / "signing.key", TOKENS: tmp_path / "tokens.key"}
+    for number, file in enumerate(files.values()):
+        file.write_bytes(bytes([number + 1]) * 32)
+    token = Tokens(files[TOKENS].read_bytes()).make({"exp": 2e9, "key_id": 1})
+    for _ in range(2):
+        secrets = secrets_in(tmp_path)
+        assert Tokens(secrets[TOKENS]).read(token, now_s=0)["key_id"] == 1
+        assert secrets[LINKS] == b"\1" * 32
+        assert not any(file.exists() for file in files.values())
 
 
 def test_a_new_data_folder_is_private(tmp_path: Path) -> None:

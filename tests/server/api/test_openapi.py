@@ -60,7 +60,9 @@ async def test_every_body_and_the_answers_of_frequent_routes_are_described(page:
     app, described = page
     without = set()
     for route in app.routes:
-        if isinstance(route, MessageRoute) and route.methods & {"POST", "PUT"}:
+        # A route at a second path is described once.
+        described_here = isinstance(route, MessageRoute) and route.include_in_schema
+        if described_here and route.methods & {"POST", "PUT"}:
             operation = described["paths"][route.path][min(route.methods).lower()]
             if "application/json" not in operation.get("requestBody", {}).get("content", {}):
                 without.add(route.path.rpartition("/")[2])

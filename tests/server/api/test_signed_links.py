@@ -14,8 +14,9 @@ from yarl import URL
 
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
-from server.tenants import new_key, with_key
+from server.tenants import new_key, secrets_in, with_key
 from tinkex.server.api.auth import Signer
+from tinkex.server.store.server_secrets import LINKS
 
 pytestmark = pytest.mark.anyio
 
@@ -135,7 +136,7 @@ async def test_an_expired_link_is_refused(links: Links) -> None:
 
 def over(folder: Path, path: str) -> str:
     """A signature of this server that has expired."""
-    query = Signer.of_folder(folder).sign(path, lasts_s=-1)
+    query = Signer(secrets_in(folder)[LINKS]).sign(path, lasts_s=-1)
     assert int(parse_qs(query)["expires"][0]) <= time.time()
     return query
 

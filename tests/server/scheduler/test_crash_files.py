@@ -96,7 +96,9 @@ async def test_a_step_that_crashed_the_web_process_does_not_run_in_a_batch(tmp_p
         model = await api.model()
         first, second, third = [await api.forward_backward(model, seq) for seq in (2, 3, 4)]
         assert api.app
-        api.app.state.context.scheduler.engine(BASE).client.isolation.restore({}, second)
+        api.app.state.context.scheduler.replicas(BASE).engines[0].client.isolation.lost.restore(
+            {}, second
+        )
         await api.passed(await api.forward_backward(model, 1))
         await api.passed(first)
         failed = await api.result(second)

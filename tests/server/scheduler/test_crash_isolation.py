@@ -324,7 +324,7 @@ async def test_the_cost_of_an_attempt_does_not_grow_with_those_in_flight() -> No
 
     async def lines(in_flight: int) -> int:
         isolation = CrashIsolation()
-        isolation.restore({f"s{number}": 2 for number in range(in_flight)}, None)
+        isolation.lost.restore({f"s{number}": 2 for number in range(in_flight)}, None)
         async with contextlib.AsyncExitStack() as stack:
             for number in range(in_flight):
                 await stack.enter_async_context(isolation.attempt(f"r{number}"))
@@ -364,7 +364,7 @@ async def test_an_isolated_request_does_not_wait_for_a_sample_that_is_being_prep
     """A sample may have to wait for an object store before the engine gets it."""
     async with hosted(EchoExecutor(), tmp_path) as api:
         assert api.app
-        client = api.app.state.context.scheduler.engine(BASE).client
+        client = api.app.state.context.scheduler.replicas(BASE).engines[0].client
         preparing = asyncio.Event()
 
         async def prepare() -> tuple[Order, None]:
@@ -375,7 +375,7 @@ async def test_an_isolated_request_does_not_wait_for_a_sample_that_is_being_prep
         request = QueuedRequest(request_id="slow", owner="a", kind=Kind.SAMPLE, base_model=BASE)
         sample = asyncio.create_task(client.run_request(request, prepare))
         await preparing.wait()
-        client.isolation.restore({"suspect": 2}, None)
+        client.isolation.lost.restore({"suspect": 2}, None)
         async with asyncio.timeout(5), client.isolation.attempt("suspect") as attempt:
             assert attempt.alone
         sample.cancel()

@@ -89,8 +89,8 @@ async def test_no_model_is_unloaded_beside_an_isolated_request(tmp_path: Path) -
     async with hosted(echo, tmp_path, janitor_s=0) as api, asyncio.timeout(20):
         assert api.app
         model = await api.model()
-        isolation = api.app.state.context.scheduler.engine(BASE).client.isolation
-        isolation.restore({"isolated": 2}, None)
+        isolation = api.app.state.context.scheduler.replicas(BASE).engines[0].client.isolation
+        isolation.lost.restore({"isolated": 2}, None)
         async with isolation.attempt("isolated") as attempt:
             unloaded = await unloading(api, model)
             await until_async(lambda: bool(isolation._waiting))

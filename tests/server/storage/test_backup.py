@@ -231,5 +231,4 @@ async def test_a_restored_folder_is_private_whatever_the_mode_of_the_backup(
         path.chmod(0o755)
     restore(target, elsewhere)
     assert is_private(elsewhere)
-    assert is_private(elsewhere / "signing.key")
-    assert is_private(elsewhere / "tokens.key")
+    assert is_private(elsewhere / "tinkex.db")

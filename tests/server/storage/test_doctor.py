@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from postgres import Postgres
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.storage.commands import tinkex
 from server.storage.test_damage import LARGE, overwrite_pages, snapshot, tear, trained
+from server.store.old_schemas import make_older
 from serving import TINY, serving
 from tinkex.server import web_process
 from tinkex.server.executor import ServedModel
@@ -80,13 +82,14 @@ async def test_all_damaged_files_are_named(tmp_path: Path) -> None:
     result.write_bytes(b"something else")
     (value,) = (tmp_path / "checkpoints").glob("*/weights/kept/*/value")
     value.write_text("9")
-    (tmp_path / "signing.key").chmod(0o644)
+    (tmp_path / "tinkex.db").chmod(0o644)
+    os.chmod(tmp_path, 0o755)
     said = report(tmp_path)
     assert "payload: the payload of request" in said
     assert "is missing" in said
     assert "result: the result of request" in said
     assert "checkpoint: the folder of tinker://" in said
-    assert "keys: other users of this machine can read signing.key" in said
+    assert "keys: other users of this machine can read tinkex.db" in said
     assert "reserve_mb" in problems(tmp_path, reserve_mb=2.0**40)[0].advice
 
 
@@ -114,13 +117,14 @@ async def test_orphans_are_deleted_and_secrets_are_made_private(tmp_path: Path) 
     for file in left:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("left")
-    (tmp_path / "tokens.key").chmod(0o640)
+    (tmp_path / "tinkex.db").chmod(0o640)
+    os.chmod(tmp_path, 0o750)
     assert await repaired(tmp_path) == [
-        "made tokens.key readable only by its owner",
+        "made tinkex.db readable only by its owner",
         "deleted 3 orphaned files and folders",
     ]
     assert not any(file.exists() for file in left)
-    assert (tmp_path / "tokens.key").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "tinkex.db").stat().st_mode & 0o777 == 0o600
     assert problems(tmp_path) == []
 
 
@@ -209,11 +213,9 @@ def schema(folder: Path) -> Iterator[sqlite3.Connection]:
 
 async def test_an_old_database_is_upgraded(tmp_path: Path) -> None:
     await filled(tmp_path)
-    with sqlite3.connect(tmp_path / "tinkex.db") as connection:
-        connection.execute("DROP TABLE step_metrics")
-        connection.execute("ALTER TABLE models DROP COLUMN base_hash")
-        connection.execute("UPDATE alembic_version SET version_num = '0008'")
-    connection.close()
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'tinkex.db'}")
+    make_older(engine)
+    engine.dispose()
     (finding,) = problems(tmp_path)
     assert "0008" in finding.text
     assert (await repaired(tmp_path))[0] == "upgraded the database"
@@ -369,7 +371,7 @@ async def test_every_part_of_a_data_folder_is_known(tiny_model: Path, tmp_path: 
     for path in (engine.spill_folder, engine.compute_lock):
         assert path is not None
         found.add(path.relative_to(tmp_path).parts[0])
-    assert found >= {"tinkex.db", "server.lock", "signing.key", "running", "isolated"}
+    assert found >= {"tinkex.db", "server.lock", "running", "isolated"}
     assert found <= set(PARTS)
 
 

@@ -123,7 +123,8 @@ class World:
     models: dict[str, Model] = field(default_factory=dict)
     samplers: dict[str, Sampler] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
-    events: dict[int, Event] = field(default_factory=dict)
+    #: By sampler and position.
+    events: dict[tuple[str, int], Event] = field(default_factory=dict)
     versions: dict[str, Version] = field(default_factory=dict)
     names: dict[Name, Named] = field(default_factory=dict)
     snapshots: dict[str, Snapshot] = field(default_factory=dict)
@@ -158,6 +159,12 @@ class World:
             if parent_id in (one.model_id, one.sampling_session_id) and one.seq_id == seq_id:
                 return one
         return None
+
+    def newest_position(self, sampling_session_id: str) -> int:
+        """Of the events that were not deleted."""
+        return max(
+            (position for of, position in self.events if of == sampling_session_id), default=0
+        )
 
     def ended(self, session_id: str, abandoned_before_s: float) -> bool:
         session = self.sessions[session_id]

@@ -12,6 +12,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from postgres import Postgres
+from server.store.old_schemas import make_0009, make_0010, make_0011, make_older
 from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.server.store.database import Database
 from tinkex.server.store.migrations import current_version, known_versions, migrate
@@ -20,27 +21,13 @@ from tinkex.server.store.schema import metadata
 FOLDER_0_1 = Path(__file__).resolve().parents[2] / "data" / "folder-0.1" / "data"
 
 
-def make_0009(engine: sa.Engine) -> None:
-    """Create the tables of version 0009: without the table that 0010 adds."""
-    migrate(engine)
-    with engine.begin() as connection:
-        connection.exec_driver_sql("DROP TABLE step_metrics")
-        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0009'")
-
-
-def make_older(engine: sa.Engine) -> None:
-    """Create the tables of version 0008: without the column and the table of later ones."""
-    make_0009(engine)
-    with engine.begin() as connection:
-        connection.exec_driver_sql("ALTER TABLE models DROP COLUMN base_hash")
-        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0008'")
-
-
 def database_of(folder: Path, version: str) -> str:
     """A database with this version; its URL."""
     url = f"sqlite:///{folder / 'tinkex.db'}"
     engine = sa.create_engine(url)
-    {"0008": make_older, "0009": make_0009, "0010": migrate}[version](engine)
+    {"0008": make_older, "0009": make_0009, "0010": make_0010, "0011": make_0011, "0012": migrate}[
+        version
+    ](engine)
     engine.dispose()
     return url
 
@@ -83,7 +70,7 @@ def test_a_database_of_0_1_gets_the_tables_of_a_new_one(tmp_path: Path) -> None:
     assert tables_in(old) == tables_in(new)
 
 
-@pytest.mark.parametrize("prepare", [migrate, make_older, make_0009])
+@pytest.mark.parametrize("prepare", [migrate, make_older, make_0009, make_0010, make_0011])
 def test_a_postgresql_database_has_the_tables_of_the_schema(
     postgres: Postgres, prepare: Callable[[sa.Engine], None]
 ) -> None:
@@ -100,7 +87,7 @@ def test_a_postgresql_database_has_the_tables_of_the_schema(
     assert checks == {"ck_requests_error", "ck_requests_finished", "ck_requests_status"}
 
 
-@pytest.mark.parametrize("version", ["0008", "0009", "0010"])
+@pytest.mark.parametrize("version", ["0008", "0009", "0010", "0011", "0012"])
 def test_a_database_of_a_released_version_is_upgraded(tmp_path: Path, version: str) -> None:
     url = database_of(tmp_path, version)
     store = open_store(db_url=url, storage_url=str(tmp_path), folder=tmp_path, exclusive=True)

@@ -102,6 +102,10 @@ class StoreMachine(Clients, Retention, Keys, Comparing):
     def wait(self, seconds: float) -> None:
         self.clock.now_s += seconds
 
+    @rule()
+    def other_writer(self) -> None:
+        self.switch()
+
     @rule(dies=st.booleans(), number=PICK, seq_id=st.integers(1, 9))
     def restart(self, dies: bool, number: int, seq_id: int) -> None:
         if dies:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from time import monotonic
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from tinkex.client.auth.credentials import Credential
 from tinkex.client.errors import (
@@ -109,8 +109,8 @@ class Calls:
         self.settings = settings
         self.limits = limits
         self._transport = transport
-        self._clock = clock
-        self._rng = rng or random.Random()
+        self.clock = clock
+        self.rng = rng or random.Random()
         self.root = base_url or settings.base_url
         self._headers = merged(headers, settings.headers)
         self._sets_own_key = any(name.lower() == KEY_HEADER.lower() for name in settings.headers)
@@ -188,103 +188,21 @@ class Calls:
         rate_limit_ends: Callable[[], Limit] = Limit,
     ) -> T:
         """Call `attempt_once`, and retry it under the policy."""
-        breaker = self._breaker(kind)
-        retry_s = self.settings.give_up_s if give_up_s is None else give_up_s
-        setting = "TINKEX_GIVE_UP_S" if give_up_s is None else ""
-        started = self._clock()
-        attempts = garbled = 0
-        request = object()  # identifies this call in `limits.waiting`
-        waits = False
-
-        def wait(cause: Cause, limit: Limit) -> None:
-            nonlocal waits
-            waits = True
-            self.limits.waiting.wait(
-                request, cause, limit, since=started, notice_s=self.settings.wait_notice_s
-            )
-
-        if not self.reached and retry_s:
-            # A server may also keep a connection waiting, instead of refusing it.
-            ends_at = started + min(retry_s, self.settings.first_contact_s)
-            wait(self._no_answer("no answer yet"), Limit(ends_at, "TINKEX_FIRST_CONTACT_S"))
-
-        async def attempt() -> T:
-            nonlocal attempts
-            attempts += 1
-            if self.limits.backoff.left_s > 0:
-                time_s = max(retry_s, LONG_WAIT_S) - (self._clock() - started)
-                limit = Limit(self._clock() + time_s, setting)
-                # A call that does not treat 429 as a failure may wait without limit.
-                if rate_limit_wait_s is not None:
-                    time_s, limit = math.inf, rate_limit_ends()
-                wait(self.limits.busy, limit)
-                await self._wait_for_backoff(time_s)
-            if breaker is None:
-                return await attempt_once()
-            if (left_s := breaker.blocked_s()) is not None:
-                raise self._circuit_open(path, kind, left_s)
-            try:
-                answer = await attempt_once()
-            except APIError as error:
-                breaker.failed(error)
-                raise
-            breaker.succeeded()
-            return answer
-
-        def delay_after(error: Exception) -> float | None:
-            nonlocal garbled, retry_s, setting
-            if not isinstance(error, APIError) or isinstance(error, CircuitOpenError):
-                return None
-            garbled += isinstance(error, APIResponseValidationError)
-            if garbled > MAX_GARBLED:
-                return None
-            now = datetime.now(UTC)
-            status = error.status_code if isinstance(error, APIStatusError) else None
-            if status == 402 and retry_s:
-                pause = self.limits.billing.pause_s()
-                if pause is not None:
-                    wait(self.cause(error), Limit(self.limits.billing.ends_at))
-                return pause
-            requested = requested_delay_s(error, now)
-            if status == 429 and rate_limit_wait_s is not None:
-                self.note_rate_limit(path, error, requested or rate_limit_wait_s)
-                return 0.0  # the next attempt waits for the shared back-off
-            if not self.reached and retry_s > self.settings.first_contact_s:
-                retry_s, setting = self.settings.first_contact_s, "TINKEX_FIRST_CONTACT_S"
-            elapsed = self._clock() - started
-            delay = RetryPolicy(give_up_s=retry_s).delay_s(
-                attempts, error, elapsed_s=elapsed, now=now, rng=self._rng
-            )
-            if delay is None:
-                if isinstance(error, APIConnectionError) and attempts > 1:
-                    gave_up = f"gave up after {attempts} attempts in {elapsed:.0f} s."
-                    error.explain(
-                        f"{error.summary.rstrip('.')}; {gave_up}",
-                        details=error.details,
-                        hint=error.hint,
-                    )
-                return None
-            if status == 429:
-                self.note_rate_limit(path, error, requested or delay)
-            wait(self.cause(error), Limit(started + retry_s, setting))
-            instrumentation.METRICS.count("retries", endpoint(path))
-            log.debug("attempt %d of %s failed; retrying in %.2f s", attempts, path, delay)
-            return delay
-
-        try:
-            answer = await retrying(attempt, delay_after)
-        except BaseException:
-            if waits:
-                self.limits.waiting.leave(request)
-            raise
-        if waits:
-            self.limits.waiting.over(request)
-        return answer
+        call = _RetriedCall(
+            self,
+            attempt_once,
+            path=path,
+            kind=kind,
+            give_up_s=give_up_s,
+            rate_limit_wait_s=rate_limit_wait_s,
+            rate_limit_ends=rate_limit_ends,
+        )
+        return await call.run()
 
     def cause(self, error: APIError) -> Cause:
         """Why a request is retried, for the user."""
         if not isinstance(error, APIStatusError):
-            return self._no_answer(error.summary.removeprefix(f"{self.root}: "))
+            return self.no_answer(error.summary.removeprefix(f"{self.root}: "))
         reason = error.summary
         asked_s = requested_delay_s(error, datetime.now(UTC))
         if asked_s is not None and asked_s > LONG_WAIT_S:
@@ -293,7 +211,7 @@ class Calls:
             return Cause("busy", self.root, reason, does="Waiting", over=ACCEPTS)
         return Cause(f"status {error.status_code}", self.root, reason, over=ACCEPTS)
 
-    def _no_answer(self, reason: str) -> Cause:
+    def no_answer(self, reason: str) -> Cause:
         over = "answers again" if self.reached else "answers"
         return Cause("connection", self.root, reason, over=over, quiet_s=CONNECTION_QUIET_S)
 
@@ -304,28 +222,14 @@ class Calls:
         instrumentation.METRICS.count("rate_limited", endpoint(path))
         self.on_rate_limit(delay_s)
 
-    async def _wait_for_backoff(self, at_most_s: float) -> None:
-        started = self._clock()
-        await self.limits.backoff.wait(at_most_s)
-        instrumentation.METRICS.observe("wait", "backoff", self._clock() - started)
-
-    def _breaker(self, kind: Kind) -> Breaker | None:
+    def breaker(self, kind: Kind) -> Breaker | None:
         # Telemetry may fail silently, and must not count as a failure of the service.
         policy = self.settings.breaker
         if policy is None or kind is Kind.TELEMETRY:
             return None
         if (kind, policy) not in self.limits.breakers:
-            self.limits.breakers[kind, policy] = Breaker(policy, self._clock)
+            self.limits.breakers[kind, policy] = Breaker(policy, self.clock)
         return self.limits.breakers[kind, policy]
-
-    def _circuit_open(self, path: str, kind: Kind, left_s: float) -> CircuitOpenError:
-        return CircuitOpenError(
-            Request(method="POST", url=f"{self.root}/api/v1/{path}", kind=kind),
-            f"Connection error. {path} was not sent: {self.root} failed too many {kind.value} "
-            f"requests in a row (Settings.breaker). Requests are sent again in {left_s:.0f} s; "
-            "retry then, or look at the server's log.",
-            left_s,
-        )
 
     async def once(
         self, request: Request, *, about: str = "", on_send: Callable[[], None] | None = None
@@ -409,7 +313,7 @@ class Calls:
 
     async def _stream(self, request: Request) -> StreamedResponse | Response:
         """A response whose body is still arriving; an error response is read to its end."""
-        with _Measured(request, self._clock) as measured:
+        with _Measured(request, self.clock) as measured:
             streamed = await self._transport.stream(request)
             measured.status = streamed.status_code
         if streamed.status_code < 300:
@@ -420,8 +324,8 @@ class Calls:
         debugging = log.isEnabledFor(logging.DEBUG)
         if debugging:
             log.debug("%s %s %s", request.method, request.path, _loggable(request.headers))
-        started = self._clock()
-        with _Measured(request, self._clock) as measured:
+        started = self.clock()
+        with _Measured(request, self.clock) as measured:
             response = await self._transport.send(request)
             measured.status, measured.size = response.status_code, len(response.content)
         if not is_intact(response.content, response.headers.get("content-digest")):
@@ -435,7 +339,7 @@ class Calls:
                 request.path,
                 response.status_code,
                 len(response.content),
-                self._clock() - started,
+                self.clock() - started,
             )
         return response if response.status_code < 300 else _without_secrets(response, request)
 
@@ -458,7 +362,7 @@ class Calls:
             sent["Content-Type"] = content_type
             # The same for all attempts, so that a server can recognize a retry.
             # Unique is enough: `uuid4` asks the kernel for random bytes each time.
-            key = uuid.UUID(int=self._rng.getrandbits(128), version=4)
+            key = uuid.UUID(int=self.rng.getrandbits(128), version=4)
             request_id = sent["X-Idempotency-Key"] = f"tinkex-{key}"
         if headers:
             sent = merged(sent, headers)
@@ -488,6 +392,140 @@ class Calls:
 
 
 # A class, because a context manager made from a generator takes twice the time for each request.
+class _RetriedCall(Generic[T]):
+    """One call of `Calls.with_retries`: its attempts, and what the user is told between them."""
+
+    def __init__(
+        self,
+        calls: Calls,
+        attempt_once: Callable[[], Awaitable[T]],
+        *,
+        path: str,
+        kind: Kind,
+        give_up_s: float | None,
+        rate_limit_wait_s: float | None,
+        rate_limit_ends: Callable[[], Limit],
+    ) -> None:
+        self._calls = calls
+        self._attempt_once = attempt_once
+        self._path = path
+        self._kind = kind
+        #: How long it is retried, and the setting that says so.
+        self._retry_s = calls.settings.give_up_s if give_up_s is None else give_up_s
+        self._setting = "TINKEX_GIVE_UP_S" if give_up_s is None else ""
+        self._rate_limit_wait_s = rate_limit_wait_s
+        self._rate_limit_ends = rate_limit_ends
+        self._breaker = calls.breaker(kind)
+        self._started = calls.clock()
+        self._attempts = 0
+        #: Responses that could not be decoded.
+        self._garbled = 0
+        #: Whether `limits.waiting` knows this call.
+        self._waits = False
+
+    async def run(self) -> T:
+        calls = self._calls
+        if not calls.reached and self._retry_s:
+            # A server may also keep a connection waiting, instead of refusing it.
+            ends_at = self._started + min(self._retry_s, calls.settings.first_contact_s)
+            self._wait(calls.no_answer("no answer yet"), Limit(ends_at, "TINKEX_FIRST_CONTACT_S"))
+        try:
+            answer = await retrying(self._attempt, self._delay_after)
+        except BaseException:
+            if self._waits:
+                calls.limits.waiting.leave(self)
+            raise
+        if self._waits:
+            calls.limits.waiting.over(self)
+        return answer
+
+    async def _attempt(self) -> T:
+        self._attempts += 1
+        if self._calls.limits.backoff.left_s > 0:
+            await self._wait_for_backoff()
+        if self._breaker is None:
+            return await self._attempt_once()
+        if (left_s := self._breaker.blocked_s()) is not None:
+            raise self._circuit_open(left_s)
+        try:
+            answer = await self._attempt_once()
+        except APIError as error:
+            self._breaker.failed(error)
+            raise
+        self._breaker.succeeded()
+        return answer
+
+    def _delay_after(self, error: Exception) -> float | None:
+        """Seconds until the next attempt; None if this error is final."""
+        if not isinstance(error, APIError) or isinstance(error, CircuitOpenError):
+            return None
+        self._garbled += isinstance(error, APIResponseValidationError)
+        if self._garbled > MAX_GARBLED:
+            return None
+        calls = self._calls
+        now = datetime.now(UTC)
+        status = error.status_code if isinstance(error, APIStatusError) else None
+        if status == 402 and self._retry_s:
+            pause = calls.limits.billing.pause_s()
+            if pause is not None:
+                self._wait(calls.cause(error), Limit(calls.limits.billing.ends_at))
+            return pause
+        requested = requested_delay_s(error, now)
+        if status == 429 and self._rate_limit_wait_s is not None:
+            calls.note_rate_limit(self._path, error, requested or self._rate_limit_wait_s)
+            return 0.0  # the next attempt waits for the shared back-off
+        if not calls.reached and self._retry_s > calls.settings.first_contact_s:
+            self._retry_s = calls.settings.first_contact_s
+            self._setting = "TINKEX_FIRST_CONTACT_S"
+        elapsed = calls.clock() - self._started
+        delay = RetryPolicy(give_up_s=self._retry_s).delay_s(
+            self._attempts, error, elapsed_s=elapsed, now=now, rng=calls.rng
+        )
+        if delay is None:
+            if isinstance(error, APIConnectionError) and self._attempts > 1:
+                gave_up = f"gave up after {self._attempts} attempts in {elapsed:.0f} s."
+                error.explain(
+                    f"{error.summary.rstrip('.')}; {gave_up}",
+                    details=error.details,
+                    hint=error.hint,
+                )
+            return None
+        if status == 429:
+            calls.note_rate_limit(self._path, error, requested or delay)
+        self._wait(calls.cause(error), Limit(self._started + self._retry_s, self._setting))
+        instrumentation.METRICS.count("retries", endpoint(self._path))
+        log.debug("attempt %d of %s failed; retrying in %.2f s", self._attempts, self._path, delay)
+        return delay
+
+    def _wait(self, cause: Cause, limit: Limit) -> None:
+        self._waits = True
+        self._calls.limits.waiting.wait(
+            self, cause, limit, since=self._started, notice_s=self._calls.settings.wait_notice_s
+        )
+
+    async def _wait_for_backoff(self) -> None:
+        """Wait because another request was told to: all with the same limits share that."""
+        limits, began = self._calls.limits, self._calls.clock()
+        time_s = max(self._retry_s, LONG_WAIT_S) - (began - self._started)
+        limit = Limit(began + time_s, self._setting)
+        # A call that does not treat 429 as a failure may wait without limit.
+        if self._rate_limit_wait_s is not None:
+            time_s, limit = math.inf, self._rate_limit_ends()
+        self._wait(limits.busy, limit)
+        await limits.backoff.wait(time_s)
+        instrumentation.METRICS.observe("wait", "backoff", self._calls.clock() - began)
+
+    def _circuit_open(self, left_s: float) -> CircuitOpenError:
+        root = self._calls.root
+        return CircuitOpenError(
+            Request(method="POST", url=f"{root}/api/v1/{self._path}", kind=self._kind),
+            f"Connection error. {self._path} was not sent: {root} failed too many "
+            f"{self._kind.value} requests in a row (Settings.breaker). Requests are sent again in "
+            f"{left_s:.0f} s; retry then, or look at the server's log.",
+            left_s,
+        )
+
+
 class _Measured:
     """Counts one exchange, its bytes and its duration."""
 

@@ -170,6 +170,29 @@ def attend(
     if packing is None:
         raise PackingLost
     layer_index: Any = module.layer_idx
+    out_1THD = _attend(layer_index, query, key, value, scaling, packing)
+    return out_1THD, None
+
+
+def attend_packed(
+    layer_index: int,
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    *,
+    scaling: float,
+    packing: Packing,
+) -> Tensor:
+    """The same for tensors without a batch dimension: [T, H, D] in and out."""
+    if packing.cache is None and _has_varlen(q_THD):
+        return _varlen(q_THD, k_TKD, v_TKD, scaling, packing)
+    query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in (q_THD, k_TKD, v_TKD))
+    return _attend(layer_index, query, key, value, scaling, packing)[0]
+
+
+def _attend(
+    layer_index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, packing: Packing
+) -> Tensor:
     if packing.shapes_seen is not None:
         packing.shapes_seen[layer_index] = (key.shape[1], key.shape[3])
     layer = None
@@ -183,7 +206,7 @@ def attend(
         # probabilities, which would be the largest difference between the logprobs of decoding and
         # those of a forward pass over the whole sequence.
         query, key, value = query.float(), key.float(), value.float()
-    return _dispatch(query, key, value, layer, scaling, packing).to(given), None
+    return _dispatch(query, key, value, layer, scaling, packing).to(given)
 
 
 def _dispatch(
@@ -213,13 +236,9 @@ def within_segments(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, packing: Packing
 ) -> Tensor:
     """Causal attention inside each segment."""
-    if query.is_cuda and varlen_attn is not None and query.dtype in _VARLEN_DTYPES:
+    if _has_varlen(query):
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-        starts, longest = packing.starts_int32, max(packing.lengths)
-        out: Tensor = varlen_attn(
-            q, k, v, starts, starts, longest, longest, scale=scaling, **_causal
-        )
-        return out.unsqueeze(0)
+        return _varlen(q, k, v, scaling, packing).unsqueeze(0)
     grouped = query.shape[1] != key.shape[1]
     lengths = packing.lengths
     if len(lengths) > 1 and len(set(lengths)) == 1:
@@ -242,6 +261,20 @@ def within_segments(
         for q, k, v in segments
     ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
+
+
+def _has_varlen(query: Tensor) -> bool:
+    return query.is_cuda and varlen_attn is not None and query.dtype in _VARLEN_DTYPES
+
+
+def _varlen(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scaling: float, packing: Packing
+) -> Tensor:
+    starts, longest = packing.starts_int32, max(packing.lengths)
+    out: Tensor = varlen_attn(
+        q_THD, k_TKD, v_TKD, starts, starts, longest, longest, scale=scaling, **_causal
+    )
+    return out
 
 
 def over_prefixes(

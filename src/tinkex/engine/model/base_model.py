@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from tinkex.engine.device import is_device_lost, prepare_kernels
 from tinkex.engine.model import attention
 from tinkex.engine.model.attention import Packing, PackingLost
 from tinkex.engine.model.fused_decoder import FusedDecoder
@@ -38,7 +39,11 @@ from tinkex.engine.model.lora import (
     make_layout,
     make_pairs,
 )
+from tinkex.engine.model.stacked_weights import StackedWeights
 from tinkex.models.weight_file_checks import check_layers, check_weight_files, tensor_names
+
+if TYPE_CHECKING:
+    from tinkex.engine.model.packed_layers import PackedLayers
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +68,10 @@ class UnsupportedModel(ValueError):
 
 
 class BaseModel:
-    def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, folder: Path, *, device: torch.device, dtype: torch.dtype, kernels: bool = True
+    ) -> None:
+        """With `kernels`, a GPU may use other code than transformers', with other rounding."""
         model: Any = load(folder, dtype)
         model = model.to(device).eval().requires_grad_(False)
         self.config: PretrainedConfig = model.config
@@ -89,30 +97,64 @@ class BaseModel:
         model.set_attn_implementation(attention.NAME)
         #: Decodes faster on a GPU; None if there is no such code for the model.
         self.fused: FusedDecoder | None = None
-        if device.type == "cuda" and dtype == torch.bfloat16:
-            self.fused = FusedDecoder.of(self._decoder, self._embed, self.head)
+        #: Its weights as one matrix for each input; None for models of another form.
+        self.stacked: StackedWeights | None = None
+        if kernels and device.type == "cuda" and dtype == torch.bfloat16 and prepare_kernels():
+            self.stacked = StackedWeights.of(self._decoder, self._embed, self.head)
             # The weights were moved, and their old memory is in pieces.
             torch.cuda.empty_cache()
+        if self.stacked is not None:
+            self.fused = FusedDecoder(self.stacked, self.head)
         #: A few tokens, and the original model's logits after them.
         self.probed = (probe(self.vocab_size).to(device), expected[-1].clone())
         #: (key heads, head size) of every layer, for the KV cache.
         self.cache_shapes = self._check(expected)
-        #: Peak activation memory of a training pass per token.
-        self.bytes_per_token = int(self._saved_per_token() * PEAK_FACTOR)
+        #: Runs packed passes faster; None before its kernels are compiled, and if it cannot.
+        self._packed: PackedLayers | None = None
+        self._original_bytes_per_token = int(self._saved_per_token() * PEAK_FACTOR)
 
     @property
     def vocab_size(self) -> int:
         return self.head.vocab_size
 
     def hidden(
+        self, ids_T: Tensor, packing: Packing, segments: Sequence[AdapterSegment] = ()
+    ) -> Tensor:
+        """The last hidden states [T, H] of a packed pass without gradients, ready for the head."""
+        if self._packed is not None:
+            return self._packed.hidden(ids_T, packing, segments)
+        return self._original_hidden(ids_T, packing, segments, gradients=False)
+
+    def hidden_with_backward(
         self,
         ids_T: Tensor,
         packing: Packing,
         segments: Sequence[AdapterSegment] = (),
         *,
-        gradients: bool = False,
+        checkpoint: bool = False,
+    ) -> tuple[Tensor, Callable[[Tensor], None]]:
+        """
+        The same with a backward pass, which takes the gradient of the hidden states.
+
+        It adds to the gradients of the adapters. With `checkpoint` it takes less memory and more
+        time, where that is implemented.
+        """
+        if self._packed is not None:
+            return self._packed.hidden_with_backward(
+                ids_T, packing, segments, checkpoint=checkpoint
+            )
+        hidden_TH = self._original_hidden(ids_T, packing, segments, gradients=True)
+        return hidden_TH.detach(), hidden_TH.backward
+
+    def _original_hidden(
+        self,
+        ids_T: Tensor,
+        packing: Packing,
+        segments: Sequence[AdapterSegment],
+        *,
+        gradients: bool,
     ) -> Tensor:
-        """The last hidden states [T, H] of a packed pass, ready for the head."""
+        """With the code of transformers."""
         self._context.segments = segments
         try:
             with torch.set_grad_enabled(gradients):
@@ -132,6 +174,32 @@ class BaseModel:
         hidden_1TH: Tensor = output.last_hidden_state
         return hidden_1TH[0]
 
+    def prepare_packed_layers(self) -> None:
+        """
+        Compiles the kernels of the packed layers and compares their logits with the original's.
+
+        From then on they are used. Takes some seconds the first time; may run in a thread.
+        """
+        if self.stacked is None:
+            return
+        from tinkex.engine.model.packed_layers import PackedLayers, compile_kernels
+
+        packed = PackedLayers(self.stacked)
+        try:
+            with torch.cuda.stream(torch.cuda.Stream(self.device)):  # type: ignore[no-untyped-call]
+                compile_kernels(packed, self.head, self.targets)
+                ids_T, expected_V = self.probed
+                packing = Packing.of([len(ids_T)], device=self.device)
+                found_V = self.head.logits(packed.hidden(ids_T, packing, ()))[-1]
+                check_logits(found_V, expected_V, TOLERANCE[self.dtype])
+        except Exception as error:
+            if is_device_lost(error):
+                raise
+            log.warning("training runs on transformers' code, which is slower", exc_info=error)
+            return
+        self._packed, self.head.fused = packed, True
+        log.info("training and prefill run on fused kernels from now on")
+
     @property
     def size_bytes(self) -> int:
         """Memory of the frozen weights, including the head's copy."""
@@ -143,6 +211,29 @@ class BaseModel:
     def cache_bytes_per_token(self) -> int:
         size = torch.finfo(self.dtype).bits // 8
         return 2 * size * sum(heads * width for heads, width in self.cache_shapes)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Peak activation memory of a training pass per token."""
+        if self._packed is None:
+            return self._original_bytes_per_token
+        return self._packed.bytes_per_token
+
+    @property
+    def planned_bytes_per_token(self) -> int:
+        """The same once the kernels of the packed layers are compiled."""
+        if self.stacked is None:
+            return self.bytes_per_token
+        from tinkex.engine.model.packed_layers import PackedLayers
+
+        return PackedLayers(self.stacked).bytes_per_token
+
+    @property
+    def checkpoint_bytes_per_token(self) -> int:
+        """The same with checkpointing, if that is implemented."""
+        if self._packed is None:
+            return self.bytes_per_token
+        return self._packed.checkpoint_bytes_per_token
 
     def _saved_per_token(self) -> float:
         """
@@ -166,7 +257,7 @@ class BaseModel:
             ids_T = torch.zeros(length, dtype=torch.long, device=self.device)
             segments = [AdapterSegment(0, length, pairs)]
             with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-                output = self.hidden(ids_T, packing, segments, gradients=True)
+                output = self._original_hidden(ids_T, packing, segments, gradients=True)
             found = distinct_storages([*saved, output])
             sizes.append(sum(size for at, size in found.items() if at not in weights))
         few, many = PROBE_LENGTHS
@@ -184,7 +275,9 @@ class BaseModel:
         before = len(ids_T) // 2
         packing = Packing.of([before, len(ids_T)], device=self.device, shapes_seen=shapes)
         try:
-            hidden_TH = self.hidden(torch.cat([ids_T[before:], ids_T]), packing)
+            hidden_TH = self._original_hidden(
+                torch.cat([ids_T[before:], ids_T]), packing, (), gradients=False
+            )
             found_TV = self.head.logits(hidden_TH[before:])
         except PackingLost:
             raise UnsupportedModel(
@@ -206,6 +299,13 @@ class BaseModel:
                 "Serve another model."
             )
         return [shapes[layer] for layer in sorted(shapes)]
+
+
+def check_logits(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Raises `ArithmeticError` if they differ by more than this fraction of the largest."""
+    gap = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
+    if not gap < tolerance:  # NaN is refused too
+        raise ArithmeticError(f"logits differ from the original model's by {gap:.1e}")
 
 
 def probe(vocab_size: int) -> Tensor:

@@ -2,30 +2,26 @@
 
 Prefill and training run the code of transformers. A decode step has one token for each sequence, so
 its time is the reading of weights and cache plus the start of each kernel; transformers' code
-starts about sixty kernels for a layer, this one sixteen. It shares the weights: projections of one
-input are rows of one matrix, and the linear layers of the model are views of it.
+starts about sixty kernels for a layer, this one sixteen.
 
-Only for models of the usual form (Llama, Qwen, Mistral and their relatives) in bfloat16. `of`
-returns None for others, which decode with transformers' code. The form is recognized by the parts
-that a layer has; `probe_logits` shows whether the result is right.
+Only for models of the usual form (`stacked_weights`) in bfloat16; others decode with transformers'
+code. `probe_logits` shows whether the result is right.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tinkex.engine.model.attention import CacheLayer
-from tinkex.engine.model.lm_head import HEAD, Head
-from tinkex.engine.model.lora import LoraLinear, Pair
-from tinkex.models.cache import cache_folder
+from tinkex.engine.model.lm_head import Head
+from tinkex.engine.model.stacked_weights import ATTENTION, MLP, StackedLinear, StackedWeights
 
 if TYPE_CHECKING:
     from tinkex.engine.model.decode_kernels import LoraTables
@@ -34,31 +30,6 @@ if TYPE_CHECKING:
 
 #: Larger ranks decode with the code of transformers: their tiles do not fit the GPU's fast memory.
 MAX_RANK = 128
-
-#: Kinds of rotary embeddings whose frequencies do not depend on the length of the sequence.
-FIXED_ROPE = ("default", "linear", "llama3", "yarn")
-
-#: Parts of a layer, in the order in which they are counted as targets.
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Linear:
-    weight: Tensor
-    bias: Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Layer:
-    input_norm: Tensor
-    qkv: _Linear
-    #: Weights of the norms of queries and keys, if the model has them.
-    head_norms: tuple[Tensor, Tensor] | None
-    output: _Linear
-    mlp_norm: Tensor
-    gate_up: _Linear
-    down: _Linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,55 +45,12 @@ class DecodeInputs:
 
 
 class FusedDecoder:
-    def __init__(
-        self, decoder: Any, embed: Any, head: Head, targets: Sequence[str], scaling: float
-    ) -> None:
-        attention = decoder.layers[0].self_attn
-        self._embedding: Tensor = embed.weight
+    def __init__(self, weights: StackedWeights, head: Head) -> None:
+        self._weights = weights
         self._head = head
-        self._layers = [_stacked(layer) for layer in decoder.layers]
-        self._norm: Tensor = decoder.norm.weight
-        self._eps = float(decoder.norm.variance_epsilon)
-        self._head_eps = float(getattr(attention, "q_norm", decoder.norm).variance_epsilon)
-        self._frequencies: Tensor = decoder.rotary_emb.inv_freq.float()
-        self._rope_scale = float(decoder.rotary_emb.attention_scaling)
-        self._scaling = scaling
-        self._query_heads = attention.q_proj.weight.shape[0] // attention.head_dim
         self._side: Any = None
-        if self._embedding.is_cuda:
+        if weights.embedding.is_cuda:
             self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        #: Names of the linear layers, in the order of the adapter tables.
-        self.targets = targets
-
-    @classmethod
-    def of(cls, decoder: Any, embed: Any, head: Head) -> FusedDecoder | None:
-        """None if the model has another form than this class computes."""
-        _use_private_cache()
-        try:
-            import triton  # noqa: F401
-        except ImportError:
-            return None
-        names = {id(module): name for name, module in decoder.named_modules()}
-        prefix = _prefix(decoder)
-        targets: list[str] = []
-        for layer in decoder.layers:
-            if not _is_usual(layer, decoder.norm.variance_epsilon):
-                return None
-            for parent, parts in ((layer.self_attn, _ATTENTION), (layer.mlp, _MLP)):
-                targets += [prefix + names[id(getattr(parent, part))] for part in parts]
-        rotary = getattr(decoder, "rotary_emb", None)
-        first = decoder.layers[0].self_attn
-        if (
-            rotary is None
-            or getattr(rotary, "rope_type", "default") not in FIXED_ROPE
-            or 2 * len(rotary.inv_freq) != first.head_dim
-            or head.bias_V is not None
-            or any(layer.self_attn.head_dim != first.head_dim for layer in decoder.layers)
-            or first.head_dim % 16
-            or embed.weight.shape[1] % 16
-        ):
-            return None
-        return cls(decoder, embed, head, [*targets, HEAD], float(first.scaling))
 
     def logits(
         self,
@@ -141,22 +69,23 @@ class FusedDecoder:
         """
         from tinkex.engine.model import decode_kernels as kernels
 
-        main = torch.cuda.current_stream() if self._embedding.is_cuda else None
+        weights = self._weights
+        main = torch.cuda.current_stream() if weights.embedding.is_cuda else None
 
         def linear(
-            x: Tensor, weights: _Linear, target: int, projections: int, *, parts: bool = False
+            x: Tensor, layer: StackedLinear, target: int, projections: int, *, parts: bool = False
         ) -> tuple[Tensor, kernels.Shrunk | None]:
             """The base layer, and beside it the products with A, which read the same input."""
             shrunk = None
             if lora is not None:
                 with self._beside(main):
                     shrunk = kernels.shrink(x, lora, target, projections)
-            y = kernels.linear(x, weights.weight, weights.bias, parts=parts)
+            y = kernels.linear(x, layer.weight, layer.bias, parts=parts)
             if lora is not None and main is not None:
                 main.wait_stream(self._side)
             return y, shrunk
 
-        x = F.embedding(inputs.ids_B, self._embedding)
+        x = F.embedding(inputs.ids_B, weights.embedding)
         y: Tensor | None = None
         places: Any = {
             "positions_B": inputs.positions_B,
@@ -164,36 +93,38 @@ class FusedDecoder:
             "table": inputs.table,
             "page": page,
         }
-        for index, (layer, (keys, values)) in enumerate(zip(self._layers, cache, strict=True)):
-            target = index * (len(_ATTENTION) + len(_MLP))
-            normed = kernels.add_norm(x, y, layer.input_norm, self._eps)
+        for index, (layer, (keys, values)) in enumerate(zip(weights.layers, cache, strict=True)):
+            target = index * (len(ATTENTION) + len(MLP))
+            normed = kernels.add_norm(x, y, layer.input_norm, weights.eps)
             qkv, shrunk = linear(normed, layer.qkv, target, 3)
             q = kernels.heads(
                 qkv,
                 keys=keys,
                 values=values,
-                query_heads=self._query_heads,
+                query_heads=weights.query_heads,
                 norms=layer.head_norms,
-                eps=self._head_eps,
-                frequencies=self._frequencies,
-                rope_scale=self._rope_scale,
+                eps=weights.head_eps,
+                frequencies=weights.frequencies,
+                rope_scale=weights.rope_scale,
                 spare=spare,
                 shrunk=shrunk,
                 **places,
             )
-            attended = kernels.attend(q, keys=keys, values=values, scaling=self._scaling, **places)
+            attended = kernels.attend(
+                q, keys=keys, values=values, scaling=weights.scaling, **places
+            )
             y, shrunk = linear(attended.flatten(1), layer.output, target + 3, 1, parts=True)
             if shrunk is not None:
                 kernels.add_expanded(y, shrunk)
-            normed = kernels.add_norm(x, y, layer.mlp_norm, self._eps)
+            normed = kernels.add_norm(x, y, layer.mlp_norm, weights.eps)
             act = kernels.swiglu(*linear(normed, layer.gate_up, target + 4, 2))
             y, shrunk = linear(act, layer.down, target + 6, 1, parts=True)
             if shrunk is not None:
                 kernels.add_expanded(y, shrunk)
-        hidden = kernels.add_norm(x, y, self._norm, self._eps)
+        hidden = kernels.add_norm(x, y, weights.norm, weights.eps)
         logits = self._head.logits(hidden)
         if lora is not None and lora_head:
-            shrunk = kernels.shrink(hidden, lora, len(self.targets) - 1, 1)
+            shrunk = kernels.shrink(hidden, lora, len(weights.targets) - 1, 1)
             kernels.add_expanded(logits, shrunk, exact=True)
         return logits
 
@@ -211,49 +142,13 @@ class FusedDecoder:
         with torch.cuda.stream(self._side):
             yield
 
-    def addresses(self, pairs: Mapping[str, Pair]) -> tuple[list[list[int]], list[int]]:
-        """Rows of the adapter tables: (A, B) in elements from the embedding, and the ranks."""
-        base, size = self.base.data_ptr(), self.base.element_size()
-        offsets, ranks = [], []
-        for name in self.targets:
-            pair = pairs.get(name)
-            if pair is None:
-                offsets.append([0, 0])
-                ranks.append(0)
-            else:
-                offsets.append([(m.data_ptr() - base) // size for m in (pair.A_RI, pair.B_OR)])
-                ranks.append(pair.A_RI.shape[0])
-        return offsets, ranks
-
-    @property
-    def base(self) -> Tensor:
-        """The tensor from which the addresses of adapters are counted."""
-        return self._embedding
-
-    @property
-    def vocab_size(self) -> int:
-        return self._head.vocab_size
-
     def probe_logits(self, ids: Tensor) -> Tensor:
         """Logits after the last of a few tokens, which are decoded one by one."""
-        page, device = 64, ids.device
-        shapes = [layer.qkv.weight.shape[0] for layer in self._layers]
-        size = 2 * len(self._frequencies)
-        cache = [
-            # Filled with NaN, to show whether anything reads what was not written.
-            CacheLayer(
-                *(
-                    torch.full(
-                        (2 * page, (width // size - self._query_heads) // 2, size),
-                        float("nan"),
-                        dtype=self._embedding.dtype,
-                        device=device,
-                    )
-                    for _ in range(2)
-                )
-            )
-            for width in shapes
-        ]
+        weights, page, device = self._weights, 64, ids.device
+        shape = (2 * page, weights.key_heads, weights.head_size)
+        nan = torch.full(shape, float("nan"), dtype=weights.embedding.dtype, device=device)
+        # Filled with NaN, to show whether anything reads what was not written.
+        cache = [CacheLayer(nan.clone(), nan.clone()) for _ in weights.layers]
         table = torch.zeros(1, 1, dtype=torch.int32, device=device)
         for position, token in enumerate(ids.tolist()):
             at = torch.full((1,), position, dtype=torch.int32, device=device)
@@ -262,80 +157,3 @@ class FusedDecoder:
             )
             logits = self.logits(inputs, cache, page=page, spare=1, lora=None)
         return logits[0]
-
-
-def _use_private_cache() -> None:
-    """Compiled kernels are executable code: they are kept where only the user can write."""
-    folder = cache_folder() / "kernels"
-    if "TRITON_CACHE_DIR" not in os.environ:
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            folder.chmod(0o700)
-            os.environ["TRITON_CACHE_DIR"] = str(folder)
-
-
-def _prefix(decoder: Any) -> str:
-    """The path of the decoder in the model, from the name of one of its linear layers."""
-    linear = decoder.layers[0].self_attn.q_proj
-    own = next(name for name, module in decoder.named_modules() if module is linear)
-    return str(linear.name).removesuffix(own)
-
-
-def _is_usual(layer: Any, eps: float) -> bool:
-    parts = {name for name, _ in layer.named_children()}
-    if parts != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
-        return False
-    attention, mlp = layer.self_attn, layer.mlp
-    norms = {name for name, _ in attention.named_children()} - {*_ATTENTION}
-    linears: list[Any] = [getattr(attention, name, None) for name in _ATTENTION]
-    linears += [getattr(mlp, name, None) for name in _MLP]
-    others = {name for name, _ in mlp.named_children()} - {*_MLP}
-    return (
-        all(isinstance(linear, LoraLinear) for linear in linears)
-        and norms in (set(), {"q_norm", "k_norm"})
-        and others <= {"act_fn"}
-        and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
-        and all(
-            getattr(norm, "variance_epsilon", None) == eps
-            for norm in (layer.input_layernorm, layer.post_attention_layernorm)
-        )
-        and all(getattr(attention, name).weight.dim() == 1 for name in norms)
-        and all(len(getattr(attention, name).weight) == attention.head_dim for name in norms)
-        and all(linear.weight.shape[1] % 16 == 0 for linear in linears)
-    )
-
-
-def _stacked(layer: Any) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    norms = None
-    if hasattr(attention, "q_norm"):
-        norms = (attention.q_norm.weight, attention.k_norm.weight)
-    return _Layer(
-        input_norm=layer.input_layernorm.weight,
-        qkv=_stack(attention.q_proj, attention.k_proj, attention.v_proj),
-        head_norms=norms,
-        output=_Linear(weight=attention.o_proj.weight, bias=attention.o_proj.bias),
-        mlp_norm=layer.post_attention_layernorm.weight,
-        gate_up=_stack(mlp.gate_proj, mlp.up_proj),
-        down=_Linear(weight=mlp.down_proj.weight, bias=mlp.down_proj.bias),
-    )
-
-
-def _stack(*linears: LoraLinear) -> _Linear:
-    """Moves the weights into one matrix, of which the layers keep views."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
-    biases: list[Any] = [linear.bias for linear in linears]
-    bias = None
-    if any(each is not None for each in biases):
-        bias = torch.cat(
-            [
-                weight.new_zeros(len(linear.weight)) if each is None else each.detach()
-                for linear, each in zip(linears, biases, strict=True)
-            ]
-        )
-    start = 0
-    for linear in linears:
-        stop = start + len(linear.weight)
-        linear.weight = nn.Parameter(weight[start:stop], requires_grad=False)
-        start = stop
-    return _Linear(weight=weight, bias=bias)

@@ -36,6 +36,16 @@ class Chunk(NamedTuple):
     lora_slices: Sequence[LoraSlice]
 
 
+class Softmax(NamedTuple):
+    """Logprobs [t, K] of the targets, and what the gradient needs of the softmax."""
+
+    logprobs_tK: Tensor
+    #: exp(logit - largest) on a CPU, where the exponentials are most of the work; else the logits.
+    values_tV: Tensor
+    #: [t]: the divisor of these values, or the log-sum-exp of the logits.
+    total_t: Tensor
+
+
 class HeadGradient(NamedTuple):
     logprobs_TK: Tensor
     #: Derivative of the loss by the hidden states, in their format.
@@ -54,6 +64,8 @@ class Head:
         self.bias_V = None if bias_V is None else bias_V.detach().float()
         self.vocab_size = weight_VH.shape[0]
         self.chunk_tokens = max(16, CHUNK_BYTES[weight_VH.device.type] // (4 * self.vocab_size))
+        #: Whether the softmax and its gradient are one kernel each. Set when they are compiled.
+        self.fused = False
 
     def logits(self, hidden_TH: Tensor, segments: Sequence[AdapterSegment] = ()) -> Tensor:
         return self._project(hidden_TH.to(self.weight_VH.dtype), lora_slices_of(segments, HEAD))
@@ -77,7 +89,8 @@ class Head:
         """Log-probabilities [T, K] of the target tokens."""
         logprobs_TK = torch.empty(targets_TK.shape, device=hidden_TH.device)
         for chunk in self.chunks(hidden_TH, segments):
-            logprobs_TK[chunk.span] = gathered(chunk.logits_tV, targets_TK[chunk.span])[0]
+            softmax = self._softmax(chunk.logits_tV, targets_TK[chunk.span])
+            logprobs_TK[chunk.span] = softmax.logprobs_tK
         return logprobs_TK
 
     def logprobs_and_gradient(
@@ -99,10 +112,11 @@ class Head:
         entropy_T = torch.empty(len(hidden_TH), device=hidden_TH.device)
         for chunk in self.chunks(hidden_TH, segments):
             targets_tK = targets_TK[chunk.span]
-            logprobs_tK, total_t1 = gathered(chunk.logits_tV, targets_tK)
+            softmax = self._softmax(chunk.logits_tV, targets_tK)
+            logprobs_tK = softmax.logprobs_tK
             logprobs_TK[chunk.span] = logprobs_tK
             g_tK = loss_gradient(chunk.span, logprobs_tK)
-            gradient_tH, slope_t = self._backward(chunk, targets_tK, total_t1, g_tK)
+            gradient_tH, slope_t = self._backward(chunk, targets_tK, softmax, g_tK)
             gradient_TH[chunk.span] = gradient_tH
             # dL/dlogits = onehot·g - softmax·Σg, and its product with the logits is the slope.
             # Solved for the mean logit, this gives the entropy without another computation over
@@ -122,68 +136,90 @@ class Head:
             logits_tV += self.bias_V
         for start, stop, pair in lora_slices:
             h_tR = mm_float32(hidden_tH[start:stop], pair.A_RI.t().to(hidden_tH.dtype))
-            add_mm_float32(
-                logits_tV[start:stop], h_tR.mul_(pair.scale), pair.B_OR.t().to(torch.float32)
-            )
+            h_tR = h_tR.mul_(pair.scale).to(self._format)
+            add_mm_float32(logits_tV[start:stop], h_tR, pair.B_OR.t().to(self._format))
         return logits_tV
 
-    def _backward(
-        self, chunk: Chunk, targets_tK: Tensor, total_t1: Tensor, g_tK: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """
-        dL/dhidden of one chunk, and Σ dL/dlogit · logit of each token.
+    @property
+    def _format(self) -> torch.dtype:
+        """Of the factors of LoRA products: a GPU multiplies float32 many times slower."""
+        return torch.bfloat16 if self.fused else torch.float32
 
-        From g = dL/dlogp: dL/dlogits = onehot·g - softmax·Σg.
+    def _softmax(self, logits_tV: Tensor, targets_tK: Tensor) -> Softmax:
+        """Overwrites the logits."""
+        if self.fused:
+            from tinkex.engine.model.packed_kernels import log_sum_exp
+
+            lse_t = log_sum_exp(logits_tV)
+            logprobs_tK = logits_tV.gather(1, targets_tK) - lse_t.unsqueeze(1)
+            return Softmax(logprobs_tK, logits_tV, lse_t)
+        largest_t1 = logits_tV.amax(dim=1, keepdim=True)
+        own_tK = logits_tV.gather(1, targets_tK) - largest_t1
+        powers_tV = logits_tV.sub_(largest_t1).exp_()
+        total_t = powers_tV.sum(dim=1)
+        return Softmax(own_tK - total_t.log().unsqueeze(1), powers_tV, total_t)
+
+    def _logits_gradient(
+        self, softmax: Softmax, rows_u: Tensor | None, targets_tK: Tensor, g_tK: Tensor
+    ) -> Tensor:
         """
+        dL/dlogits of some rows, or of all: onehot·g - softmax·Σg, from g = dL/dlogp.
+
+        Overwrites the values of the softmax.
+        """
+        values_tV, total_t = softmax.values_tV, softmax.total_t
+        if self.fused:
+            from tinkex.engine.model.packed_kernels import logits_gradient
+
+            if rows_u is None:
+                rows_u = torch.arange(len(values_tV), device=values_tV.device)
+            return logits_gradient(
+                values_tV, rows_u, total_t, targets_tK, g_tK, self.weight_VH.dtype
+            )
+        if rows_u is not None:
+            values_tV, total_t = values_tV[rows_u], total_t[rows_u]
+            targets_tK, g_tK = targets_tK[rows_u], g_tK[rows_u]
+        dlogits_uV = values_tV.mul_(-g_tK.sum(dim=1, keepdim=True) / total_t.unsqueeze(1))
+        return dlogits_uV.scatter_add_(1, targets_tK, g_tK)
+
+    def _backward(
+        self, chunk: Chunk, targets_tK: Tensor, softmax: Softmax, g_tK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """dL/dhidden of one chunk, and Σ dL/dlogit · logit of each token."""
         # Prompt tokens have weight zero in most batches: exclude them from both products.
-        used = (g_tK != 0).any(dim=1)
-        everything = bool(used.all())
-        powers_uV, targets_uK, total_u1, g_uK = chunk.logits_tV, targets_tK, total_t1, g_tK
+        used_u = (g_tK != 0).any(dim=1).nonzero().squeeze(1)
+        everything = len(used_u) == len(g_tK)
+        dlogits_uV = self._logits_gradient(
+            softmax, None if everything else used_u, targets_tK, g_tK
+        )
+        gradient_tH = mm_float32(dlogits_uV.to(self.weight_VH.dtype), self.weight_VH)
         if not everything:
-            powers_uV, targets_uK = powers_uV[used], targets_uK[used]
-            total_u1, g_uK = total_u1[used], g_uK[used]
-        dlogits_uV = powers_uV.mul_(-g_uK.sum(dim=1, keepdim=True) / total_u1)
-        dlogits_uV.scatter_add_(1, targets_uK, g_uK)
-        dhidden_uH = mm_float32(dlogits_uV.to(self.weight_VH.dtype), self.weight_VH)
-        gradient_tH = dhidden_uH
-        if not everything:
-            gradient_tH = dhidden_uH.new_zeros(chunk.hidden_tH.shape)
-            gradient_tH[used] = dhidden_uH
+            used = gradient_tH
+            gradient_tH = used.new_zeros(chunk.hidden_tH.shape)
+            gradient_tH[used_u] = used
         if chunk.lora_slices:
-            self._backward_lora_slices(chunk, used, dlogits_uV, gradient_tH)
+            self._backward_lora_slices(chunk, used_u, dlogits_uV, gradient_tH)
         # Except for the bias, the logits are linear in the hidden states.
         slope_t = (chunk.hidden_tH * gradient_tH).sum(dim=1)
         if self.bias_V is not None:
-            slope_t[used] += dlogits_uV @ self.bias_V
+            slope_t[used_u] += dlogits_uV.float() @ self.bias_V
         return gradient_tH, slope_t
 
     def _backward_lora_slices(
-        self, chunk: Chunk, used_t: Tensor, dlogits_uV: Tensor, gradient_tH: Tensor
+        self, chunk: Chunk, used_u: Tensor, dlogits_uV: Tensor, gradient_tH: Tensor
     ) -> None:
-        tokens_u = used_t.nonzero().squeeze(1)
+        form = self._format
         for start, stop, pair in chunk.lora_slices:
-            mine = (tokens_u >= start) & (tokens_u < stop)
-            tokens_m = tokens_u[mine]
-            dlogits_mV = dlogits_uV if len(tokens_m) == len(tokens_u) else dlogits_uV[mine]
-            hidden_mH = chunk.hidden_tH[tokens_m].float()
-            A_RH, B_VR = pair.A_RI.float(), pair.B_OR.float()
-            dh_mR = (dlogits_mV @ B_VR).mul_(pair.scale)
+            tokens_m, dlogits_mV = used_u, dlogits_uV
+            if (start, stop) != (0, len(chunk.hidden_tH)):
+                mine = (used_u >= start) & (used_u < stop)
+                tokens_m, dlogits_mV = used_u[mine], dlogits_uV[mine]
+            hidden_mH = chunk.hidden_tH[tokens_m].to(form)
+            A_RH, B_VR = pair.A_RI.to(form), pair.B_OR.to(form)
+            dh_mR = mm_float32(dlogits_mV, B_VR).mul_(pair.scale).to(form)
             if pair.grad_A_RI is not None:
-                pair.grad_A_RI.addmm_(dh_mR.t(), hidden_mH)
+                add_mm_float32(pair.grad_A_RI, dh_mR.t(), hidden_mH)
             if pair.grad_B_OR is not None:
-                h_mR = (hidden_mH @ A_RH.t()).mul_(pair.scale)
-                pair.grad_B_OR.addmm_(dlogits_mV.t(), h_mR)
-            gradient_tH.index_add_(0, tokens_m, (dh_mR @ A_RH).to(gradient_tH.dtype))
-
-
-def gathered(logits_tV: Tensor, targets_tK: Tensor) -> tuple[Tensor, Tensor]:
-    """
-    Logprobs [t, K] of the targets, and the divisor [t, 1] of the softmax.
-
-    Overwrites the logits with exp(logit - largest). Divided by the divisor this is the softmax,
-    which the gradient needs; the exponentials are most of the work.
-    """
-    largest_t1 = logits_tV.amax(dim=1, keepdim=True)
-    own_tK = logits_tV.gather(1, targets_tK) - largest_t1
-    total_t1 = logits_tV.sub_(largest_t1).exp_().sum(dim=1, keepdim=True)
-    return own_tK - total_t1.log(), total_t1
+                h_mR = mm_float32(hidden_mH, A_RH.t()).mul_(pair.scale).to(form)
+                add_mm_float32(pair.grad_B_OR, dlogits_mV.t(), h_mR)
+            gradient_tH.index_add_(0, tokens_m, mm_float32(dh_mR, A_RH).to(gradient_tH.dtype))

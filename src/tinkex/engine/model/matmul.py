@@ -16,12 +16,14 @@ def mm_float32(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
-def add_mm_float32(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += left @ right` for a float32 `total`."""
+def add_mm_float32(total: Tensor, left: Tensor, right: Tensor, *, scale: float = 1.0) -> None:
+    """`total += scale * left @ right` for a float32 `total`."""
     if left.dtype == torch.float32 and right.dtype == torch.float32:
-        total.addmm_(left, right)
+        total.addmm_(left, right, alpha=scale)
+    elif left.is_cuda and left.dtype == right.dtype:
+        torch.addmm(total, left, right, out_dtype=torch.float32, alpha=scale, out=total)
     else:
-        total.add_(mm_float32(left, right))
+        total.add_(mm_float32(left, right), alpha=scale)
 
 
 #: Up to this many tokens a CPU multiplies faster with the weight on the left. Measured on two cores

@@ -101,7 +101,8 @@ class DecodeGraphs:
         max_steps: int,
     ) -> None:
         assert model.fused is not None
-        self._fused = model.fused
+        assert model.stacked is not None
+        self._fused, self._weights = model.fused, model.stacked
         self._model, self._cache, self._pages = model, cache, pages
         self._max_steps = max_steps
         self._buckets = [size for size in BUCKETS if size < max_sequences] + [max_sequences]
@@ -109,7 +110,7 @@ class DecodeGraphs:
             "rows": max_sequences,
             "pages": min(pages.needed(model.max_context_length), pages.count),
             "slots": max_sequences,
-            "targets": len(self._fused.targets),
+            "targets": len(self._weights.targets),
             "steps": max_steps,
         }
         self._state = _State(model.device, **self._sizes)
@@ -218,7 +219,7 @@ class DecodeGraphs:
         for slot, adapter in enumerate(adapters):
             if slot < len(self._slots) and self._slots[slot]() is adapter:
                 continue
-            offsets, ranks = self._fused.addresses(adapter.pairs)
+            offsets, ranks = self._weights.addresses(adapter.pairs)
             state.offsets[slot] = torch.tensor(offsets)
             state.ranks[slot] = torch.tensor(ranks, dtype=torch.int32)
             state.scales[slot] = adapter.scale
@@ -354,7 +355,7 @@ class DecodeGraphs:
         lora = None
         if recipe.rank:
             lora = kernels.LoraTables(
-                base=self._fused.base,
+                base=self._weights.embedding,
                 offsets=state.offsets,
                 ranks=state.ranks,
                 scales=state.scales,

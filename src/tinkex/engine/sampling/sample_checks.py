@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tinkex.engine.sampling.guides import Guides
 from tinkex.engine.sampling.kv_pages import Pages
 from tinkex.engine.sampling.prompt_logprobs import check_count, check_prompt_logprobs
 from tinkex.engine.sampling.sequences import AdapterKey, Decode, Request, SamplingConfig, Stops
 from tinkex.engine.training.request_checks import Limits, check_tokens
 from tinkex.wire.errors import UserFailure
+from tinkex.wire.sample_controls import SampleControls, StoredSampleRequest
 from tinkex.wire.sampling import SampleRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -35,6 +38,9 @@ class SampleChecks:
         #: Folder of the base model, which has the tokenizer.
         self._folder = folder
         self._tokenizer: Tokenizer | None = None
+        self._guides = Guides(
+            folder, vocab_size=limits.vocab_size, end_tokens=sorted(eos_token_ids)
+        )
 
     def check(
         self,
@@ -59,19 +65,26 @@ class SampleChecks:
                 f"{self._pages.count * self._pages.size}. Request fewer tokens, or start the "
                 "server with a larger cache."
             )
+        sampling = check_sampling(sample_request, self._limits.vocab_size)
+        guide = None
+        if isinstance(sample_request, StoredSampleRequest) and sample_request.controls:
+            sampling = with_controls(sampling, sample_request.controls, self._limits.vocab_size)
+            if (grammar := sample_request.controls.grammar) is not None:
+                guide = self._guides.start(grammar)
         return Request(
             ticket=ticket,
             adapter=adapter,
             prompt=prompt,
             samples=sample_request.num_samples,
             max_new_tokens=new,
-            sampling=check_sampling(sample_request, self._limits.vocab_size),
+            sampling=sampling,
             stops=self._stops(params),
             prompt_logprobs=check_prompt_logprobs(
                 sample_request, len(prompt), self._limits.vocab_size
             ),
             owner=owner,
             streams=streams,
+            guide=guide,
         )
 
     def _new_tokens(self, prompt: int, max_tokens: int | None) -> int:
@@ -151,4 +164,21 @@ def check_sampling(sample_request: SampleRequest, vocab_size: int) -> SamplingCo
         top_p=None if params.top_p == 1 else params.top_p,
         seed=secrets.randbits(63) if params.seed is None else params.seed,
         top_logprobs=sample_request.topk_sample_logprobs,
+    )
+
+
+def with_controls(
+    sampling: SamplingConfig, controls: SampleControls, vocab_size: int
+) -> SamplingConfig:
+    if outside := [token for token in controls.bias_tokens if not 0 <= token < vocab_size]:
+        raise UserFailure(
+            f"logit_bias names token {outside[0]}; allowed ids are 0 to {vocab_size - 1}."
+        )
+    return replace(
+        sampling,
+        bias_tokens=tuple(controls.bias_tokens),
+        biases=tuple(controls.biases),
+        presence_penalty=controls.presence_penalty,
+        frequency_penalty=controls.frequency_penalty,
+        is_guided=controls.grammar is not None,
     )

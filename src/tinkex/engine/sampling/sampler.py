@@ -80,6 +80,8 @@ class PartialOutput:
     start: int
     tokens: list[int]
     logprobs: list[float]
+    #: (token ids, logprobs) of the most likely tokens at each position, if requested.
+    top: list[tuple[list[int], list[float]]]
 
 
 @dataclass(kw_only=True)
@@ -133,8 +135,9 @@ class Sampler:
         self._stalled = False
         #: Tokens computed since the start.
         self.tokens_prefilled = self.tokens_sampled = 0
-        #: Requests whose adapter could not be loaded.
-        self._failed_loads: list[Finished] = []
+        #: Requests that failed by themselves: their adapter could not be loaded, or their grammar
+        #: could not be followed.
+        self._failed: list[Finished] = []
         self._pending: dict[int, _PendingResponse] = {}
         #: Streamed sequences with unreported tokens, in the order in which they were sampled.
         self._partial: dict[SampleSequence, None] = {}
@@ -222,8 +225,7 @@ class Sampler:
         for _ in range(BURST_STEPS):
             step = self._scheduler.next_step(decode_steps=self._runner.decode_steps)
             self._stalled = step is None
-            failed, self._failed_loads = self._failed_loads, []
-            finished += failed
+            finished += self._take_failed()
             if step is None:
                 break
             try:
@@ -233,7 +235,7 @@ class Sampler:
                 # Fail the requests in this step; the others continue.
                 log.exception("sampling step failed")
                 finished += self._fail(tickets_of(step), error)
-            finished += self._collect()
+            finished += self._collect() + self._take_failed()
             if finished or time.perf_counter() > ends_s:
                 break
         self._drop_idle_adapters()
@@ -252,6 +254,7 @@ class Sampler:
                     start=start,
                     tokens=sequence.tokens[start:],
                     logprobs=sequence.logprobs[start:],
+                    top=sequence.top[start:],
                 )
             )
         return outputs
@@ -277,7 +280,7 @@ class Sampler:
                 return False
         except Exception as error:  # noqa: BLE001  the outcome of this request only
             self._loading = None
-            self._failed_loads += self._fail({request.ticket}, error)
+            self._failed += self._fail({request.ticket}, error)
             return False
         self._adapters.move_to_end(key)
         self._last_used[key] = self._clock()
@@ -341,6 +344,11 @@ class Sampler:
             self.cancel(ticket)
         return [Finished(ticket=ticket, outcome=error) for ticket in sorted(tickets)]
 
+    def _take_failed(self) -> list[Finished]:
+        """Requests that failed by themselves, apart from the others of their step."""
+        failed, self._failed = self._failed, []
+        return failed
+
     def _prefill(self, step: PrefillStep) -> None:
         chunks = step.chunks
         hidden_TH, starts = self._runner.prefill(chunks)
@@ -388,13 +396,22 @@ class Sampler:
             self._sample(others, self._runner.decode(others))
 
     def _sample(self, sequences: Sequence[SampleSequence], logits_SV: Tensor) -> None:
-        steps = [SampleStep(s.request.sampling, s.index, len(s.tokens)) for s in sequences]
+        steps = [
+            SampleStep(s.request.sampling, s.index, len(s.tokens), s.tokens, s.guide)
+            for s in sequences
+        ]
         sampled = sample_tokens(logits_SV, steps)
         self.tokens_sampled += len(sequences)
         for at, sequence in enumerate(sequences):
             sequence.append(sampled.tokens[at], sampled.logprobs[at], sampled.tops[at])
             if sequence.request.streams:
                 self._partial[sequence] = None
+        failed = {}
+        for sequence in sequences:
+            if sequence.guide is not None and (error := sequence.guide.error) is not None:
+                failed[sequence.request.ticket] = error
+        for ticket, error in failed.items():
+            self._failed += self._fail({ticket}, error)
 
     def _score_prompt(self, chunk: PrefillChunk, hidden_tH: Tensor) -> None:
         request = chunk.prefill.request

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from tinkex.engine.sampling.guides import Guide
+
 #: The folder of a sampler adapter; None is the base model.
 AdapterKey = str | None
 
@@ -58,6 +60,19 @@ class SamplingConfig:
     seed: int
     #: Number of most likely tokens reported with every sampled token.
     top_logprobs: int = 0
+    #: Tokens whose logits change, and what is added to each.
+    bias_tokens: tuple[int, ...] = ()
+    biases: tuple[float, ...] = ()
+    #: Subtracted from the logits of tokens that the sequence has: once, and for each time.
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    #: Whether each sequence has a guide, which excludes some tokens.
+    is_guided: bool = False
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits change before the temperature is applied."""
+        return bool(self.bias_tokens or self.presence_penalty or self.frequency_penalty)
 
     @property
     def is_truncated(self) -> bool:
@@ -67,7 +82,7 @@ class SamplingConfig:
     @property
     def needs_host(self) -> bool:
         """Whether a GPU cannot sample several tokens in a row without the host."""
-        return self.is_truncated or self.top_logprobs > 0
+        return self.is_truncated or self.top_logprobs > 0 or self.changes_logits or self.is_guided
 
 
 class PromptTargets(NamedTuple):
@@ -120,6 +135,8 @@ class Request:
     owner: str = ""
     #: Whether tokens are reported as they are sampled.
     streams: bool = False
+    #: The grammar of each sequence, before its first token.
+    guide: Guide | None = None
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -139,6 +156,12 @@ class SampleSequence:
     stop_reason: Literal["length", "stop"] | None = None
     #: Number of tokens already reported to a streaming client.
     reported: int = 0
+    #: Which tokens may come next; None: any.
+    guide: Guide | None = None
+
+    def __post_init__(self) -> None:
+        if self.request.guide is not None:
+            self.guide = self.request.guide.copy()
 
     @property
     def length(self) -> int:
@@ -164,3 +187,5 @@ class SampleSequence:
             self.stop_reason = "stop"
         elif len(self.tokens) == self.request.max_new_tokens:
             self.stop_reason = "length"
+        elif self.guide is not None:
+            self.guide.accept(token)

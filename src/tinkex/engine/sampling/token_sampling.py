@@ -1,4 +1,4 @@
-"""Samples tokens from logits: temperature, top-k, top-p, and reproducible noise.
+"""Samples tokens from logits: biases, penalties, temperature, top-k, top-p, reproducible noise.
 
 The sampled token has the largest logit + noise (Gumbel-max). The noise of a token is a hash of the
 request's seed, the sample's index, the step and the token id, so other sequences in the batch and
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from torch import Tensor
 
 from tinkex.engine.device import SAMPLING_PROFILES
 from tinkex.engine.sampling.sequences import SamplingConfig
+
+if TYPE_CHECKING:
+    from tinkex.engine.sampling.guides import Guide
 
 # S sequences (rows of logits), V vocabulary
 
@@ -33,12 +36,17 @@ class SampleStep(NamedTuple):
     sample: int
     #: Index of the token in the sample.
     step: int
+    #: The tokens of the sequence so far, for penalties.
+    tokens: Sequence[int] = ()
+    #: Which tokens may be sampled; None: any.
+    guide: Guide | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledTokens:
     tokens: list[int]
-    #: At the temperature of the request (1 if greedy), before top-k and top-p.
+    #: At the temperature of the request (1 if greedy), after biases and penalties, before top-k,
+    #: top-p and the guide.
     logprobs: list[float]
     #: (token ids, logprobs) of the most likely tokens, if requested.
     tops: list[tuple[list[int], list[float]] | None]
@@ -46,6 +54,9 @@ class SampledTokens:
 
 def sample_tokens(logits_SV: Tensor, steps: Sequence[SampleStep]) -> SampledTokens:
     """Samples one token for each row. Overwrites the logits."""
+    for at, step in enumerate(steps):
+        if step.sampling.changes_logits:
+            change_logits(logits_SV[at], step.sampling, step.tokens)
     temperatures = [step.sampling.temperature or 1.0 for step in steps]
     if any(temperature != 1.0 for temperature in temperatures):
         logits_SV.div_(torch.tensor(temperatures, device=logits_SV.device).unsqueeze(1))
@@ -53,7 +64,8 @@ def sample_tokens(logits_SV: Tensor, steps: Sequence[SampleStep]) -> SampledToke
     tokens_S = torch.empty(len(steps), dtype=torch.int64, device=logits_SV.device)
     plain = []
     for at, step in enumerate(steps):
-        if step.sampling.is_truncated or step.sampling.temperature == 0:
+        how = step.sampling
+        if how.is_truncated or how.temperature == 0 or step.guide is not None:
             tokens_S[at] = _sample_one(logits_SV[at], step)
         else:
             plain.append(at)
@@ -77,6 +89,9 @@ def sample_tokens(logits_SV: Tensor, steps: Sequence[SampleStep]) -> SampledToke
 
 def _sample_one(logits_V: Tensor, step: SampleStep) -> Tensor:
     sampling = step.sampling
+    if step.guide is not None:
+        allowed_V = step.guide.allowed_V().to(logits_V.device)
+        logits_V = logits_V.masked_fill(~allowed_V, float("-inf"))
     if sampling.temperature == 0:
         return logits_V.argmax()
     noise_V = gumbel_noise(
@@ -87,6 +102,18 @@ def _sample_one(logits_V: Tensor, step: SampleStep) -> Tensor:
     if cutoff is not None:
         scores_V.masked_fill_(logits_V < cutoff, float("-inf"))
     return scores_V.argmax()
+
+
+def change_logits(logits_V: Tensor, sampling: SamplingConfig, tokens: Sequence[int]) -> None:
+    """Adds biases, and subtracts penalties for tokens that the sequence already has."""
+    device = logits_V.device
+    if sampling.bias_tokens:
+        ids = torch.tensor(sampling.bias_tokens, device=device)
+        logits_V.index_add_(0, ids, torch.tensor(sampling.biases, device=device).to(logits_V.dtype))
+    if tokens and (sampling.presence_penalty or sampling.frequency_penalty):
+        ids, counts = torch.unique(torch.tensor(tokens, device=device), return_counts=True)
+        penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
+        logits_V.index_add_(0, ids, -penalties.to(logits_V.dtype))
 
 
 def top_tokens(logprobs_V: Tensor, count: int) -> tuple[list[int], list[float]] | None:

@@ -170,9 +170,17 @@ class LossSegment(NamedTuple):
 
 
 def run_micro_batch(
-    model: BaseModel, parts: Sequence[PassSlice], *, deterministic: bool = False
+    model: BaseModel,
+    parts: Sequence[PassSlice],
+    *,
+    deterministic: bool = False,
+    checkpoint: bool = False,
 ) -> None:
-    """Runs one micro-batch. Either all parts have gradients or none has."""
+    """
+    Runs one micro-batch. Either all parts have gradients or none has.
+
+    With `checkpoint` its gradients take less memory and more time, where that is implemented.
+    """
     # Equal losses and equal adapters become adjacent, so each needs one evaluation or product.
     # Whole-datum losses come last, so that the head computes all others together.
     parts = sorted(
@@ -186,12 +194,18 @@ def run_micro_batch(
     backward = parts[0].owner.backward
     batch = pack([datum for part in parts for datum in part.data], model.device)
     segments = adapter_segments_of(parts)
-    hidden_TH = model.hidden(batch.ids_T, batch.packing, segments, gradients=backward)
+    run_backward = None
+    if backward:
+        hidden_TH, run_backward = model.hidden_with_backward(
+            batch.ids_T, batch.packing, segments, checkpoint=checkpoint
+        )
+    else:
+        hidden_TH = model.hidden(batch.ids_T, batch.packing, segments)
     evaluator = LossEvaluator(model, parts, batch.targets_TK, backward=backward)
-    gradient_TH = evaluator.run(hidden_TH.detach(), segments)
-    if gradient_TH is not None:
+    gradient_TH = evaluator.run(hidden_TH, segments)
+    if gradient_TH is not None and run_backward is not None:
         with deterministic_kernels(deterministic):
-            hidden_TH.backward(gradient_TH)  # type: ignore[no-untyped-call]
+            run_backward(gradient_TH)
     evaluator.distribute(parts)
 
 

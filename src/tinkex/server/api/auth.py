@@ -7,30 +7,26 @@ belongs to the owner `local`. Once a key exists, each request needs a key or a t
 
 Links to files carry no key. They are signed for one path until a time:
 
-    signer = Signer.of_folder(settings.folder)
+    signer = Signer(store.secrets[LINKS])
     query = signer.sign("/api/v1/signed/trace/ID", lasts_s=900)    # "expires=...&signature=..."
     signer.verifies(path, expires, signature)                      # in the route behind the link
 """
 
-import contextlib
 import hashlib
 import hmac
 import logging
-import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 import jwt
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tinkex.server.api.errors import Refusal, error_response, storage_trouble
+from tinkex.server.api.errors import Refusal, refused, storage_trouble
 from tinkex.server.settings import is_loopback
 from tinkex.server.store import ApiKey, Keys, StorageError
 
@@ -77,10 +73,6 @@ ISSUER = "passport-tinkex"
 # these bits, and padding; refuse other spellings of the same signature.
 _ONE_SPELLING = re.compile(r"\.[\w-]{42}[AEIMQUYcgkosw048]\Z", re.ASCII)
 
-LINK_KEY_FILE = "signing.key"
-TOKEN_KEY_FILE = "tokens.key"
-KEY_BYTES = 32
-
 GET_KEY = "Ask the administrator of this server for one: `tinkex key create` creates it."
 
 
@@ -119,8 +111,7 @@ class Authentication:
                     scope.setdefault("state", {})["caller"] = await _find_caller(request)
             except Refusal as refusal:
                 await _drain(receive)
-                response = error_response({"detail": refusal.detail}, refusal.status)
-                await response(scope, receive, send)
+                await refused(request, refusal)(scope, receive, send)
                 return
             except StorageError as trouble:
                 await _drain(receive)
@@ -134,10 +125,18 @@ def _is_open(path: str) -> bool:
 
 
 async def _find_caller(request: HTTPConnection) -> Caller:
-    caller = await authenticator_of(request).caller(request.headers.get("x-api-key"))
+    caller = await authenticator_of(request).caller(_credential(request.headers))
     if caller.key_id is None:
         refuse_cross_site(request.headers)
     return caller
+
+
+def _credential(headers: Mapping[str, str]) -> str | None:
+    """The key or token of a request: `X-API-Key`, or `Authorization: Bearer` as OpenAI's clients."""
+    if key := headers.get("x-api-key"):
+        return key
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
 
 
 def refuse_cross_site(headers: Mapping[str, str]) -> None:
@@ -369,16 +368,12 @@ class Tokens:
     """
     JSON web tokens (HS256 only) that stand for a key until they expire.
 
-    The secret is a file in the data folder. Deleting it and restarting the server invalidates all
-    tokens; clients then exchange their keys for new ones.
+    With a new secret (`store.server_secrets`) all tokens are invalid, and clients exchange their keys
+    for new ones.
     """
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-
-    @classmethod
-    def of_folder(cls, folder: Path) -> Self:
-        return cls(folder_key(folder, TOKEN_KEY_FILE))
 
     def make(self, claims: Mapping[str, Any]) -> str:
         return jwt.encode({"iss": ISSUER, **claims}, self._secret, algorithm="HS256")
@@ -412,11 +407,6 @@ class Signer:
     def __init__(self, key: bytes) -> None:
         self._key = key
 
-    @classmethod
-    def of_folder(cls, folder: Path) -> Self:
-        """Use the key of a data folder, so that links survive a restart."""
-        return cls(folder_key(folder))
-
     def sign(self, path: str, *, lasts_s: float) -> str:
         """The query string that makes this path a valid link for `lasts_s` seconds."""
         expires_s = int(time.time() + lasts_s)
@@ -434,29 +424,3 @@ class Signer:
     def _signature(self, path: str, expires_s: int) -> str:
         signed = f"{expires_s}\n{path}".encode()
         return hmac.new(self._key, signed, hashlib.sha256).hexdigest()
-
-
-def folder_key(folder: Path, name: str = LINK_KEY_FILE) -> bytes:
-    """A secret of the data folder, readable only by its user; created if it does not exist."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file = folder / name
-    with contextlib.suppress(FileNotFoundError):
-        if len(found := file.read_bytes()) >= KEY_BYTES:
-            return found
-        # With an empty key anyone could sign. Links and tokens of the old key become invalid.
-        log.error("%s was truncated and is created again; existing tokens are now invalid", file)
-        file.unlink()
-    part = folder / f".{name}.{secrets.token_hex(4)}"
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as written:
-        written.write(secrets.token_bytes(KEY_BYTES))
-        written.flush()
-        os.fsync(written.fileno())
-    try:
-        # Atomic: if two processes do this, the first one wins.
-        os.link(part, file)
-    except FileExistsError:
-        pass
-    finally:
-        part.unlink()
-    return file.read_bytes()

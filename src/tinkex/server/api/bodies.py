@@ -260,8 +260,14 @@ async def read_data(request: Request, decode: Callable[[bytes], T]) -> T:
             # A small body may decompress to a large one; then it is decoded in a thread.
             with contextlib.suppress(TooLarge):
                 return decode(unpack(min(DECODE_INLINE_BYTES, settings.max_decoded_bytes)))
-        async with budgets.owners.decode_slot(owner), budgets.memory.decodes:
-            return await asyncio.to_thread(lambda: decode(unpack()))
+        return await in_decode_slot(request, lambda: decode(unpack()))
+
+
+async def in_decode_slot(request: Request, work: Callable[[], T]) -> T:
+    """Run work on a large body in a thread; an owner has few at a time."""
+    budgets = budgets_of(request)
+    async with budgets.owners.decode_slot(owner_of(request)), budgets.memory.decodes:
+        return await asyncio.to_thread(work)
 
 
 async def _receive(

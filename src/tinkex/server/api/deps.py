@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from tinkex.server.api.auth import Signer, owner_of, reader_owners
 from tinkex.server.api.errors import Refusal, not_found
+from tinkex.server.api.openai_prompts import Tokenizers
 from tinkex.server.executor import Executor, ServedModel
 from tinkex.server.scheduler.checkpoints import no_checkpoint
 from tinkex.server.scheduler.result_waiters import Futures
@@ -97,6 +98,8 @@ class Context:
     session_timeouts: SessionTimeouts
     #: Signs links to files and traces.
     signer: Signer
+    #: Of the served models, for OpenAI's routes.
+    tokenizers: Tokenizers = field(init=False, default_factory=Tokenizers)
     _sessions: Cache[Session] = field(init=False)
     _models: Cache[Model] = field(init=False)
     _samplers: Cache[Sampler] = field(init=False)

@@ -27,27 +27,45 @@ from starlette.responses import JSONResponse, Response
 from tinkex.server.scheduler.result_waiters import UnknownRequest
 from tinkex.server.store import Damaged, RunTaken, StorageError
 from tinkex.server.store.requests import ResultGone
-from tinkex.wire.errors import FieldError, TooLarge, UserFailure, WireError
+from tinkex.wire.errors import FieldError, TooLarge, UserFailure, WireError, path_of
 from tinkex.wire.redaction import redact_value
 
 log = logging.getLogger("tinkex.server.api")
 
 # A detail may quote what was sent.
 MAX_DETAIL_LENGTH = 4_000
+#: Where the routes of OpenAI's API are: as OpenAI's clients expect them, and as Tinker has them.
+OPENAI_PREFIXES = ("/v1/", "/oai/api/v1/")
+# Their error type and code, by status.
+_OPENAI_KINDS: Mapping[int, tuple[str, str | None]] = {
+    401: ("authentication_error", "invalid_api_key"),
+    403: ("permission_error", None),
+    429: ("rate_limit_error", "rate_limit_exceeded"),
+}
 # A storage problem usually lasts for a while: somebody has to free disk space first.
 STORAGE_RETRY_S = 5
 
 
 class Refusal(Exception):
-    """A request that is refused with an error status and a reason."""
+    """
+    A request that is refused with an error status and a reason.
+
+    `field` is the field of the request that caused it; only OpenAI's routes tell it.
+    """
 
     def __init__(
-        self, status: int, detail: Any, *, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        detail: Any,
+        *,
+        headers: Mapping[str, str] | None = None,
+        field: str | None = None,
     ) -> None:
         super().__init__(str(detail))
         self.status = status
         self.detail = detail
         self.headers = headers
+        self.field = field
 
 
 def not_found(what: str, name: str, advice: str) -> Refusal:
@@ -56,53 +74,78 @@ def not_found(what: str, name: str, advice: str) -> Refusal:
 
 
 def error_response(
-    body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None
+    request: HTTPConnection,
+    detail: Any,
+    status: int,
+    headers: Mapping[str, str] | None = None,
+    *,
+    field: str | None = None,
 ) -> Response:
     """An error response with secrets removed: it quotes the request, which may contain a key."""
+    body: dict[str, Any] = {"detail": detail}
+    if request.scope["path"].startswith(OPENAI_PREFIXES):
+        # Clients of OpenAI expect a 400 for a malformed body.
+        status = 400 if status == 422 else status
+        body = openai_error(detail, status, field)
     return JSONResponse(redact_value(body), status, headers)
 
 
-def refused(_request: Request, error: Exception) -> Response:
+def openai_error(detail: Any, status: int, field: str | None = None) -> dict[str, Any]:
+    """An error as clients of OpenAI's API read it."""
+    if isinstance(detail, list):  # the fields of a malformed body
+        field = field or path_of(tuple(detail[0]["loc"][1:])) or None
+        detail = "; ".join(
+            str(FieldError(tuple(one["loc"][1:]), one["msg"], one["type"])) for one in detail
+        )
+    kind, code = _OPENAI_KINDS.get(
+        status, ("server_error" if status >= 500 else "invalid_request_error", None)
+    )
+    if status == 404 and field == "model":
+        code = "model_not_found"
+    return {"error": {"message": str(detail), "type": kind, "param": field, "code": code}}
+
+
+def refused(request: HTTPConnection, error: Exception) -> Response:
     if not isinstance(error, Refusal):
         raise error
-    return error_response({"detail": error.detail}, error.status, error.headers)
+    return error_response(request, error.detail, error.status, error.headers, field=error.field)
 
 
-def malformed(_request: Request, error: Exception) -> Response:
+def malformed(request: Request, error: Exception) -> Response:
     if not isinstance(error, WireError):
         raise error
     status = 413 if isinstance(error, TooLarge) else 422
-    return error_response({"detail": error.detail()}, status)
+    return error_response(request, error.detail(), status)
 
 
-def malformed_query(_request: Request, error: Exception) -> Response:
+def malformed_query(request: Request, error: Exception) -> Response:
     """FastAPI's validation errors in our own format, without the offending value."""
     if not isinstance(error, RequestValidationError):
         raise error
     found = [FieldError(tuple(item["loc"]), item["msg"], item["type"]) for item in error.errors()]
     detail = [{**one, "loc": one["loc"][1:]} for one in WireError(found).detail()]
-    return error_response({"detail": detail}, 422)
+    return error_response(request, detail, 422)
 
 
-def user_failure(_request: Request, error: Exception) -> Response:
+def user_failure(request: Request, error: Exception) -> Response:
     # Not for steps and samples: those become failed futures.
-    return error_response({"detail": str(error)[:MAX_DETAIL_LENGTH]}, 400)
+    return error_response(request, str(error)[:MAX_DETAIL_LENGTH], 400)
 
 
-def unknown_request(_request: Request, error: Exception) -> Response:
+def unknown_request(request: Request, error: Exception) -> Response:
     detail = (
         f"there is no request {str(error)[:200]!r} on this server. It may belong to another "
         "server, another data folder or another owner; submit the work again."
     )
-    return error_response({"detail": detail}, 404)
+    return error_response(request, detail, 404)
 
 
-def result_gone(_request: Request, error: Exception) -> Response:
+def result_gone(request: Request, error: Exception) -> Response:
     detail = (
         f"the result of request {str(error)[:200]!r} has expired. Results are kept for a limited "
         "time after they were fetched; the work itself was done."
     )
-    return error_response({"detail": detail}, 410)
+    return error_response(request, detail, 410)
 
 
 def run_taken(request: Request, error: Exception) -> Response:
@@ -114,9 +157,9 @@ def run_taken(request: Request, error: Exception) -> Response:
     return malformed(request, WireError.at(("model_seq_id",), text, "model_seq_id_reused"))
 
 
-def storage_trouble(_request: HTTPConnection, error: Exception) -> Response:
+def storage_trouble(request: HTTPConnection, error: Exception) -> Response:
     """Official clients retry a 503 for five minutes; the disk often has space again by then."""
-    return error_response({"detail": str(error)}, 503, {"Retry-After": str(STORAGE_RETRY_S)})
+    return error_response(request, str(error), 503, {"Retry-After": str(STORAGE_RETRY_S)})
 
 
 def damaged(request: Request, error: Exception) -> Response:
@@ -124,7 +167,7 @@ def damaged(request: Request, error: Exception) -> Response:
     number = secrets.token_hex(4)
     log.error("damage %s in %s %s: %s", number, request.method, request.url.path, error)
     detail = f"{error}. The server's log has this under the id {number}."
-    return error_response({"detail": detail}, 404)
+    return error_response(request, detail, 404)
 
 
 def router_error(request: Request, error: Exception) -> Response:
@@ -137,7 +180,7 @@ def router_error(request: Request, error: Exception) -> Response:
             f"this server has no {request.method} {request.url.path[:200]}. Routes are listed at "
             "/docs; clients expect them below /api/v1 of the base URL."
         )
-    return error_response({"detail": detail}, error.status_code, error.headers)
+    return error_response(request, detail, error.status_code, error.headers)
 
 
 def client_disconnected(_request: Request, _error: Exception) -> Response:
@@ -149,7 +192,7 @@ def bug(request: Request, error: Exception) -> Response:
     number = secrets.token_hex(4)
     log.error("bug %s in %s %s", number, request.method, request.url.path, exc_info=error)
     detail = f"the server failed unexpectedly; its log has the details under the id {number}."
-    return error_response({"detail": detail}, 500)
+    return error_response(request, detail, 500)
 
 
 HANDLERS: dict[Any, Any] = {

@@ -83,7 +83,13 @@ async def status(request: Request) -> Response:
             "problem": not_ready_reason(request),
             "keys": await authenticator_of(request).needs_keys(),
             "models": [
-                {"name": model.name, "loaded": context.executor.stats(model.name) is not None}
+                {
+                    "name": model.name,
+                    "replicas": model.replicas,
+                    "loaded": any(
+                        context.executor.stats(engine) is not None for engine in model.engines
+                    ),
+                }
                 for model in context.executor.served
             ],
             "open_requests": len(context.futures),

@@ -143,16 +143,20 @@ def _histograms(
 
 
 def _engine_metrics(executor: Executor) -> Iterable[Metric]:
-    """Each field of the engine statistics, labeled with the base model."""
-    all_stats = {model.name: executor.stats(model.name) for model in executor.served}
+    """Each field of the engine statistics, labeled with the base model and the replica."""
+    all_stats = [
+        ([model.name, str(number)], executor.stats(engine))
+        for model in executor.served
+        for number, engine in enumerate(model.engines)
+    ]
     for field in Stats.DESCRIPTOR.fields:
         family = CounterMetricFamily if field.name in COUNTERS else GaugeMetricFamily
         metric = family(
             f"tinkex_engine_{field.name}",
             f"{field.name.replace('_', ' ').capitalize()} of the engine",
-            labels=["base_model"],
+            labels=["base_model", "replica"],
         )
-        for name, stats in all_stats.items():
+        for labels, stats in all_stats:
             if stats is not None:
-                metric.add_metric([name], getattr(stats, field.name))
+                metric.add_metric(labels, getattr(stats, field.name))
         yield metric

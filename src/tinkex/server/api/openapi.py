@@ -137,8 +137,10 @@ TITLES: Mapping[str, str] = {
     "asample": "Sample",
     "audit": "Read the audit log",
     "cancel_future": "Cancel a sample",
+    "chat_completions": "Chat completion",
     "client_config": "Client configuration",
     "client_dynamic_config": "Client configuration that may change",
+    "completions": "Completion",
     "current_storage": "Current storage of checkpoints",
     "download": "Download a file or an archive",
     "exchange": "Exchange a key for a token",
@@ -147,11 +149,13 @@ TITLES: Mapping[str, str] = {
     "external_weights_urls": "Links to the files of an external checkpoint",
     "get_archive": "Link to the archive of a checkpoint",
     "get_info": "Describe a model",
+    "get_model": "Describe a base model or checkpoint",
     "get_sampler": "Describe a sampler",
     "get_server_capabilities": "Server capabilities",
     "get_training_run_metrics": "Metrics of the steps of a run",
     "healthz": "Health check",
     "key_info": "Describe the key of this request",
+    "list_models": "List base models and checkpoints",
     "list_run_checkpoints": "List the checkpoints of a run",
     "login_config": "Configuration of browser logins",
     "optim_step": "Optimizer step",
@@ -236,9 +240,9 @@ def describe(app: FastAPI) -> None:
         if app.openapi_schema is None:
             schema = generate()
             for route in app.routes:
-                if isinstance(route, APIRoute):
+                if isinstance(route, APIRoute) and route.include_in_schema:
                     for method in route.methods or ():
-                        operation = schema["paths"][route.path][method.lower()]
+                        operation = schema["paths"][route.path_format][method.lower()]
                         _name(operation, route.endpoint.__name__)
             complete(schema)
         return app.openapi_schema or {}

@@ -82,10 +82,10 @@ async def stream_sample(request: Request) -> Response:
     sample = _SampleEvents(
         context, first, owner=owner_of(request), dialect=dialect_of(request, session)
     )
-    return _EventStream(sample.events())
+    return EventStream(sample.events())
 
 
-class _EventStream(StreamingResponse):
+class EventStream(StreamingResponse):
     """Closes its event generator when the client disconnects, so that the sample is abandoned."""
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
@@ -104,6 +104,65 @@ async def slices(pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
             yield piece[start : start + SLICE_BYTES]
 
 
+class SampleReader:
+    """Follows one sample for one client: its tokens as they are sampled, and its outcome."""
+
+    def __init__(self, context: Context, first: QueuedRequest, *, owner: str) -> None:
+        self._context = context
+        self._request_id = first.request_id
+        self._owner = owner
+        # None if the sample is finished or was started by `asample`: then all tokens come at the end.
+        self._tap = context.scheduler.token_stream(first.request_id)
+        self._growing = PartialSample() if self._tap is None else self._tap.growing
+        self._reader = PartialSampleReader(self._growing)
+        #: None until the sample is finished, and if the server stops before that.
+        self.outcome: Outcome | None = None
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether this sample was started as a stream; another one may have other clients."""
+        return self._tap is not None
+
+    async def new_tokens(self) -> AsyncGenerator[list[SampledTokens]]:
+        """
+        New tokens until the sample is finished or the server stops.
+
+        A list is empty after some time without tokens, for a sign of life to the client.
+        """
+        futures = self._context.futures
+        keep_alive_s = min(KEEP_ALIVE_S, self._context.settings.long_poll_s or KEEP_ALIVE_S)
+        while True:
+            waiting = asyncio.ensure_future(
+                futures.wait(self._request_id, owner=self._owner, within_s=keep_alive_s)
+            )
+            try:
+                while not waiting.done():
+                    # Get the future before sending, so that no token that arrives meanwhile is
+                    # missed.
+                    changed = set() if self._tap is None else {self._tap.changed}
+                    if news := self._reader.read_new():
+                        yield news
+                    await asyncio.wait({waiting} | changed, return_when=asyncio.FIRST_COMPLETED)
+                self.outcome = (await waiting).outcome
+                if self.outcome is not None or futures.closing:
+                    return
+            finally:
+                waiting.cancel()
+            yield []
+
+    def rest(self, response: SampleResponse) -> list[SampledTokens]:
+        """The tokens of the complete response that were not returned yet."""
+        for index, sequence in enumerate(response.sequences):
+            self._growing.add(
+                index,
+                sequence.tokens,
+                sequence.logprobs,
+                start=0,
+                tops=[row or [] for row in sequence.topk_logprobs or ()],
+            )
+        return self._reader.read_new()
+
+
 class _SampleEvents:
     """The events of one sample for one client."""
 
@@ -115,26 +174,25 @@ class _SampleEvents:
         self._ids = sequence_ids(first)
         self._owner = owner
         self._dialect = dialect
-        # None if the sample is finished or was started by `asample`: then all tokens come at the end.
-        self._tap = context.scheduler.token_stream(first.request_id)
-        self._growing = PartialSample() if self._tap is None else self._tap.growing
-        self._reader = PartialSampleReader(self._growing)
-        self._outcome: Outcome | None = None
+        self._sample = SampleReader(context, first, owner=owner)
 
     async def events(self) -> AsyncGenerator[bytes]:
         ended = False
         try:
             accepted = {"request_id": self._request_id, "sample_sequence_ids": self._ids}
             yield event("accepted", accepted)
-            async with contextlib.aclosing(self._tokens_until_settled()) as pieces:
+            async with contextlib.aclosing(self._sample.new_tokens()) as pieces:
                 async for piece in pieces:
-                    yield piece
-            if self._outcome is None:
+                    for news in piece:
+                        yield token_event(news)
+                    if not piece:
+                        yield KEEP_ALIVE
+            if self._sample.outcome is None:
                 ended = True
                 yield STOPPING
                 return
-            for piece in await self._ending(self._outcome):
-                yield piece
+            for last in await self._ending(self._sample.outcome):
+                yield last
             ended = True
             self._context.store.requests.mark_fetched(self._request_id)
         except (UnknownRequest, ResultGone):
@@ -146,38 +204,12 @@ class _SampleEvents:
             yield error_event(ending.error or "", ending.category)
         finally:
             # A sample that `asample` started may have other clients that wait for it.
-            if not ended and self._tap is not None:
+            if not ended and self._sample.is_streamed:
                 self._context.scheduler.cancel_unless_polled(
                     self._request_id,
                     owner=self._owner,
                     after_s=self._context.settings.stream_grace_s,
                 )
-
-    async def _tokens_until_settled(self) -> AsyncGenerator[bytes]:
-        """Token events until the sample is finished or the server stops."""
-        futures = self._context.futures
-        keep_alive_s = min(KEEP_ALIVE_S, self._context.settings.long_poll_s or KEEP_ALIVE_S)
-        while True:
-            waiting = asyncio.ensure_future(
-                futures.wait(self._request_id, owner=self._owner, within_s=keep_alive_s)
-            )
-            try:
-                async for piece in self._new_tokens_until(waiting):
-                    yield piece
-                self._outcome = (await waiting).outcome
-                if self._outcome is not None or futures.closing:
-                    return
-            finally:
-                waiting.cancel()
-            yield KEEP_ALIVE
-
-    async def _new_tokens_until(self, waiting: asyncio.Future[Any]) -> AsyncGenerator[bytes]:
-        while not waiting.done():
-            # Get the future before sending, so that no token that arrives meanwhile is missed.
-            changed = set() if self._tap is None else {self._tap.changed}
-            for news in self._reader.read_new():
-                yield token_event(news)
-            await asyncio.wait({waiting} | changed, return_when=asyncio.FIRST_COMPLETED)
 
     async def _ending(self, outcome: Outcome) -> list[bytes]:
         """Events for the remaining tokens and the complete response."""
@@ -190,12 +222,10 @@ class _SampleEvents:
 
     def _answer(self, result: bytes) -> list[bytes]:
         response = decode_sample_response(result, self._ids)
-        for index, sequence in enumerate(response.sequences):
-            self._growing.add(index, sequence.tokens, sequence.logprobs, start=0)
         done = event(
             "done", {**complete_json(response, self._dialect), "sample_sequence_ids": self._ids}
         )
-        return [*(token_event(news) for news in self._reader.read_new()), done]
+        return [*(token_event(news) for news in self._sample.rest(response)), done]
 
 
 def complete_json(response: SampleResponse, dialect: SdkVersion) -> dict[str, Any]:

@@ -20,9 +20,11 @@ from tinkex.server.api.errors import Refusal
 from tinkex.server.api.submit import FUTURE, accept, future_response, tokens_known
 from tinkex.server.queued_request import Kind, QueuedRequest
 from tinkex.server.scheduler.checkpoints import refuse_external
+from tinkex.server.scheduler.replicas import PREFIX_TOKENS
 from tinkex.server.store import Sampler
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.errors import UserFailure, WireError
+from tinkex.wire.inputs import EncodedTextChunk, ModelInput
 from tinkex.wire.redaction import redact
 from tinkex.wire.sampling import (
     CreateSamplingSessionRequest,
@@ -43,7 +45,7 @@ MAX_SAMPLE_SEQ_ID = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Source:
+class Source:
     """The model that a sample is drawn from."""
 
     base_model: str
@@ -62,7 +64,7 @@ async def create_sampling_session(
     number = message.sampling_session_seq_id
     if number < 0:
         raise WireError.at(("sampling_session_seq_id",), f"{number} is negative.")
-    source = await _named_source(request, context, message.base_model, message.model_path)
+    source = await named_source(request, context, message.base_model, message.model_path)
     sampler = await context.store.models.create_sampler(
         Sampler(
             sampling_session_id=f"{session.session_id}:sample:{number}",
@@ -132,7 +134,7 @@ async def read_sample(request: Request) -> QueuedRequest:
     # No longer needed; a stream would keep it in memory for minutes.
     del request.scope[RECEIVED_BODY]
     source = await _resolve_source(request, context, message)
-    return _new_sample(
+    return new_sample(
         request,
         source,
         payload=payload,
@@ -140,7 +142,14 @@ async def read_sample(request: Request) -> QueuedRequest:
         seq_id=message.seq_id,
         sequences=message.num_samples,
         tokens=tokens_known(message.prompt),
+        prompt_start=_prompt_start(message.prompt),
     )
+
+
+def _prompt_start(prompt: ModelInput) -> bytes:
+    """The first text tokens of a prompt; empty if it begins with something else."""
+    first = prompt.chunks[0] if prompt.chunks else None
+    return first.tokens_np[:PREFIX_TOKENS].tobytes() if isinstance(first, EncodedTextChunk) else b""
 
 
 def _decode(body: bytes) -> tuple[SampleRequest, bytes]:
@@ -166,11 +175,11 @@ async def _invalid_sample(
         await context.open_session(request, sampler.session_id)
         source = _sampler_source(sampler)
     elif base_model is not None or model_path is not None:
-        source = await _named_source(request, context, base_model, model_path)
+        source = await named_source(request, context, base_model, model_path)
     else:
         raise failure  # without a model, the sample cannot be accepted
     seq_id, sequences = failure.request.get("seq_id"), failure.request.get("num_samples", 1)
-    return _new_sample(
+    return new_sample(
         request,
         source,
         payload=redact(body.decode(errors="replace")).encode(),
@@ -180,15 +189,16 @@ async def _invalid_sample(
     )
 
 
-def _new_sample(
+def new_sample(
     request: Request,
-    source: _Source,
+    source: Source,
     *,
     payload: bytes,
     sampling_session_id: str | None,
     seq_id: int | None,
     sequences: int,
     tokens: int = 0,
+    prompt_start: bytes = b"",
 ) -> QueuedRequest:
     if not 1 <= sequences <= MAX_SEQUENCES:
         raise WireError.at(
@@ -208,13 +218,14 @@ def _new_sample(
         sequences=sequences,
         version_id=source.version_id,
         tokens=tokens,
+        prompt_start=prompt_start,
     )
 
 
-async def _resolve_source(request: Request, context: Context, message: SampleRequest) -> _Source:
+async def _resolve_source(request: Request, context: Context, message: SampleRequest) -> Source:
     """Resolve one of the three ways to name a model; refuse two that disagree."""
     if message.mode != "session":
-        return await _named_source(request, context, message.base_model, message.model_path)
+        return await named_source(request, context, message.base_model, message.model_path)
     source = _sampler_source(await context.sampler(request, message.sampling_session_id or ""))
     if source.session_id is not None:
         await context.open_session(request, source.session_id)
@@ -229,8 +240,8 @@ async def _resolve_source(request: Request, context: Context, message: SampleReq
     return source
 
 
-def _sampler_source(sampler: Sampler) -> _Source:
-    return _Source(
+def _sampler_source(sampler: Sampler) -> Source:
+    return Source(
         base_model=sampler.base_model,
         version_id=sampler.version_id,
         model_path=sampler.model_path,
@@ -238,9 +249,9 @@ def _sampler_source(sampler: Sampler) -> _Source:
     )
 
 
-async def _named_source(
+async def named_source(
     request: Request, context: Context, base_model: str | None, model_path: str | None
-) -> _Source:
+) -> Source:
     """A checkpoint, or a base model without an adapter."""
     if model_path is None:
         if base_model is None:
@@ -248,7 +259,7 @@ async def _named_source(
                 ("base_model",), "give `base_model`, or `model_path` of a checkpoint.", "missing"
             )
         base = context.base_model(base_model)
-        return _Source(base_model=base.name, version_id=None, model_path=None)
+        return Source(base_model=base.name, version_id=None, model_path=None)
     version, run = await readable_checkpoint(request, context, model_path)
     refuse_external(version)
     if base_model is not None and context.base_model(base_model).name != run.base_model:
@@ -258,4 +269,4 @@ async def _named_source(
             "Omit `base_model`.",
         )
     base = context.base_model(run.base_model)
-    return _Source(base_model=base.name, version_id=version.version_id, model_path=model_path)
+    return Source(base_model=base.name, version_id=version.version_id, model_path=model_path)

@@ -20,25 +20,19 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tinkex.durable_files import atomic_folder
-from tinkex.server.api.auth import LINK_KEY_FILE as SIGNING_KEY
-from tinkex.server.api.auth import TOKEN_KEY_FILE as TOKENS_KEY
 from tinkex.server.settings import CONFIG_FILE, Settings
 from tinkex.server.store.blobs import Files
-from tinkex.server.store.inspection import (
-    CopyFailed,
-    copy_database,
-    invalid_keys,
-    referenced_keys,
-    schema_version,
-)
+from tinkex.server.store.database_copy import CopyFailed, copy_database, invalid_keys
+from tinkex.server.store.inspection import referenced_keys, schema_version
 from tinkex.server.store.keys import MARKER
+from tinkex.server.store.server_secrets import OLD_FILES as OLD_SECRETS
 from tinkex.server.store.storage_health import os_error_in
 
 DATABASE = "tinkex.db"
 MANIFEST = "backup.json"
 FORMAT = 1
 # Other files of the data folder.
-OTHER_FILES = (SIGNING_KEY, TOKENS_KEY, CONFIG_FILE)
+OTHER_FILES = (*OLD_SECRETS.values(), CONFIG_FILE)
 # Maximum attempts to copy the database and all its files. A few are enough, because a server
 # deletes files only every few minutes.
 MAX_ROUNDS = 5

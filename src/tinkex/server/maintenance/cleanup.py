@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tinkex.server.retry import Backoff, PeriodicTask
 from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.scheduler import Scheduler
-from tinkex.server.settings import Settings
+from tinkex.server.settings import GIGABYTE, Settings
 from tinkex.server.store import StorageError, Store
 from tinkex.server.store.retention import CheckpointName
 
@@ -182,3 +182,7 @@ class Cleanup:
             )
         await retention.drop_versions(abandoned_before_s=until.abandoned_s)
         self._store.checkpoints.clear_open_cache()
+        limit_bytes = int(self._settings.cache_gb * GIGABYTE)
+        if gone := await retention.trim_cache(limit_bytes=limit_bytes, now_s=self._clock()):
+            self._store.checkpoints.forget_copies(gone)
+            log.info("deleted %d local copies of folders in the object store", len(gone))

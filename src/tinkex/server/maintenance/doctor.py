@@ -13,14 +13,11 @@ import functools
 import os
 import re
 import shutil
-import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tinkex.server.api.auth import LINK_KEY_FILE as SIGNING_KEY
-from tinkex.server.api.auth import TOKEN_KEY_FILE as TOKENS_KEY
 from tinkex.server.maintenance.backup import DATABASE
 from tinkex.server.scheduler.base_model_check import CACHE_FILE as BASE_HASHES
 from tinkex.server.settings import MEBIBYTE, Settings
@@ -40,12 +37,13 @@ from tinkex.server.store.inspection import (
 )
 from tinkex.server.store.keys import MARKER
 from tinkex.server.store.migrations import unsupported
+from tinkex.server.store.server_secrets import OLD_FILES as OLD_SECRETS
 from tinkex.server.store.sql_dialects import is_wal_lost
 
 #: The files and folders of a data folder. A server ignores any others.
 PARTS = (
     *(DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", f"{DATABASE}.lock", LOCK_FILE),
-    *(SIGNING_KEY, TOKENS_KEY, MARKER),
+    *(*OLD_SECRETS.values(), MARKER),
     *PREFIX_DEPTHS,
     *("running", "isolated", BASE_HASHES),  # `scheduler.crash_files`, `scheduler.base_model_check`
     *("spill", "turn.lock"),  # the engines
@@ -120,7 +118,7 @@ class FolderState:
 def folder_state(settings: Settings) -> FolderState:
     folder = settings.folder
     exists = folder.is_dir()
-    secrets = [folder / name for name in (SIGNING_KEY, TOKENS_KEY)]
+    secrets = [folder / name for name in (DATABASE, *OLD_SECRETS.values())]
     writable = exists and os.access(folder, _ALL)
     readable = exists and os.access(folder, os.R_OK | os.X_OK)
     parts = [folder / name for name in PARTS] if writable else []
@@ -137,7 +135,9 @@ def folder_state(settings: Settings) -> FolderState:
         open_secrets=tuple(
             file.name
             for file in secrets
-            if readable and file.exists() and stat.S_IMODE(file.stat().st_mode) & 0o077
+            # Nobody else reaches the files of a private folder.
+            if readable and folder.stat().st_mode & 0o011
+            if file.exists() and file.stat().st_mode & 0o077
         ),
         inaccessible=tuple(
             f"{part.name} (owned by {_owner(part)})"
@@ -233,7 +233,7 @@ def _about_folder(state: FolderState, reserve_mb: float) -> Iterator[Finding]:
         yield _problem(
             "keys",
             f"other users of this machine can read {', '.join(state.open_secrets)}",
-            "The server signs links and tokens with them, so nobody else may read them. --repair "
+            "They have what signs links and tokens, so nobody else may read them. --repair "
             "makes them readable only by their owner.",
             repair=functools.partial(_hide_secrets, state.open_secrets),
         )

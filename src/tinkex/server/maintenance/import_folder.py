@@ -21,9 +21,14 @@ from tinkex.server.maintenance.backup import DATABASE, BackupFailed, copy_key, l
 from tinkex.server.registration import IMPORTED_FILE, take_over
 from tinkex.server.settings import Settings
 from tinkex.server.store.database import Database
+from tinkex.server.store.database_copy import (
+    CopyFailed,
+    add_missing_rows,
+    copy_database,
+    invalid_keys,
+)
 from tinkex.server.store.folder_lock import lock_database, lock_folder
-from tinkex.server.store.inspection import CopyFailed, copy_database, invalid_keys, referenced_keys
-from tinkex.server.store.row_import import add_missing_rows
+from tinkex.server.store.inspection import referenced_keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

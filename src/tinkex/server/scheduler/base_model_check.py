@@ -92,8 +92,8 @@ class BaseModelCheck:
         self._accept = accept
         self._pool = pool
         self._stop = stop
-        #: The engine incarnation that the last hash is for.
-        self._incarnation: int | None = None
+        #: The engine incarnations that the files were hashed for.
+        self._incarnations: set[int] = set()
         #: The task that hashes the files. Its result is None if the files could not be hashed.
         self._hashing: asyncio.Task[str | None] | None = None
         #: Whether all stored runs of this base model have the current hash.
@@ -139,10 +139,10 @@ class BaseModelCheck:
 
     def _hash_again_after_restart(self, incarnation: int | None) -> None:
         """Hash again after an engine restart: the engine has read the files again."""
-        if incarnation is None or incarnation == self._incarnation:
+        if incarnation is None or incarnation in self._incarnations:
             return
         if self._hashing is not None and self._hashing.done():
-            self._incarnation = incarnation
+            self._incarnations.add(incarnation)
             self._all_match = False
             self._hashing = asyncio.create_task(self._hash())
 

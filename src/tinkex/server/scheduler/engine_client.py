@@ -1,5 +1,5 @@
 """
-The engine of one base model, as the scheduler sees it: orders, attempts, and requests that crash it.
+One engine, as the scheduler sees it: orders, attempts, and requests that crash it.
 
 `EngineClient.attempt` runs a batch of steps or a sample. When an engine ends by itself, everything it
 was running is lost. This counts as one attempt for each of these requests, and they run again: most
@@ -7,6 +7,7 @@ crashes are not caused by a request. After two such attempts a request is isolat
 it runs alone or, if there are many such requests, in small groups. If the engine ends while a request
 runs alone, that request fails, and the counts of the others are reset.
 
+The replicas of a base model share the counts, because a lost request may run on another one.
 Counts are stored when an engine ends, so they survive the web process. `crash_files` counts for a web
 process that crashes together with its engines.
 """
@@ -14,11 +15,12 @@ process that crashes together with its engines.
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
-from tinkex.server.executor import EngineLost, OnTokens
+from tinkex.server.executor import EngineKilled, EngineLost, OnTokens
 from tinkex.server.queued_request import Kind, QueuedRequest
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
 from tinkex.server.scheduler.crash_files import CrashFiles
@@ -28,6 +30,8 @@ from tinkex.server.store import CustomLoss, Model
 from tinkex.wire.codec import encode_json
 from tinkex.wire.proto import frames_pb2
 from tinkex.wire.proto.frames_pb2 import Done, Order
+
+T = TypeVar("T")
 
 #: Why a request must not run that was running alone when the web process crashed.
 ENDED_WEB_PROCESS = "the web process crashed together with it"
@@ -80,14 +84,25 @@ class Attempt:
         return self.earlier >= ISOLATE_AFTER
 
 
+@dataclass(slots=True)
+class LostAttempts:
+    """How often requests of one base model were lost, on any of its engines."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    #: The request that crashed the last web process, until it has failed. It must not run.
+    culprit: str | None = None
+
+    def restore(self, counts: Mapping[str, int], culprit: str | None) -> None:
+        """Set the counts of an earlier process, and the request that it found to crash engines."""
+        self.counts, self.culprit = dict(counts), culprit
+
+
 class CrashIsolation:
     """Admits attempts to one engine, in order of arrival."""
 
-    def __init__(self, files: CrashFiles | None = None) -> None:
+    def __init__(self, lost: LostAttempts | None = None, files: CrashFiles | None = None) -> None:
         self._files = files
-        self._attempts: dict[str, int] = {}
-        #: The request that crashed the last web process, until it has failed. It must not run.
-        self.culprit: str | None = None
+        self.lost = lost or LostAttempts()
         self._running: set[Attempt] = set()
         self._isolated_running = 0
         #: In order of arrival.
@@ -114,25 +129,21 @@ class CrashIsolation:
 
     def count(self, request_id: str, attempt: Attempt, attempts: int) -> bool:
         """Count lost attempts of a request; True if the request ended the engine."""
-        total = self._attempts[request_id] = self.attempts(request_id) + attempts
+        total = self.lost.counts[request_id] = self.attempts(request_id) + attempts
         ended_engine = attempt.alone and total >= MAX_ATTEMPTS
         if ended_engine:
             # It ended the engine the other times too.
-            self._attempts.clear()
+            self.lost.counts.clear()
         return ended_engine
 
     def attempts(self, request_id: str) -> int:
         """How often this request was lost."""
-        return self._attempts.get(request_id, 0)
+        return self.lost.counts.get(request_id, 0)
 
     @property
-    def counts(self) -> Mapping[str, int]:
-        return self._attempts
-
-    def restore(self, attempts: Mapping[str, int], culprit: str | None) -> None:
-        """Set the counts of an earlier process, and the request that it found to crash engines."""
-        self._attempts = dict(attempts)
-        self.culprit = culprit
+    def culprit(self) -> str | None:
+        """The request that must not run."""
+        return self.lost.culprit
 
     def is_held(self, request_id: str) -> bool:
         """Whether it waits because of an isolated request, or because it is one."""
@@ -140,9 +151,9 @@ class CrashIsolation:
 
     def forget(self, request_id: str) -> None:
         """The request is finished."""
-        self._attempts.pop(request_id, None)
-        if request_id == self.culprit:
-            self.culprit = None
+        self.lost.counts.pop(request_id, None)
+        if request_id == self.lost.culprit:
+            self.lost.culprit = None
 
     def _admit(self) -> None:
         # Strictly in order, so neither isolated requests nor the others wait forever.
@@ -182,25 +193,36 @@ class CrashIsolation:
         self._admit()
 
 
+class RunElsewhere(Exception):
+    """The engine was lost or is down, and another replica can run the request."""
+
+
 class EngineClient:
-    """Sends work to the engine of one base model, and isolates requests that crash it."""
+    """Sends work to one engine, and isolates requests that crash it."""
 
     def __init__(
         self,
-        base_model: str,
+        name: str,
         execution: Execution,
         *,
+        base_model: str,
+        lost: LostAttempts,
+        has_replicas: bool = False,
         crash_files: CrashFiles | None = None,
         base_check: BaseModelCheck | None = None,
         max_sequences: int = 0,
     ) -> None:
+        self.name = name
         self.base_model = base_model
         self.base_check = base_check
-        self.isolation = CrashIsolation(crash_files)
+        self.isolation = CrashIsolation(lost, crash_files)
+        self._has_replicas = has_replicas
         self._crash_files = crash_files
         self._execution = execution
         self._executor = execution.executor
         self._admission = Admission(self.ready, max_sequences=max_sequences)
+        #: Replaced when those that wait for the engine give up.
+        self._given_up = asyncio.Event()
         #: Attempts were counted since the counts were stored.
         self._counts_changed = False
 
@@ -209,7 +231,29 @@ class EngineClient:
 
     async def ready(self) -> int:
         """Wait until the engine is up. Returns its incarnation."""
-        return await self._executor.ready(self.base_model)
+        return await self._unless_given_up(self._executor.ready(self.name))
+
+    async def _unless_given_up(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which waits while the engine is down; EngineKilled at `give_up`."""
+        if not self._has_replicas:
+            return await work
+        working = asyncio.ensure_future(work)
+        given_up = asyncio.ensure_future(self._given_up.wait())
+        try:
+            both: set[asyncio.Future[Any]] = {working, given_up}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise EngineKilled(f"the engine of {self.name} is down")
+            return working.result()
+        finally:
+            working.cancel()
+            given_up.cancel()
+
+    def give_up(self) -> None:
+        """What waits for this engine goes to another replica."""
+        self._given_up.set()
+        self._given_up = asyncio.Event()
+        self._admission.send_elsewhere(RunElsewhere)
 
     async def send(
         self,
@@ -224,8 +268,8 @@ class EngineClient:
 
         The engine has the order when this returns, before anything that is sent later.
         """
-        future = await self._executor.send(
-            self.base_model, order, incarnation=incarnation, on_tokens=on_tokens
+        future = await self._unless_given_up(
+            self._executor.send(self.name, order, incarnation=incarnation, on_tokens=on_tokens)
         )
         if counted:
             task = order.WhichOneof("work") or ""
@@ -256,7 +300,7 @@ class EngineClient:
                 await run(attempt)
             except EngineLost as lost:
                 unfinished = [request for request in requests if is_unfinished(request)]
-                found = [self.count_loss(one.request_id, attempt, lost) for one in unfinished]
+                found = [self.count_attempt(one.request_id, attempt, lost) for one in unfinished]
                 if found == [True]:
                     raise
                 return unfinished
@@ -268,7 +312,9 @@ class EngineClient:
         prepare: Callable[[], Awaitable[tuple[Order, OnTokens | None]]],
     ) -> Done:
         """
-        Run a request that is not a step, again after each loss until it is found to cause them.
+        Run a request that is not a step, again after each crash until it is found to cause them.
+
+        If there are replicas, it runs once: RunElsewhere after a loss.
 
         The order is made after admission, so waiting requests take no memory, and before the
         attempt: what it reads may be slow, and an isolated request would wait for it.
@@ -291,14 +337,20 @@ class EngineClient:
                     order, on_tokens = await prepare()
                     again = await self.attempt([request], run)
                 if not again:
+                    self.isolation.forget(request.request_id)
                     return done
                 if self._execution.closing:
                     raise EngineLost("the server is stopping")
-        finally:
+                if self._has_replicas:
+                    raise RunElsewhere
+        except RunElsewhere:
+            raise
+        except BaseException:
             self.isolation.forget(request.request_id)
+            raise
 
-    def count_loss(self, request_id: str, attempt: Attempt, lost: EngineLost) -> bool:
-        """Count a lost attempt of a request or rebuild; True if this ended the engine."""
+    def count_attempt(self, request_id: str, attempt: Attempt, lost: EngineLost) -> bool:
+        """Count an attempt whose engine was lost; True if its request or rebuild ended the engine."""
         stopping = self._execution.closing or self._execution.futures.closing
         if not lost.attempts or stopping:
             return False
@@ -315,7 +367,7 @@ class EngineClient:
         if self._crash_files is not None:
             self._crash_files.mark_running()
         stored = self._execution.store.attempts
-        if counts := dict(self.isolation.counts):
+        if counts := dict(self.isolation.lost.counts):
             await stored.set(counts)
         else:
             await stored.clear(self.base_model)

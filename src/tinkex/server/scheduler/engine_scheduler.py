@@ -1,5 +1,5 @@
 """
-Everything that belongs to the engine of one base model.
+Everything that belongs to one engine.
 
 Steps go to its model workers, samples to its sample worker. Both send their work through one
 `EngineClient`, so crash isolation and admission see all of it.
@@ -7,35 +7,48 @@ Steps go to its model workers, samples to its sample worker. Both send their wor
 
 import asyncio
 import contextlib
+import functools
+import logging
+import sys
 from collections.abc import Callable
 
-from tinkex.server.executor import WorkFailed
+from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
 from tinkex.server.queued_request import Outcome
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
 from tinkex.server.scheduler.checkpoints import CheckpointSteps
 from tinkex.server.scheduler.crash_files import CrashFiles
-from tinkex.server.scheduler.engine_client import EngineClient
+from tinkex.server.scheduler.engine_client import EngineClient, LostAttempts
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits, TrainingSlots
 from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers
 from tinkex.server.scheduler.recovery import RebuildQueue, Recovery, Snapshots
 from tinkex.server.scheduler.results import Execution, failure_outcome
 from tinkex.server.scheduler.sample_worker import SampleWorker
+from tinkex.server.store import Damaged, StorageError
 from tinkex.wire.codec import encode_json
+from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import UnloadModelResponse
 
+log = logging.getLogger("tinkex.server.scheduler")
+
+#: A moving model pauses when its copy is this close: an optimizer step and the passes before it.
+CLOSE_STEPS = 2
 # How often a model that is to be unloaded is checked while its steps wait for a missing number.
 GAP_POLL_S = 1.0
 
 
 class EngineScheduler:
-    """Runs the requests of one base model on its engine."""
+    """Runs requests on one engine: that of a base model, or one of its replicas."""
 
     def __init__(
         self,
-        base_model: str,
+        name: str,
         execution: Execution,
         *,
+        base_model: str,
+        lost: LostAttempts,
+        has_replicas: bool,
         limits: TrainingLimits,
+        on_lost: Callable[[ModelState], None],
         gap_s: float,
         snapshot_steps: int,
         snapshot_bytes: int,
@@ -44,10 +57,16 @@ class EngineScheduler:
         crash_files: CrashFiles | None,
         base_check: BaseModelCheck | None,
     ) -> None:
+        self.name = name
+        #: Models that train here, by id. They are in its memory, or will be for their next step.
+        self.models: dict[str, ModelState] = {}
         self._execution = execution
         self.client = EngineClient(
-            base_model,
+            name,
             execution,
+            base_model=base_model,
+            lost=lost,
+            has_replicas=has_replicas,
             crash_files=crash_files,
             base_check=base_check,
             max_sequences=max_sequences,
@@ -72,9 +91,89 @@ class EngineScheduler:
             slots=self._slots,
             snapshots=self._snapshots,
             gap_s=gap_s,
+            on_lost=on_lost,
             clock=clock,
         )
         self.samples = SampleWorker(execution, self.client)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it makes progress, as far as is known."""
+        return self._execution.executor.waiting_for(self.name) is None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process runs, even if it does not respond at the moment."""
+        return self._execution.executor.stats(self.name) is not None
+
+    def take_over(self, state: ModelState) -> None:
+        """Run the steps of a model here from now on; its next step rebuilds it from its log."""
+        state.home.models.pop(state.model.model_id, None)
+        state.home.recovery.forget(state)
+        state.home = self
+        self.models[state.model.model_id] = state
+        state.loaded_in = None
+        if state.gap_timer is not None:
+            state.gap_timer.cancel()
+            state.gap_timer = None
+        self.workers.start(state)
+
+    async def move_here(self, state: ModelState) -> bool:
+        """
+        Move a model that trains on another replica here.
+
+        It goes on training there while a copy here catches up with its log: first from a snapshot,
+        then step by step. When the copy is at most `CLOSE_STEPS` behind, or comes no closer, the
+        model pauses until the copy has run those. False if it was not moved; then it goes on where
+        it was.
+        """
+        origin, model_id = state.home, state.model.model_id
+        if state.loaded_in is None or state.queue.creation_error is not None:
+            self.take_over(state)
+            return True
+        copied_to: int | None = None
+        left = state.loaded_in
+        try:
+            if not await origin.snapshot_while_training(state):
+                return False
+            async with self.client.isolation.attempt(model_id):
+                incarnation = copied_to = await self.client.ready()
+                position = await self.recovery.catch_up(state, incarnation)
+                behind, before = state.queue.next_seq - 1 - position, sys.maxsize
+                while CLOSE_STEPS < behind < before:
+                    position = await self.recovery.catch_up(state, incarnation, after=position)
+                    behind, before = state.queue.next_seq - 1 - position, behind
+                hand_over = functools.partial(self._hand_over, state, origin, incarnation, position)
+                await origin.workers.run_between_batches(state, hand_over)
+        except (EngineLost, EngineRefused, WorkFailed, UserFailure, Damaged, StorageError) as error:
+            log.info("%s was not moved to %s: %s", model_id, self.name, error)
+        if state.home is self:
+            await origin.recovery.drop(state, left)
+            return True
+        if copied_to is not None:
+            await self.recovery.drop(state, copied_to)
+        return False
+
+    async def _hand_over(
+        self, state: ModelState, origin: "EngineScheduler", incarnation: int, position: int
+    ) -> None:
+        """Between two batches: run what is missing here, and continue here."""
+        await state.results_stored()
+        await self.recovery.catch_up(state, incarnation, after=position)
+        if state.home is origin:  # it may have been lost and taken over meanwhile
+            self.take_over(state)
+            state.loaded_in = incarnation
+
+    async def snapshot_while_training(self, state: ModelState) -> bool:
+        """Take a snapshot after the current batch; later steps run while it is written."""
+        written: asyncio.Future[bool] | None = None
+
+        async def begin() -> None:
+            nonlocal written
+            written = await self._snapshots.begin(state)
+
+        await self.workers.run_between_batches(state, begin)
+        return written is not None and await written
 
     def set_base_check(self, check: BaseModelCheck) -> None:
         """The base model is served from now on."""
@@ -83,7 +182,7 @@ class EngineScheduler:
     def queue_state(self, request_id: str) -> QueueState:
         """The state of an unfinished request, and what it waits for."""
         executor, base_model = self._execution.executor, self.client.base_model
-        if (reason := executor.waiting_for(base_model)) is not None:
+        if (reason := executor.waiting_for(self.name)) is not None:
             return QueueState(state="paused_capacity", reason=reason)
         if self.client.isolation.is_held(request_id):
             return QueueState(
@@ -93,7 +192,7 @@ class EngineScheduler:
             )
         if (state := self._slots.queue_state(request_id)) is not None:
             return state
-        stats = executor.stats(base_model)
+        stats = executor.stats(self.name)
         if request_id in self.samples and stats is not None and stats.samples_waiting:
             return QueueState(
                 state="paused_capacity",
@@ -117,6 +216,8 @@ class EngineScheduler:
         # Between two steps: not while one runs, nor while the model is being rebuilt.
         while state.worker is not None:
             await asyncio.wait({state.worker})
+        if state.home is not self:  # it has moved meanwhile
+            return await state.home.unload(state)
         if state.loaded_in is not None or self.recovery.may_be_loaded(state):
             await asyncio.wait({self.workers.run_between_steps(state, unload())})
         return outcome
@@ -129,6 +230,8 @@ class EngineScheduler:
             await (asyncio.sleep(GAP_POLL_S) if worker is None else asyncio.wait({worker}))
         if self._execution.closing or state.queue.next_seq > newest + 1:
             return False
+        if state.home is not self:  # it has moved meanwhile
+            return await state.home.retire(state)
         if state.loaded_in is not None or self.recovery.may_be_loaded(state):
             await asyncio.wait({self.workers.run_between_steps(state, self._unload_quietly(state))})
             while state.worker is not None:

@@ -9,6 +9,7 @@ Limits per owner, and fair sharing of an engine between owners.
 
 import asyncio
 import contextlib
+import itertools
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -324,6 +325,14 @@ class Admission:
         # Restart it for the waiting samples. The lost requests may have failed, and then they would
         # not restart it.
         self._start_for_waiting()
+
+    def send_elsewhere(self, reason: type[Exception]) -> None:
+        """The engine stays down: what waits for it gets this exception, and goes to another one."""
+        waiting, self._waiting = self._waiting, {}
+        self._up = False
+        for admitted in itertools.chain.from_iterable(waiting.values()):
+            if not admitted.done():
+                admitted.set_exception(reason())
 
     def close(self) -> None:
         if self._starting is not None:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinkex.server.executor import (
     BatchFailed,
@@ -55,6 +55,9 @@ from tinkex.wire.codec import encode_json
 from tinkex.wire.proto.frames_pb2 import Done, Order
 from tinkex.wire.training import CreateModelResponse
 
+if TYPE_CHECKING:
+    from tinkex.server.scheduler.engine_scheduler import EngineScheduler
+
 log = logging.getLogger("tinkex.server.scheduler")
 
 # After a step of these kinds, the next step may start before the result is stored. If the process
@@ -72,9 +75,17 @@ class ModelState:
 
     model: Model
     queue: StepQueue
+    #: The engine that runs its steps.
+    home: "EngineScheduler"
+    #: Under which term this process has it; None on a server that is alone on its database.
+    term: int | None = None
+    #: Whether another worker has it now. Then nothing that is computed here counts.
+    disowned: bool = False
     #: The engine incarnation that has this model in memory, in the state that its log describes.
     loaded_in: int | None = None
     worker: asyncio.Task[None] | None = None
+    #: What its worker does before the next batch of steps.
+    between: deque[Callable[[], Awaitable[None]]] = field(default_factory=deque)
     gap_timer: asyncio.TimerHandle | None = None
     #: Results in the order of their steps, and the task that stores them.
     unstored: deque[Unstored] = field(default_factory=deque)
@@ -101,6 +112,11 @@ class ModelState:
         """Whether it has no running or waiting steps, and no results that are not stored."""
         has_steps = self.queue.waiting or self.queue.running or self.queue.refused
         return self.worker is None and self.storing is None and not has_steps
+
+    @property
+    def is_movable(self) -> bool:
+        """Whether another replica can take it: it is loaded, or has nothing to do."""
+        return self.loaded_in is not None or self.is_idle
 
     async def send(
         self, engine: EngineClient, order: Order, incarnation: int
@@ -227,6 +243,8 @@ class StepRunner:
     async def finish(self, state: ModelState, step: QueuedRequest, outcome: Outcome) -> None:
         """Give the result to the writer. Unless the kind is PIPELINED, wait until it is stored."""
         self._engine.isolation.forget(step.request_id)
+        if state.disowned:
+            return
         if state.rewinding:
             # The step used the effect of a step whose result could not be stored.
             state.queue.requeue([step])
@@ -263,6 +281,7 @@ class ModelWorkers:
         slots: TrainingSlots,
         snapshots: Snapshots,
         gap_s: float,
+        on_lost: Callable[[ModelState], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._execution = execution
@@ -271,7 +290,7 @@ class ModelWorkers:
         self._rebuilds = rebuilds
         self._slots = slots
         self._snapshots = snapshots
-        self._results = ResultWriter(execution, self._start_worker)
+        self._results = ResultWriter(execution, self.start, on_lost)
         self._steps = StepRunner(execution, engine, checkpoints, self._results)
         self._gap_s = gap_s
         self._clock = clock
@@ -279,7 +298,7 @@ class ModelWorkers:
     def add_step(self, state: ModelState, step: QueuedRequest) -> None:
         """Queue a step; it fails if the queue has already passed its number."""
         if state.queue.add(step, now_s=self._clock()):
-            self._start_worker(state)
+            self.start(state)
         else:
             late = Outcome(error=arrived_late(number_of(step)), category="user", cause=Cause.LATE)
             self._results.add(state, step, late, gradient_error=None)
@@ -293,7 +312,7 @@ class ModelWorkers:
     def refuse_step(self, state: ModelState, step: QueuedRequest) -> None:
         """Record a malformed step, so that later steps do not wait for its number."""
         state.queue.refuse(step)
-        self._start_worker(state)
+        self.start(state)
 
     def run_between_steps(
         self, state: ModelState, work: Coroutine[Any, Any, None]
@@ -307,19 +326,44 @@ class ModelWorkers:
             finally:
                 work.close()
                 state.worker = None
-                self._start_worker(state)
+                state.home.workers.start(state)
 
         state.worker = self._execution.spawn(run())
         return state.worker
 
-    def _start_worker(self, state: ModelState) -> None:
-        if state.worker is None and not self._execution.closing:
+    async def run_between_batches(
+        self, state: ModelState, work: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Run `work` after the current batch, also if more steps wait; raises what it raises."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def run() -> None:
+            try:
+                await work()
+            except Exception as error:  # noqa: BLE001  the caller gets it
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        state.between.append(run)
+        self.start(state)
+        await done
+
+    def start(self, state: ModelState) -> None:
+        """Run the waiting steps of a model, unless something of it runs."""
+        if state.home.workers is not self:
+            state.home.workers.start(state)  # it has moved
+        elif state.worker is None and not self._execution.closing and not state.disowned:
             state.worker = self._execution.spawn(self._work(state))
 
     async def _work(self, state: ModelState) -> None:
-        """Run batches of steps until the next step has not arrived yet."""
+        """Run batches of steps until the next step has not arrived yet, or the model moves."""
         try:
-            while not self._execution.closing:
+            while not self._execution.closing and not state.disowned:
+                while state.between:
+                    await state.between.popleft()()
+                if state.home.workers is not self:
+                    break
                 # No step is running now, so all steps that had to be requeued have been.
                 state.rewinding = False
                 batch = state.queue.next_batch(
@@ -332,7 +376,12 @@ class ModelWorkers:
                     await self._snapshots.begin(state)
         finally:
             state.worker = None
-            self._start_gap_timer(state)
+            if state.disowned:
+                pass
+            elif state.home.workers is self:
+                self._start_gap_timer(state)
+            else:
+                self.start(state)
 
     def _max_passes(self, state: ModelState) -> int | None:
         """1 if the next step was lost before, to find the step that crashes the engine."""
@@ -453,7 +502,9 @@ class ModelWorkers:
 
     def _on_gap_timeout(self, state: ModelState, gap: Gap) -> None:
         state.gap_timer = None
-        if state.queue.gap() == gap and state.worker is None:
+        if state.home.workers is not self:
+            self.start(state)  # it has moved
+        elif state.queue.gap() == gap and state.worker is None:
             self.run_between_steps(state, self._close_gap(state, gap))
 
     async def _close_gap(self, state: ModelState, gap: Gap) -> None:

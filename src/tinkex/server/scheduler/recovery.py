@@ -29,7 +29,7 @@ from tinkex.server.scheduler.engine_client import (
 from tinkex.server.scheduler.fairness import TrainingSlots
 from tinkex.server.scheduler.results import MAX_ATTEMPTS, Execution
 from tinkex.server.scheduler.step_queue import Replay, StepBatch, replay_of
-from tinkex.server.store import Damaged, StorageError
+from tinkex.server.store import Damaged, NotOwner, StorageError
 from tinkex.wire.proto import frames_pb2
 from tinkex.wire.proto.frames_pb2 import Done, Order
 
@@ -162,7 +162,7 @@ class Recovery:
             try:
                 await self._rebuild(state, incarnation)
             except EngineLost as lost:
-                if self._engine.count_loss(model_id, attempt, lost):
+                if self._engine.count_attempt(model_id, attempt, lost):
                     state.rebuild_error = (
                         f"the engine died {MAX_ATTEMPTS} times during this, the last time with no "
                         f"other request running: {lost}. The server's log has more details."
@@ -187,9 +187,45 @@ class Recovery:
         with self._rebuilds.rebuilding(state):
             await self._replay(state, incarnation)
 
+    async def catch_up(
+        self, state: "ModelState", incarnation: int, *, after: int | None = None
+    ) -> int:
+        """
+        Bring a copy of a model that trains elsewhere to the newest step of its log.
+
+        The first call makes the copy from the newest snapshot. Returns the number of that step,
+        which is `after` for the next call.
+        """
+        if after is None:
+            model = state.model
+            if (check := self._engine.base_check) is not None:
+                await check.check_run(model.model_id, incarnation)
+            async with self._losses_lock:
+                self._loaded[model.session_id].add(model.model_id)
+            await self._register_losses(state, incarnation)
+        with self._rebuilds.rebuilding(state):
+            return await self._replay(state, incarnation, after=after)
+
     def may_be_loaded(self, state: "ModelState") -> bool:
         """Whether the engine may have something of this model in memory."""
         return state.model.model_id in self._loaded.get(state.model.session_id, ())
+
+    async def drop(self, state: "ModelState", incarnation: int) -> None:
+        """Remove a copy of a model that trains on another engine."""
+        with contextlib.suppress(EngineLost, EngineRefused, WorkFailed):
+            async with self._engine.isolation.attempt():
+                order = Order(drop=frames_pb2.Drop(model_id=state.model.model_id))
+                await state.run(self._engine, order, incarnation)
+        self.forget(state)
+        await self._forget_losses(state.model.session_id, incarnation)
+
+    def forget(self, state: "ModelState") -> None:
+        """Another engine has the model now."""
+        models = self._loaded.get(state.model.session_id)
+        if models is not None:
+            models.discard(state.model.model_id)
+            if not models:
+                del self._loaded[state.model.session_id]
 
     async def unload(self, state: "ModelState") -> None:
         """
@@ -214,9 +250,7 @@ class Recovery:
                             incarnation,
                         )
         finally:
-            self._loaded[model.session_id].discard(model.model_id)
-            if not self._loaded[model.session_id]:
-                del self._loaded[model.session_id]
+            self.forget(state)
         if incarnation is not None:
             await self._forget_losses(model.session_id, incarnation)
 
@@ -250,17 +284,25 @@ class Recovery:
             with contextlib.suppress(WorkFailed):
                 await state.run(self._engine, register_loss_order(loss), incarnation)
 
-    async def _replay(self, state: "ModelState", incarnation: int) -> None:
-        """Restore the last snapshot and run the steps of the log since then."""
+    async def _restore(self, state: "ModelState", incarnation: int) -> int:
+        """Restore the last snapshot; returns its step."""
+        model_id = state.model.model_id
+        snapshot = await self._store.snapshots.newest_intact(model_id, term=state.term)
+        if snapshot is None:
+            return -1
+        folder = await self._store.snapshots.open(snapshot)
+        await state.run(self._engine, create_order(state.model), incarnation)
+        restore = frames_pb2.Restore(model_id=model_id, folder=folder)
+        await state.run(self._engine, Order(restore=restore), incarnation)
+        return snapshot.seq_id
+
+    async def _replay(
+        self, state: "ModelState", incarnation: int, *, after: int | None = None
+    ) -> int:
+        """Run the steps of the log after this one, or after the last snapshot; returns the last."""
         model_id = state.model.model_id
         await self._rebuilds.may_continue(state)
-        snapshot = await self._store.snapshots.newest_intact(model_id)
-        if snapshot is not None:
-            folder = await self._store.snapshots.open(snapshot)
-            await state.run(self._engine, create_order(state.model), incarnation)
-            restore = frames_pb2.Restore(model_id=model_id, folder=folder)
-            await state.run(self._engine, Order(restore=restore), incarnation)
-        after = -1 if snapshot is None else snapshot.seq_id
+        after = await self._restore(state, incarnation) if after is None else after
         rows = await self._store.requests.log(model_id, after=after)
         if rows:
             log.info("rebuilding %s: replaying %d steps of its log", model_id, len(rows))
@@ -298,6 +340,7 @@ class Recovery:
         finally:
             for one in passes:
                 one.cancel()
+        return max((row.seq_id or 0 for row in rows), default=after)
 
     async def _replay_one(
         self, state: "ModelState", row: QueuedRequest, action: Replay, incarnation: int
@@ -388,7 +431,7 @@ class Snapshots:
             order = Order(snapshot=frames_pb2.Snapshot(model_id=model_id, folder=folder))
             future = await state.send(self._engine, order, incarnation)
             saving = self._save(
-                model_id, future, place, state.queue.next_seq - 1, state.queue.gradient_error
+                state, future, place, state.queue.next_seq - 1, state.queue.gradient_error
             )
             written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             state.snapshot_task = self._execution.spawn(
@@ -398,12 +441,13 @@ class Snapshots:
 
     async def _save(
         self,
-        model_id: str,
+        state: "ModelState",
         future: asyncio.Future[Done],
         place: str,
         seq_id: int,
         gradient_error: str | None,
     ) -> bool:
+        model_id = state.model.model_id
         try:
             done = await future
             return await self._execution.store.snapshots.save(
@@ -412,8 +456,9 @@ class Snapshots:
                 place=place,
                 size_bytes=json.loads(done.result)["size_bytes"],
                 spoiled=gradient_error,
+                term=state.term,
             )
-        except (EngineLost, EngineRefused) as lost:
+        except (EngineLost, EngineRefused, NotOwner) as lost:
             log.info("the snapshot of %s failed: %s", model_id, lost)
         except (WorkFailed, StorageError) as failed:
             log.warning("the snapshot of %s failed: %s", model_id, failed)

@@ -113,9 +113,6 @@ class Futures:
         self.busy = asyncio.Event()
         self.completion_log = CompletionLog(store)
 
-    async def start(self) -> None:
-        await self.completion_log.start()
-
     def track(self, request: QueuedRequest) -> None:
         """This process will finish the request."""
         if request.request_id in self._unfinished:
@@ -196,10 +193,9 @@ class Futures:
         unfinished = self._unfinished.get(request_id)
         return unfinished is not None and bool(unfinished.waiters)
 
-    def base_model(self, request_id: str) -> str | None:
-        """The base model of an unfinished request."""
+    def unfinished_request(self, request_id: str) -> QueuedRequest | None:
         unfinished = self._unfinished.get(request_id)
-        return None if unfinished is None else unfinished.request.base_model
+        return None if unfinished is None else unfinished.request
 
     def base_models(self) -> set[str]:
         """The base models of all unfinished requests."""
@@ -284,7 +280,8 @@ _Client = tuple[str, int]
 class _RecentEvents:
     """The newest events of one client: all after the position `floor`."""
 
-    floor: int
+    #: None until the log was read once.
+    floor: int | None = None
     events: list[Completion] = field(default_factory=list)
     waiters: Waiters = field(default_factory=Waiters)
     #: Number of polls that use these events now.
@@ -316,20 +313,14 @@ class CompletionLog:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._recent: OrderedDict[_Client, _RecentEvents] = OrderedDict()
-        #: Position of the newest event added here; earlier ones are in the database.
-        self._newest = 0
         self._closing = False
-
-    async def start(self) -> None:
-        self._newest = await self._store.requests.last_position()
 
     def add(self, event: Completion) -> None:
         """The event is stored: wake its polls. Called in the order of the commits."""
-        self._newest = max(self._newest, event.position)
         client = (event.sampling_session_id, event.clone_id)
         recent = self._recent.get(client)
-        if recent is None:
-            return
+        if recent is None or (recent.floor is not None and event.position <= recent.floor):
+            return  # a poll reads it from the database
         recent.events.append(event)
         recent.waiters.wake()
         if len(recent.events) > MAX_EVENTS_PER_CLIENT and not recent.polls:
@@ -370,13 +361,18 @@ class CompletionLog:
     ) -> list[Completion]:
         """The first events after the cursor that are only in the database."""
         older: list[Completion] = []
-        floor = cursor
+        read_to = cursor
         # Another poll of the same client may have moved the floor in the meantime.
-        while floor < recent.floor:
+        while recent.floor is None or read_to < recent.floor:
             floor = recent.floor
-            older = await self._store.requests.completions(
+            older, newest = await self._store.requests.completions(
                 sampling_session_id, clone_id, after=cursor, up_to=floor, limit=MAX_EVENTS_PER_POLL
             )
+            if recent.floor is None:
+                # Events that were added meanwhile may also be in what was read.
+                recent.acknowledge(newest)
+                recent.floor = newest
+            read_to = newest if floor is None else floor
         return older
 
     def release(self) -> None:
@@ -389,7 +385,7 @@ class CompletionLog:
         recent = self._recent.get(client)
         if recent is None:
             self._drop_unread()
-            recent = _RecentEvents(floor=self._newest, read_s=time.monotonic())
+            recent = _RecentEvents(read_s=time.monotonic())
             self._recent[client] = recent
         self._recent.move_to_end(client)
         return recent

@@ -20,13 +20,14 @@ from tinkex.server.queued_request import PASSES, Cause, Outcome, QueuedRequest
 from tinkex.server.retry import Backoff, retry
 from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.step_queue import number_of
-from tinkex.server.store import Damaged, Store, accepted_work
+from tinkex.server.store import Damaged, NotOwner, Store, accepted_work
 from tinkex.server.store.requests import INLINE_BYTES
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.proto.frames_pb2 import Done
 
 if TYPE_CHECKING:
     from tinkex.server.scheduler.model_worker import ModelState
+    from tinkex.server.scheduler.sample_worker import TokenStream
 
 log = logging.getLogger("tinkex.server.scheduler")
 
@@ -197,6 +198,8 @@ class Execution:
         self.payloads = Payloads(store)
         self.failures = SessionFailures(store)
         self.usage = ComputeUsage()
+        #: Streams of running samples, by request id.
+        self.token_streams: dict[str, TokenStream] = {}
         #: Accepted requests that this process runs, until their results are stored.
         self.claimed: set[str] = set()
         self.closing = False
@@ -212,6 +215,11 @@ class Execution:
         self.futures.track(request)
         self.payloads.keep(request)
         return True
+
+    def release(self, request: QueuedRequest) -> None:
+        """Another process finishes the request."""
+        self.claimed.discard(request.request_id)
+        self.payloads.forget(request)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run in the background until the server stops; its reads wait for the database."""
@@ -280,7 +288,7 @@ class Execution:
         await retry(
             attempt,
             STORE_BACKOFF,
-            should_retry=lambda error: not isinstance(error, UserFailure),
+            should_retry=lambda error: not isinstance(error, UserFailure | NotOwner),
             on_retry=lambda error, wait_s: log.warning(
                 "a result was not stored; retrying in %.1f s: %r", wait_s, error
             ),
@@ -307,9 +315,16 @@ class ResultWriter:
     again.
     """
 
-    def __init__(self, execution: Execution, on_rewind: Callable[["ModelState"], None]) -> None:
+    def __init__(
+        self,
+        execution: Execution,
+        on_rewind: Callable[["ModelState"], None],
+        on_lost: Callable[["ModelState"], None],
+    ) -> None:
         self._execution = execution
         self._on_rewind = on_rewind
+        #: Called when another worker has the model: its results were not stored.
+        self._on_lost = on_lost
 
     def add(
         self,
@@ -320,6 +335,7 @@ class ResultWriter:
         gradient_error: str | None,
     ) -> None:
         """Queue the result of a step; `gradient_error` is the queue's value before the step."""
+        step.term = state.term
         if step.request_id:
             self._execution.payloads.forget(step)
             if outcome.commit is None:
@@ -348,6 +364,10 @@ class ResultWriter:
                 # it.
                 group = group[:1]
                 await store(lambda: self._commit(group))
+        except NotOwner as lost:
+            log.warning("nothing more is stored here: %s", lost)
+            self._on_lost(state)
+            return
         except UserFailure as refused:
             # For example, the name of a checkpoint was taken meanwhile. The model is unchanged.
             step, _, gradient_error = group[0]

@@ -1,13 +1,19 @@
 """Runs requests that are not steps: samples, and the creation of custom losses."""
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from tinkex.server.executor import OnTokens
 from tinkex.server.queued_request import Outcome, QueuedRequest
-from tinkex.server.scheduler.engine_client import EngineClient, register_loss_order, sample_order
+from tinkex.server.scheduler.engine_client import (
+    EngineClient,
+    RunElsewhere,
+    register_loss_order,
+    sample_order,
+)
 from tinkex.server.scheduler.results import Execution
 from tinkex.wire.codec import encode_json
 from tinkex.wire.custom_loss import CreateCustomLossResponse
@@ -16,6 +22,7 @@ from tinkex.wire.proto.frames_pb2 import Order, Tokens
 
 if TYPE_CHECKING:
     from tinkex.server.scheduler.engine_scheduler import EngineScheduler
+    from tinkex.server.scheduler.replicas import Replicas
     from tinkex.server.scheduler.scheduler import ModelStates
 
 
@@ -29,7 +36,15 @@ class TokenStream:
 
     def add(self, tokens: Tokens) -> None:
         """A restarted engine sends everything again; only new tokens count."""
-        if self.growing.add(tokens.sequence, tokens.tokens, tokens.logprobs, start=tokens.start):
+        pairs = list(zip(tokens.top_tokens, tokens.top_logprobs, strict=True))
+        count = tokens.top_count
+        if self.growing.add(
+            tokens.sequence,
+            tokens.tokens,
+            tokens.logprobs,
+            start=tokens.start,
+            tops=[pairs[at : at + count] for at in range(0, len(pairs), count or 1)],
+        ):
             changed, self.changed = self.changed, self._new_future()
             changed.set_result(None)
 
@@ -45,18 +60,9 @@ class SampleWorker:
         self._engine = engine
         #: By request id: the owner, and the task whose cancellation cancels the sample.
         self._running: dict[str, tuple[str, asyncio.Task[Outcome]]] = {}
-        self._token_streams: dict[str, TokenStream] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._running
-
-    def add_token_stream(self, request_id: str, stream: TokenStream) -> None:
-        """Called before the sample runs: its tokens go to this stream."""
-        self._token_streams[request_id] = stream
-
-    def token_stream(self, request_id: str) -> TokenStream | None:
-        """None if the sample is not running, or was started without a stream."""
-        return self._token_streams.get(request_id)
 
     def cancel(self, request_id: str, *, owner: str) -> None:
         """Cancel a sample; no effect if it is not running."""
@@ -73,22 +79,32 @@ class SampleWorker:
             self.cancel(request_id, owner=owner)
 
     async def run(self, request: QueuedRequest) -> Outcome | None:
-        """Run a sample; None if it runs again after the next start."""
+        """
+        Run a sample; None if it runs again after the next start.
+
+        Raises RunElsewhere if another replica has to run it.
+        """
         task = asyncio.create_task(self._sample(request))
         self._running[request.request_id] = (request.owner, task)
         try:
             await asyncio.wait({task})
             if task.cancelled():
                 return Outcome(error="cancelled: the client gave up on it.", category="user")
+            if isinstance(task.exception(), RunElsewhere):
+                raise RunElsewhere
             return await self._execution.outcome_of(task)
         finally:
             # Without effect unless the server is stopping.
             task.cancel()
             del self._running[request.request_id]
-            self._token_streams.pop(request.request_id, None)
 
     async def _sample(self, request: QueuedRequest) -> Outcome:
-        done = await self._engine.run_request(request, functools.partial(self._prepare, request))
+        prepare = functools.partial(self._prepare, request)
+        if request.version_id is None:
+            done = await self._engine.run_request(request, prepare)
+        else:
+            with self._execution.store.checkpoints.in_use(request.version_id):
+                done = await self._engine.run_request(request, prepare)
         return Outcome(result=done.result)
 
     async def _prepare(self, request: QueuedRequest) -> tuple[Order, OnTokens | None]:
@@ -98,7 +114,7 @@ class SampleWorker:
                 await check.check_version(request.version_id, await self._engine.ready())
             folder = await self._execution.store.checkpoints.open_cached(request.version_id)
         payload = await self._execution.payloads.get(request)
-        stream = self._token_streams.get(request.request_id)
+        stream = self._execution.token_streams.get(request.request_id)
         order = sample_order(request.owner, folder, payload, streams=stream is not None)
         return order, None if stream is None else stream.add
 
@@ -110,11 +126,11 @@ class CustomLossWorker:
         self,
         execution: Execution,
         models: "ModelStates",
-        engine_of: "Callable[[str], EngineScheduler]",
+        replicas_of: "Callable[[str], Replicas]",
     ) -> None:
         self._execution = execution
         self._models = models
-        self._engine_of = engine_of
+        self._replicas_of = replicas_of
 
     async def run(self, request: QueuedRequest) -> Outcome | None:
         """Check and register the loss; None if it runs again after the next start."""
@@ -127,17 +143,34 @@ class CustomLossWorker:
             return register_loss_order(loss), None
 
         # An engine that loads a model of this session later registers its losses then.
-        base_models = {
-            state.model.base_model
+        engines = {
+            state.home
             for state in self._models.opened()
             if state.model.session_id == loss.session_id
             # A model that is being loaded may have read the losses before this one was stored.
             and (state.loaded_in is not None or state.worker is not None)
         }
-        for base_model in sorted(base_models | {request.base_model}):
-            engine = self._engine_of(base_model)
-            try:
-                await engine.client.run_request(request, prepare)
-            finally:
-                await engine.recovery.loss_was_checked(loss.session_id)
+        checked = False
+        for engine in sorted(engines, key=lambda engine: engine.name):
+            # A lost engine gets the losses with the models that it loads.
+            with contextlib.suppress(RunElsewhere):
+                await self._check(request, prepare, engine, loss.session_id)
+                checked |= engine.client.base_model == request.base_model
+        while not checked:
+            engine = self._replicas_of(request.base_model).for_training()
+            with contextlib.suppress(RunElsewhere):
+                await self._check(request, prepare, engine, loss.session_id)
+                checked = True
         return Outcome(result=encode_json(CreateCustomLossResponse(loss_id=loss.loss_id)))
+
+    async def _check(
+        self,
+        request: QueuedRequest,
+        prepare: Callable[[], Awaitable[tuple[Order, None]]],
+        engine: "EngineScheduler",
+        session_id: str,
+    ) -> None:
+        try:
+            await engine.client.run_request(request, prepare)
+        finally:
+            await engine.recovery.loss_was_checked(session_id)

@@ -1,13 +1,15 @@
 """
 The scheduler: runs accepted requests.
 
-`Scheduler` picks the engine of a request by its base model; the rest is in `engine_scheduler`.
+`Scheduler` picks the engine of a request by its base model and, with several replicas, by
+`replicas`; the rest is in `engine_scheduler`.
 `Pickup` finds accepted requests that did not reach the scheduler.
 """
 
 import asyncio
 import functools
 import logging
+import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable
@@ -18,15 +20,16 @@ from tinkex.server.queued_request import Cause, Kind, Outcome, QueuedRequest
 from tinkex.server.retry import run_periodically
 from tinkex.server.scheduler.base_model_check import BaseModelChecks
 from tinkex.server.scheduler.crash_files import CrashFiles
-from tinkex.server.scheduler.engine_client import after_web_crash
+from tinkex.server.scheduler.engine_client import LostAttempts, RunElsewhere, after_web_crash
 from tinkex.server.scheduler.engine_scheduler import EngineScheduler
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits
 from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers
+from tinkex.server.scheduler.replicas import Replicas, choose_move
 from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.results import Execution
 from tinkex.server.scheduler.sample_worker import CustomLossWorker, TokenStream
 from tinkex.server.scheduler.step_queue import model_deleted, number_of, restore_queue
-from tinkex.server.store import StorageError, Store
+from tinkex.server.store import Ownership, StorageError, Store
 
 log = logging.getLogger("tinkex.server.scheduler")
 
@@ -34,6 +37,10 @@ log = logging.getLogger("tinkex.server.scheduler")
 STORE_TIMEOUT_S = 5.0
 #: How often the number of waiting rows is compared with the claimed requests.
 PICKUP_INTERVAL_S = 5.0
+#: How often replicas that are down are looked for.
+REPLICA_CHECK_S = 1.0
+#: After a model could not be moved to another replica.
+MOVE_RETRY_S = 60.0
 #: Rows that one read returns. Small, so that it does not block other reads and the event loop.
 PICKUP_BATCH = 200
 
@@ -41,8 +48,16 @@ PICKUP_BATCH = 200
 class ModelStates:
     """The models that have had work since this process started, restored from their logs."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(
+        self,
+        store: Store,
+        home_of: Callable[[str], EngineScheduler],
+        ownership: Ownership | None,
+    ) -> None:
         self._store = store
+        self._ownership = ownership
+        #: The engine for a model of this base model.
+        self._home_of = home_of
         self._states: dict[str, ModelState] = {}
         self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -56,9 +71,11 @@ class ModelStates:
     def forget(self, state: ModelState) -> None:
         """Drop a state, unless something of it exists only in memory."""
         model_id = state.model.model_id
-        if not state.is_idle or self._states.get(model_id) is not state:
+        idle = state.is_idle or state.disowned
+        if not idle or self._states.get(model_id) is not state:
             return
         del self._states[model_id]
+        state.home.models.pop(model_id, None)
         if (opening := self._opening.get(model_id)) is not None and not opening.locked():
             del self._opening[model_id]
 
@@ -70,6 +87,10 @@ class ModelStates:
             model = await self._store.models.model(model_id)
             if model is None:
                 raise LookupError(f"model {model_id} is not in the database")
+            term = None
+            if self._ownership is not None:
+                # Before the log is read: whoever had the model adds nothing to it from now on.
+                term = await self._ownership.take(model_id)
             snapshot = await self._store.snapshots.newest(model_id)
             after = -1 if snapshot is None else snapshot.seq_id
             finished = [
@@ -82,8 +103,14 @@ class ModelStates:
             queue = restore_queue(finished, next_seq=after + 1, gradient_error=gradient_error)
             if snapshot is None and not await self._store.requests.has_steps(model_id):
                 queue.creation_error, queue.next_seq = model_deleted(), first_seq
-            state = ModelState(model=model, queue=queue, steps_since_snapshot=len(finished))
-            self._states[model_id] = state
+            state = ModelState(
+                model=model,
+                queue=queue,
+                home=self._home_of(model.base_model),
+                term=term,
+                steps_since_snapshot=len(finished),
+            )
+            self._states[model_id] = state.home.models[model_id] = state
             return state
 
 
@@ -104,6 +131,7 @@ class Scheduler:
         crash_files: CrashFiles | None = None,
         last_status: int = 0,
         base_checks: BaseModelChecks | None = None,
+        ownership: Ownership | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
@@ -119,6 +147,7 @@ class Scheduler:
             snapshot_steps=snapshot_steps,
             snapshot_bytes=snapshot_bytes,
             max_sequences=max_sequences,
+            on_lost=self._disown,
             clock=clock,
             crash_files=crash_files,
         )
@@ -126,13 +155,19 @@ class Scheduler:
         #: The exit status of the last web process.
         self._last_status = last_status
         self._base_checks = base_checks
-        self._engines: dict[str, EngineScheduler] = {}
+        #: By base model.
+        self._replicas: dict[str, Replicas] = {}
         for served in executor.served:
-            self.engine(served.name)
-        self._models = ModelStates(store)
+            self.replicas(served.name)
+        self._models = ModelStates(
+            store, lambda base: self.replicas(base).for_training(), ownership
+        )
+        #: The move of a model between replicas, and when to try again after one failed.
+        self._move: asyncio.Task[None] | None = None
+        self._next_move_s = 0.0
         #: Models whose steps are being read.
         self._opening: set[str] = set()
-        self._losses = CustomLossWorker(self._execution, self._models, self.engine)
+        self._losses = CustomLossWorker(self._execution, self._models, self.replicas)
 
     @property
     def busy(self) -> asyncio.Event:
@@ -157,25 +192,40 @@ class Scheduler:
         """The base models that have unfinished requests."""
         return self._execution.futures.base_models()
 
-    def engine(self, base_model: str) -> EngineScheduler:
-        """The scheduler of one engine; requests of a model that is not served fail there."""
-        engine = self._engines.get(base_model)
-        if engine is None:
-            engine = self._engines[base_model] = self._new_engine(
-                base_model,
+    def replicas(self, base_model: str) -> Replicas:
+        """The engines of a base model; requests of a model that is not served fail there."""
+        found = self._replicas.get(base_model)
+        if found is None:
+            found = self._replicas[base_model] = self._new_replicas(base_model)
+        return found
+
+    def _new_replicas(self, base_model: str) -> Replicas:
+        executor = self._execution.executor
+        served = next((one for one in executor.served if one.name == base_model), None)
+        names = (base_model,) if served is None else served.engines
+        lost = LostAttempts()
+        engines = [
+            self._new_engine(
+                name,
+                base_model=base_model,
+                lost=lost,
+                has_replicas=len(names) > 1,
                 base_check=self._base_checks.get(base_model) if self._base_checks else None,
             )
-        return engine
+            for name in names
+        ]
+        return Replicas(engines, lost)
 
     def add_model(self, model: ServedModel) -> None:
         """A running server serves one more model; requests of its earlier runs may come now."""
-        engine = self.engine(model.name)
+        replicas = self.replicas(model.name)
         if self._base_checks is not None:
-            engine.set_base_check(self._base_checks.add(model))
+            check = self._base_checks.add(model)
+            for engine in replicas.engines:
+                engine.set_base_check(check)
 
     async def start(self) -> None:
         """Start, and schedule the requests that an earlier process accepted and did not finish."""
-        await self._execution.futures.start()
         await self._execution.failures.start()
         # Set the limits before any work is scheduled. Later, each request updates the limits of its
         # owner.
@@ -194,6 +244,55 @@ class Scheduler:
                 after_s=0.0,
             )
         )
+
+        if any(len(replicas.engines) > 1 for replicas in self._replicas.values()):
+            self._execution.spawn(
+                run_periodically(
+                    self._share_work,
+                    REPLICA_CHECK_S,
+                    what="sharing work between replicas",
+                    log=log,
+                )
+            )
+
+    async def _share_work(self) -> None:
+        """Move the work of replicas that stay down to the others, and back when they return."""
+        for replicas in self._replicas.values():
+            for engine in replicas.lost_engines(time.monotonic()):
+                if engine.models:
+                    log.warning(
+                        "the engine of %s is down; its %d models move to other replicas",
+                        engine.name,
+                        len(engine.models),
+                    )
+                for state in list(engine.models.values()):
+                    replicas.for_training().take_over(state)
+                engine.client.give_up()
+            if self._move is None and time.monotonic() >= self._next_move_s:
+                self._balance(replicas)
+
+    def _balance(self, replicas: Replicas) -> None:
+        """Move one model if one replica has more than its share, for example after a crash."""
+        move = choose_move(replicas.loads()) if len(replicas.engines) > 1 else None
+        if move is None:
+            return
+        origin, target = (replicas.engines[number] for number in move)
+        movable = [state for state in origin.models.values() if state.is_movable]
+        if movable:
+            # Any of them: one that cannot be moved must not keep the others from it.
+            state = random.choice(movable)
+            self._move = self._execution.spawn(self._move_model(state, target))
+
+    async def _move_model(self, state: ModelState, target: EngineScheduler) -> None:
+        """In the background: engines that are lost meanwhile are noticed."""
+        origin = state.home
+        try:
+            if await target.move_here(state):
+                log.info("%s moved from %s to %s", state.model.model_id, origin.name, target.name)
+            else:
+                self._next_move_s = time.monotonic() + MOVE_RETRY_S
+        finally:
+            self._move = None
 
     def _is_served(self, base_model: str) -> bool:
         return any(model.name == base_model for model in self._execution.executor.served)
@@ -215,7 +314,7 @@ class Scheduler:
             if isolated is not None:
                 attempts, culprit = after_web_crash(attempts, isolated)
                 await (stored.set(attempts) if attempts else stored.clear(base_model))
-            self.engine(base_model).client.isolation.restore(attempts, culprit)
+            self.replicas(base_model).lost.restore(attempts, culprit)
         if files is not None:
             files.start()
 
@@ -229,8 +328,9 @@ class Scheduler:
         storing = [one.storing for one in self._models.opened() if one.storing is not None]
         if storing:
             await asyncio.wait(storing, timeout=STORE_TIMEOUT_S)
-        for engine in self._engines.values():
-            engine.client.close()
+        for replicas in self._replicas.values():
+            for engine in replicas.engines:
+                engine.client.close()
         await self._execution.stop()
 
     def submit(
@@ -250,14 +350,14 @@ class Scheduler:
             return
         # Even if it is known: `Pickup`, which has no stream, may have found the request first.
         if token_stream is not None:
-            self.engine(request.base_model).samples.add_token_stream(request_id, token_stream)
+            execution.token_streams[request_id] = token_stream
         if request_id in execution.claimed:
             return
         # Before it is claimed: a step may have to wait until its model is read.
         execution.futures.track(request)
         match request.kind:
             case Kind.SAMPLE:
-                self._run(request, self.engine(request.base_model).samples.run(request))
+                self._run(request, self._sample(request))
             case Kind.UNLOAD_MODEL:
                 self._run(request, self._unload(request))
             case Kind.CREATE_CUSTOM_LOSS:
@@ -281,6 +381,20 @@ class Scheduler:
                 await self._execution.finish(request, outcome)
 
         self._execution.spawn(run())
+
+    async def _sample(self, request: QueuedRequest) -> Outcome | None:
+        replicas = self.replicas(request.base_model)
+        try:
+            while True:
+                engine = replicas.begin_sample(request)
+                try:
+                    return await engine.samples.run(request)
+                except RunElsewhere:
+                    continue
+                finally:
+                    replicas.end_sample(request.request_id)
+        finally:
+            self._execution.token_streams.pop(request.request_id, None)
 
     def _add_step(self, step: QueuedRequest) -> None:
         if step.model_id is None or step.seq_id is None:
@@ -312,7 +426,7 @@ class Scheduler:
         return state
 
     def _workers(self, state: ModelState) -> ModelWorkers:
-        return self.engine(state.model.base_model).workers
+        return state.home.workers
 
     def creation_refused(self, request: QueuedRequest, outcome: Outcome) -> None:
         """A model was refused on acceptance: mark its session as failed."""
@@ -335,8 +449,7 @@ class Scheduler:
 
     def token_stream(self, request_id: str) -> TokenStream | None:
         """The tokens of a running sample, if it was started with a stream."""
-        engine = self._engine_of_request(request_id)
-        return None if engine is None else engine.samples.token_stream(request_id)
+        return self._execution.token_streams.get(request_id)
 
     def cancel(self, request_id: str, *, owner: str) -> None:
         """Cancel a sample. No effect on anything else: a step never leaves its queue."""
@@ -351,14 +464,38 @@ class Scheduler:
             )
 
     def _engine_of_request(self, request_id: str) -> EngineScheduler | None:
-        base_model = self._execution.futures.base_model(request_id)
-        return None if base_model is None else self._engines.get(base_model)
+        request = self._execution.futures.unfinished_request(request_id)
+        if request is None:
+            return None
+        if request.kind is Kind.SAMPLE:
+            return self.replicas(request.base_model).of_sample(request_id)
+        state = self._models.get(request.model_id or "")
+        # One that is not opened yet, and a custom loss, have no engine; the first one stands for all.
+        return state.home if state is not None else self.replicas(request.base_model).engines[0]
 
     async def _unload(self, request: QueuedRequest) -> Outcome:
         if (model_id := request.model_id) is None:
             raise ValueError(f"request {request.request_id} names no model")
         state = await self._open(model_id)
-        return await self.engine(state.model.base_model).unload(state)
+        return await state.home.unload(state)
+
+    def _disown(self, state: ModelState) -> None:
+        """Another worker has the model: it finishes the steps that were here."""
+        state.disowned = True
+        if state.gap_timer is not None:
+            state.gap_timer.cancel()
+        steps = (*state.queue.waiting.values(), *state.queue.running.values())
+        for step in (*steps, *(step for step, _, _ in state.unstored)):
+            self._execution.release(step)
+        state.unstored.clear()
+        self._models.forget(state)
+        self._execution.spawn(self._drop_disowned(state))
+
+    async def _drop_disowned(self, state: ModelState) -> None:
+        while state.worker is not None:
+            await asyncio.wait({state.worker})
+        if state.loaded_in is not None:
+            await state.home.recovery.drop(state, state.loaded_in)
 
     def unload_session(self, session_id: str) -> None:
         """Unload the models of a session; the next step of each rebuilds it."""
@@ -367,7 +504,7 @@ class Scheduler:
                 self._execution.spawn(self._retire(state))
 
     async def _retire(self, state: ModelState) -> None:
-        if await self.engine(state.model.base_model).retire(state):
+        if await state.home.retire(state):
             self._models.forget(state)
 
     async def snapshot(self, model_id: str) -> bool:
@@ -377,7 +514,7 @@ class Scheduler:
         if self._execution.closing or state.queue.creation_error is not None:
             return False
         was_loaded = state.loaded_in is not None
-        written = await self.engine(state.model.base_model).snapshot(state)
+        written = await state.home.snapshot(state)
         if not was_loaded:
             self._execution.spawn(self._retire(state))
         return written

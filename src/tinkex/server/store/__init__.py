@@ -6,13 +6,15 @@ for each group of tables.
 """
 
 import contextlib
-import secrets
-from collections.abc import Callable
+import secrets as random
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import sqlalchemy as sa
 
+from tinkex.server.store import server_secrets
+from tinkex.server.store.blob_cache import BlobCache
 from tinkex.server.store.blobs import Files
 from tinkex.server.store.checkpoint_catalog import CheckpointCatalog, NamedCheckpoint
 from tinkex.server.store.checkpoints import Checkpoints, Version
@@ -21,6 +23,7 @@ from tinkex.server.store.database_identity import refuse_wrong_database
 from tinkex.server.store.events import Audit, Telemetry
 from tinkex.server.store.keys import ApiKey, Keys, refuse_lost_keys
 from tinkex.server.store.models import BaseHashes, CustomLoss, Model, Models, RunTaken, Sampler
+from tinkex.server.store.ownership import NotOwner, Ownership
 from tinkex.server.store.quotas import OverQuota, Quota, Quotas
 from tinkex.server.store.request_rows import Completion
 from tinkex.server.store.requests import Attempts, Requests
@@ -49,7 +52,9 @@ __all__ = [
     "Model",
     "Models",
     "NamedCheckpoint",
+    "NotOwner",
     "OverQuota",
+    "Ownership",
     "Quota",
     "Requests",
     "RunTaken",
@@ -73,14 +78,19 @@ PROBE = bytes(2**20)
 class Store:
     """All persistent data of a server. Closing is safe to repeat."""
 
-    def __init__(self, *, database: Database, files: Files, folder: Path) -> None:
+    def __init__(
+        self, *, database: Database, files: Files, folder: Path, secrets: Mapping[str, bytes]
+    ) -> None:
         self._database = database
+        #: What signs links and tokens, by name.
+        self.secrets = secrets
         self.health = database.health
         self.files = files
-        self.keys = Keys(database, folder)
+        self.keys = Keys(database, folder, files)
         self.requests = Requests(database, files)
         self.attempts = Attempts(database)
-        self.retention = Retention(database, files, folder)
+        cache = BlobCache(files, folder)
+        self.retention = Retention(database, files, cache)
         self.quotas = Quotas(database, self.retention)
         self.sessions = Sessions(database)
         self.models = Models(database, self.quotas)
@@ -88,15 +98,19 @@ class Store:
         self.usage = Usage(database)
         self.audit = Audit(database)
         self.telemetry = Telemetry(database)
-        self.checkpoints = Checkpoints(database, files, folder, self.quotas)
+        self.checkpoints = Checkpoints(database, files, folder, self.quotas, cache)
         self.checkpoint_catalog = CheckpointCatalog(database, self.quotas)
-        self.snapshots = Snapshots(database, files, folder)
+        self.snapshots = Snapshots(database, files, folder, cache)
         self.step_history = StepHistory(database)
 
     @property
     def commits(self) -> int:
         """Transactions committed since opening."""
         return self._database.writer.commits
+
+    def ownership(self, worker: str) -> Ownership:
+        """For a worker that shares the database with others."""
+        return Ownership(self._database, worker)
 
     async def build_report(self, function: Callable[[], T]) -> T:
         """Run `function`, which builds a large response, in a thread."""
@@ -128,25 +142,41 @@ class Store:
 def _touch(connection: sa.Connection) -> None:
     if connection.dialect.name == "sqlite":
         # The number is not used; a new value makes SQLite write the page.
-        connection.exec_driver_sql(f"PRAGMA user_version = {secrets.randbelow(2**31)}")
+        connection.exec_driver_sql(f"PRAGMA user_version = {random.randbelow(2**31)}")
     else:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = version_num")
 
 
-def open_store(*, db_url: str, storage_url: str, folder: Path, exclusive: bool = False) -> Store:
+def open_store(
+    *,
+    db_url: str,
+    storage_url: str,
+    folder: Path,
+    exclusive: bool = False,
+    writer: str = "",
+) -> Store:
     """
     Open the store, or create it. Servers open it `exclusive`, which also upgrades its schema.
 
-    Other programs refuse an older schema, because a server that uses it may be running.
+    Other programs refuse an older schema, because a server that uses it may be running. Several
+    processes that serve one database have different names as `writer`.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _create_private(db_url)
-    database = Database(db_url, exclusive=exclusive)
+    secrets: dict[str, bytes] = {}
+    database = Database(
+        db_url,
+        exclusive=exclusive,
+        writer=writer,
+        prepare=lambda reading, writing: secrets.update(
+            server_secrets.ensure_secrets(reading, writing, folder)
+        ),
+    )
     try:
         files = Files(storage_url)
         if exclusive:
             refuse_wrong_database(database, files)
-            refuse_lost_keys(database, folder)
+            refuse_lost_keys(database, folder, files)
     except (ObjectStoreUnavailable, ImportError) as error:
         database.close()
         raise DatabaseRefused(
@@ -156,7 +186,7 @@ def open_store(*, db_url: str, storage_url: str, folder: Path, exclusive: bool =
     except BaseException:
         database.close()
         raise
-    return Store(database=database, files=files, folder=folder)
+    return Store(database=database, files=files, folder=folder, secrets=secrets)
 
 
 def _create_private(db_url: str) -> None:

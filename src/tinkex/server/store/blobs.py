@@ -99,11 +99,8 @@ class Files:
         """Write `data` durably; returns its key, which contains its fingerprint."""
         name = f"{secrets.token_hex(16)}.{hashlib.sha256(data).hexdigest()[:FINGERPRINT_DIGITS]}"
         key = f"{prefix}/{name[:2]}/{name}"
-        if self.local is None:
-            with _store_errors():
-                self._filesystem.pipe_file(f"{self._root}/{key}", data)
-        else:
-            write_file(f"{self.local}/{key}", data)
+        self.write(key, data)
+        if self.local is not None:
             self._remember(key, os.stat(f"{self.local}/{key}"))
         return key
 
@@ -151,6 +148,22 @@ class Files:
         if self.local is not None and fingerprint:
             self._remember(key, stats)
         return data
+
+    def write(self, key: str, data: bytes) -> None:
+        """Write a file with a fixed key durably; it may exist."""
+        if self.local is None:
+            with _store_errors():
+                self._filesystem.pipe_file(f"{self._root}/{key}", data)
+        else:
+            write_file(f"{self.local}/{key}", data)
+
+    def name(self, key: str) -> str:
+        """The path or URL of a key, for messages."""
+        return (
+            f"{self.local}/{key}"
+            if self.local
+            else self._filesystem.unstrip_protocol(f"{self._root}/{key}")
+        )
 
     def exists(self, key: str) -> bool:
         if self.local is not None:

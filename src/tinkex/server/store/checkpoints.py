@@ -11,6 +11,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ import sqlalchemy as sa
 from tinkex.durable_files import fingerprint
 from tinkex.server.queued_request import Outcome, QueuedRequest
 from tinkex.server.store import request_rows
+from tinkex.server.store.blob_cache import BlobCache
 from tinkex.server.store.blobs import Files, folder_problem
 from tinkex.server.store.database import (
     Database,
@@ -32,6 +34,7 @@ from tinkex.server.store.database import (
     values,
 )
 from tinkex.server.store.models import Sampler, insert_sampler
+from tinkex.server.store.ownership import check_terms
 from tinkex.server.store.quotas import Quotas
 from tinkex.server.store.schema import (
     checkpoint_names,
@@ -93,10 +96,13 @@ VERSION_COLUMNS = columns(Version, checkpoint_versions)
 class Checkpoints:
     """The rows and files of checkpoint versions."""
 
-    def __init__(self, database: Database, files: Files, folder: Path, quotas: Quotas) -> None:
+    def __init__(
+        self, database: Database, files: Files, folder: Path, quotas: Quotas, cache: BlobCache
+    ) -> None:
         self._database = database
         self._files = files
         self._quotas = quotas
+        self._cache = cache
         #: Where the engine writes and reads; the storage root itself if that is local.
         self._folder = files.local or str(folder)
         #: Versions whose files this process has verified; they never change.
@@ -142,6 +148,8 @@ class Checkpoints:
         run = self._database.with_file if local else self._database.with_folder
         if not await run(lambda: self._download(version, folder), required=required):
             raise _damaged(version, f"is missing: there is no folder {version.place}")
+        if self._cache.enabled:
+            self._cache.touch(folder)
         if version.version_id not in self._verified:
             await self._check(version, folder)
         return folder
@@ -162,6 +170,15 @@ class Checkpoints:
 
     def clear_open_cache(self) -> None:
         self._opened.clear()
+
+    def forget_copies(self, keys: Collection[str]) -> None:
+        """The local copies of these folders were deleted: the next use downloads and verifies them."""
+        self._opened.clear()
+        self._verified.difference_update(key.rpartition("/")[2] for key in keys)
+
+    def in_use(self, version_id: str) -> AbstractContextManager[None]:
+        """A local copy of this version is not deleted inside of the `with` block."""
+        return self._cache.held(version_id) if self._cache.enabled else contextlib.nullcontext()
 
     def _download(self, version: Version, folder: str) -> bool:
         """Download the files if necessary; whether the folder exists."""
@@ -215,6 +232,8 @@ class Checkpoints:
         """Add the version, its name or sampler, and the outcome of the request in one transaction."""
 
         def operation(connection: sa.Connection) -> None:
+            if request.term is not None:
+                check_terms(connection, {version.model_id: request.term})
             insert_version(connection, version, fingerprint)
             named = naming is not None and _assign_name(connection, version, naming)
             self._quotas.check(

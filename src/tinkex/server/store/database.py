@@ -79,7 +79,19 @@ class Database:
     SQLite the data folder is locked (`folder_lock`).
     """
 
-    def __init__(self, url: str, *, exclusive: bool = False) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        exclusive: bool = False,
+        writer: str = "",
+        prepare: Callable[[sa.Engine, sa.Engine], None] | None = None,
+    ) -> None:
+        """
+        `writer` names this process among those that write to one database (`usage.writer`).
+
+        `prepare` gets the engines that read and write once the tables are there.
+        """
         self._writing, self._reading = connection_pools(
             url, exclusive=exclusive, readers=READERS + KEY_READERS + REPORTERS
         )
@@ -87,6 +99,11 @@ class Database:
         #: Whether the current operation may not insert rows while new data is refused.
         self._refuses_inserts = False
         event.listen(self._writing, "before_cursor_execute", self._refuse_new_rows)
+
+        @event.listens_for(self._writing, "connect")
+        def _connected(_connection: object, record: Any) -> None:
+            record.info[request_rows.WRITER] = writer
+
         self.health = StorageHealth()
         with as_refusal(self._writing):
             if exclusive:
@@ -98,6 +115,8 @@ class Database:
                 )
             if found is not None:
                 migrations.migrate(self._writing)
+            if prepare is not None:
+                prepare(self._reading, self._writing)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="tinkex-reader")
         self._key_readers = ThreadPoolExecutor(KEY_READERS, thread_name_prefix="tinkex-key-reader")
         self._reporters = ThreadPoolExecutor(REPORTERS, thread_name_prefix="tinkex-report")

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from tinkex.server.retry import Backoff, poll, retry_blocking
+from tinkex.server.store import sql_dialects
 from tinkex.server.store.storage_health import (
     FAILING,
     UNREACHABLE,
@@ -85,7 +86,8 @@ class Writer:
     The writer thread. It commits the queued writes in groups, one transaction for each group.
 
     If a write raises an error, the transaction is rolled back. The writes of the group then run
-    again, each in its own transaction, so only the one with the error fails.
+    again, each in its own transaction, so only the one with the error fails. A write that met
+    another writer of the database runs once more: it then finds what the other wrote.
 
     If the connection is lost, the group runs again on a new connection, unless the database reports
     that the commit succeeded.
@@ -245,7 +247,9 @@ class Writer:
             self._queue = self._queue[MAX_GROUP:]
             return group
 
-    def _commit(self, connection: sa.Connection, group: list[_Write]) -> None:
+    def _commit(
+        self, connection: sa.Connection, group: list[_Write], *, again: bool = False
+    ) -> None:
         results: list[Any] = []
         # The id of the transaction that computed `results`, once its commit may have succeeded.
         transaction: int | None = None
@@ -276,7 +280,7 @@ class Writer:
         except Exception as error:  # noqa: BLE001  errors of a write go to its caller
             if not connection.invalidated and self._after_rollback is not None:
                 self._after_rollback(connection)
-            self._not_written(connection, group, error)
+            self._not_written(connection, group, error, again=again)
             return
         self.commits += 1
         self._dropping = False
@@ -302,13 +306,15 @@ class Writer:
         return results
 
     def _not_written(
-        self, connection: sa.Connection, group: list[_Write], error: Exception
+        self, connection: sa.Connection, group: list[_Write], error: Exception, *, again: bool
     ) -> None:
         refused = isinstance(error, NewDataRefused)
         if not refused and self._health.record(error) is not None:
             self._retry_or_refuse(group, error)
         elif len(group) > 1:
             self._commit_each(connection, group, error)
+        elif not again and sql_dialects.met_another_writer(error):
+            self._commit(connection, group, again=True)
         elif (future := group[0].future) is not None:
             _resolve([_Outcome(future, error=error)])
         else:

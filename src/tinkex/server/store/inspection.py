@@ -5,7 +5,6 @@ Checks that all stored files exist and match their fingerprints, and that model 
 """
 
 import contextlib
-import sqlite3
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,8 +14,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinkex.server.store.blobs import PREFIX_DEPTHS, UNREADABLE, Files, folder_problem, is_key
+from tinkex.server.store.blobs import PREFIX_DEPTHS, UNREADABLE, Files, folder_problem
 from tinkex.server.store.connections import any_key
+from tinkex.server.store.database_copy import CopyFailed
 from tinkex.server.store.database_identity import session_ids_in, stored_sessions
 from tinkex.server.store.migrations import current_version, known_versions
 from tinkex.server.store.schema import (
@@ -273,34 +273,6 @@ def rebuild_indexes(url: str) -> None:
     engine.dispose()
 
 
-class CopyFailed(Exception):
-    """The database cannot be copied; the text says why."""
-
-    def __init__(self, message: str, *, is_full: bool = False) -> None:
-        super().__init__(message)
-        #: Whether the disk of the copy is full.
-        self.is_full = is_full
-
-
-def copy_database(source: Path, target: Path) -> None:
-    """Copy a consistent state of a database that may be in use, and check the copy."""
-    target.unlink(missing_ok=True)
-    try:
-        with (
-            contextlib.closing(sqlite3.connect(source)) as original,
-            contextlib.closing(sqlite3.connect(target)) as copy,
-        ):
-            original.backup(copy)
-            # One file, without a WAL.
-            copy.execute("PRAGMA journal_mode = DELETE")
-            found = copy.execute("PRAGMA quick_check(3)").fetchall()
-    except sqlite3.Error as error:
-        name = getattr(error, "sqlite_errorname", None)
-        raise CopyFailed(str(error), is_full=name == "SQLITE_FULL") from error
-    if found != [("ok",)]:
-        raise CopyFailed(f"it is damaged: {'; '.join(line for (line,) in found)}")
-
-
 def referenced_keys(url: str) -> set[str]:
     """The keys of all files and folders that rows refer to."""
     engine = sa.create_engine(url)
@@ -313,23 +285,6 @@ def referenced_keys(url: str) -> set[str]:
         ) from error
     finally:
         engine.dispose()
-
-
-def invalid_keys(database: Path) -> list[str]:
-    """Values in the key columns of a database, of any version, that are not valid keys."""
-    invalid: list[str] = []
-    try:
-        with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as rows:
-            columns = rows.execute(
-                "SELECT t.name, c.name FROM sqlite_master t, pragma_table_info(t.name) c "
-                "WHERE t.type = 'table' AND c.name LIKE '%place'"
-            ).fetchall()
-            for table, column in columns:
-                found = rows.execute(f'SELECT "{column}" FROM "{table}" WHERE "{column}" NOTNULL')
-                invalid += [str(key) for (key,) in found if not is_key(str(key))]
-    except sqlite3.Error as error:
-        raise CopyFailed(str(error)) from error
-    return invalid
 
 
 def schema_version(url: str) -> str | None:

@@ -2,8 +2,9 @@
 API keys: shown once, stored as hashes.
 
 A server without keys accepts everyone on its machine. If the database is lost, so are its keys, and
-a new database has none. A marker file in the data folder shows that keys were created, so that the
-server does not start without them.
+a new database has none. A marker shows that keys were created, so that the server does not start
+without them. It is outside of the database: in the data folder and in the storage, so that it is also
+found by a server on another machine that has neither this folder nor the lost database.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from tinkex.durable_files import write_file
+from tinkex.server.store.blobs import Files
 from tinkex.server.store.connections import any_key
 from tinkex.server.store.database import Database, every, execute, note_audit, one
 from tinkex.server.store.schema import api_keys
@@ -88,9 +89,10 @@ def _audit_details(key: ApiKey) -> dict[str, object]:
 class Keys:
     """The API key rows."""
 
-    def __init__(self, database: Database, folder: Path) -> None:
+    def __init__(self, database: Database, folder: Path, files: Files) -> None:
         self._database = database
         self._folder = folder
+        self._files = files
 
     async def create(
         self,
@@ -122,7 +124,7 @@ class Keys:
             return key
 
         key = await self._database.write(operation)
-        await asyncio.to_thread(write_marker, self._folder)
+        await asyncio.to_thread(write_marker, self._folder, self._files)
         return key, secret
 
     async def all(self) -> list[ApiKey]:
@@ -177,23 +179,27 @@ _MARKER_TEXT = (
 )
 
 
-def write_marker(folder: Path) -> None:
-    """Create the marker file; safe to repeat."""
-    file = folder / MARKER
-    if file.exists():
-        return
-    try:
-        write_file(file, _MARKER_TEXT)
-    except OSError as error:
-        # The next start of the server tries again.
-        log.warning("%s cannot be written: %s", file, error.strerror)
+def write_marker(folder: Path, files: Files) -> None:
+    """Create the marker in the data folder and in the storage; safe to repeat."""
+    for place in _marker_places(folder, files):
+        try:
+            if not place.exists(MARKER):
+                place.write(MARKER, _MARKER_TEXT)
+        except OSError as error:
+            # The next start of the server tries again.
+            log.warning("%s cannot be written: %s", place.name(MARKER), error)
 
 
-def refuse_lost_keys(database: Database, folder: Path) -> None:
+def refuse_lost_keys(database: Database, folder: Path, files: Files) -> None:
     """Raise if keys were created and the database has none; otherwise create a missing marker."""
     if database.read_sync(any_key):
-        write_marker(folder)
-    elif (marker := folder / MARKER).exists():
+        write_marker(folder, files)
+        return
+    markers = [
+        place.name(MARKER) for place in _marker_places(folder, files) if place.exists(MARKER)
+    ]
+    if markers:
+        marker = " and ".join(markers)
         raise DatabaseRefused(
             f"API keys were created for this server (see {marker}), but its database has none: the "
             "database was lost or truncated, or --db names another one. Without keys the server "
@@ -201,3 +207,9 @@ def refuse_lost_keys(database: Database, folder: Path) -> None:
             "restore`. To continue with this database, create a new key with `tinkex key create`; "
             f"to continue without keys, delete {marker}."
         )
+
+
+def _marker_places(folder: Path, files: Files) -> list[Files]:
+    """The data folder, and the storage if that is elsewhere."""
+    local = Files(str(folder))
+    return [local] if files.local == local.local else [local, files]

@@ -15,7 +15,8 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from tinkex.server.queued_request import PASSES, Cause, Kind, Outcome, QueuedRequest
-from tinkex.server.store.schema import Status, completions, requests, usage
+from tinkex.server.store.ownership import check_terms
+from tinkex.server.store.schema import Status, completions, requests, samplers, usage
 from tinkex.server.store.sql_dialects import in_list, list_parameter
 from tinkex.server.store.step_rows import RECORDED, record_step
 from tinkex.wire.errors import WireError
@@ -58,13 +59,22 @@ SAMPLED = "sampled"  # generated tokens
 
 _TOKEN_COUNTS = "usage"
 
+#: Where a connection keeps the name of its writer; see `usage.writer`.
+WRITER = "writer"
+
 _KEY = ("owner", "hour", "session_id", "base_model", "what")
-_ADD = (
-    usage.update()
-    .where(*(usage.c[name] == sa.bindparam(f"of_{name}") for name in _KEY))
-    .values(amount=usage.c.amount + sa.bindparam("more"))
-)
-_INSERT_USAGE = usage.insert()
+
+
+def _add_usage(insert: Any) -> Any:
+    return insert.on_conflict_do_update(
+        index_elements=[*_KEY, "writer"], set_={"amount": usage.c.amount + insert.excluded.amount}
+    )
+
+
+_ADD_USAGE = {
+    "sqlite": _add_usage(sqlite.insert(usage)),
+    "postgresql": _add_usage(postgresql.insert(usage)),
+}
 
 
 def count_tokens(connection: sa.Connection, request: QueuedRequest, result: bytes) -> None:
@@ -81,11 +91,14 @@ def count_tokens(connection: sa.Connection, request: QueuedRequest, result: byte
 def write_token_counts(connection: sa.Connection) -> None:
     """Write the sums of this transaction to the table, right before it commits."""
     counts: dict[tuple[str, int, str, str, str], int] = connection.info.pop(_TOKEN_COUNTS, {})
-    for key, amount in counts.items():
-        named = dict(zip(_KEY, key, strict=True))
-        known = {f"of_{name}": value for name, value in named.items()}
-        if connection.execute(_ADD, {**known, "more": amount}).rowcount == 0:
-            connection.execute(_INSERT_USAGE, {**named, "amount": amount})
+    if counts:
+        writer = connection.info.get(WRITER, "")
+        # Sorted: two transactions that add to the same rows must not wait for each other.
+        rows = [
+            {**dict(zip(_KEY, key, strict=True)), "writer": writer, "amount": amount}
+            for key, amount in sorted(counts.items())
+        ]
+        connection.execute(_ADD_USAGE[connection.dialect.name], rows)
 
 
 def discard_token_counts(connection: sa.Connection) -> None:
@@ -286,10 +299,21 @@ _FINISH = requests.update().where(
 )
 # For many at once: first find those that still wait, then update each. The status is filtered in
 # Python: with `status = 'waiting'` in the query SQLite would scan all waiting rows by that index.
-_CHOSEN = sa.select(requests.c.request_id, requests.c.status).where(
-    in_list(requests.c.request_id, sa.bindparam("finished", type_=sa.Text))
+# In PostgreSQL the rows stay locked, so that no other writer finishes them; in one order, so that
+# two writers do not wait for each other.
+_CHOSEN = (
+    sa.select(requests.c.request_id, requests.c.status)
+    .where(in_list(requests.c.request_id, sa.bindparam("finished", type_=sa.Text)))
+    .order_by(requests.c.request_id)
+    .with_for_update(key_share=True)
 )
-_COMPLETE = completions.insert().returning(completions.c.position, sort_by_parameter_order=True)
+_NEXT_POSITIONS = (
+    samplers.update()
+    .where(samplers.c.sampling_session_id == sa.bindparam("sampler"))
+    .values(events=samplers.c.events + sa.bindparam("more"))
+    .returning(samplers.c.events)
+)
+_COMPLETE = completions.insert()
 
 
 def finish(
@@ -306,7 +330,14 @@ def finish(
 def finish_many(
     connection: sa.Connection, group: Sequence[tuple[QueuedRequest, Outcome]]
 ) -> Sequence[Completion | None]:
-    """Like `finish`, for many, with few statements. The first of two for a request counts."""
+    """
+    Like `finish`, for many, with few statements. The first of two for a request counts.
+
+    NotOwner, and nothing is finished, if a step belongs to a model that another worker has.
+    """
+    terms = {one.model_id: one.term for one, _ in group if one.model_id and one.term is not None}
+    if terms:
+        check_terms(connection, terms)
     now_s = time.time()
     if len(group) == 1:
         written = connection.execute(_FINISH, _final_values(*group[0], now_s)).rowcount
@@ -328,11 +359,11 @@ def finish_many(
         if outcome.error is not None or request.kind in RECORDED:
             record_step(connection, request, outcome)
     events = [_event(*pair, now_s) for pair in finished if _has_event(pair[0])]
-    positions = connection.scalars(_COMPLETE, events) if events else ()
-    completed = {
-        event["request_id"]: _completion(position, event)
-        for position, event in zip(positions, events, strict=True)
-    }
+    completed = {}
+    if events:
+        _number(connection, events)
+        connection.execute(_COMPLETE, events)
+        completed = {event["request_id"]: _completion(event) for event in events}
     # A second outcome of one request has no event.
     return [completed.pop(request.request_id, None) for request, _ in group]
 
@@ -369,6 +400,22 @@ def _event(request: QueuedRequest, outcome: Outcome, now_s: float) -> dict[str, 
     }
 
 
-def _completion(position: int, event: dict[str, Any]) -> Completion:
-    fields = {name: value for name, value in event.items() if name != "at_s"}
-    return Completion(position=position, **fields)
+def _number(connection: sa.Connection, events: Sequence[dict[str, Any]]) -> None:
+    """
+    Give each event its position in the log of its sampler.
+
+    The row of the sampler stays locked until the commit. So an event is visible before any event
+    with a higher position gets one, and a client that reads in order misses none.
+    """
+    of_sampler: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        of_sampler.setdefault(event["sampling_session_id"], []).append(event)
+    for sampler, some in sorted(of_sampler.items()):
+        values = {"sampler": sampler, "more": len(some)}
+        newest = connection.execute(_NEXT_POSITIONS, values).scalar_one()
+        for position, event in enumerate(some, newest - len(some) + 1):
+            event["position"] = position
+
+
+def _completion(event: dict[str, Any]) -> Completion:
+    return Completion(**{name: value for name, value in event.items() if name != "at_s"})

@@ -27,7 +27,7 @@ from tinkex.server.store.request_rows import (
     new_request_id,
     request_of,
 )
-from tinkex.server.store.schema import Status, completions, requests
+from tinkex.server.store.schema import Status, completions, requests, samplers
 from tinkex.server.store.storage_health import FILES, Damaged
 
 # Larger payloads and results are stored as files, so that rows stay small.
@@ -125,27 +125,35 @@ class Requests:
         clone_id: int,
         *,
         after: int,
-        up_to: int,
+        up_to: int | None = None,
         limit: int | None = None,
-    ) -> list[Completion]:
-        """The first events in a range of one client's completion log, in order."""
+    ) -> tuple[list[Completion], int]:
+        """
+        The first events in a range of one client's completion log, in order.
+
+        Also the position of the newest event of the sampler at that time: no later event has a
+        lower one.
+        """
         statement = (
             sa.select(*columns(Completion, completions))
             .where(
                 completions.c.sampling_session_id == sampling_session_id,
                 completions.c.clone_id == clone_id,
                 completions.c.position > after,
-                completions.c.position <= up_to,
             )
             .order_by(completions.c.position)
             .limit(limit)
         )
-        return await self._database.read(every(Completion, statement))
+        if up_to is not None:
+            statement = statement.where(completions.c.position <= up_to)
+        newest = sa.select(samplers.c.events).where(
+            samplers.c.sampling_session_id == sampling_session_id
+        )
 
-    async def last_position(self) -> int:
-        """The position of the newest event in any completion log."""
-        statement = sa.select(sa.func.coalesce(sa.func.max(completions.c.position), 0))
-        return await self._database.read(scalar(statement))
+        def operation(connection: sa.Connection) -> tuple[list[Completion], int]:
+            return every(Completion, statement)(connection), connection.scalar(newest) or 0
+
+        return await self._database.read(operation)
 
     async def get(self, request_id: str) -> QueuedRequest | None:
         return await self._database.read(lambda connection: find(connection, request_id))

@@ -9,11 +9,12 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 
+from tinkex.server.store import blob_cache
+from tinkex.server.store.blob_cache import BlobCache
 from tinkex.server.store.blobs import PREFIX_DEPTHS, Files
 from tinkex.server.store.database import Database, every, note_audit, scalars, session_ended
 from tinkex.server.store.database_identity import session_ids_in, stored_sessions
@@ -60,11 +61,10 @@ class CheckpointName:
 class Retention:
     """Every call does a bounded amount of work, and can be repeated after a crash."""
 
-    def __init__(self, database: Database, files: Files, folder: Path) -> None:
+    def __init__(self, database: Database, files: Files, cache: BlobCache) -> None:
         self._database = database
         self._files = files
-        #: The local copies, if the files are in an object store.
-        self._cache = None if files.local is not None else folder
+        self._cache = cache
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -371,6 +371,20 @@ class Retention:
                 deleted += len(orphans)
         return deleted
 
+    async def trim_cache(self, *, limit_bytes: int, now_s: float) -> list[str]:
+        """Delete local copies of stored folders beyond the limit; returns their keys."""
+        if not self._cache.enabled:
+            return []
+        copies = await self._database.with_folder(self._cache.copies)
+        stored: set[str] = set()
+        for prefix in blob_cache.PREFIXES:
+            keys = [copy.key for copy in copies if copy.key.startswith(f"{prefix}/")]
+            stored |= await self._known(prefix, keys)
+        gone = blob_cache.to_delete(copies, stored=stored, limit_bytes=limit_bytes, now_s=now_s)
+        for key in gone:
+            await self._database.with_folder(functools.partial(self._cache.delete, key))
+        return gone
+
     async def _known(self, prefix: str, keys: Collection[str]) -> set[str]:
         columns = {
             "payloads": requests.c.payload_place,
@@ -409,8 +423,8 @@ class Retention:
     def _remove_all(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._files.remove(key)
-            if self._cache is not None:
-                Files(str(self._cache)).remove(key)
+            if self._cache.enabled:
+                self._cache.delete(key)
 
 
 _WITH_SESSION = (

@@ -60,6 +60,10 @@ models = sa.Table(
     sa.Column("last_request_s", sa.Float),
     # The hash of its base model when it was created; NULL until it is known.
     sa.Column("base_hash", sa.String(200)),
+    # Which worker runs its steps, and how often that has changed. A worker publishes results only
+    # while the term is its own (`ownership`). A server on one machine uses neither.
+    sa.Column("home", sa.String(200)),
+    sa.Column("term", sa.BigInteger, nullable=False, server_default="0"),
     # A repeated `create_model` returns the first model.
     sa.UniqueConstraint("session_id", "model_seq_id"),
 )
@@ -113,6 +117,9 @@ samplers = sa.Table(
     sa.Column("created_s", sa.Float, nullable=False),
     # The number of copies of its client; the next copy gets the next number.
     sa.Column("clients", sa.Integer, nullable=False, server_default="0"),
+    # The position of its newest event in `completions`. Whoever adds events changes this row first,
+    # so events of one sampler are committed in the order of their positions.
+    sa.Column("events", sa.BigInteger, nullable=False, server_default="0"),
     # A repeated `create_sampling_session` returns the first sampler.
     sa.UniqueConstraint("session_id", "sampling_session_seq_id"),
 )
@@ -276,24 +283,19 @@ _NUMBER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 completions = sa.Table(
     "completions",
     metadata,
-    # Increases with every commit and is never reused, so it orders each client's events.
-    sa.Column("position", _NUMBER, primary_key=True),
-    sa.Column("sampling_session_id", sa.String(120), nullable=False),
+    sa.Column("sampling_session_id", sa.String(120), primary_key=True),
     # Which copy of the sampling client; 0 is the original.
-    sa.Column("clone_id", sa.BigInteger, nullable=False),
+    sa.Column("clone_id", sa.BigInteger, primary_key=True, autoincrement=False),
+    # Orders the events of each client; never reused (`samplers.events`).
+    sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("request_id", sa.String(64), nullable=False),
     # NULL if the sample failed.
     sa.Column("result_bytes", sa.BigInteger),
     sa.Column("at_s", sa.Float, nullable=False),
     # A sample finishes once.
     sa.UniqueConstraint("request_id"),
-    sa.Index(
-        "ix_completions_sampling_session_id_clone_id_position",
-        "sampling_session_id",
-        "clone_id",
-        "position",
-    ),
-    sqlite_autoincrement=True,
+    # Rows are read by client and in order: without row ids, that is the order on disk.
+    sqlite_with_rowid=False,
 )
 
 usage = sa.Table(
@@ -307,7 +309,19 @@ usage = sa.Table(
     sa.Column("session_id", sa.String(64), primary_key=True),
     sa.Column("base_model", sa.String(500), primary_key=True),
     sa.Column("what", sa.String(20), primary_key=True),
+    # Each process that writes has rows of its own, so that none waits for another; empty for a
+    # server on one machine. Reports add them up.
+    sa.Column("writer", sa.String(64), primary_key=True, server_default=""),
     sa.Column("amount", sa.BigInteger, nullable=False),
+)
+
+server_secrets = sa.Table(
+    "server_secrets",
+    metadata,
+    # What signs links and tokens. All web processes of a database share them.
+    sa.Column("name", sa.String(40), primary_key=True),
+    sa.Column("value", sa.LargeBinary, nullable=False),
+    sa.Column("created_s", sa.Float, nullable=False),
 )
 
 audit = sa.Table(

@@ -14,8 +14,10 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from tinkex.durable_files import fingerprint
+from tinkex.server.store.blob_cache import BlobCache
 from tinkex.server.store.blobs import UNREADABLE, Files, folder_problem
 from tinkex.server.store.database import Database, one
+from tinkex.server.store.ownership import check_terms
 from tinkex.server.store.schema import Status, older_snapshots, requests, snapshots
 from tinkex.server.store.storage_health import Damaged
 
@@ -46,9 +48,10 @@ class Snapshot:
 class Snapshots:
     """The newest snapshot of each model, and the fallback to the one before it."""
 
-    def __init__(self, database: Database, files: Files, folder: Path) -> None:
+    def __init__(self, database: Database, files: Files, folder: Path, cache: BlobCache) -> None:
         self._database = database
         self._files = files
+        self._cache = cache
         self._folder = files.local or str(folder)
 
     def new_key(self, model_id: str) -> tuple[str, str]:
@@ -63,7 +66,7 @@ class Snapshots:
         statement = sa.select(*_COLUMNS).where(snapshots.c.model_id == model_id)
         return await self._database.read(one(Snapshot, statement))
 
-    async def newest_intact(self, model_id: str) -> Snapshot | None:
+    async def newest_intact(self, model_id: str, *, term: int | None = None) -> Snapshot | None:
         """
         The newest snapshot that is not damaged; None means that the whole log is replayed.
 
@@ -78,22 +81,26 @@ class Snapshots:
                 # It may be intact, so it stays until it can be read.
                 raise Damaged(f"the snapshot of {model_id} after step {newest.seq_id} {problem}")
             log.error("the snapshot of %s after step %d %s", model_id, newest.seq_id, problem)
-            if not await self.set_aside(newest):
+            if not await self.set_aside(newest, term=term):
                 raise Damaged(
                     f"the snapshot of {model_id} after step {newest.seq_id} {problem}, and the "
                     "steps before it were deleted"
                 )
         return None
 
-    async def set_aside(self, bad: Snapshot) -> bool:
+    async def set_aside(self, bad: Snapshot, *, term: int | None = None) -> bool:
         """
         Move a damaged snapshot away and use the one before it, or an empty model and the whole log.
 
         Returns False, and changes nothing, if neither is possible.
         """
-        if not await self._database.write(
-            lambda connection: fall_back(connection, bad), required=True
-        ):
+
+        def operation(connection: sa.Connection) -> bool:
+            if term is not None:
+                check_terms(connection, {bad.model_id: term})
+            return fall_back(connection, bad)
+
+        if not await self._database.write(operation, required=True):
             return False
         aside = f"{SET_ASIDE}/{bad.place}"
         await self._database.with_folder(lambda: self._files.move(bad.place, aside), required=True)
@@ -120,10 +127,19 @@ class Snapshots:
         await self._database.with_folder(
             lambda: self._files.download(snapshot.place, folder), required=True
         )
+        if self._cache.enabled:
+            self._cache.touch(folder)
         return folder
 
     async def save(
-        self, *, model_id: str, seq_id: int, place: str, size_bytes: int, spoiled: str | None
+        self,
+        *,
+        model_id: str,
+        seq_id: int,
+        place: str,
+        size_bytes: int,
+        spoiled: str | None,
+        term: int | None = None,
     ) -> bool:
         """
         Make this the newest snapshot, and the newest so far the fallback; older data is deleted.
@@ -143,10 +159,15 @@ class Snapshots:
             created_s=time.time(),
             fingerprint=written,
         )
+
+        def operation(connection: sa.Connection) -> list[str] | None:
+            if term is not None:
+                # It truncates the log, which belongs to the worker that has the model.
+                check_terms(connection, {model_id: term})
+            return _replace(connection, row)
+
         # May use the disk reserve: it frees the log before it.
-        done = await self._database.write(
-            lambda connection: _replace(connection, row), reserve=True
-        )
+        done = await self._database.write(operation, reserve=True)
         gone = [place] if done is None else done
         await self._database.with_folder(lambda: self._remove(gone))
         return done is not None

@@ -29,6 +29,8 @@ log = logging.getLogger("tinkex.server.store")
 
 # Identifies tinkex among advisory locks; the second half of the lock is the schema.
 LOCK = 0x74696E6B
+# The same for the process that changes tables.
+MIGRATION_LOCK = LOCK + 1
 # A server that was just killed may hold the lock for a moment.
 LOCK_WAIT_S = 5.0
 LOCK_RETRY_S = 0.1
@@ -93,6 +95,33 @@ def prepare_writer(engine: sa.Engine, *, exclusive: bool) -> None:
         except BaseException:
             connection.close()
             raise
+
+
+def lock_migrations(connection: sa.Connection) -> None:
+    """Wait until no other process changes the tables of this database; held by this transaction."""
+    if connection.dialect.name == "sqlite":
+        return  # the transaction began as the only one that writes
+    connection.exec_driver_sql(
+        f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK}, hashtext(current_schema()))"
+    )
+
+
+# Unique violation, deadlock, serialization failure (https://postgresql.org/docs/current/errcodes-appendix.html).
+_POSTGRES_RACES = frozenset({"23505", "40P01", "40001"})
+_SQLITE_RACES = frozenset({"SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_PRIMARYKEY"})
+
+
+def met_another_writer(error: Exception) -> bool:
+    """
+    Whether a transaction may have failed because another process wrote at the same time.
+
+    For example, both looked for a row, found none, and inserted it.
+    """
+    reason = getattr(error, "orig", None)
+    return (
+        getattr(reason, "sqlstate", None) in _POSTGRES_RACES
+        or getattr(reason, "sqlite_errorname", None) in _SQLITE_RACES
+    )
 
 
 def replace_nul_characters(engine: sa.Engine) -> None:

@@ -287,6 +287,13 @@ def write_steps(connection: sa.Connection) -> None:
         del state.open[model_id]
 
 
+def forget_run(connection: sa.Connection, model_id: str) -> None:
+    """Read the step in progress of a run again: another process may have written it."""
+    state: _State | None = connection.info.get(_STATE)
+    if state is not None:
+        state.open.pop(model_id, None)
+
+
 def forget_steps(connection: sa.Connection) -> None:
     """The transaction was rolled back: what it noted did not happen."""
     connection.info.pop(_STATE, None)

@@ -76,6 +76,7 @@ class Usage:
         self, *, owner: str, first_hour: int, end_hour: int, limit: int
     ) -> list[UsageRow]:
         """An owner's usage in [first_hour, end_hour), by hour; at most `limit` rows."""
+        by = (usage.c.hour, usage.c.session_id, usage.c.base_model, usage.c.what)
         statement = (
             sa.select(
                 usage.c.hour,
@@ -83,14 +84,21 @@ class Usage:
                 sessions.c.project_id,
                 usage.c.base_model,
                 usage.c.what,
-                usage.c.amount,
+                sa.func.sum(usage.c.amount).label("amount"),
             )
             .join_from(usage, sessions, usage.c.session_id == sessions.c.session_id, isouter=True)
             .where(usage.c.owner == owner, usage.c.hour >= first_hour, usage.c.hour < end_hour)
-            .order_by(usage.c.hour, usage.c.session_id, usage.c.base_model, usage.c.what)
+            # The rows of all writers together.
+            .group_by(*by, sessions.c.project_id)
+            .order_by(*by)
             .limit(limit)
         )
-        return await self._database.read_report(every(UsageRow, statement))
+        return await self._database.read_report(
+            lambda connection: [
+                UsageRow(**{**row._mapping, "amount": int(row.amount)})
+                for row in connection.execute(statement)
+            ]
+        )
 
     async def stored(
         self, *, owner: str, since_s: float, until_s: float, limit: int

@@ -60,11 +60,16 @@ class Base(RuleBasedStateMachine):
         self.secrets: dict[int, str] = {}
         self.clock.now_s = 1_800_000_000.0
         self.store = self.opened()
+        #: Another process that writes to the same database.
+        self.other = self.opened()
 
     def opened(self) -> Store:
-        return open_store(
-            db_url=self.url, storage_url=str(self.folder), folder=self.folder, exclusive=True
-        )
+        return open_store(db_url=self.url, storage_url=str(self.folder), folder=self.folder)
+
+    def switch(self) -> None:
+        """The other process does the next operations."""
+        self.flush()
+        self.store, self.other = self.other, self.store
 
     def run(self, act: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(act)
@@ -107,4 +112,5 @@ class Base(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.store.close()
+        self.other.close()
         self.runner.close()

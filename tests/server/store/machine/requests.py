@@ -228,8 +228,9 @@ class Requests(Base):
             assert event is None
             return
         assert event is not None
-        assert event.position > max(self.world.events, default=0)
-        self.world.events[event.position] = expected.Event(
+        sampler_id = request.sampling_session_id
+        assert event.position > self.world.newest_position(sampler_id)
+        self.world.events[sampler_id, event.position] = expected.Event(
             position=event.position,
             sampling_session_id=request.sampling_session_id,
             clone_id=request.seq_id // SAMPLES_PER_CLONE,

@@ -16,6 +16,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from tinkex.server.store.schema import metadata
+from tinkex.server.store.sql_dialects import lock_migrations
 from tinkex.server.store.storage_health import DatabaseRefused
 
 #: The schema version of tinkex 0.1, the oldest that can be upgraded.
@@ -85,11 +86,12 @@ def migrate(engine: sa.Engine) -> None:
     config = alembic_config()
     logging.getLogger("alembic").setLevel(logging.WARNING)
     with engine.begin() as connection:
+        # Another process may start at the same time. Then one of them changes the tables.
+        lock_migrations(connection)
         if current_version(connection) is None:
             metadata.create_all(connection)
             scripts = ScriptDirectory.from_config(config)
             MigrationContext.configure(connection).stamp(scripts, "head")
             return
-    with engine.connect() as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, "head")

@@ -1,4 +1,4 @@
-"""The entry point of Alembic: runs the migrations on the connection of the store."""
+"""The entry point of Alembic: runs the migrations in a transaction of the store."""
 
 from alembic import context
 
@@ -9,4 +9,3 @@ connection = context.config.attributes["connection"]
 context.configure(connection=connection, target_metadata=metadata, render_as_batch=True)
 with context.begin_transaction():
     context.run_migrations()
-connection.commit()

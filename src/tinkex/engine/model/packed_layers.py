@@ -1,0 +1,490 @@
+"""The layers of a model over packed tokens on a GPU, forward and backward, from fused kernels.
+
+Training and prefill spend half of their time in passes over memory when every operation of
+transformers' code is a kernel of its own. Here a layer is five large products, attention, and one
+kernel for everything between two of them. The backward pass is written out: the base weights are
+frozen, so it needs only the gradient by the input, and it computes norms, rotations and SwiGLU
+again instead of keeping their results. It adds the gradients of adapters to their flat vectors.
+
+Only for models of the usual form (`stacked_weights`) in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tinkex.engine.model import packed_kernels as kernels
+from tinkex.engine.model.attention import Packing, attend_packed
+from tinkex.engine.model.lm_head import Head
+from tinkex.engine.model.lora import AdapterSegment, Pair, Target, make_layout, make_pairs
+from tinkex.engine.model.matmul import add_mm_float32
+from tinkex.engine.model.stacked_weights import ATTENTION, MLP, StackedLayer, StackedWeights
+
+# T packed tokens, H hidden size, I inputs, O outputs, R rank, P projections of one input
+
+#: Targets of a layer, and the index of the first of each input among them.
+TARGETS = len(ATTENTION) + len(MLP)
+QKV, OUTPUT, GATE_UP, DOWN = 0, 3, 4, 6
+
+#: The rank for which memory is planned.
+RANK = 32
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What the backward pass needs of a layer."""
+
+    x: Tensor
+    qkv: Tensor
+    #: Leaves of the graph of attention: queries, keys and values.
+    heads: tuple[Tensor, Tensor, Tensor]
+    attended: Tensor
+    middle: Tensor
+    gate_up: Tensor
+    #: x Aᵀ of the four inputs.
+    shrunk: tuple[Tensor | None, ...]
+
+
+class PackedLayers:
+    def __init__(self, weights: StackedWeights) -> None:
+        self.weights = weights
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Peak memory of a pass with gradients for each token."""
+        return self._kept_bytes * len(self.weights.layers) + self._temporary_bytes
+
+    @property
+    def checkpoint_bytes_per_token(self) -> int:
+        """The same with checkpointing: the inputs of all layers, and all of one layer."""
+        weights = self.weights
+        inputs = weights.embedding.shape[1] * weights.embedding.element_size()
+        return inputs * len(weights.layers) + self._kept_bytes + self._temporary_bytes
+
+    @property
+    def _kept_bytes(self) -> int:
+        """What a layer keeps for each token until its backward pass."""
+        layer, weights = self.weights.layers[0], self.weights
+        rotated = (weights.query_heads + weights.key_heads) * weights.head_size
+        attended = weights.query_heads * weights.head_size
+        numbers = 2 * weights.embedding.shape[1] + len(layer.qkv.weight) + rotated + attended
+        numbers += len(layer.gate_up.weight) + 2 * weights.query_heads + RANK * TARGETS
+        return numbers * weights.embedding.element_size()
+
+    @property
+    def _temporary_bytes(self) -> int:
+        """What the backward pass of one layer needs beside that."""
+        layer, weights = self.weights.layers[0], self.weights
+        numbers = layer.down.weight.shape[1] + 2 * len(layer.qkv.weight)
+        numbers += 4 * weights.embedding.shape[1]
+        return numbers * weights.embedding.element_size()
+
+    def hidden(self, ids_T: Tensor, packing: Packing, segments: Sequence[AdapterSegment]) -> Tensor:
+        """The last hidden states [T, H] of a pass without gradients."""
+        with torch.no_grad():
+            batch = self._batch(ids_T, packing, segments)
+            x, y = F.embedding(ids_T, self.weights.embedding), None
+            for index in range(len(self.weights.layers)):
+                x, y, _ = self._forward(index, x, y, batch)
+            return kernels.add_norm(x, y, self.weights.norm, self.weights.eps)[1]
+
+    def hidden_with_backward(
+        self,
+        ids_T: Tensor,
+        packing: Packing,
+        segments: Sequence[AdapterSegment],
+        *,
+        checkpoint: bool = False,
+    ) -> tuple[Tensor, Callable[[Tensor], None]]:
+        """
+        The last hidden states [T, H], and the backward pass, which takes their gradient.
+
+        The backward pass adds to the gradients of the adapters. It runs at most once. With `checkpoint`, only the input of each layer is kept, and the backward pass computes
+        the layers again.
+        """
+        weights = self.weights
+        with torch.no_grad():
+            batch = self._batch(ids_T, packing, segments)
+            kept: list[_Kept | tuple[Tensor, Tensor | None]] = []
+            x, y = F.embedding(ids_T, weights.embedding), None
+            for index in range(len(weights.layers)):
+                inputs = (x, y)
+                x, y, activations = self._forward(index, x, y, batch, keep=not checkpoint)
+                if activations is None:
+                    # The sum is what counts, and it takes one tensor instead of two.
+                    total = inputs[0] if inputs[1] is None else inputs[0] + inputs[1]
+                    kept.append((total, None))
+                else:
+                    kept.append(activations)
+            last, hidden_TH = kernels.add_norm(x, y, weights.norm, weights.eps)
+
+        def backward(gradient_TH: Tensor) -> None:
+            with torch.no_grad():
+                g = gradient_TH.to(hidden_TH.dtype, copy=True)
+                d, _ = kernels.norm_backward(last, weights.norm, weights.eps, g, None)
+                for index in reversed(range(len(weights.layers))):
+                    activations = kept.pop()
+                    if not isinstance(activations, _Kept):
+                        *_, again = self._forward(index, *activations, batch, keep=True)
+                        assert again is not None
+                        activations = again
+                    d = self._backward(index, activations, d, batch)
+
+        return hidden_TH, backward
+
+    def _batch(self, ids_T: Tensor, packing: Packing, segments: Sequence[AdapterSegment]) -> _Batch:
+        weights = self.weights
+        angles = packing.positions_1T[0].float()[:, None] * weights.frequencies
+        cos, sin = (
+            (turn * weights.rope_scale).to(weights.embedding.dtype)
+            for turn in (angles.cos(), angles.sin())
+        )
+        return _Batch(
+            packing=packing, cos=cos, sin=sin, lora=adapters_of(segments, len(ids_T), weights)
+        )
+
+    def _head_shape(self, layer: StackedLayer, batch: _Batch) -> kernels.HeadShape:
+        weights = self.weights
+        return kernels.HeadShape(
+            query_heads=weights.query_heads,
+            key_heads=weights.key_heads,
+            size=weights.head_size,
+            norms=layer.head_norms,
+            eps=weights.head_eps,
+            cos=batch.cos,
+            sin=batch.sin,
+        )
+
+    def _forward(
+        self, index: int, x: Tensor, y: Tensor | None, batch: _Batch, *, keep: bool = False
+    ) -> tuple[Tensor, Tensor, _Kept | None]:
+        """
+        One layer. Its input is x + y, and so is its output: the next kernel adds them.
+
+        With `keep`, also returns what the backward pass needs.
+        """
+        weights, layer, lora = self.weights, self.weights.layers[index], batch.lora
+        target, tokens = index * TARGETS, len(x)
+        x, normed = kernels.add_norm(x, y, layer.input_norm, weights.eps)
+        qkv = F.linear(normed, layer.qkv.weight, layer.qkv.bias)
+        sizes = self._sizes(layer)
+        of_qkv = lora.add(target + QKV, normed, qkv, sizes.qkv)
+        q, k = kernels.rotate(qkv, self._head_shape(layer, batch))
+        v = qkv[:, -sizes.qkv[2] :].view(tokens, weights.key_heads, weights.head_size)
+        if keep:
+            q, k, v = (each.detach().requires_grad_() for each in (q, k, v))
+        with torch.set_grad_enabled(keep):
+            attended = attend_packed(index, q, k, v, scaling=weights.scaling, packing=batch.packing)
+        flat = attended.detach().reshape(tokens, -1)
+        y = F.linear(flat, layer.output.weight, layer.output.bias)
+        of_output = lora.add(target + OUTPUT, flat, y, sizes.output)
+        middle, normed = kernels.add_norm(x, y, layer.mlp_norm, weights.eps)
+        gate_up = F.linear(normed, layer.gate_up.weight, layer.gate_up.bias)
+        of_gate_up = lora.add(target + GATE_UP, normed, gate_up, sizes.gate_up)
+        act = kernels.swiglu(gate_up)
+        y = F.linear(act, layer.down.weight, layer.down.bias)
+        of_down = lora.add(target + DOWN, act, y, sizes.output)
+        if not keep:
+            return middle, y, None
+        shrunk = (of_qkv, of_output, of_gate_up, of_down)
+        return middle, y, _Kept(x, qkv, (q, k, v), attended, middle, gate_up, shrunk)
+
+    def _backward(self, index: int, kept: _Kept, d: Tensor, batch: _Batch) -> Tensor:
+        """The gradient by the input of a layer, from that by its output. Overwrites both."""
+        weights, layer, lora = self.weights, self.weights.layers[index], batch.lora
+        target, sizes = index * TARGETS, self._sizes(self.weights.layers[index])
+        of_qkv, of_output, of_gate_up, of_down = kept.shrunk
+
+        d_act = d @ layer.down.weight
+        step = lora.add_gradient(target + DOWN, d, d_act, sizes.output)
+        d_gate_up, act = kernels.swiglu_backward(kept.gate_up, d_act)
+        lora.add_weight_gradients(target + DOWN, act, of_down, d, step, sizes.output)
+
+        g = d_gate_up @ layer.gate_up.weight
+        step = lora.add_gradient(target + GATE_UP, d_gate_up, g, sizes.gate_up)
+        d, normed = kernels.norm_backward(kept.middle, layer.mlp_norm, weights.eps, g, d)
+        lora.add_weight_gradients(
+            target + GATE_UP, normed, of_gate_up, d_gate_up, step, sizes.gate_up
+        )
+
+        g = d @ layer.output.weight
+        step = lora.add_gradient(target + OUTPUT, d, g, sizes.output)
+        flat = kept.attended.detach().reshape(g.shape)
+        lora.add_weight_gradients(target + OUTPUT, flat, of_output, d, step, sizes.output)
+        dq, dk, dv = torch.autograd.grad(kept.attended, kept.heads, g.view_as(kept.attended))
+        d_qkv = kernels.rotate_backward(kept.qkv, dq, dk, dv, self._head_shape(layer, batch))
+
+        g = d_qkv @ layer.qkv.weight
+        step = lora.add_gradient(target + QKV, d_qkv, g, sizes.qkv)
+        d, normed = kernels.norm_backward(kept.x, layer.input_norm, weights.eps, g, d)
+        lora.add_weight_gradients(target + QKV, normed, of_qkv, d_qkv, step, sizes.qkv)
+        return d
+
+    def _sizes(self, layer: StackedLayer) -> _Sizes:
+        query, key = (
+            heads * self.weights.head_size
+            for heads in (self.weights.query_heads, self.weights.key_heads)
+        )
+        inner = len(layer.gate_up.weight) // 2
+        return _Sizes((query, key, key), (len(layer.down.weight),), (inner, inner))
+
+
+class _Sizes(NamedTuple):
+    """Outputs of the projections of each input. The output and down projections have equal ones."""
+
+    qkv: tuple[int, int, int]
+    output: tuple[int]
+    gate_up: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """What all layers of a pass share."""
+
+    packing: Packing
+    cos: Tensor
+    sin: Tensor
+    lora: Adapters
+
+
+# -- adapters of a batch --------------------------------------------------------------------------
+
+
+class Adapters:
+    """
+    The adapters of a batch; without any, the base model alone.
+
+    `target` is the first of the projections that read x, and `sizes` are their outputs, which are
+    adjacent columns of y.
+    """
+
+    def add(self, target: int, x: Tensor, y: Tensor, sizes: Sequence[int]) -> Tensor | None:
+        """Adds the LoRA products to y. Returns x Aᵀ, which the gradients need."""
+        return None
+
+    def add_gradient(
+        self, target: int, dy: Tensor, dx: Tensor, sizes: Sequence[int]
+    ) -> Tensor | None:
+        """Adds the gradient through the adapters to dx. Returns dy B."""
+        return None
+
+    def add_weight_gradients(
+        self,
+        target: int,
+        x: Tensor,
+        h: Tensor | None,
+        dy: Tensor,
+        dh: Tensor | None,
+        sizes: Sequence[int],
+    ) -> None:
+        """Adds to the gradients of A and B. `h` and `dh` are what the other two returned."""
+
+
+class OneAdapter(Adapters):
+    """
+    One adapter for all tokens: ordinary matrix products.
+
+    The scale is a factor of the products that add up; x Aᵀ and dy B are without it.
+    """
+
+    def __init__(self, pairs: Sequence[Pair | None], scale: float) -> None:
+        """`pairs` has an entry for each target."""
+        self._pairs, self._scale = pairs, scale
+
+    def add(self, target: int, x: Tensor, y: Tensor, sizes: Sequence[int]) -> Tensor | None:
+        pairs = self._own(target, sizes)
+        if not pairs:
+            return None
+        h = F.linear(x, _stacked_A(pairs))
+        for (pair, column, size), own in zip(pairs, _split(h, pairs), strict=True):
+            y[:, column : column + size].addmm_(own, pair.B_OR.t(), alpha=self._scale)
+        return h
+
+    def add_gradient(
+        self, target: int, dy: Tensor, dx: Tensor, sizes: Sequence[int]
+    ) -> Tensor | None:
+        pairs = self._own(target, sizes)
+        if not pairs:
+            return None
+        parts = [dy[:, column : column + size] @ pair.B_OR for pair, column, size in pairs]
+        dh = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        dx.addmm_(dh, _stacked_A(pairs), alpha=self._scale)
+        return dh
+
+    def add_weight_gradients(
+        self,
+        target: int,
+        x: Tensor,
+        h: Tensor | None,
+        dy: Tensor,
+        dh: Tensor | None,
+        sizes: Sequence[int],
+    ) -> None:
+        pairs = self._own(target, sizes)
+        if h is None or dh is None:
+            return
+        first = pairs[0][0].grad_A_RI
+        assert first is not None
+        grads_A = first.as_strided((dh.shape[1], x.shape[1]), first.stride())
+        add_mm_float32(grads_A, dh.t(), x, scale=self._scale)
+        for (pair, column, size), own in zip(pairs, _split(h, pairs), strict=True):
+            assert pair.grad_B_OR is not None
+            columns = dy[:, column : column + size]
+            add_mm_float32(pair.grad_B_OR, columns.t(), own, scale=self._scale)
+
+    def _own(self, target: int, sizes: Sequence[int]) -> list[tuple[Pair, int, int]]:
+        """The pairs of the projections of one input, with their columns in the output."""
+        found, column = [], 0
+        for j, size in enumerate(sizes):
+            if (pair := self._pairs[target + j]) is not None:
+                found.append((pair, column, size))
+            column += size
+        return found
+
+
+def _split(h: Tensor, pairs: Sequence[tuple[Pair, int, int]]) -> Sequence[Tensor]:
+    return torch.split(h, h.shape[1] // len(pairs), dim=1)
+
+
+def _stacked_A(pairs: Sequence[tuple[Pair, int, int]]) -> Tensor:
+    """The A matrices of the projections of one input: they are adjacent in memory."""
+    first = pairs[0][0].A_RI
+    return first.as_strided((len(pairs) * len(first), first.shape[1]), first.stride())
+
+
+class ManyAdapters(Adapters):
+    """
+    Several adapters, each for its own tokens, in one kernel for all of them.
+
+    x Aᵀ and dy B have the scale of their adapter as a factor already.
+    """
+
+    def __init__(self, tables: kernels.LoraTables) -> None:
+        self._tables = tables
+
+    def add(self, target: int, x: Tensor, y: Tensor, sizes: Sequence[int]) -> Tensor:
+        h = kernels.shrink(x, self._tables, target, len(sizes))
+        kernels.expand(y, h, self._tables, target, sizes)
+        return h
+
+    def add_gradient(self, target: int, dy: Tensor, dx: Tensor, sizes: Sequence[int]) -> Tensor:
+        dh = kernels.shrink_gradient(dy, self._tables, target, sizes)
+        kernels.expand_gradient(dx, dh, self._tables, target, len(sizes))
+        return dh
+
+    def add_weight_gradients(
+        self,
+        target: int,
+        x: Tensor,
+        h: Tensor | None,
+        dy: Tensor,
+        dh: Tensor | None,
+        sizes: Sequence[int],
+    ) -> None:
+        assert h is not None
+        assert dh is not None
+        kernels.add_weight_gradients(x, h, dy, dh, self._tables, target, sizes)
+
+
+def adapters_of(
+    segments: Sequence[AdapterSegment], tokens: int, weights: StackedWeights
+) -> Adapters:
+    if not segments:
+        return Adapters()
+    only = segments[0]
+    if len(segments) == 1 and (only.start, only.stop) == (0, tokens):
+        scale = next(iter(only.pairs.values())).scale
+        return OneAdapter([only.pairs.get(name) for name in weights.targets], scale)
+    return ManyAdapters(_tables(segments, weights))
+
+
+def _tables(segments: Sequence[AdapterSegment], weights: StackedWeights) -> kernels.LoraTables:
+    device = weights.embedding.device
+    # An adapter has one slot, also if its tokens are in several segments: two programs must not
+    # add to one gradient.
+    spans: dict[int, list[tuple[int, int]]] = {}
+    adapters = {}
+    for segment in segments:
+        spans.setdefault(id(segment.pairs), []).append((segment.start, segment.stop))
+        adapters[id(segment.pairs)] = segment.pairs
+    most = max(map(len, spans.values()))
+    slots = list(adapters.values())
+    grads = [
+        pair.grad_A_RI for pairs in slots for pair in pairs.values() if pair.grad_A_RI is not None
+    ]
+    grad_base = grads[0] if grads else torch.empty(1, device=device)
+    rank = 16
+    offsets, ranks = [], []
+    for pairs in slots:
+        own, sizes = weights.addresses(pairs)
+        of_grads = [_grad_offsets(pairs.get(name), grad_base) for name in weights.targets]
+        offsets.append([[*a, *b] for a, b in zip(own, of_grads, strict=True)])
+        ranks.append(sizes)
+        while rank < max(sizes):
+            rank *= 2
+    tiles = [
+        (start, min(start + kernels.TOKENS, stop), slot)
+        for slot, parts in enumerate(spans.values())
+        for begin, stop in parts
+        for start in range(begin, stop, kernels.TOKENS)
+    ]
+    padded = [parts + [(0, 0)] * (most - len(parts)) for parts in spans.values()]
+    scales = [next(iter(pairs.values())).scale for pairs in slots]
+    return kernels.LoraTables(
+        base=weights.embedding,
+        grad_base=grad_base,
+        offsets=torch.tensor(offsets, device=device),
+        ranks=torch.tensor(ranks, dtype=torch.int32, device=device),
+        scales=torch.tensor(scales, device=device),
+        spans=torch.tensor(padded, dtype=torch.int32, device=device),
+        tiles=torch.tensor(tiles, dtype=torch.int32, device=device),
+        rank=rank,
+        rank_step=1 if any(size % 8 for sizes in ranks for size in sizes) else 8,
+    )
+
+
+def _grad_offsets(pair: Pair | None, base: Tensor) -> list[int]:
+    if pair is None or pair.grad_A_RI is None or pair.grad_B_OR is None:
+        return [0, 0]
+    size = base.element_size()
+    return [
+        (grad.data_ptr() - base.data_ptr()) // size for grad in (pair.grad_A_RI, pair.grad_B_OR)
+    ]
+
+
+# -- compiling ------------------------------------------------------------------------------------
+
+#: Kernels are compiled for each of these ranks; other ranks are rounded up.
+COMPILED_RANKS = (32, 16, 64, 128)
+
+
+def compile_kernels(layers: PackedLayers, head: Head, targets: Sequence[Target]) -> None:
+    """Runs every kernel once, on a few tokens with adapters of zeros."""
+    weights = layers.weights
+    device, dtype = weights.embedding.device, weights.embedding.dtype
+    ids_T = torch.zeros(4, dtype=torch.long, device=device)
+    packing = Packing.of([2, 2], device=device)
+    for rank in COMPILED_RANKS:
+        layout = make_layout(targets, rank)
+        adapters = [
+            make_pairs(
+                layout,
+                torch.zeros(layout.size, dtype=dtype, device=device),
+                scale=1.0,
+                grad=torch.zeros(layout.size, device=device),
+            )
+            for _ in range(2)
+        ]
+        segments = [AdapterSegment(2 * at, 2 * at + 2, pairs) for at, pairs in enumerate(adapters)]
+        hidden_TH, backward = layers.hidden_with_backward(ids_T, packing, segments)
+        backward(torch.zeros_like(hidden_TH))
+    logits_TV = head.logits(hidden_TH)
+    lse_T = kernels.log_sum_exp(logits_TV)
+    g_TK = torch.zeros(4, 1, device=device)
+    kernels.logits_gradient(logits_TV, ids_T, lse_T, ids_T.unsqueeze(1), g_TK, dtype)

@@ -1,0 +1,236 @@
+"""From a request of OpenAI's API to a sample request: chat template, tokenizer, sampling parameters."""
+
+import asyncio
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tinkex.models.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from tinkex.models.tool_calls import CLOSE, ToolFormat, renders_tools, tool_format
+from tinkex.server.api.errors import Refusal
+from tinkex.server.api.openai_guides import grammar_of
+from tinkex.server.executor import ServedModel
+from tinkex.wire.inputs import ModelInput
+from tinkex.wire.openai import ChatRequest, CompletionRequest, text_of_content
+from tinkex.wire.sample_controls import SampleControls, StoredSampleRequest
+from tinkex.wire.sampling import SamplingParams
+
+#: New tokens of a completion without `max_tokens`, as in OpenAI's API. A chat may fill the context.
+COMPLETION_TOKENS = 16
+#: Variables of a chat template that a request must not set: they have fields of their own.
+OWN_VARIABLES = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("tokenize", "return_dict", "chat_template", "conversation"),
+    }
+)
+
+
+class Tokenizers:
+    """The tokenizers of the served models, each loaded when it is needed first."""
+
+    def __init__(self) -> None:
+        self._loads: dict[Path, asyncio.Future[Tokenizer]] = {}
+
+    async def of(self, model: ServedModel) -> Tokenizer:
+        """Raises a 400 for a model without a tokenizer."""
+        load = self._loads.get(model.folder)
+        if load is None or (load.done() and load.exception() is not None):
+            load = asyncio.ensure_future(
+                asyncio.to_thread(load_tokenizer, model.folder, name=model.name)
+            )
+            self._loads[model.folder] = load
+        try:
+            return await asyncio.shield(load)
+        except (TokenizerError, OSError, ValueError) as error:
+            raise Refusal(
+                400, f"{model.name} has no tokenizer that can be used: {error}", field="model"
+            ) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """A prompt and how to sample from it."""
+
+    tokens: list[int]
+    sample: StoredSampleRequest
+    #: How calls are written in the answer; None: it has none.
+    tool_format: ToolFormat | None = None
+
+
+def prepare_chat(message: ChatRequest, tokenizer: Tokenizer) -> Prepared:
+    template = _template(tokenizer, message.tools)
+    format = _tool_format(message, template)
+    grammar = grammar_of(message, format, tokenizer)
+    tokens = _render(message, tokenizer, template, with_tools=format is not None)
+    sample = _sample(message, tokens, max_tokens=message.most_tokens, grammar=grammar)
+    return Prepared(
+        tokens=tokens,
+        sample=sample.model_copy(update={"topk_sample_logprobs": message.top_logprobs}),
+        tool_format=format,
+    )
+
+
+def _tool_format(message: ChatRequest, template: str) -> ToolFormat | None:
+    """How this model writes calls; None if the request has no tools."""
+    if not message.tools or message.tool_choice == "none":
+        return None
+    if message.tool_choice not in (None, "auto", "required") and not isinstance(
+        message.tool_choice, dict
+    ):
+        raise Refusal(
+            400,
+            f"{message.tool_choice[:60]!r} is not one of none, auto, required, or an object that "
+            "names a function.",
+            field="tool_choice",
+        )
+    if not renders_tools(template):
+        raise Refusal(
+            400,
+            "the chat template of this model has no tools, so the model would not see them. Serve "
+            "a model with a template for tools, or describe them in a message.",
+            field="tools",
+        )
+    if (format := tool_format(template)) is None:
+        raise Refusal(
+            400,
+            "calls in the format of this model's chat template are not supported. Supported are "
+            "the formats of Hermes and Qwen, and of Llama 3.",
+            field="tools",
+        )
+    return format
+
+
+def prepare_completion(message: CompletionRequest, tokenizer: Tokenizer) -> list[Prepared]:
+    """One sample request for each prompt."""
+    most = COMPLETION_TOKENS if message.max_tokens is None else message.max_tokens
+    top = message.logprobs or 0
+    prepared = []
+    for prompt in message.prompts:
+        tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        # The engine samples at least one token; the answer leaves it out if none was requested.
+        sample = _sample(message, tokens, max_tokens=most or 1)
+        update: dict[str, Any] = {"topk_sample_logprobs": top}
+        if message.echo and message.logprobs is not None:
+            update |= {"prompt_logprobs": True, "topk_prompt_logprobs": top}
+        prepared.append(Prepared(tokens=tokens, sample=sample.model_copy(update=update)))
+    return prepared
+
+
+def _sample(
+    message: ChatRequest | CompletionRequest,
+    tokens: Sequence[int],
+    *,
+    max_tokens: int | None,
+    grammar: str | None = None,
+) -> StoredSampleRequest:
+    # Fixed here, so that a sample that is repeated after a crash has the same tokens.
+    seed = secrets.randbits(31) if message.seed is None else message.seed
+    return StoredSampleRequest(
+        num_samples=message.n,
+        prompt=ModelInput.from_ints(tokens),
+        sampling_params=SamplingParams(
+            max_tokens=max_tokens,
+            seed=seed,
+            stop=stops_of(message) or None,
+            temperature=message.temperature,
+            top_k=message.top_k or -1,
+            top_p=message.top_p,
+        ),
+        controls=_controls(message, grammar),
+    )
+
+
+def _controls(
+    message: ChatRequest | CompletionRequest, grammar: str | None
+) -> SampleControls | None:
+    biases = message.logit_bias or {}
+    if not (biases or message.presence_penalty or message.frequency_penalty or grammar):
+        return None
+    return SampleControls(
+        bias_tokens=[int(token) for token in biases],
+        biases=list(biases.values()),
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        grammar=grammar,
+    )
+
+
+def stops_of(message: ChatRequest | CompletionRequest) -> list[str]:
+    """The texts that end a sequence."""
+    if isinstance(message, ChatRequest) and message.tools and not message.parallel_tool_calls:
+        return [*message.stops, CLOSE]  # after the first call
+    return message.stops
+
+
+# -- chats ---------------------------------------------------------------------------------------
+
+
+def _render(
+    message: ChatRequest, tokenizer: Tokenizer, template: str, *, with_tools: bool
+) -> list[int]:
+    variables = dict(message.chat_template_kwargs or {})
+    if own := OWN_VARIABLES.intersection(variables):
+        raise Refusal(
+            400,
+            f"chat_template_kwargs has {min(own)!r}, which is a field of its own.",
+            field="chat_template_kwargs",
+        )
+    if message.reasoning_effort is not None:
+        if "reasoning_effort" not in template:
+            raise Refusal(
+                400,
+                "the chat template of this model has no `reasoning_effort`. Leave it out.",
+                field="reasoning_effort",
+            )
+        variables["reasoning_effort"] = message.reasoning_effort
+    try:
+        tokens: list[int] = tokenizer.apply_chat_template(
+            [_for_template(one) for one in message.messages],
+            tools=message.tools if with_tools else None,
+            chat_template=template,
+            add_generation_prompt=message.add_generation_prompt,
+            continue_final_message=message.continue_final_message,
+            **variables,
+        )
+        return tokens
+    except Exception as error:
+        # Templates are programs of the model's authors: they fail in any way.
+        raise Refusal(
+            400,
+            f"the chat template of this model cannot render these messages: {error}",
+            field="messages",
+        ) from error
+
+
+def _template(tokenizer: Tokenizer, tools: Any) -> str:
+    try:
+        return tokenizer.get_chat_template(tools=tools)
+    except TokenizerError as error:
+        raise Refusal(400, f"{error} Or use /v1/completions.", field="messages") from error
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as chat templates expect it."""
+    rendered = {name: value for name, value in message.items() if value is not None}
+    rendered["content"] = text_of_content(message.get("content"))
+    if message["role"] == "developer":  # OpenAI's newer word, which templates do not know
+        rendered["role"] = "system"
+    if isinstance(calls := message.get("tool_calls"), list):
+        rendered["tool_calls"] = [_call_for_template(call) for call in calls]
+    return rendered
+
+
+def _call_for_template(call: Any) -> Any:
+    """A call with its arguments as an object; OpenAI's API has them as JSON in a text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}

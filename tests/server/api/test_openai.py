@@ -1,0 +1,140 @@
+"""OpenAI's routes as ordinary samples: keys, limits, cancellation, and a server that stops."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from server.api.test_streaming import Drip
+from server.echo import BASE
+from server.hosting import Api, hosted
+from server.tenants import new_key
+from waiting import until_async
+
+pytestmark = pytest.mark.anyio
+
+CHAT = {"model": BASE, "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+
+
+@pytest.fixture
+async def drip(anyio_backend: str) -> Drip:
+    return Drip()
+
+
+@pytest.fixture
+async def api(drip: Drip, tmp_path: Path) -> AsyncIterator[Api]:
+    async with hosted(drip, tmp_path) as api:
+        yield api
+
+
+async def lines(stream: aiohttp.ClientResponse) -> AsyncIterator[Any]:
+    """The data of each event; the text of the last one."""
+    async for line in stream.content:
+        if line.startswith(b"data: "):
+            text = line.removeprefix(b"data: ").strip()
+            yield text.decode() if text == b"[DONE]" else json.loads(text)
+
+
+async def test_a_stream_is_chunks_and_then_done(api: Api, drip: Drip) -> None:
+    drip.fall(4)
+    body = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+    async with api.http.post("/v1/chat/completions", json=body) as stream:
+        assert stream.status == 200
+        assert stream.headers["Content-Type"].startswith("text/event-stream")
+        events = [event async for event in lines(stream)]
+    assert events[-1] == "[DONE]"
+    chunks = events[:-1]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 4
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_cancels_its_sample(api: Api, drip: Drip, stream: bool) -> None:
+    leaving = api.http.post(
+        "/v1/chat/completions",
+        json={**CHAT, "stream": stream},
+        timeout=aiohttp.ClientTimeout(total=0.3),
+    )
+    with pytest.raises(TimeoutError):
+        async with leaving as answer:
+            await answer.read()
+    await until_async(drip.given_up.is_set)
+    app = api.app
+    assert app is not None
+    await until_async(lambda: len(app.state.context.futures) == 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_server_that_stops_says_so(api: Api, drip: Drip, stream: bool) -> None:
+    assert api.app is not None
+    body = {**CHAT, "stream": stream}
+    asked = api.http.post("/v1/chat/completions", json=body)
+    if stream:
+        async with asked as answer:
+            events = lines(answer)
+            assert (await anext(events))["choices"]
+            api.app.state.context.futures.release()
+            assert "stopping" in (await anext(events))["error"]["message"]
+            assert [event async for event in events] == []
+    else:
+        waiting = asyncio.ensure_future(asked)
+        await drip.begun.acquire()
+        api.app.state.context.futures.release()
+        async with await waiting as answer:
+            assert answer.status == 503
+            assert answer.headers["Retry-After"] == "1"
+            assert "stopping" in (await answer.json())["error"]["message"]
+    # Nobody can come back for the result, so it does not run again after the start.
+    await until_async(drip.given_up.is_set)
+
+
+async def test_a_failed_sample_is_an_error_of_its_sender(api: Api, drip: Drip) -> None:
+    drip.fall(8)
+    body = {"model": BASE, "prompt": [13], "max_tokens": 4}
+    async with api.http.post("/v1/completions", json=body) as answer:
+        assert answer.status == 400
+        assert "bad luck" in (await answer.json())["error"]["message"]
+    async with api.http.post("/v1/completions", json={**body, "stream": True}) as stream:
+        events = [event async for event in lines(stream)]
+    assert "bad luck" in events[-1]["error"]["message"]
+
+
+async def test_a_key_is_a_bearer_token_and_errors_have_the_shape_of_openai(
+    drip: Drip, tmp_path: Path
+) -> None:
+    key = await new_key(tmp_path, "alice")
+    drip.fall(100)
+    async with hosted(drip, tmp_path) as api:
+        for path in ("/v1/models", "/oai/api/v1/models", "/api/v1/sessions"):
+            bearer = {"Authorization": f"Bearer {key}"}
+            async with api.http.get(path, headers=bearer) as answer:
+                assert answer.status == 200, path
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": key}):
+            async with api.http.post("/v1/completions", headers=headers, json=CHAT) as answer:
+                assert answer.status == 401
+                error = (await answer.json())["error"]
+                assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+        async with api.http.post("/v1/nothing", headers=bearer) as answer:
+            assert answer.status == 404
+            assert "error" in await answer.json()
+
+
+async def test_a_request_over_the_limit_of_its_owner_is_a_429(drip: Drip, tmp_path: Path) -> None:
+    async with hosted(drip, tmp_path, max_samples=1) as api:
+        first = asyncio.ensure_future(api.http.post("/v1/chat/completions", json=CHAT))
+        await drip.begun.acquire()
+        async with api.http.post("/v1/chat/completions", json=CHAT) as refused:
+            assert refused.status == 429
+            assert refused.headers["Retry-After"] == "1"
+            assert (await refused.json())["error"]["code"] == "rate_limit_exceeded"
+        drip.fall(4)
+        (await first).close()

@@ -1,0 +1,92 @@
+"""Requests of OpenAI's API: what is read, what is refused by name, and what is ignored."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tinkex.wire.errors import WireError
+from tinkex.wire.openai import (
+    REFUSED,
+    ChatRequest,
+    CompletionRequest,
+    read_chat,
+    read_completion,
+    text_of_content,
+)
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "a"}
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return read_chat(json.dumps({**CHAT, **fields}).encode())
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return read_completion(json.dumps({**COMPLETION, **fields}).encode())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("read", [chat, completion])
+def test_a_field_that_would_change_the_result_is_refused_by_name(read: Any, name: str) -> None:
+    neutral, _ = REFUSED[name]
+    for value in (None, *neutral):
+        read(**{name: value})
+    with pytest.raises(WireError, match=f"^{name}: this server does not support it"):
+        read(**{name: {"anything": "else"}})
+
+
+def test_no_supported_field_is_refused() -> None:
+    assert not REFUSED.keys() & (ChatRequest.wire_names() | CompletionRequest.wire_names())
+
+
+def test_unknown_fields_and_null_are_ignored() -> None:
+    assert chat(new_field={"a": 1}, temperature=None, stream_options=None) == chat()
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"messages": [{"role": "robot", "content": "a"}]}, r"messages\[0\].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"content\[0\]"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\].content"),
+        ({"temperature": -1}, "temperature"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"logit_bias": {"word": 1}}, "logit_bias.word"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": [{"type": "function"}]}, r"tools\[0\]"),
+        ({"tools": [{"type": "function", "function": {}}]}, r"tools\[0\].function.name"),
+        ({"continue_final_message": True}, "continue_final_message"),
+    ],
+)
+def test_a_wrong_field_of_a_chat_is_named(fields: dict[str, Any], where: str) -> None:
+    with pytest.raises(WireError, match=where):
+        chat(**fields)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+def test_a_prompt_is_texts_or_tokens(prompt: Any, prompts: Any) -> None:
+    assert completion(prompt=prompt).prompts == prompts
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], [[]], {}, [1, "a"], None])
+def test_an_empty_or_odd_prompt_is_refused(prompt: Any) -> None:
+    with pytest.raises(WireError, match="prompt"):
+        completion(prompt=prompt)
+
+
+def test_the_text_of_a_message_may_be_in_parts() -> None:
+    assert text_of_content([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "ab"
+    assert text_of_content(None) == ""
