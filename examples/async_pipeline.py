@@ -4,7 +4,7 @@
 
 Two coroutines run at once. One samples groups of answers with the newest weights that there are,
 and puts them into a queue. The other takes them, trains, and publishes new weights. The answers
-may come from weights of a step or two ago; importance sampling corrects for that.
+may come from weights of a few steps ago; importance sampling corrects for that.
 """
 
 import argparse

@@ -101,7 +101,7 @@ def test_preferences_are_trained_by_dpo(server, folder):
     assert found["output"] == "dpo"
     status, _, err = run(server, "pairs.jsonl", "--method", "sft")
     assert status == 1
-    assert "rows of kind preference, which are for --method dpo" in err
+    assert "rows of kind preference are for --method dpo, not sft" in err
 
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
@@ -165,18 +165,18 @@ def test_mistakes_are_one_sentence(server, folder, line, args, message):
 
 
 class OnTerminal:
-    """`tinkex train` as a process of its own, on a terminal of 100 columns."""
+    """`tinkex train` as a process of its own, on a terminal of 80 columns."""
 
     def __init__(self, server: Server, folder: Path, *args: str) -> None:
         self.controller, terminal = pty.openpty()
-        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tinkex.cli", "train", *args, "--base-url", server.url],
             stdin=terminal,
             stdout=terminal,
             stderr=terminal,
             cwd=folder,
-            env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"},
+            env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"},
             start_new_session=True,
         )
         os.close(terminal)
@@ -219,7 +219,7 @@ def test_a_run_on_a_terminal_goes_on_after_ctrl_c_and_after_kill_9(server, folde
     stopped = saved()
     assert f"Stopped after step {stopped} of 40, and saved." in shown
     assert "Stopping after this step." in shown
-    assert re.search(r"loss \d\.\d{3}  held-out loss \d\.\d{3}", shown)
+    assert re.search(r"loss \d\.\d{3}  held out \d\.\d{3} \d+ tokens/s, left \d:\d\d:\d\d", shown)
 
     second = OnTerminal(server, folder, *args)
     second.read(lambda: saved() > stopped)

@@ -14,7 +14,7 @@ import tinkex
 from tinkex.cli.errors import CommandFailed, missing_package
 from tinkex.cli.output import examples
 from tinkex.cli.service_options import service_arguments, service_options
-from tinkex.cli.train_plan import Options, Plan, make_plan, read_rows, reward_of
+from tinkex.cli.train_plan import Options, Plan, make_plan, method_for, read_rows, reward_of
 from tinkex.cli.train_progress import announce, show_result, step_display
 from tinkex.cli.train_state import TrainState, locked
 from tinkex.recipes import evaluate
@@ -139,23 +139,10 @@ def command(
         raise click.UsageError("Give DATA, or --reward FILE.py.")
     rows = read_rows(data) if data else None
     scorer = reward_of(reward, rows) if reward else None
-    if scorer is None:
-        assert data is not None
-        assert rows is not None
-        found = "dpo" if rows[0].kind == "preference" else "sft"
-        if method and method != found:
-            raise CommandFailed(
-                f"{data} has rows of kind {rows[0].kind}, which are for --method {found}.",
-                hint="`tinkex train --help` shows what a line of DATA may be.",
-            )
-        method = found
-    else:
-        method = "rl"
-    source = reward if reward is not None else data
-    assert source is not None
-    folder = output or Path(f"{source.stem}-{method}")
+    done_by = "rl" if rows is None or scorer else method_for(rows, method)
+    folder = output or Path(f"{(reward or data or Path()).stem}-{done_by}")
     options = Options(
-        method=method,
+        method=done_by,
         data=data,
         reward=reward,
         **{**chosen, "name": chosen["name"] or folder.name},
@@ -228,7 +215,7 @@ def train(service: Any, tokenizer: Any, plan: Plan, state: TrainState) -> None:
 def sampled(sampling: Any, tokenizer: Any, plan: Plan) -> list[str]:
     """The most likely answer to each of a few prompts."""
     found = evaluate.sample(
-        sampling, tokenizer, plan.prompts, max_tokens=SAMPLE_TOKENS, plain=plan.settings_plain
+        sampling, tokenizer, plan.prompts, max_tokens=SAMPLE_TOKENS, plain=plan.plain
     )
     return [text if complete else f"{text} …" for ((text, complete),) in found]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from tinkex import data
 from tinkex.cli.errors import CommandFailed
+from tinkex.cli.service_options import progress_bar
 from tinkex.recipes import common, dpo, rl, sft
 
 DEFAULT_EPOCHS = {"sft": 3.0, "dpo": 1.0}
@@ -28,7 +29,7 @@ SAVES, EVALUATIONS = 10, 5
 class Options:
     """The command line."""
 
-    method: str
+    method: common.Method
     data: Path | None
     reward: Path | None
     model: str | None
@@ -71,7 +72,7 @@ class Plan:
     words: Sequence[str]
     #: Of the held-out data; asked before and after.
     prompts: Sequence[Any]
-    settings_plain: bool
+    plain: bool
     #: The metric that the curve shows.
     metric: str
     #: Settings and content of the files: a run goes on only with the same.
@@ -83,6 +84,17 @@ def read_rows(path: Path) -> list[data.Row]:
         return data.read(path)
     except data.DataError as error:
         raise as_failure(error) from error
+
+
+def method_for(rows: Sequence[data.Row], given: str | None) -> common.Method:
+    """The method for rows of this kind; another one that was given is refused."""
+    found: common.Method = "dpo" if rows[0].kind == "preference" else "sft"
+    if given and given != found:
+        raise CommandFailed(
+            f"rows of kind {rows[0].kind} are for --method {found}, not {given}.",
+            hint="`tinkex train --help` shows what a line of DATA may be.",
+        )
+    return found
 
 
 def as_failure(error: data.DataError) -> CommandFailed:
@@ -116,8 +128,13 @@ def _with_data(
             return [data.pair(tokenizer, row, plain=options.plain)]
         return list(data.examples(tokenizer, row, train_on=options.train_on, plain=options.plain))
 
-    items = [(row, rendered(row)) for row in rows]
-    most = context or math.inf
+    items = []
+    with progress_bar("Preparing the data") as show:
+        for number, row in enumerate(rows, start=1):
+            items.append((row, rendered(row)))
+            show(number, len(rows))
+    # The reference of dpo is sampled with one token more.
+    most = math.inf if context is None else context - (options.method == "dpo")
     fitting = [(row, found) for row, found in items if max(map(longest, found)) <= most]
     if not fitting:
         raise CommandFailed(
@@ -165,7 +182,7 @@ def _with_data(
         steps=run,
         words=words,
         prompts=[prompt_of(row) for row, _ in (held or kept)[:SHOWN_PROMPTS]],
-        settings_plain=options.plain,
+        plain=options.plain,
         metric="margin" if options.method == "dpo" else "loss",
         fingerprint=_fingerprint(options, settings),
     )
@@ -203,14 +220,14 @@ def _with_reward(options: Options, model: str, scorer: Scorer) -> Plan:
         steps=run,
         words=words,
         prompts=[row["prompt"] for row in scorer.rows[:SHOWN_PROMPTS]],
-        settings_plain=options.plain,
+        plain=options.plain,
         metric="reward",
         fingerprint=_fingerprint(options, settings),
     )
 
 
 def _shared(options: Options, model: str, steps: int) -> dict[str, Any]:
-    by_size = common.defaults(model, options.method)  # type: ignore[arg-type]
+    by_size = common.defaults(model, options.method)
     return {
         "model": model,
         "steps": steps,
@@ -224,7 +241,7 @@ def _shared(options: Options, model: str, steps: int) -> dict[str, Any]:
 
 
 def _rates(options: Options, model: str, settings: common.Settings) -> str:
-    by_size = common.defaults(model, options.method)  # type: ignore[arg-type]
+    by_size = common.defaults(model, options.method)
     size = by_size.parameters
     known = "a model whose name has no size" if size is None else f"{_short(size)} parameters"
     given = [

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tinkex.cli import loss_chart
 from tinkex.cli.output import as_json, printable, show_json
@@ -52,6 +52,14 @@ def words_of(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{SHOWN[name]} {metrics[name]:.3f}" for name in SHOWN if name in metrics)
 
 
+def short(metrics: Mapping[str, float], metric: str) -> str:
+    """For a bar on 80 columns: the metric of the curve, held out too, or the KL."""
+    names = {metric: metric, f"held_out_{metric}": "held out", "kl": "KL"}
+    return "  ".join(
+        f"{word} {metrics[name]:.3f}" for name, word in names.items() if name in metrics
+    )
+
+
 @contextmanager
 def step_display(plan: Plan, state: TrainState) -> Iterator[Callable[[Step], None]]:
     """A callback for each step: a bar on a terminal, some lines elsewhere; always on stderr."""
@@ -80,9 +88,7 @@ def step_display(plan: Plan, state: TrainState) -> Iterator[Callable[[Step], Non
         TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
         BarColumn(bar_width=None),
         TextColumn("{task.fields[words]}"),
-        TextColumn("[dim]{task.fields[speed]}[/]"),
-        TimeElapsedColumn(),
-        TextColumn("[dim]left[/]"),
+        TextColumn("[dim]{task.fields[speed]}, left[/]"),
         TimeRemainingColumn(),
         console=Console(stderr=True, highlight=False),
         expand=True,
@@ -92,7 +98,7 @@ def step_display(plan: Plan, state: TrainState) -> Iterator[Callable[[Step], Non
 
         def show_bar(step: Step) -> None:
             speed = rate(step)
-            bar.update(task, completed=step.number, words=words_of(latest), speed=speed)
+            bar.update(task, completed=step.number, words=short(latest, plan.metric), speed=speed)
 
         yield show_bar
 
@@ -124,10 +130,10 @@ def show_result(plan: Plan, state: TrainState) -> None:
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     draw(curves, metric, width=shutil.get_terminal_size().columns, color=color, unicode=unicode)
     click.echo()
-    for name in [key for key in SHOWN if f"{key}" in state.history[-1]]:
+    for name, words in SHOWN.items():
         _, values = state.curve(name)
         if len(values) > 1:
-            click.echo(f"{SHOWN[name]}: {values[0]:.3f} → {values[-1]:.3f}")
+            click.echo(f"{words}: {values[0]:.3f} → {values[-1]:.3f}")
     for prompt, before, after in answers:
         click.echo()
         for word, text in (("prompt", prompt), ("before", before), ("after", after)):
@@ -135,7 +141,7 @@ def show_result(plan: Plan, state: TrainState) -> None:
     click.echo()
     click.echo(f"sampler weights  {state.sampler}")
     click.echo(f"training state   {state.checkpoint}")
-    plain = " --plain" if plan.settings_plain else ""
+    plain = " --plain" if plan.plain else ""
     click.echo(f'Try it:  tinkex sample "..."{plain} --path {state.sampler}', err=True)
 
 
