@@ -9,7 +9,7 @@ READY_DEV := $(VENV)/.ready-dev
 # The official SDKs that `make test` runs unmodified, each in its own cached environment.
 SDKS := 0.36.0 0.4.1
 
-.PHONY: help setup dev demo test matrix fuzz cookbook defects faults chaos soak newcomer gguf check format bench proto stub clean
+.PHONY: help setup dev demo test matrix fuzz cookbook frameworks defects faults chaos soak newcomer gguf check format bench proto stub clean
 
 help:
 	@echo "make setup     create .venv with the client, the server and the command line (safe to repeat)"
@@ -21,6 +21,7 @@ help:
 	@echo "make bench     run all benchmarks; reports go to benchmarks/results"
 	@echo "make matrix    run thirteen official SDKs against one server; writes docs/reference/sdk-matrix.md"
 	@echo "make cookbook  run recipes of the official cookbook with both clients; writes docs/reference/cookbook.md"
+	@echo "make frameworks  run LangChain and llm, unmodified, against OpenAI's routes"
 	@echo "make defects   test known defects of the official client with both clients; writes docs/reference/defects.md"
 	@echo "make faults    2,000 steps and 5,000 samples on a faulty network; writes docs/reference/faults.md"
 	@echo "make fuzz      50,000 mutated request bodies, 1,000 hostile custom losses, and more"
@@ -66,6 +67,9 @@ fuzz: dev
 
 cookbook: dev
 	@$(BIN)/python -m qa.cookbook.run
+
+frameworks: dev
+	@$(BIN)/python -m qa.frameworks.run
 
 defects: dev
 	@$(BIN)/python -m qa.defects.run

@@ -5,15 +5,18 @@ Throughput of OpenAI's routes against `SamplingClient`, for the same requests on
 
 All requests of a round are sent at once: through `SamplingClient`, as plain HTTP to OpenAI's routes,
 and through the official `openai` package without and with streams. The ways take turns, so that other
-work on the machine meets all of them alike. The ratio is that of the medians, to `sample` or, for
+work on the machine meets all of them alike. The ratio is the median over the rounds, to `sample` or, for
 streams, to `sample_stream`. The same seeds give the
 same tokens, which is checked. Plain HTTP shows what the routes cost; the rest is the package's own
-work, which shares the cores of the server here.
+work, which shares the cores of the server here. The CPU time of the server does not depend on what
+else the machine does.
 """
 
 import argparse
 import asyncio
 import json
+import os
+import random
 import statistics
 import sys
 import tempfile
@@ -32,7 +35,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 import reports
 
 import tinkex
-from serving import TINY, serving
+from processes import children
+from serving import TINY, Server, serving
 from tinkex.models.resolve import resolve
 from tinkex.testing import write_tiny_model
 
@@ -134,8 +138,16 @@ class OpenAiWays:
         return tokens
 
 
-def measured(name: str, url: str, args: argparse.Namespace) -> list[str]:
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a server: the supervisor, the web process and the engines."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    own_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return own_s + sum(map(cpu_seconds, children(pid)))
+
+
+def measured(name: str, server: Server, args: argparse.Namespace) -> list[str]:
     """Rows of the report for one model."""
+    url = server.url
     with tinkex.ServiceClient(base_url=url) as service:
         sampling = service.create_sampling_client(base_model=name)
         prompt = sampling._load_tokenizer(light=True).encode(PROMPT)
@@ -149,14 +161,18 @@ def measured(name: str, url: str, args: argparse.Namespace) -> list[str]:
             "openai, streams": lambda: through.run(through.stream),
         }
         rates: dict[str, list[float]] = {way: [] for way in ways}
+        costs: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(args.rounds + 1):
             found = {}
-            for way, run in ways.items():
-                began = time.perf_counter()
+            # In another order each time: the machine may get busier during a round.
+            for way, run in random.sample(list(ways.items()), len(ways)):
+                began, used_s = time.perf_counter(), cpu_seconds(server.process.pid)
                 found[way] = run()
                 took_s = time.perf_counter() - began
+                used_s = cpu_seconds(server.process.pid) - used_s
                 if number:  # the first round warms up
                     rates[way].append(sum(map(len, found[way])) / took_s)
+                    costs[way].append(1000 * used_s / args.requests)
             reference = found["SamplingClient.sample"]
             for way, tokens in found.items():
                 assert tokens == cut(reference, tokens), f"{way} sampled other tokens"
@@ -165,8 +181,12 @@ def measured(name: str, url: str, args: argparse.Namespace) -> list[str]:
     rows = []
     for way, median in medians.items():
         same = "SamplingClient.sample_stream" if "stream" in way else "SamplingClient.sample"
+        # Round by round: other work on the machine changes over minutes.
+        ratios = [one / other for one, other in zip(rates[way], rates[same], strict=True)]
         spread = f"{min(rates[way]):,.0f} to {max(rates[way]):,.0f}"
-        rows.append(f"| {name} | {way} | {median:,.0f} | {spread} | {median / medians[same]:.2f} |")
+        cost = statistics.median(costs[way])
+        ratio = statistics.median(ratios)
+        rows.append(f"| {name} | {way} | {median:,.0f} | {spread} | {ratio:.2f} | {cost:.1f} |")
     return rows
 
 
@@ -180,7 +200,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model", help="NAME or FOLDER; the tiny model if it is not given")
+    parser.add_argument("--model", help="NAME or FOLDER  [default: the tiny model]")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
@@ -191,7 +211,7 @@ def main() -> None:
             source = resolve(args.model)
             name, spec = source.name, f"{source.name}={source.folder}"
         with serving(spec, data=folder / "data") as server:
-            rows = measured(name, server.url, args)
+            rows = measured(name, server, args)
     text = reports.head(
         "OpenAI's routes against SamplingClient",
         " ".join(["python benchmarks/bench_openai.py", *sys.argv[1:]]),
@@ -200,8 +220,8 @@ def main() -> None:
     text += f"""
 {args.requests} requests at once, {args.tokens} tokens each; {args.rounds} rounds in turn. Limit: {LIMIT}.
 
-| model | way | tokens/s, median | range | ratio |
-|---|---|--:|--:|--:|
+| model | way | tokens/s, median | range | ratio | CPU ms of the server for a request |
+|---|---|--:|--:|--:|--:|
 """
     reports.write("openai", text + "\n".join(rows) + "\n", args.out)
 

@@ -99,6 +99,11 @@ def cookbook_tutorials(version: str) -> Path:
     return tutorials
 
 
+def ensure_frameworks(packages: Sequence[str]) -> Path:
+    """The interpreter of an environment with frameworks written for OpenAI's API."""
+    return _made("frameworks", packages, [], pinned=False)
+
+
 def ensure_alone(name: str, wanted: str) -> Path:
     """The interpreter of an environment with one package and its dependencies only."""
     return _made(f"alone-{name}", [wanted], [])

@@ -96,6 +96,7 @@ class Killer:
     ) -> None:
         self._server, self._planned = server, planned
         self._progress, self._log_progress = progress, log_progress
+        self._choice = random.Random(len(planned))
         self.killed: Counter[str] = Counter()
         self.stuck = False
         self._stopped = threading.Event()
@@ -132,7 +133,8 @@ class Killer:
             if target == "web" and webs:
                 return webs
             if target == "engine" and engines:
-                return engines
+                # With replicas, the others go on.
+                return [self._choice.choice(engines)]
             if target == "both" and webs and engines:
                 return [*engines, *webs]
             time.sleep(0.005)
@@ -274,6 +276,7 @@ def run(
     seed: int,
     kills: int,
     deterministic: bool,
+    replicas: int = 1,
     steps: int = 12,
     log_progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
@@ -281,7 +284,7 @@ def run(
     began_s = time.monotonic()
     history: list[Event] = []
     progress = Progress()
-    args = ("--deterministic",) if deterministic else ()
+    args = ("--replicas", str(replicas), *(("--deterministic",) if deterministic else ()))
     data.mkdir(parents=True, exist_ok=True)
     # Frequent snapshots, so that kills hit their writing and recoveries start from them.
     (data / "tinkex.toml").write_text("snapshot_steps = 7\n")

@@ -1,7 +1,7 @@
 """
 Long runs under kills: `make chaos`.
 
-    python -m qa.chaos.run --kills 100 --seed 1
+    python -m qa.chaos.run --kills 100 --seed 1 [--replicas 2]
 
 First, random operations against a server that computes with integers, under kills and network faults.
 Then the real engine: two thirds of the kills hit a deterministic server, whose final weights must be
@@ -30,6 +30,7 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=None, help="default: the current time")
     parser.add_argument("--mode", choices=("both", "deterministic", "default"), default="both")
+    parser.add_argument("--replicas", type=int, default=1, help="engines of the model")
     options = parser.parse_args()
     seed = int(time.time()) if options.seed is None else options.seed
     kills_by_mode = {
@@ -55,6 +56,7 @@ def main() -> int:
                 seed=seed,
                 kills=count,
                 deterministic=deterministic,
+                replicas=options.replicas,
                 log_progress=_print,
             )
             for line in (*report.lines(), *map(str, report.violations[:20])):

@@ -82,6 +82,7 @@ ELSEWHERE = {
     "ps": "its columns depend on the machine: test_servers.py",
     "stop": "ends a server: test_servers.py",
     "logs": "prints lines of a server: test_servers.py",
+    "move-data": "needs another database: tests/server/storage/test_move_data.py",
 }
 #: What surrounds a command, for those that need it: before each run.
 BEFORE = {"auth login": "auth logout", "auth logout": "auth login --api-key {secret}"}

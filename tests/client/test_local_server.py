@@ -1,6 +1,7 @@
 """`base_url="local"`: one server for all programs; it ends after the last, even if killed."""
 
 import dataclasses
+import logging
 import os
 import signal
 import subprocess
@@ -127,6 +128,15 @@ def test_programs_are_named(settings):
     other.stdout.close()
     assert [one.pid for one in leases.holders(settings.data)] == [os.getpid()]
     mine.release()
+
+
+@pytest.mark.parametrize("tells_waits", [True, False])
+def test_a_program_that_wants_silence_is_not_told_about_the_start(settings, caplog, tells_waits):
+    local_server.attach(dataclasses.replace(settings, tells_waits=tells_waits)).release()
+    told = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert any(text.startswith("local server: loading") for text in told) is tells_waits
+    # No wait, but something to do.
+    assert any("earlier version" in text for text in told)
 
 
 def test_stopping_refuses_while_there_are_clients(settings):

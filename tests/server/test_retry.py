@@ -121,6 +121,7 @@ def test_an_engine_was_stable_if_it_finished_work_or_ran_for_long(
     async def test() -> None:
         engine = engine_process._Engine(
             EngineSettings(name="a", folder=Path("a")),
+            itertools.count(1),
             loaded_before=False,
             on_loaded=lambda name: None,
         )

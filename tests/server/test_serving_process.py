@@ -204,6 +204,7 @@ def allowed_labels() -> dict[str, set[str]]:
         "outcome": {"done", "user_error", "server_error"},
         "task": tasks,
         "base_model": {TINY},
+        "replica": {"0"},
     }
 
 

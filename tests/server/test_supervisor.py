@@ -158,7 +158,7 @@ async def test_the_web_process_never_loads_torch(own_server: Server) -> None:
 
 async def gauge(api: Api, name: str, *, at_least: float = 0.0) -> float:
     """A statistic of the tiny model's engine, once it has reached this value."""
-    line = f'tinkex_engine_{name}{{base_model="{TINY}"}} '
+    line = f'tinkex_engine_{name}{{base_model="{TINY}",replica="0"}} '
     while True:
         answer = await api.get("/metrics")
         assert answer.status == 200

@@ -168,7 +168,10 @@ def test_a_program_that_names_another_model_adds_it(
         assert names == [TINY, "other"]
         (local,) = registry.running()
         with urllib.request.urlopen(f"{local.url}/metrics") as metrics:
-            assert b'tinkex_engine_tokens_sampled_total{base_model="other"}' in metrics.read()
+            assert (
+                b'tinkex_engine_tokens_sampled_total{base_model="other",replica="0"}'
+                in metrics.read()
+            )
         # Advice for a program that does not start the server itself.
         with pytest.raises(tinkex.TinkerError, match="cannot serve 'no/such'") as caught:
             service.create_lora_training_client("no/such")

@@ -70,10 +70,10 @@ def world(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         serving(f"{TINY}={model}", data=folder / "data") as server,
         tinkex.ServiceClient(base_url=server.url) as service,
     ):
-        yield World(server, service, _trained_to_call(service))
+        yield World(server, service, trained_to_call(service))
 
 
-def _trained_to_call(service: tinkex.ServiceClient) -> str:
+def trained_to_call(service: tinkex.ServiceClient) -> str:
     training = service.create_lora_training_client(TINY, rank=8, seed=3)
     tokenizer: Any = training.get_tokenizer()
     prompt = tokenizer.apply_chat_template(

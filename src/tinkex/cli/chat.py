@@ -250,7 +250,7 @@ def _rest_of(line: str) -> str:
     epilog=examples(
         "tinkex chat",
         "tinkex chat tinker://RUN/sampler_weights/final",
-        'tinkex chat Qwen/Qwen3-0.6B --system "Answer in one sentence." --temperature 0.7',
+        'tinkex chat --system "Be brief." --temperature 0.7',
     ),
 )
 @click.argument(

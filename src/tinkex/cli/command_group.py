@@ -41,6 +41,7 @@ SECTIONS = {
         "backup": "Copy the data of a server, even while it runs.",
         "restore": "Create a data folder from a backup.",
         "import": "Add the runs and checkpoints of another data folder.",
+        "move-data": "Move the data of a server to another database or storage.",
         "conformance": "Check that a server implements the Tinker protocol.",
         "tiny-model": "Write a small random model for tests.",
     },
@@ -54,6 +55,7 @@ SUBCOMMANDS = {name: line for section in SECTIONS.values() for name, line in sec
 PLACES = {
     "import": ("import_folder", "command"),
     "logs": ("servers", "logs"),
+    "move-data": ("move_data", "command"),
     "ps": ("servers", "ps"),
     "restore": ("backup", "restore_command"),
     "status": ("servers", "status"),

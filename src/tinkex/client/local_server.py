@@ -56,6 +56,8 @@ class LocalSettings:
     data: Path
     wait_s: float = DEFAULT_WAIT_S
     keep_s: float = DEFAULT_KEEP_S
+    #: Whether the user is told about a start or a load that takes long (`Settings.wait_notice_s`).
+    tells_waits: bool = True
     #: The module of the command line.
     module: str = "tinkex.cli.main"
 
@@ -91,8 +93,11 @@ def _seconds(name: str, env: Mapping[str, str], default: float) -> float:
 class LocalServer:
     """A running server that this program uses; it runs at least until this object is released."""
 
-    def __init__(self, url: str, lease: Lease, running: RunningServer | None) -> None:
+    def __init__(
+        self, url: str, lease: Lease, running: RunningServer | None, *, tells_waits: bool = True
+    ) -> None:
         self.url = url
+        self._tells_waits = tells_waits
         #: None if the server could not write its file: then others do not find it.
         self.running = running
         self._lease = lease
@@ -110,7 +115,9 @@ class LocalServer:
         """
         if self.running is None:
             return model
-        log.warning(
+        level = _level(self._tells_waits)
+        log.log(
+            level,
             "the local server does not serve %s yet: adding it. This loads the model, and first "
             "downloads it if this machine does not have it; at most %.0f s. Ctrl-C stops.",
             model,
@@ -124,7 +131,7 @@ class LocalServer:
                 f"The local server at {self.url} cannot serve {model!r}: {error}"
             ) from error
         name = str(added["name"])
-        log.warning("the local server serves %s after %.0f s.", name, time.monotonic() - began)
+        log.log(level, "the local server serves %s after %.0f s.", name, time.monotonic() - began)
         return name
 
     @property
@@ -155,7 +162,7 @@ def attach(settings: LocalSettings | None = None) -> LocalServer:
             lease = leases.take(settings.data, keep_s=settings.keep_s)
     except leases.NoFileLocks as error:
         raise TinkerError(str(error)) from error
-    server = LocalServer(running.url, lease, running)
+    server = LocalServer(running.url, lease, running, tells_waits=settings.tells_waits)
     if settings.model is not None and not _serves(running, settings.model):
         try:
             server.add_model(settings.model, wait_s=settings.wait_s)
@@ -165,7 +172,7 @@ def attach(settings: LocalSettings | None = None) -> LocalServer:
     return server
 
 
-def hold(running: RunningServer) -> LocalServer | None:
+def hold(running: RunningServer, *, tells_waits: bool = True) -> LocalServer | None:
     """Use a server that was found. None if it has stopped since, or its folder is not writable."""
     data = Path(running.data)
     try:
@@ -173,7 +180,7 @@ def hold(running: RunningServer) -> LocalServer | None:
             if not registry.is_running(running):
                 return None
             lease = leases.take(data, keep_s=LocalSettings.from_env().keep_s)
-            return LocalServer(running.url, lease, running)
+            return LocalServer(running.url, lease, running, tells_waits=tells_waits)
     except OSError as error:
         log.debug("no lease on the server at %s: %s", running.url, error)
         return None
@@ -215,20 +222,27 @@ def _start(settings: LocalSettings) -> LocalServer:
                 # Ctrl-C in the terminal must reach only the program; the server ends after it.
                 start_new_session=True,
             )
-        url = _wait_ready(process, out_path, log_path, settings.wait_s)
+        url = _wait_ready(process, out_path, log_path, settings)
     except BaseException:
         lease.release()
         raise
     # Collects the exit status if the server ends before this program, to avoid a zombie process.
     threading.Thread(target=process.wait, name="tinkex-local", daemon=True).start()
-    return LocalServer(url, lease, registry.of_data(settings.data))
+    running = registry.of_data(settings.data)
+    return LocalServer(url, lease, running, tells_waits=settings.tells_waits)
+
+
+def _level(tells_waits: bool) -> int:
+    """Of a line about a wait."""
+    return logging.WARNING if tells_waits else logging.DEBUG
 
 
 def _wait_ready(
-    process: subprocess.Popen[bytes], out_path: Path, log_path: Path, wait_s: float
+    process: subprocess.Popen[bytes], out_path: Path, log_path: Path, settings: LocalSettings
 ) -> str:
     """The address, once the server is ready; says what takes long in the meantime."""
     began = time.monotonic()
+    wait_s, level = settings.wait_s, _level(settings.tells_waits)
     said = False
 
     def look() -> str:
@@ -239,15 +253,17 @@ def _wait_ready(
             if named := OLD_FOLDER.search(line):
                 log.warning("%s", named[1])
             elif line.strip() and not LOG_LINE.match(line):
-                log.warning("local server: %s", line.rstrip())
+                log.log(level, "local server: %s", line.rstrip())
         if found := READY.search(out_path.read_text(errors="replace")):
             if said:
-                log.warning("the local server is ready after %.0f s", took_s)
+                log.log(level, "the local server is ready after %.0f s", took_s)
             return found[1]
         if took_s > SAY_AFTER_S and not said:
             said = True
-            log.warning(
-                "starting a server on this machine (base_url='local'); its log is %s", log_path
+            log.log(
+                level,
+                "starting a server on this machine (base_url='local'); its log is %s",
+                log_path,
             )
         if ended:
             tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-15:])

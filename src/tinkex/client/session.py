@@ -15,6 +15,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 from urllib.parse import quote, urlsplit
@@ -236,10 +237,14 @@ class Session:
         if url == LOCAL or found is not None:
             from tinkex.client import local_server
 
+            tells_waits = settings.wait_notice_s is not None
             if self._server is None and found is not None:
-                self._server = await asyncio.to_thread(local_server.hold, found)
+                self._server = await asyncio.to_thread(
+                    local_server.hold, found, tells_waits=tells_waits
+                )
             elif self._server is None:
-                self._server = await asyncio.to_thread(local_server.attach)
+                local = replace(local_server.LocalSettings.from_env(), tells_waits=tells_waits)
+                self._server = await asyncio.to_thread(local_server.attach, local)
             if self._server is not None and url == LOCAL:
                 url = self._server.url
                 settings = settings.for_local_server(self._server.running)

@@ -9,7 +9,7 @@ Retries and periodic work of the server.
 | `process_setup` | garbage collection |
 | `scheduler.results` | storing a result that the file store refused |
 | `scheduler.checkpoints` | a save on a full disk |
-| `scheduler.scheduler`, `scheduler.session_status` | looking for waiting requests and silent sessions |
+| `scheduler.scheduler`, `scheduler.session_status` | looking for waiting requests, lost replicas and silent sessions |
 | `store.database` | reads and files of accepted work while storage has a problem |
 | `store.group_commit` | a transaction after the connection was lost |
 | `store.sql_dialects` | taking PostgreSQL's lock |

@@ -1,6 +1,7 @@
 """From a chat to a prompt: templates that fail, that lack tools, or that would do more than render."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,12 @@ import pytest
 from tinkex.models.tiny_model import write_tiny_tokenizer
 from tinkex.models.tokenizer import Tokenizer, load_tokenizer
 from tinkex.server.api.errors import Refusal
-from tinkex.server.api.openai_prompts import OWN_VARIABLES, Prepared, prepare_chat
+from tinkex.server.api.openai_prompts import (
+    OWN_VARIABLES,
+    Prepared,
+    check_logprobs,
+    prepare_chat,
+)
 from tinkex.wire.openai import read_chat
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -89,6 +95,20 @@ def test_a_request_sets_no_variable_that_has_a_field(tokenizer: Tokenizer, name:
     assert name in str(error)
 
 
+def test_too_many_logprobs_are_refused(tokenizer: Tokenizer) -> None:
+    asked: dict[str, Any] = {"n": 128, "top_logprobs": 20, "max_tokens": 391}
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **asked}
+    for logprobs, allowed in ((False, True), (True, False)):
+        fields = {**body, "logprobs": logprobs, "top_logprobs": 20 * logprobs}
+        message = read_chat(json.dumps(fields).encode())
+        prepared = [prepare_chat(message, tokenizer)]
+        if allowed:
+            check_logprobs(message, prepared, 2048)
+        else:
+            with pytest.raises(Refusal, match="at most 1048576 are allowed"):
+                check_logprobs(message, prepared, 2048)
+
+
 def test_variables_reach_the_template(tokenizer: Tokenizer) -> None:
     tokenizer.chat_template = "{{ mood }}{{ reasoning_effort }}"
     found = prepare(tokenizer, chat_template_kwargs={"mood": "calm"}, reasoning_effort="low")
@@ -110,3 +130,12 @@ def test_a_schema_that_is_too_large_or_wrong_is_refused(
     error = refusal(tokenizer, response_format=wanted)
     assert error.field == "response_format"
     assert words in str(error)
+
+
+def test_without_the_library_a_schema_is_refused_with_what_to_install(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    error = refusal(tokenizer, response_format={"type": "json_object"})
+    assert error.field == "response_format"
+    assert "pip install 'tinkex[guided]'" in str(error)

@@ -2,7 +2,7 @@
 The page at /metrics, in the text format of Prometheus.
 
 Labels take values from closed sets only: route templates, methods, statuses, kinds of requests, and
-served base models. They never hold an owner, a key or a path that a client sent.
+served base models with their replicas. They never hold an owner, a key or a path that a client sent.
 """
 
 from collections import defaultdict

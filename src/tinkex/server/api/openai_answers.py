@@ -7,6 +7,7 @@ be the beginning of a stop text.
 
 import functools
 import json
+import math
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,8 @@ from tinkex.wire.openai import ChatRequest, CompletionRequest
 from tinkex.wire.partial_sample import SampledTokens
 from tinkex.wire.sampling import SampledSequence, SampleResponse
 
+#: The logprob of a token that cannot be sampled.
+IMPOSSIBLE = -9999.0
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -109,32 +112,26 @@ class TokenLogprob:
     tops: Sequence[tuple[int, float]] = ()
 
 
-def of_tokens(news: SampledTokens) -> list[TokenLogprob]:
-    tops = news.tops or [[]] * len(news.tokens)
+def token_logprobs(
+    tokens: Sequence[int],
+    logprobs: Sequence[float | None] | None,
+    tops: Sequence[Sequence[tuple[int, float]] | None] | None,
+) -> list[TokenLogprob]:
+    """One for each token; None instead of what was not requested."""
+    nothing = [None] * len(tokens)
     return [
-        TokenLogprob(token=token, logprob=logprob, tops=top)
-        for token, logprob, top in zip(news.tokens, news.logprobs, tops, strict=True)
+        TokenLogprob(
+            token=token,
+            logprob=None if logprob is None else _finite(logprob),
+            tops=[(other, _finite(value)) for other, value in top or ()],
+        )
+        for token, logprob, top in zip(tokens, logprobs or nothing, tops or nothing, strict=True)
     ]
 
 
-def of_sequence(sequence: SampledSequence) -> list[TokenLogprob]:
-    tokens = sequence.tokens
-    logprobs: Sequence[float | None] = sequence.logprobs or [None] * len(tokens)
-    tops = sequence.topk_logprobs or [None] * len(tokens)
-    return [
-        TokenLogprob(token=token, logprob=logprob, tops=top or ())
-        for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
-    ]
-
-
-def of_prompt(tokens: Sequence[int], response: SampleResponse) -> list[TokenLogprob]:
-    """The tokens of a prompt; the first has no logprob."""
-    logprobs = response.prompt_logprobs or [None] * len(tokens)
-    tops = response.topk_prompt_logprobs or [None] * len(tokens)
-    return [
-        TokenLogprob(token=token, logprob=logprob, tops=top or ())
-        for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
-    ]
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI writes this for a token that is next to impossible."""
+    return logprob if math.isfinite(logprob) else IMPOSSIBLE
 
 
 def usage(prompt_tokens: int, responses: Iterable[SampleResponse]) -> dict[str, Any]:
@@ -207,7 +204,7 @@ class Answer:
     @property
     def _samples(self) -> bool:
         """Whether the sampled tokens are part of the answer, and not only its prompt."""
-        return self.message.max_tokens != 0
+        return isinstance(self.message, ChatRequest) or self.message.max_tokens != 0
 
     def _complete_choice(
         self,
@@ -219,14 +216,15 @@ class Answer:
         choice = self._choice(index)
         (text, calls), (rest, more) = choice.add(sequence.tokens), choice.end()
         text, calls = text + rest, calls + more
-        logprobs = of_sequence(sequence)
+        logprobs = token_logprobs(sequence.tokens, sequence.logprobs, sequence.topk_logprobs)
         reason = self._finish_reason(index, sequence)
         if isinstance(self.message, CompletionRequest):
             if not self._samples:
                 text, logprobs, reason = "", [], "length"
             if self.message.echo:
                 text = self.tokenizer.decode(list(prompt), skip_special_tokens=True) + text
-                logprobs = of_prompt(prompt, response) + logprobs
+                tops = response.topk_prompt_logprobs
+                logprobs = token_logprobs(prompt, response.prompt_logprobs, tops) + logprobs
             body: dict[str, Any] = {"text": text}
         else:
             said: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
@@ -259,7 +257,10 @@ class Answer:
     def chunks(self, news: SampledTokens) -> list[bytes]:
         """The chunks for new tokens: none, while their text is held back."""
         text, calls = self._choice(news.sequence).add(news.tokens)
-        logprobs = self._logprobs(news.sequence, of_tokens(news))
+        logprobs = None
+        if self._has_logprobs:
+            found = token_logprobs(news.tokens, news.logprobs, news.tops)
+            logprobs = self._logprobs(news.sequence, found)
         return self._new_chunks(news.sequence, text, calls, logprobs, news.tokens)
 
     def last_chunks(self, response: SampleResponse) -> list[bytes]:
@@ -271,7 +272,7 @@ class Answer:
             chunks.append(self._chunk(index, {}, None, self._finish_reason(index, sequence)))
         if self.message.include_usage:
             counted = usage(len(self.prompts[0]), [response])
-            chunks.append(_event({**self._frame(self._chunk_kind, []), "usage": counted}))
+            chunks.append(event_of({**self._frame(self._chunk_kind, []), "usage": counted}))
         return [*chunks, DONE]
 
     def _new_chunks(
@@ -312,17 +313,20 @@ class Answer:
         frame = self._frame(self._chunk_kind, [choice])
         if self.message.include_usage:
             frame["usage"] = None
-        return _event(frame)
+        return event_of(frame)
 
     # -- logprobs ----------------------------------------------------------------------------
 
+    @property
+    def _has_logprobs(self) -> bool:
+        # In a completion, 0 means logprobs without alternatives.
+        return self.message.logprobs is not None and self.message.logprobs is not False
+
     def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if isinstance(self.message, ChatRequest):
-            if not self.message.logprobs:
-                return None
-            return {"content": [self._chat_logprob(one) for one in tokens], "refusal": None}
-        if self.message.logprobs is None:
+        if not self._has_logprobs:
             return None
+        if self._is_chat:
+            return {"content": [self._chat_logprob(one) for one in tokens], "refusal": None}
         return self._completion_logprobs(index, tokens)
 
     def _chat_logprob(self, one: TokenLogprob) -> dict[str, Any]:
@@ -360,10 +364,6 @@ class Answer:
 DONE = b"data: [DONE]\n\n"
 
 
-def _event(data: dict[str, Any]) -> bytes:
+def event_of(data: dict[str, Any]) -> bytes:
+    """An event of a stream: a chunk, or an error."""
     return b"data: %s\n\n" % json.dumps(data, separators=(",", ":")).encode()
-
-
-def error_event(error: dict[str, Any]) -> bytes:
-    """An error in the middle of a stream, as OpenAI's clients read it."""
-    return _event(error)

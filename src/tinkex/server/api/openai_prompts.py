@@ -20,6 +20,8 @@ from tinkex.wire.sampling import SamplingParams
 
 #: New tokens of a completion without `max_tokens`, as in OpenAI's API. A chat may fill the context.
 COMPLETION_TOKENS = 16
+#: Logprobs of one answer, alternatives included.
+MAX_LOGPROBS = 2**20
 #: Variables of a chat template that a request must not set: they have fields of their own.
 OWN_VARIABLES = frozenset(
     {
@@ -118,6 +120,26 @@ def prepare_completion(message: CompletionRequest, tokenizer: Tokenizer) -> list
             update |= {"prompt_logprobs": True, "topk_prompt_logprobs": top}
         prepared.append(Prepared(tokens=tokens, sample=sample.model_copy(update=update)))
     return prepared
+
+
+def check_logprobs(
+    message: ChatRequest | CompletionRequest,
+    prepared: Sequence[Prepared],
+    max_context_length: int | None,
+) -> None:
+    """Refuse an answer with too many logprobs: each takes about a hundred bytes of JSON."""
+    count = 0
+    for one in prepared:
+        most = one.sample.sampling_params.max_tokens or max_context_length or 0
+        count += message.n * most * (1 + one.sample.topk_sample_logprobs)
+        count += len(one.tokens) * (1 + one.sample.topk_prompt_logprobs)
+    if message.logprobs and count > MAX_LOGPROBS:
+        raise Refusal(
+            400,
+            f"the answer may have {count} logprobs; at most {MAX_LOGPROBS} are allowed. Request "
+            "fewer tokens, choices, prompts or alternatives.",
+            field="logprobs",
+        )
 
 
 def _sample(

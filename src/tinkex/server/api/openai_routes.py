@@ -16,13 +16,19 @@ from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from tinkex.models.tokenizer import Tokenizer
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.bodies import RECEIVED_BODY, MessageRoute, in_decode_slot, read_data
 from tinkex.server.api.deps import Context, context_of, describe_body, json_response
 from tinkex.server.api.errors import OPENAI_PREFIXES, Refusal, openai_error
 from tinkex.server.api.futures import in_thread_if_large, on_disconnect_of
-from tinkex.server.api.openai_answers import Answer, error_event
-from tinkex.server.api.openai_prompts import Prepared, prepare_chat, prepare_completion
+from tinkex.server.api.openai_answers import Answer, event_of
+from tinkex.server.api.openai_prompts import (
+    Prepared,
+    check_logprobs,
+    prepare_chat,
+    prepare_completion,
+)
 from tinkex.server.api.response_limits import bounded, report
 from tinkex.server.api.sample_stream import KEEP_ALIVE, EventStream, SampleReader
 from tinkex.server.api.sampling import Source, named_source, new_sample
@@ -33,7 +39,7 @@ from tinkex.server.scheduler.results import internal_error
 from tinkex.server.scheduler.sample_worker import TokenStream
 from tinkex.server.store.checkpoint_catalog import NamedCheckpoint
 from tinkex.wire.checkpoints import tinker_path
-from tinkex.wire.codec import encode_json
+from tinkex.wire.codec import JSON_TYPE, encode_json
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.openai import ChatRequest, CompletionRequest, read_chat, read_completion
 from tinkex.wire.protobuf import decode_sample_response
@@ -45,6 +51,8 @@ T = TypeVar("T")
 MAX_LISTED = 1_000
 #: Prompts up to this size are rendered on the event loop: a thread would cost more.
 INLINE_PROMPT_BYTES = 16 * 1024
+#: The same for answers with this many tokens.
+INLINE_TOKENS = 2048
 #: How often a waiting request looks whether its client is still there, besides being told so.
 WAIT_S = 10.0
 STOPPING = (
@@ -108,38 +116,45 @@ async def _source(request: Request, context: Context, model: str) -> Source:
 
 
 async def chat_completions(request: Request) -> Response:
-    message = await _read(request, read_chat)
+    message, size = await _read(request, read_chat)
 
-    def prepare(tokenizer: Any) -> list[Prepared]:
+    def prepare(tokenizer: Tokenizer) -> list[Prepared]:
         return [prepare_chat(message, tokenizer)]
 
-    return await _answer(request, message, prepare)
+    return await _answer(request, message, size, prepare)
 
 
 async def completions(request: Request) -> Response:
-    message = await _read(request, read_completion)
-    return await _answer(request, message, lambda tokenizer: prepare_completion(message, tokenizer))
+    message, size = await _read(request, read_completion)
+
+    def prepare(tokenizer: Tokenizer) -> list[Prepared]:
+        return prepare_completion(message, tokenizer)
+
+    return await _answer(request, message, size, prepare)
 
 
-async def _read(request: Request, decode: Callable[[bytes], T]) -> T:
+async def _read(request: Request, decode: Callable[[bytes], T]) -> tuple[T, int]:
+    """The message, and the bytes of the body."""
     message = await read_data(request, decode)
     # No longer needed; a stream would keep it in memory for minutes.
-    request.state.body_bytes = len(request.scope.pop(RECEIVED_BODY))
-    return message
+    return message, len(request.scope.pop(RECEIVED_BODY))
 
 
 async def _answer(
     request: Request,
     message: ChatRequest | CompletionRequest,
-    prepare: Callable[[Any], list[Prepared]],
+    size: int,
+    prepare: Callable[[Tokenizer], list[Prepared]],
 ) -> Response:
     context = context_of(request)
     source = await _source(request, context, message.model)
-    tokenizer = await context.tokenizers.of(context.base_model(source.base_model))
-    if request.state.body_bytes <= INLINE_PROMPT_BYTES:
+    base = context.base_model(source.base_model)
+    tokenizer = await context.tokenizers.of(base)
+    if size <= INLINE_PROMPT_BYTES:
         prepared = prepare(tokenizer)
     else:
         prepared = await in_decode_slot(request, lambda: prepare(tokenizer))
+    check_logprobs(message, prepared, base.max_context_length)
     samples = [_new_sample(request, source, one) for one in prepared]
 
     def answer_to(request_id: str) -> Answer:
@@ -157,10 +172,11 @@ async def _answer(
         return EventStream(_chunks(context, reader, answer_to(first.request_id), first))
     responses = await _responses(request, context, samples)
     answer = answer_to(samples[0].request_id)
-    size = sum(len(one.tokens) for each in responses for one in each.sequences)
-    if size <= INLINE_PROMPT_BYTES:
+    sampled = sum(len(one.tokens) for each in responses for one in each.sequences)
+    if sampled <= INLINE_TOKENS:
         return json_response(answer.complete(responses))
-    return json_response(await asyncio.to_thread(answer.complete, responses))
+    body = await asyncio.to_thread(lambda: encode_json(answer.complete(responses)))
+    return Response(body, media_type=JSON_TYPE)
 
 
 def _new_sample(request: Request, source: Source, prepared: Prepared) -> QueuedRequest:
@@ -235,12 +251,12 @@ async def _chunks(
                 if not piece:
                     yield KEEP_ALIVE
         if (outcome := reader.outcome) is None:
-            yield error_event(openai_error(STOPPING, 503))
+            yield event_of(openai_error(STOPPING, 503))
             return
         ended = True
         if outcome.error is not None:
             failed = _failed(outcome)
-            yield error_event(openai_error(failed.detail, failed.status))
+            yield event_of(openai_error(failed.detail, failed.status))
             return
         for chunk in await in_thread_if_large(
             outcome.result, lambda: _last_chunks(answer, reader, outcome.result)
@@ -248,7 +264,7 @@ async def _chunks(
             yield chunk
         context.store.requests.mark_fetched(first.request_id)
     except Exception as failure:  # noqa: BLE001  too late for an HTTP status
-        yield error_event(openai_error(internal_error(failure).error, 500))
+        yield event_of(openai_error(internal_error(failure).error, 500))
     finally:
         if not ended:
             context.scheduler.cancel(first.request_id, owner=first.owner)

@@ -154,7 +154,7 @@ def _inspect_files(
     abandoned_s: float,
 ) -> Inspection:
     damaged, keys = [], set()
-    for what, name, key, written in _references(connection):
+    for what, name, key, written in references(connection):
         keys.add(key)
         if (problem := _problem(files, what, key, written)) is not None:
             damaged.append(DamagedItem(what=what, name=name, key=key, problem=problem))
@@ -182,7 +182,7 @@ def _inspect_files(
     )
 
 
-def _references(connection: sa.Connection) -> Iterator[tuple[str, str, str, str | None]]:
+def references(connection: sa.Connection) -> Iterator[tuple[str, str, str, str | None]]:
     """Every key in the rows: what it is, its name, the key, and its fingerprint if there is one."""
     columns: tuple[tuple[str, Any, Any, Any], ...] = (
         (PAYLOAD, requests.c.request_id, requests.c.payload_place, sa.null()),
@@ -278,7 +278,7 @@ def referenced_keys(url: str) -> set[str]:
     engine = sa.create_engine(url)
     try:
         with engine.connect() as connection:
-            return {key for _, _, key, _ in _references(connection)}
+            return {key for _, _, key, _ in references(connection)}
     except sa.exc.DBAPIError as error:
         raise CopyFailed(
             f"its schema is not the one of this version ({error.orig}); start the server once"

@@ -1,0 +1,155 @@
+"""The data of a server moves to PostgreSQL and an object store, and back."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from object_store import BUCKET, ObjectStore, object_store
+from postgres import Postgres
+from server.echo import EchoExecutor
+from server.hosting import hosted
+from server.storage.commands import tinkex
+from server.storage.test_doctor import filled
+from server.tenants import new_key, with_key
+from tinkex.server.maintenance.backup import BackupFailed
+from tinkex.server.maintenance.doctor import Level, examine
+from tinkex.server.maintenance.move_data import move_data
+from tinkex.server.settings import Settings, SettingsError
+from tinkex.server.store import DatabaseRefused, open_store
+from tinkex.server.store.blobs import Files
+from tinkex.server.store.folder_lock import lock_folder
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[ObjectStore]:
+    with object_store() as store:
+        yield store
+
+
+@pytest.fixture
+def away(
+    running: ObjectStore, postgres: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, str]:
+    """An empty database and an empty part of an object store."""
+    for name, value in running.environment.items():
+        monkeypatch.setenv(name, value)
+    return {"db": postgres.database(), "storage": f"s3://{BUCKET}/{tmp_path.name}"}
+
+
+def problems(folder: Path, **settings: str) -> list[str]:
+    found = examine(Settings(data=str(folder), **settings))
+    return [finding.text for finding in found if finding.level is Level.PROBLEM]
+
+
+async def test_a_run_goes_on_after_each_move(tmp_path: Path, away: dict[str, str]) -> None:
+    data = tmp_path / "data"
+    model = await filled(data)
+    key = await new_key(data, "local")
+    there = await tinkex(
+        *("-f", "json", "move-data", "--data", str(data)),
+        *("--db", away["db"], "--storage", away["storage"]),
+    )
+    assert there.returncode == 0, there.stderr
+    moved = json.loads(there.stdout)
+    # A payload, a result, two snapshots and a checkpoint; and nothing was there.
+    assert moved["files"] >= 5
+    assert (moved["present"], moved["missing"]) == (0, [])
+    # Another machine has another data folder.
+    elsewhere = tmp_path / "elsewhere"
+    async with (
+        hosted(EchoExecutor(), elsewhere, **away) as api,
+        with_key(api, key) as mine,
+    ):
+        value = await mine.value(await mine.optim_step(model, 5))
+        body = {"model_id": model, "seq_id": 6, "path": "more"}
+        await mine.result((await mine.post("save_weights", body)).json["request_id"])
+        assert (await api.get("/api/v1/sessions")).status == 401
+    assert Files(away["storage"]).exists("keys.made")
+    assert problems(elsewhere, **away) == []
+    # And back, to the folder of that machine.
+    source = Settings(data=str(elsewhere), **away)
+    back = move_data(source, Settings(data=str(elsewhere)))
+    assert back.missing == ()
+    async with hosted(EchoExecutor(), elsewhere) as api, with_key(api, key) as mine:
+        assert await mine.value(await mine.optim_step(model, 7)) == 2 * value
+        body = {"model_id": model, "seq_id": 8, "path": f"tinker://{model}/weights/more"}
+        await mine.result((await mine.post("load_weights", body)).json["request_id"])
+        # New rows do not take the numbers of copied ones.
+        assert await new_key(elsewhere, "bob")
+    assert problems(elsewhere) == []
+
+
+class Interrupted(Exception):
+    pass
+
+
+async def test_an_interrupted_move_goes_on_where_it_was(tmp_path: Path, postgres: Postgres) -> None:
+    data, files = tmp_path / "data", tmp_path / "files"
+    await filled(data)
+    source = Settings(data=str(data))
+    target = Settings(data=str(data), db=postgres.database(), storage=str(files))
+
+    def interrupt(done: int, _all: int) -> None:
+        if done == 3:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        move_data(source, target, progress=interrupt)
+    # One of the copies was damaged since.
+    copied = sorted(file for file in files.rglob("*") if file.is_file())
+    copied[0].write_bytes(b"something else")
+    again = move_data(source, target)
+    assert again.missing == ()
+    assert 1 <= again.present <= 2
+    assert move_data(source, target).present == again.files
+    assert problems(data, db=target.db, storage=target.storage) == []
+
+
+async def test_what_the_source_does_not_have_is_named(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    await filled(data)
+    (checkpoint,) = (data / "checkpoints").glob("*/weights/kept/*")
+    shutil.rmtree(checkpoint)
+    moved = move_data(
+        Settings(data=str(data)), Settings(data=str(data), storage=str(tmp_path / "f"))
+    )
+    (missing,) = moved.missing
+    assert "is missing" in missing
+    assert "kept" in missing
+    assert moved.rows == 0
+
+
+async def test_a_move_that_makes_no_sense_is_refused(tmp_path: Path, postgres: Postgres) -> None:
+    data, url = tmp_path / "data", postgres.database()
+    await filled(data)
+    source = Settings(data=str(data))
+    with pytest.raises(BackupFailed, match="are the same"):
+        move_data(source, source)
+    with pytest.raises(BackupFailed, match="does not exist"):
+        move_data(Settings(data=str(tmp_path / "typo")), Settings(data=str(data)))
+    await filled(tmp_path / "other", db=url)
+    with pytest.raises(BackupFailed, match="sessions that are not in the source"):
+        move_data(source, Settings(data=str(data), db=url))
+    async with hosted(EchoExecutor(), data):
+        pass
+    done = await tinkex("move-data", "--data", str(data))
+    assert done.returncode == 1
+    assert "Name another database with --db" in done.stderr
+
+
+async def test_data_that_a_server_uses_is_not_moved(tmp_path: Path, postgres: Postgres) -> None:
+    data, url = tmp_path / "data", postgres.database()
+    await filled(data)
+    source, target = Settings(data=str(data)), Settings(data=str(data), db=url)
+    with lock_folder(data), pytest.raises(SettingsError, match="data folder"):
+        move_data(source, target)
+    other = tmp_path / "other"
+    held = open_store(db_url=url, storage_url=str(other), folder=other, exclusive=True)
+    with pytest.raises(DatabaseRefused, match="another server"):
+        move_data(source, target)
+    held.close()
