@@ -10,7 +10,7 @@ import argparse
 
 import tinkex
 from tinkex import data
-from tinkex.recipes import common, dpo, evaluate
+from tinkex.recipes import dpo, evaluate
 
 ANSWERS = {
     "What is the capital of France?": "Paris.",
@@ -35,6 +35,7 @@ def main():
     parser.add_argument("--data", help="a JSON Lines file of preferences")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--beta", type=float, default=0.1)
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
     options = parser.parse_args()
 
     with tinkex.ServiceClient(base_url=options.base_url) as service:
@@ -56,7 +57,7 @@ def main():
             batch_size=4,
             beta=options.beta,
             evaluate_every=5,
-            learning_rate=common.defaults(options.model, "dpo").learning_rate,
+            learning_rate=options.learning_rate,
         )
         for step in dpo.train(service, train, settings, held_out=held_out):
             measured = "  ".join(f"{name} {value:.3f}" for name, value in step.metrics.items())
