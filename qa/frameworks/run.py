@@ -19,6 +19,7 @@ from serving import TINY, serving
 from tinkex.testing import write_tiny_model
 from together.test_openai import DATA, trained_to_call
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "frameworks" / "langchain_chat.py"
 PACKAGES = ("langchain-openai==1.7.3", "llm==0.36")
 
 LANGCHAIN = """
@@ -73,6 +74,7 @@ def run_langchain(python: Path, folder: Path, url: str, trained: str) -> None:
 
     (folder / "openai_tool.py").write_text(f"ADD = {ADD!r}\n")
     subprocess.run([python, "-c", LANGCHAIN, url, TINY, trained], cwd=folder, check=True)
+    subprocess.run([python, EXAMPLE, trained, "--base-url", url], check=True)
 
 
 def run_llm(python: Path, folder: Path, url: str, trained: str) -> None:
