@@ -1,7 +1,7 @@
 """
 Replicas: samples per second and CPU time of the web process with 1, 2, 4 and 8 engines.
 
-    python benchmarks/bench_replicas.py [--seconds 10]
+    python benchmarks/bench_replicas.py [--seconds 20]
 
 An engine takes `ENGINE_S` for a sample and runs `AT_ONCE` together. That time is simulated, without
 CPU, so that two cores are enough: this measures what the server adds for each replica, and not GPUs.
@@ -78,7 +78,7 @@ async def measure(replicas: int, seconds: float) -> bench_api.Measured:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--serve")
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
