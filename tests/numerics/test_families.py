@@ -19,7 +19,8 @@ from numerics.helpers import (
     work,
 )
 from tinkex.engine import Engine, EngineSettings
-from tinkex.engine.model.base_model import UnsupportedModel
+from tinkex.engine.model.base_model import BaseModel, UnsupportedModel
+from tinkex.engine.model.stacked_weights import StackedWeights
 from tinkex.wire.inputs import Datum, ModelInput
 
 SHAPE = {
@@ -56,7 +57,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen2": {},  # biases in attention
     "Qwen3": {"head_dim": 16},  # norms of queries and keys
-    "SmolLM3": {},  # layers without positions, tied
+    "SmolLM3": {"num_hidden_layers": 4},  # the fourth without positions; tied
     "Mistral": {"sliding_window": 64},
     "Gemma": {"head_dim": 16},  # scaled embeddings, tied
     "Gemma3Text": {"head_dim": 16, "sliding_window": 64},  # every kind of norm, windows, tied
@@ -104,6 +105,27 @@ def test_a_family_trains_and_samples_as_peft_would(
         logprobs = model(torch.tensor([tokens[:-1]])).logits[0].log_softmax(dim=-1)
     expected = logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
     np.testing.assert_allclose(found, expected.numpy(), atol=1e-4)
+
+
+#: Families whose layers the fused kernels of a GPU compute.
+USUAL = {"Llama", "Qwen2", "Qwen3", "Mistral", "Granite"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("family", "extra"), SERVED.items(), ids=list(SERVED))
+def test_the_form_of_a_family_is_recognized(
+    family: str, extra: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path, family, **{**extra, "head_dim": 16})
+    model = BaseModel(folder, device=torch.device("cpu"), dtype=torch.float32)
+    stacked = StackedWeights.of(model._decoder, model._embed, model.head)
+    assert (stacked is not None) == (family in USUAL)
+
+
+def test_layers_with_another_form_of_residual_are_not_usual(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "Granite", residual_multiplier=0.22, head_dim=16)
+    model = BaseModel(folder, device=torch.device("cpu"), dtype=torch.float32)
+    assert StackedWeights.of(model._decoder, model._embed, model.head) is None
 
 
 def test_a_sliding_window_limits_the_context(tmp_path: Path) -> None:

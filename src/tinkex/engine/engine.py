@@ -101,12 +101,15 @@ class Engine:
         if settings.deterministic:
             prepare_determinism()
         device = choose_device(settings)
+        if device.type == "cuda":
+            # Triton and CUDA graphs use the current device, whatever device their tensors are on.
+            torch.cuda.set_device(device)
         dtype = choose_dtype(settings, device)
         self.settings = settings
         if settings.deterministic and settings.numerics_file is not None:
             check_numerics(
                 settings.numerics_file,
-                numerics(device, dtype),
+                numerics(device, dtype, batch_tokens=settings.max_batch_tokens),
                 accept=settings.accept_changed_numerics,
             )
         self.model = BaseModel(
@@ -151,9 +154,10 @@ class Engine:
         self._losses: dict[str, CustomLoss] = {}
         # Created with the first request: a server that only trains needs no KV cache.
         self._sampler: Sampler | None = None
-        threading.Thread(
-            target=self.model.prepare_packed_layers, name="tinkex-kernels", daemon=True
-        ).start()
+        self._compiling = threading.Thread(
+            target=self.model.prepare_packed_layers, name="tinkex-training-kernels", daemon=True
+        )
+        self._compiling.start()
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -206,6 +210,10 @@ class Engine:
         loss, data = check_request(work, self.limits, backward=backward, custom=self._losses)
         if backward:
             longest = max(len(datum.tokens_N) for datum in data)
+            if longest * self.model.bytes_per_token > self.plan.activations:
+                # With fused kernels a long sequence takes less memory. They are ready in seconds.
+                self._compiling.join()
+                self.model.use_packed_layers()
             self._adapters.make_pass_room(
                 model_id,
                 min(
@@ -229,6 +237,7 @@ class Engine:
         set and the other passes continue. A pass whose adapter does not fit beside the others is
         left out and keeps its data for a later micro-batch.
         """
+        self.model.use_packed_layers()
         parts: list[PassSlice] = []
         for training_pass, count in slices:
             try:

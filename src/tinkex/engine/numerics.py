@@ -9,6 +9,7 @@ computes with, and a later one that differs is refused.
 from __future__ import annotations
 
 import json
+import logging
 import platform
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import torch
 import transformers
 
 from tinkex.durable_files import write_file
+
+log = logging.getLogger(__name__)
 
 #: Which code computes: change it if deterministic results change their bits.
 PATH = "transformers"
@@ -25,12 +28,14 @@ class NumericsChanged(ValueError):
     """A deterministic engine would compute other bits than before; the hint says what to do."""
 
     hint = (
-        "Use what was used before, start on another data folder, or start once with "
+        "Use what was used before (--threads, --batch-tokens), another data folder, or start once with "
         "--accept-changed-numerics: runs then continue with other rounding."
     )
 
 
-def numerics(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+def numerics(
+    device: torch.device, dtype: torch.dtype, *, batch_tokens: int | None
+) -> dict[str, str]:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -43,6 +48,8 @@ def numerics(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "path": PATH,
+        # Where a pass is cut into micro-batches changes the order of sums.
+        "batch_tokens": "default" if batch_tokens is None else str(batch_tokens),
     }
 
 
@@ -61,7 +68,9 @@ def check_numerics(file: Path, now: dict[str, str], *, accept: bool) -> None:
             if before.get(key) != now.get(key)
         )
         raise NumericsChanged(
-            "this data folder has deterministic runs, and this server would compute other bits: "
-            f"{changes}."
+            "a deterministic server was started on this data folder, and this one would compute "
+            f"other bits: {changes}."
         )
+    if before:
+        log.warning("deterministic runs continue with other rounding: %s", now)
     write_file(file, json.dumps(now, indent=1).encode())

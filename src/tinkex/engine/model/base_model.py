@@ -114,6 +114,8 @@ class BaseModel:
         self.cache_shapes = self._check(expected)
         #: Runs packed passes faster; None before its kernels are compiled, and if it cannot.
         self._packed: PackedLayers | None = None
+        #: The same, set by the thread that compiles.
+        self._prepared: PackedLayers | None = None
         self._original_bytes_per_token = int(self._saved_per_token() * PEAK_FACTOR)
 
     @property
@@ -181,7 +183,7 @@ class BaseModel:
         """
         Compiles the kernels of the packed layers and compares their logits with the original's.
 
-        From then on they are used. Takes some seconds the first time; may run in a thread.
+        Takes some seconds the first time; may run in a thread. `use_packed_layers` uses the result.
         """
         if self.stacked is None:
             return
@@ -200,8 +202,17 @@ class BaseModel:
                 raise
             log.warning("training runs on transformers' code, which is slower", exc_info=error)
             return
-        self._packed, self.head.fused = packed, True
-        log.info("training and prefill run on fused kernels from now on")
+        self._prepared = packed
+
+    def use_packed_layers(self) -> None:
+        """
+        Uses the packed layers from now on if they are prepared.
+
+        For the thread that computes, between two passes: a pass must not change its code midway.
+        """
+        if self._packed is None and self._prepared is not None:
+            self._packed, self.head.fused = self._prepared, True
+            log.info("training runs on fused kernels from now on")
 
     @property
     def size_bytes(self) -> int:

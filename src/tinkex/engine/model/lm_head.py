@@ -152,7 +152,7 @@ class Head:
         return torch.bfloat16 if self.fused else torch.float32
 
     def _softmax(self, logits_tV: Tensor, targets_tK: Tensor) -> Softmax:
-        """Overwrites the logits."""
+        """May overwrite the logits."""
         if self.fused:
             from tinkex.engine.model.packed_kernels import log_sum_exp
 
@@ -171,7 +171,7 @@ class Head:
         """
         dL/dlogits of some rows, or of all: onehot·g - softmax·Σg, from g = dL/dlogp.
 
-        Overwrites the values of the softmax.
+        May overwrite the values of the softmax.
         """
         values_tV, total_t = softmax.values_tV, softmax.total_t
         if self.fused:

@@ -581,6 +581,7 @@ def add_weight_gradients(
         _weight_gradient[(slots, triton.cdiv(outputs, block), 1)](
             dy_TO, h_TPR[:, j * tables.rank :], tables.grad_base, tables.offsets, tables.ranks,
             tables.spans, target + j, targets, dy_TO.stride(0), column, outputs, width,
-            tables.rank, tables.rank_step, spans, True, TOKENS, block, num_warps=4, num_stages=min(3, _lora_stages(tables)),
+            tables.rank, tables.rank_step, spans, True, TOKENS, block, num_warps=4,
+            num_stages=min(3, _lora_stages(tables)),
         )  # fmt: skip
         column += outputs

@@ -6,7 +6,8 @@ kernel for everything between two of them. The backward pass is written out: the
 frozen, so it needs only the gradient by the input, and it computes norms, rotations and SwiGLU
 again instead of keeping their results. It adds the gradients of adapters to their flat vectors.
 
-Only for models of the usual form (`stacked_weights`) in bfloat16.
+Only for models of the usual form (`stacked_weights`) in bfloat16. Prefill has layers of its own
+(`fused_decoder`), which write the paged cache and keep nothing.
 """
 
 from __future__ import annotations
@@ -105,8 +106,9 @@ class PackedLayers:
         """
         The last hidden states [T, H], and the backward pass, which takes their gradient.
 
-        The backward pass adds to the gradients of the adapters. It runs at most once. With `checkpoint`, only the input of each layer is kept, and the backward pass computes
-        the layers again.
+        The backward pass adds to the gradients of the adapters. It runs at most once. With
+        `checkpoint`, only the input of each layer is kept, and the backward pass computes the
+        layers again.
         """
         weights = self.weights
         with torch.no_grad():
@@ -465,8 +467,14 @@ COMPILED_RANKS = (32, 16, 64, 128)
 
 
 def compile_kernels(layers: PackedLayers, head: Head, targets: Sequence[Target]) -> None:
-    """Runs every kernel once, on a few tokens with adapters of zeros."""
+    """
+    Runs every kernel once, on a few tokens with adapters of zeros.
+
+    The adapters change one layer: all layers have the same kernels, and memory may be short.
+    """
     weights = layers.weights
+    first = {*weights.targets[:TARGETS]}
+    targets = [target for target in targets if target.name in first]
     device, dtype = weights.embedding.device, weights.embedding.dtype
     ids_T = torch.zeros(4, dtype=torch.long, device=device)
     packing = Packing.of([2, 2], device=device)

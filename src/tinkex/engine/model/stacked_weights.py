@@ -66,12 +66,13 @@ class StackedWeights:
     @classmethod
     def of(cls, decoder: Any, embed: Any, head: Head) -> StackedWeights | None:
         """Stacks the weights; None if the model has another form."""
+        eps = getattr(getattr(decoder, "norm", None), "variance_epsilon", None)
+        if eps is None or not all(_is_usual(layer, eps) for layer in decoder.layers):
+            return None
         names = {id(module): name for name, module in decoder.named_modules()}
         prefix = _prefix(decoder)
         targets: list[str] = []
         for layer in decoder.layers:
-            if not _is_usual(layer, decoder.norm.variance_epsilon):
-                return None
             for parent, parts in ((layer.self_attn, ATTENTION), (layer.mlp, MLP)):
                 targets += [prefix + names[id(getattr(parent, part))] for part in parts]
         rotary = getattr(decoder, "rotary_emb", None)
@@ -81,6 +82,7 @@ class StackedWeights:
             or getattr(rotary, "rope_type", "default") not in FIXED_ROPE
             or 2 * len(rotary.inv_freq) != first.head_dim
             or head.bias_V is not None
+            or getattr(decoder, "embedding_multiplier", 1.0) != 1.0
             or any(layer.self_attn.head_dim != first.head_dim for layer in decoder.layers)
             or first.head_dim % 16
             or embed.weight.shape[1] % 16
@@ -90,7 +92,7 @@ class StackedWeights:
             embedding=embed.weight,
             layers=[_stacked(layer) for layer in decoder.layers],
             norm=decoder.norm.weight,
-            eps=float(decoder.norm.variance_epsilon),
+            eps=float(eps),
             head_eps=float(getattr(first, "q_norm", decoder.norm).variance_epsilon),
             frequencies=rotary.inv_freq.float(),
             rope_scale=float(rotary.attention_scaling),
@@ -136,7 +138,10 @@ def _is_usual(layer: Any, eps: float) -> bool:
         all(isinstance(linear, LoraLinear) for linear in linears)
         and norms in (set(), {"q_norm", "k_norm"})
         and others <= {"act_fn"}
-        and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
+        and type(getattr(mlp, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+        # SmolLM3 has layers without rotation, Granite a factor of what a layer adds.
+        and getattr(attention, "use_rope", True)
+        and getattr(layer, "residual_multiplier", 1.0) == 1.0
         and all(
             getattr(norm, "variance_epsilon", None) == eps
             for norm in (layer.input_layernorm, layer.post_attention_layernorm)

@@ -216,11 +216,13 @@ class DecodeGraphs:
         for slot, adapter in enumerate(adapters):
             if slot < len(self._slots) and self._slots[slot]() is adapter:
                 continue
+            # Known again only after all copies: one of them may fail.
+            del self._slots[slot:]
             offsets, ranks = self._weights.addresses(adapter.pairs)
             state.offsets[slot] = torch.tensor(offsets)
             state.ranks[slot] = torch.tensor(ranks, dtype=torch.int32)
             state.scales[slot] = adapter.scale
-        self._slots[: len(adapters)] = map(weakref.ref, adapters)
+            self._slots.append(weakref.ref(adapter))
 
     def _upload_rows(
         self, sequences: Sequence[SampleSequence], slots: Mapping[str, int], steps: int
@@ -277,7 +279,12 @@ class DecodeGraphs:
         """The graph of a recipe, or meanwhile one with more rows."""
         if not self._compiler.usable:
             return None
-        if recipe not in self._graphs and self._compiler.ready(recipe, lambda: self._dry(recipe)):
+        compiler = self._compiler
+        if (
+            recipe not in self._graphs
+            and compiler.ready(recipe, lambda: self._dry(recipe))
+            and not compiler.busy
+        ):
             try:
                 self._graphs[recipe] = self._record(recipe)
             except Exception as error:  # noqa: BLE001  the other path still works
