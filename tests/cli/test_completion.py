@@ -46,7 +46,7 @@ def offers(shell: ForkedShell, line: str, wanted: str, **env: str) -> None:
 
 
 def test_commands_and_options_are_completed(shell: ForkedShell) -> None:
-    assert bash(shell, "tinkex ch") == ["checkpoint"]
+    assert bash(shell, "tinkex ch") == ["chat", "checkpoint"]
     assert bash(shell, "tinkex checkpoint l") == ["list"]
     assert "--format" in bash(shell, "tinkex checkpoint list --")
     assert bash(shell, 'tinkex sample "two words" --fo') == ["--format"]

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -238,9 +239,15 @@ def _time(found: re.Match[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
+def folder() -> Iterator[Path]:
+    """Its path always has the same length: where tables wrap depends on it."""
+    with tempfile.TemporaryDirectory(prefix="golden-", ignore_cleanup_errors=True) as made:
+        yield Path(made)
+
+
+@pytest.fixture(scope="module")
+def recorded(folder: Path) -> Iterator[dict[str, object]]:
     """Everything that the tests compare, recorded in one fixed order: commands see each other."""
-    folder = tmp_path_factory.mktemp("golden")
     home = folder / "home"
     home.mkdir()
     tiny = write_tiny_model(folder / "tiny", arch="llama")

@@ -37,6 +37,7 @@ ALLOWED = {
     ("api/auth.py", "Authenticator.__init__"): EXPIRES,
     ("api/auth.py", "Signer.sign"): EXPIRES,
     ("api/auth.py", "Signer.verifies"): EXPIRES,
+    ("api/openai_answers.py", "Answer"): SHOWN,
     ("api/weights.py", "copy_weights"): SHOWN,
     ("api/sessions.py", "search_sessions"): EXPIRES,
     ("api/sessions.py", "trace"): SHOWN,

@@ -127,7 +127,9 @@ def test_programs_local_servers_and_serve_share_one_folder(
 
 def assert_needs_token(local: registry.RunningServer) -> None:
     """Administration needs the token of the server's file; reading the status loads no model."""
-    assert control.ask(local, "status")["models"] == [{"name": TINY, "loaded": False}]
+    assert control.ask(local, "status")["models"] == [
+        {"name": TINY, "replicas": 1, "loaded": False}
+    ]
     for headers in ({}, {registry.TOKEN_HEADER: "guess"}):
         request = urllib.request.Request(f"{local.url}/api/v1/local/status", headers=headers)
         with pytest.raises(urllib.error.HTTPError) as caught:

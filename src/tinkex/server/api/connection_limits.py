@@ -198,6 +198,7 @@ class LimitedProtocol(asyncio.Protocol):
         #: Called when the client disconnects before its response. Waiting for ASGI's disconnect
         #: message instead would need a task for each of thousands of polls.
         self.on_disconnect: Callable[[], None] | None = None
+        self.disconnected = False
 
     # What the application reports.
 
@@ -248,6 +249,7 @@ class LimitedProtocol(asyncio.Protocol):
             self._next_check.cancel()
         # With an error, uvicorn would not stop its keep-alive timer, which holds the connection.
         self._inner.connection_lost(None)
+        self.disconnected = True
         if self.on_disconnect is not None:
             self.on_disconnect()
         # Break reference cycles: garbage collections are rare.

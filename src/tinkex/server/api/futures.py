@@ -138,8 +138,11 @@ def on_disconnect_of(request: Request) -> Callable[[Callable[[], None]], None]:
     connection = connection_of(request.scope)
 
     def register(end_poll: Callable[[], None]) -> None:
-        if connection is not None:
-            connection.on_disconnect = end_poll
+        if connection is None:
+            return
+        connection.on_disconnect = end_poll
+        if connection.disconnected:  # while the poll read the database
+            end_poll()
 
     return register
 
