@@ -325,6 +325,26 @@ async def test_samples_of_an_adapter_leave_an_engine_that_stays_down(tmp_path: P
             assert (await api.result(request_id))["sequences"][0]["tokens"] == [7]
 
 
+async def test_a_model_that_is_forgotten_during_a_move_is_not_taken_over(tmp_path: Path) -> None:
+    executor = ReplicatedExecutor(2)
+    async with hosted(executor, tmp_path) as api, asyncio.timeout(60):
+        session = await api.session()
+        model = await api.model(session)
+        assert api.app is not None
+        scheduler = api.app.state.context.scheduler
+        here, there = scheduler.replicas(BASE).engines
+        assert await train(api, model, 1, 3) == 7.0
+        executor.engines[1].open.clear()
+        moving = asyncio.create_task(there.move_here(here.models[model]))
+        await until_async(lambda: bool(executor.engines[1].entered._value))
+        scheduler.unload_session(session)
+        await until_async(lambda: not here.models)
+        executor.engines[1].open.set()
+        assert await moving is False
+        assert not there.models
+        assert executor.models(1) == set()
+
+
 async def test_a_request_that_crashes_engines_is_found_on_whichever_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -260,7 +260,8 @@ class Scheduler:
         """Move the work of replicas that stay down to the others, and back when they return."""
         for replicas in self._replicas.values():
             for engine in replicas.lost_engines(time.monotonic()):
-                # The copy of a moving model needs only its log. It must not be rebuilt beside it.
+                # A moving model goes on moving: its copy needs only the log, and a rebuild on the
+                # same engine would run the same steps again.
                 states = [one for one in engine.models.values() if one is not self._moving]
                 if states:
                     log.warning(
