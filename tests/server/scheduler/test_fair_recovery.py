@@ -11,6 +11,8 @@ from server.echo import EchoExecutor, content
 from server.hosting import Api, hosted
 from server.scheduler.test_pickup import sample
 from server.tenants import new_key, with_key
+from tinkex.server.executor import EngineKilled
+from tinkex.server.scheduler.engine_client import RunElsewhere
 from tinkex.server.scheduler.fairness import Admission
 from tinkex.wire.proto.frames_pb2 import Done, Order
 from waiting import until_async
@@ -172,6 +174,35 @@ async def test_admission_limits_the_requests_of_one_owner() -> None:
     assert admitted == ["a", "a", "b", "a", "a", "a"]
     assert not admission._admitted
     assert not admission._waiting
+
+
+async def test_nothing_is_admitted_to_an_engine_that_was_given_up() -> None:
+    starts: list[asyncio.Future[None]] = []
+
+    def ready() -> asyncio.Future[None]:
+        starts.append(asyncio.get_running_loop().create_future())
+        return starts[-1]
+
+    admission = Admission(ready)
+    admitted: list[str] = []
+
+    async def enter(owner: str) -> None:
+        async with admission.turn(owner):
+            admitted.append(owner)
+
+    early = asyncio.create_task(enter("early"))
+    await until_async(lambda: starts)
+    admission.send_elsewhere(RunElsewhere)
+    late = asyncio.create_task(enter("late"))
+    with pytest.raises(RunElsewhere):
+        await early
+    starts[0].set_exception(EngineKilled("the engine is down"))
+    # The one that came since then waits for the next start.
+    await until_async(lambda: len(starts) == 2 or admitted)
+    assert admitted == []
+    starts[1].set_result(None)
+    await late
+    assert admitted == ["late"]
 
 
 async def test_an_engine_gets_twice_as_many_samples_of_an_owner_as_it_runs_at_once(

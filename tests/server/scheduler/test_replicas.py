@@ -106,6 +106,13 @@ def test_few_samples_of_a_prompt_stay_together_and_a_large_one_goes_to_the_least
 # -- the server -------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas that are down are found at once."""
+    monkeypatch.setattr(replicas, "DOWN_S", 0.0)
+    monkeypatch.setattr("tinkex.server.scheduler.scheduler.REPLICA_CHECK_S", 0.05)
+
+
 async def train(api: Api, model: str, first: int, steps: int) -> float:
     """The value of an echo model after these steps, of one token each."""
     value = 0.0
@@ -168,11 +175,8 @@ async def test_a_crash_of_one_engine_loses_nothing_and_stops_nobody_else(tmp_pat
             assert "sequences" in await api.result(request_id)
 
 
-async def test_the_work_of_an_engine_that_stays_down_goes_to_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replicas, "DOWN_S", 0.0)
-    monkeypatch.setattr("tinkex.server.scheduler.scheduler.REPLICA_CHECK_S", 0.05)
+@pytest.mark.usefixtures("quick_checks")
+async def test_the_work_of_an_engine_that_stays_down_goes_to_the_others(tmp_path: Path) -> None:
     executor = ReplicatedExecutor(3)
     async with hosted(executor, tmp_path) as api, asyncio.timeout(60):
         session = await api.session()
@@ -244,6 +248,100 @@ async def test_a_model_stays_if_its_new_engine_is_lost(tmp_path: Path) -> None:
         executor.engines[1].open.set()
         assert await moving is False
         assert await train(api, model, 7, 3) == 63.0
+        assert executor.models(1) == set()
+
+
+async def begin_move(api: Api, executor: ReplicatedExecutor) -> tuple[str, list[str]]:
+    """
+    A session and its two models, of value 7. Both train on engine 0, and one is moving to engine 1.
+
+    Engine 1 pauses at the first order of the copy, until the test opens it.
+    """
+    executor.crash(1, stays_down=True)
+    session = await api.session()
+    models = [await api.model(session, number=number) for number in range(2)]
+    assert [await train(api, model, 1, 3) for model in models] == [7.0, 7.0]
+    assert executor.models(0) == set(models)
+    executor.engines[1].open.clear()
+    executor.restart(1)
+    await until_async(lambda: bool(executor.engines[1].entered._value))
+    return session, models
+
+
+@pytest.mark.usefixtures("quick_checks")
+async def test_no_step_runs_twice_if_the_old_engine_is_lost_during_a_move(tmp_path: Path) -> None:
+    executor = ReplicatedExecutor(2)
+    async with hosted(executor, tmp_path) as api, asyncio.timeout(60):
+        _, models = await begin_move(api, executor)
+        assert api.app is not None
+        _, there = api.app.state.context.scheduler.replicas(BASE).engines
+        running = [asyncio.create_task(train(api, model, 7, 3)) for model in models]
+        executor.crash(0, stays_down=True)
+        # The model that does not move is taken over.
+        await until_async(lambda: bool(there.models))
+        await asyncio.sleep(0.1)
+        executor.engines[1].open.set()
+        assert await asyncio.gather(*running) == [63.0, 63.0]
+        await until_async(lambda: set(there.models) == set(models))
+        assert [await train(api, model, 13, 1) for model in models] == [127.0, 127.0]
+
+
+@pytest.mark.usefixtures("quick_checks")
+async def test_a_model_whose_session_ends_during_a_move_leaves_both_engines(tmp_path: Path) -> None:
+    executor = ReplicatedExecutor(2)
+    async with hosted(executor, tmp_path) as api, asyncio.timeout(60):
+        session, models = await begin_move(api, executor)
+        assert api.app is not None
+        scheduler = api.app.state.context.scheduler
+        here, there = scheduler.replicas(BASE).engines
+        scheduler.unload_session(session)
+        await until_async(lambda: len(here.models) < 2)
+        await asyncio.sleep(0.1)
+        executor.engines[1].open.set()
+        await until_async(lambda: scheduler._move is None)
+        await until_async(lambda: not here.models and not there.models)
+        await until_async(lambda: not executor.models(0) and not executor.models(1))
+        assert [await train(api, model, 7, 1) for model in models] == [15.0, 15.0]
+
+
+@pytest.mark.usefixtures("quick_checks")
+async def test_samples_of_an_adapter_leave_an_engine_that_stays_down(tmp_path: Path) -> None:
+    executor = ReplicatedExecutor(2)
+    async with hosted(executor, tmp_path) as api, asyncio.timeout(60):
+        model = await api.model()
+        assert await train(api, model, 1, 3) == 7.0
+        step = await api.step("save_weights_for_sampler", model_id=model, seq_id=7, path="a")
+        adapter = {"base_model": None, "model_path": (await api.result(step))["path"]}
+        for prompt in range(20):
+            await api.result(await sample(api, prompt, **adapter))
+        assert executor.samples(0)
+        assert executor.samples(1)
+        # Both are down when the samples come, so some wait for the one that stays down.
+        for number in (0, 1):
+            executor.crash(number, stays_down=True)
+        waiting = [await sample(api, prompt, **adapter) for prompt in range(20)]
+        executor.restart(1)
+        for request_id in waiting:
+            assert (await api.result(request_id))["sequences"][0]["tokens"] == [7]
+
+
+async def test_a_model_that_is_forgotten_during_a_move_is_not_taken_over(tmp_path: Path) -> None:
+    executor = ReplicatedExecutor(2)
+    async with hosted(executor, tmp_path) as api, asyncio.timeout(60):
+        session = await api.session()
+        model = await api.model(session)
+        assert api.app is not None
+        scheduler = api.app.state.context.scheduler
+        here, there = scheduler.replicas(BASE).engines
+        assert await train(api, model, 1, 3) == 7.0
+        executor.engines[1].open.clear()
+        moving = asyncio.create_task(there.move_here(here.models[model]))
+        await until_async(lambda: bool(executor.engines[1].entered._value))
+        scheduler.unload_session(session)
+        await until_async(lambda: not here.models)
+        executor.engines[1].open.set()
+        assert await moving is False
+        assert not there.models
         assert executor.models(1) == set()
 
 

@@ -53,11 +53,11 @@ def after_web_crash(
     attempts: Mapping[str, int], isolated: frozenset[str]
 ) -> tuple[dict[str, int], str | None]:
     """
-    The new counts of an engine's waiting requests, and the request that must fail if it is known.
+    The new counts of a base model's waiting requests, and the request that must fail if known.
 
-    `isolated` are the isolated requests that were running on any engine. No other request of their
-    engine ran beside them. If there are none, any request may have crashed the web process, so all
-    of them count.
+    `isolated` are the isolated requests that were running on any engine. No other request ran beside
+    them on their engine; other replicas of the base model may have run some. These do not count. If
+    there are none isolated, any request may have crashed the web process, so all of them count.
     """
     running = [request_id for request_id in attempts if request_id in isolated]
     suspects = running if isolated else attempts
@@ -314,7 +314,7 @@ class EngineClient:
         """
         Run a request that is not a step, again after each crash until it is found to cause them.
 
-        If there are replicas, it runs once: RunElsewhere after a loss.
+        If there are replicas, it runs once: RunElsewhere after a loss, also during `prepare`.
 
         The order is made after admission, so waiting requests take no memory, and before the
         attempt: what it reads may be slow, and an isolated request would wait for it.
@@ -334,7 +334,12 @@ class EngineClient:
         try:
             while True:
                 async with self._admission.turn(request.owner):
-                    order, on_tokens = await prepare()
+                    try:
+                        order, on_tokens = await prepare()
+                    except EngineLost as lost:
+                        if self._has_replicas and not self._execution.closing:
+                            raise RunElsewhere from lost
+                        raise
                     again = await self.attempt([request], run)
                 if not again:
                     self.isolation.forget(request.request_id)

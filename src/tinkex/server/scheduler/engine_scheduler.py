@@ -158,9 +158,12 @@ class EngineScheduler:
         self, state: ModelState, origin: "EngineScheduler", incarnation: int, position: int
     ) -> None:
         """Between two batches: run what is missing here, and continue here."""
+        model_id = state.model.model_id
+        if origin.models.get(model_id) is not state:
+            return  # taken over or forgotten meanwhile
         await state.results_stored()
         await self.recovery.catch_up(state, incarnation, after=position)
-        if state.home is origin:  # it may have been lost and taken over meanwhile
+        if origin.models.get(model_id) is state:
             self.take_over(state)
             state.loaded_in = incarnation
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
+from tinkex.server.executor import EngineLost
 from tinkex.wire.engine_settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -344,13 +345,16 @@ class Admission:
 
     async def _start(self) -> None:
         try:
-            # The admitted requests get the same error, and they report it.
-            with contextlib.suppress(Exception):
-                await self._ready()
+            await self._ready()
+            self._up = True
+        except EngineLost:
+            pass  # given up: `send_elsewhere` has moved those that waited until then
+        except Exception:  # noqa: BLE001  the admitted requests get the same error, and report it
+            self._up = True
         finally:
             self._starting = None
-        self._up = True
         self._admit()
+        self._start_for_waiting()
 
     def _admit(self) -> None:
         while self._up and self._waiting and (owner := self._next_owner()) is not None:

@@ -164,6 +164,7 @@ class Scheduler:
         )
         #: The move of a model between replicas, and when to try again after one failed.
         self._move: asyncio.Task[None] | None = None
+        self._moving: ModelState | None = None
         self._next_move_s = 0.0
         #: Models whose steps are being read.
         self._opening: set[str] = set()
@@ -259,13 +260,16 @@ class Scheduler:
         """Move the work of replicas that stay down to the others, and back when they return."""
         for replicas in self._replicas.values():
             for engine in replicas.lost_engines(time.monotonic()):
-                if engine.models:
+                # A moving model goes on moving: its copy needs only the log, and a rebuild on the
+                # same engine would run the same steps again.
+                states = [one for one in engine.models.values() if one is not self._moving]
+                if states:
                     log.warning(
                         "the engine of %s is down; its %d models move to other replicas",
                         engine.name,
-                        len(engine.models),
+                        len(states),
                     )
-                for state in list(engine.models.values()):
+                for state in states:
                     replicas.for_training().take_over(state)
                 engine.client.give_up()
             if self._move is None and time.monotonic() >= self._next_move_s:
@@ -280,7 +284,7 @@ class Scheduler:
         movable = [state for state in origin.models.values() if state.is_movable]
         if movable:
             # Any of them: one that cannot be moved must not keep the others from it.
-            state = random.choice(movable)
+            state = self._moving = random.choice(movable)
             self._move = self._execution.spawn(self._move_model(state, target))
 
     async def _move_model(self, state: ModelState, target: EngineScheduler) -> None:
@@ -292,7 +296,7 @@ class Scheduler:
             else:
                 self._next_move_s = time.monotonic() + MOVE_RETRY_S
         finally:
-            self._move = None
+            self._move = self._moving = None
 
     def _is_served(self, base_model: str) -> bool:
         return any(model.name == base_model for model in self._execution.executor.served)
@@ -504,6 +508,9 @@ class Scheduler:
                 self._execution.spawn(self._retire(state))
 
     async def _retire(self, state: ModelState) -> None:
+        if state is self._moving and self._move is not None:
+            # If it were forgotten now, its next step could rebuild it beside its copy.
+            await asyncio.wait({self._move})
         if await state.home.retire(state):
             self._models.forget(state)
 
