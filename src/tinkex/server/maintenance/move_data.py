@@ -5,7 +5,8 @@ Moves the data of a server to another database, another storage, or both, and ba
 
 The files come first, so that no row refers to a file that is not there. Each file is read again from
 the target, and rows are compared at the end. The source is not changed. A move that was interrupted
-goes on where it was: what the target has and is intact is not copied again.
+goes on where it was: what the target has and is intact is not copied again. A target that was used
+since is refused before anything is written: its rows may be newer.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from tinkex.server.store.connections import any_key
 from tinkex.server.store.folder_lock import database_file, lock_database, lock_folder
 from tinkex.server.store.inspection import PAYLOAD, RESULT, references
 from tinkex.server.store.keys import write_marker
-from tinkex.server.store.row_copy import contents, copy_rows, foreign_sessions, opened_alone
+from tinkex.server.store.row_copy import changed_tables, contents, copy_rows, opened_alone
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -80,10 +81,12 @@ def move_data(
         if not same_db:
             stack.enter_context(lock_database(target))
             writing = stack.enter_context(opened_alone(target.db_url))
-        if not same_db and (foreign := foreign_sessions(reading, writing)):
+        if not same_db and (changed := changed_tables(reading, writing)):
             raise BackupFailed(
-                f"the target database has {foreign} sessions that are not in the source.",
-                hint="Choose an empty database, or the one of an earlier move from this source.",
+                "the target was used since, or for something else: it has rows in "
+                f"{', '.join(changed)} that the source does not have.",
+                hint="Start the server on it. To move again, use an empty database (or rename the "
+                "old tinkex.db).",
             )
         old, new = Files(source.storage_url), Files(target.storage_url)
         counts: tuple[int, int, tuple[str, ...]] = (0, 0, ())
