@@ -264,3 +264,33 @@ async def test_data_that_a_server_uses_is_not_moved(tmp_path: Path, postgres: Po
     with pytest.raises(DatabaseRefused, match="another server"):
         move_data(source, target)
     held.close()
+
+
+@pytest.mark.parametrize("name", ["./data/", "link", "file://{}/data"])
+async def test_another_name_of_the_same_storage_deletes_nothing(
+    tmp_path: Path, postgres: Postgres, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    data = tmp_path / "data"
+    await filled(data)
+    (tmp_path / "link").symlink_to(data)
+    (value,) = (data / "checkpoints").glob("*/weights/kept/*/value")
+    value.write_text("9")  # damaged, and the only copy
+    monkeypatch.chdir(tmp_path)
+    source, storage = Settings(data=str(data)), name.format(tmp_path)
+    moved = move_data(source, Settings(data=str(data), db=postgres.database(), storage=storage))
+    assert (moved.files, moved.rows > 0) == (0, True)
+    assert value.read_text() == "9"
+    with pytest.raises(BackupFailed, match="are the same"):
+        move_data(source, Settings(data=str(data), db="sqlite:///data/tinkex.db", storage=storage))
+
+
+async def test_what_is_damaged_on_both_sides_stays_in_the_target(tmp_path: Path) -> None:
+    data, files = tmp_path / "data", tmp_path / "files"
+    await filled(data)
+    source, target = Settings(data=str(data)), Settings(data=str(data), storage=str(files))
+    move_data(source, target)
+    for root in (data, files):
+        (value,) = (root / "checkpoints").glob("*/weights/kept/*/value")
+        value.write_text("9")
+    assert len(move_data(source, target).missing) == 1
+    assert value.read_text() == "9"

@@ -58,16 +58,17 @@ def move_data(
 
     `progress` gets the number of files that are done, and of all.
     """
-    same_db, same_storage = (
-        source.db_url == target.db_url,
-        source.storage_url == target.storage_url,
+    old, new = Files(source.storage_url), Files(target.storage_url)
+    file = database_file(source.db_url)
+    same_db = source.db_url == target.db_url or (
+        file is not None and file == database_file(target.db_url)
     )
+    same_storage = old.is_same(new)
     if same_db and same_storage:
         raise BackupFailed(
             "the data is there already: the source and the target are the same.",
             hint="Name another database with --db, another storage with --storage, or both.",
         )
-    file = database_file(source.db_url)
     if file is not None and not file.is_file():
         raise BackupFailed(
             f"there is nothing to move: {file} does not exist.",
@@ -88,7 +89,6 @@ def move_data(
                 hint="Start the server on it. To move again, use an empty database (or rename the "
                 "old tinkex.db).",
             )
-        old, new = Files(source.storage_url), Files(target.storage_url)
         counts: tuple[int, int, tuple[str, ...]] = (0, 0, ())
         if not same_storage:
             with tempfile.TemporaryDirectory(prefix=".move-", dir=source.folder) as scratch:
@@ -145,10 +145,11 @@ def _copy_folder(old: Files, new: Files, key: str, written: str | None, scratch:
         with _local(new, key, scratch) as folder:
             if folder_problem(folder, key, written) is None:
                 return True
-        new.remove(key)
     with _local(old, key, scratch) as folder:
         if (problem := folder_problem(folder, key, written)) is not None:
             raise Damaged(problem)
+        # Only now: nothing is deleted before an intact copy was seen.
+        new.remove(key)
         if new.local is None:
             new.upload(folder, key)
         else:
