@@ -111,6 +111,26 @@ def test_an_interrupted_import_can_be_repeated(
     assert not list(settings.folder.glob(".import-*"))
 
 
+def test_a_repeated_import_leaves_room_for_new_results_of_a_sampler(
+    settings: Settings, old: Path
+) -> None:
+    import_folder(settings, old)
+    # The old server went on: its sampler has one more result.
+    with closing(sqlite3.connect(old / "tinkex.db")) as connection, connection:
+        connection.execute(
+            "INSERT INTO completions (sampling_session_id, clone_id, request_id, at_s) "
+            "SELECT sampling_session_id, 0, 'later', 1.0 FROM samplers"
+        )
+    import_folder(settings, old)
+    with closing(sqlite3.connect(settings.folder / "tinkex.db")) as connection:
+        rows = connection.execute(
+            "SELECT s.events, max(c.position), count(*) FROM samplers s "
+            "JOIN completions c USING (sampling_session_id)"
+        ).fetchall()
+    # The next result gets the position after `events`, which must be free.
+    assert rows == [(2, 2, 2)]
+
+
 def test_folders_in_use_and_other_folders_are_refused(
     settings: Settings, old: Path, tmp_path: Path
 ) -> None:

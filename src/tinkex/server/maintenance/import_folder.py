@@ -5,7 +5,7 @@ Import of another data folder: its sessions, runs, logs, checkpoints and usage.
 
 Ids are unique, so rows and files of two folders do not collide, and an import can be repeated: it
 adds only what is missing. The source is not changed, except for a note that it was imported. API
-keys, the audit log and telemetry are not imported.
+keys, the server's secrets, the audit log and telemetry are not imported.
 """
 
 import json

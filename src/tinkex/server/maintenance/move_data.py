@@ -5,7 +5,8 @@ Moves the data of a server to another database, another storage, or both, and ba
 
 The files come first, so that no row refers to a file that is not there. Each file is read again from
 the target, and rows are compared at the end. The source is not changed. A move that was interrupted
-goes on where it was: what the target has and is intact is not copied again.
+goes on where it was: what the target has and is intact is not copied again. A target that was used
+since is refused before anything is written: its rows may be newer.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from tinkex.server.store.connections import any_key
 from tinkex.server.store.folder_lock import database_file, lock_database, lock_folder
 from tinkex.server.store.inspection import PAYLOAD, RESULT, references
 from tinkex.server.store.keys import write_marker
-from tinkex.server.store.row_copy import contents, copy_rows, foreign_sessions, opened_alone
+from tinkex.server.store.row_copy import changed_tables, contents, copy_rows, opened_alone
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -57,16 +58,17 @@ def move_data(
 
     `progress` gets the number of files that are done, and of all.
     """
-    same_db, same_storage = (
-        source.db_url == target.db_url,
-        source.storage_url == target.storage_url,
+    old, new = Files(source.storage_url), Files(target.storage_url)
+    file = database_file(source.db_url)
+    same_db = source.db_url == target.db_url or (
+        file is not None and file == database_file(target.db_url)
     )
+    same_storage = old.is_same(new)
     if same_db and same_storage:
         raise BackupFailed(
             "the data is there already: the source and the target are the same.",
             hint="Name another database with --db, another storage with --storage, or both.",
         )
-    file = database_file(source.db_url)
     if file is not None and not file.is_file():
         raise BackupFailed(
             f"there is nothing to move: {file} does not exist.",
@@ -80,12 +82,13 @@ def move_data(
         if not same_db:
             stack.enter_context(lock_database(target))
             writing = stack.enter_context(opened_alone(target.db_url))
-        if not same_db and (foreign := foreign_sessions(reading, writing)):
+        if not same_db and (changed := changed_tables(reading, writing)):
             raise BackupFailed(
-                f"the target database has {foreign} sessions that are not in the source.",
-                hint="Choose an empty database, or the one of an earlier move from this source.",
+                "the target was used since, or for something else: it has rows in "
+                f"{', '.join(changed)} that the source does not have.",
+                hint="Start the server on it. To move again, use an empty database (or rename the "
+                "old tinkex.db).",
             )
-        old, new = Files(source.storage_url), Files(target.storage_url)
         counts: tuple[int, int, tuple[str, ...]] = (0, 0, ())
         if not same_storage:
             with tempfile.TemporaryDirectory(prefix=".move-", dir=source.folder) as scratch:
@@ -142,10 +145,11 @@ def _copy_folder(old: Files, new: Files, key: str, written: str | None, scratch:
         with _local(new, key, scratch) as folder:
             if folder_problem(folder, key, written) is None:
                 return True
-        new.remove(key)
     with _local(old, key, scratch) as folder:
         if (problem := folder_problem(folder, key, written)) is not None:
             raise Damaged(problem)
+        # Only now: nothing is deleted before an intact copy was seen.
+        new.remove(key)
         if new.local is None:
             new.upload(folder, key)
         else:

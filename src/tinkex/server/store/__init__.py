@@ -6,7 +6,7 @@ for each group of tables.
 """
 
 import contextlib
-import secrets as random
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -79,11 +79,16 @@ class Store:
     """All persistent data of a server. Closing is safe to repeat."""
 
     def __init__(
-        self, *, database: Database, files: Files, folder: Path, secrets: Mapping[str, bytes]
+        self,
+        *,
+        database: Database,
+        files: Files,
+        folder: Path,
+        signing_secrets: Mapping[str, bytes],
     ) -> None:
         self._database = database
         #: What signs links and tokens, by name.
-        self.secrets = secrets
+        self.secrets = signing_secrets
         self.health = database.health
         self.files = files
         self.keys = Keys(database, folder, files)
@@ -142,7 +147,7 @@ class Store:
 def _touch(connection: sa.Connection) -> None:
     if connection.dialect.name == "sqlite":
         # The number is not used; a new value makes SQLite write the page.
-        connection.exec_driver_sql(f"PRAGMA user_version = {random.randbelow(2**31)}")
+        connection.exec_driver_sql(f"PRAGMA user_version = {secrets.randbelow(2**31)}")
     else:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = version_num")
 
@@ -163,12 +168,12 @@ def open_store(
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _create_private(db_url)
-    secrets: dict[str, bytes] = {}
+    signing_secrets: dict[str, bytes] = {}
     database = Database(
         db_url,
         exclusive=exclusive,
         writer=writer,
-        prepare=lambda reading, writing: secrets.update(
+        prepare=lambda reading, writing: signing_secrets.update(
             server_secrets.ensure_secrets(reading, writing, folder)
         ),
     )
@@ -186,7 +191,7 @@ def open_store(
     except BaseException:
         database.close()
         raise
-    return Store(database=database, files=files, folder=folder, secrets=secrets)
+    return Store(database=database, files=files, folder=folder, signing_secrets=signing_secrets)
 
 
 def _create_private(db_url: str) -> None:

@@ -95,6 +95,12 @@ class Files:
         #: interns every component, and the interpreter never frees those.
         self.local: str | None = root if isinstance(filesystem, LocalFileSystem) else None
 
+    def is_same(self, other: "Files") -> bool:
+        """Whether both have the same root, however it was named."""
+        if self.local is not None and other.local is not None:
+            return os.path.realpath(self.local) == os.path.realpath(other.local)
+        return type(self._filesystem) is type(other._filesystem) and self._root == other._root
+
     def put(self, prefix: str, data: bytes) -> str:
         """Write `data` durably; returns its key, which contains its fingerprint."""
         name = f"{secrets.token_hex(16)}.{hashlib.sha256(data).hexdigest()[:FINGERPRINT_DIGITS]}"

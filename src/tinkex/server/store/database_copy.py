@@ -12,6 +12,15 @@ from tinkex.server.store.schema import metadata
 #: Not imported: keys, secrets and logs belong to a server, not to its runs.
 SKIPPED = frozenset({"api_keys", "audit", "server_secrets", "telemetry"})
 
+# A sampler that was there keeps its row, and may have got events of the source: its next event
+# must not get the position of one of them.
+_COUNT_EVENTS = """
+UPDATE main.samplers SET events = max(events, coalesce((
+    SELECT max(position) FROM main.completions
+    WHERE completions.sampling_session_id = samplers.sampling_session_id
+), 0))
+"""
+
 
 class CopyFailed(Exception):
     """The database cannot be copied; the text says why."""
@@ -73,6 +82,7 @@ def add_missing_rows(source: Path, target: Path, *, only: str | None = None) -> 
             for table in metadata.sorted_tables
             if table.name not in SKIPPED and only in (None, table.name)
         }
+        connection.execute(_COUNT_EVENTS)
         connection.execute("COMMIT")
     return added
 

@@ -12,7 +12,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from tinkex.server.store.connections import connection_pools
 from tinkex.server.store.database import Database
-from tinkex.server.store.schema import metadata
+from tinkex.server.store.schema import metadata, server_secrets
 
 #: Rows that are read and written at a time. A row has at most 128 KiB of payload and result.
 BATCH = 200
@@ -72,14 +72,33 @@ def contents(connection: sa.Connection) -> dict[str, Content]:
     return found
 
 
-def foreign_sessions(source: sa.Connection, target: sa.Connection) -> int:
-    """How many sessions the target has that the source has not: it is used for something else."""
-    ids = sa.select(metadata.tables["sessions"].c.session_id)
-    return len(set(target.scalars(ids)) - set(source.scalars(ids)))
+def changed_tables(source: sa.Connection, target: sa.Connection) -> list[str]:
+    """
+    The tables of the target that have rows which the source does not have, or has otherwise.
+
+    An interrupted copy leaves only rows of the source. Other rows are newer, or of other data.
+    """
+    changed = []
+    for table in metadata.sorted_tables:
+        # A server that only started has made secrets: these may be replaced.
+        names = [c.name for c in (table.primary_key if table is server_secrets else table.c)]
+        left = set(_digests(target, table, names))
+        if left:
+            left.difference_update(_digests(source, table, names))
+        if left:
+            changed.append(table.name)
+    return changed
+
+
+def _digests(connection: sa.Connection, table: sa.Table, names: list[str]) -> Iterator[int]:
+    for rows in _batches(connection, table):
+        for row in rows:
+            yield _digest({name: row[name] for name in names})
 
 
 def _batches(connection: sa.Connection, table: sa.Table) -> Iterator[list[dict[str, Any]]]:
-    result = connection.execution_options(stream_results=True).execute(sa.select(table))
+    # Of the statement: as options of the connection they would hold for its inserts too.
+    result = connection.execute(sa.select(table).execution_options(stream_results=True))
     for rows in result.mappings().partitions(BATCH):
         yield [dict(row) for row in rows]
 
