@@ -1,6 +1,7 @@
 """OpenAI's routes as ordinary samples: keys, limits, cancellation, and a server that stops."""
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -148,3 +149,28 @@ async def test_a_request_over_the_limit_of_its_owner_is_a_429(drip: Drip, tmp_pa
             assert (await refused.json())["error"]["code"] == "rate_limit_exceeded"
         drip.fall(4)
         (await first).close()
+
+
+@pytest.mark.parametrize("context", [10, None])
+async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized_or_stored(
+    drip: Drip, tmp_path: Path, context: int | None
+) -> None:
+    served = dataclasses.replace(drip.served[0], max_context_length=context)
+    drip.served = (served,)
+    async with hosted(drip, tmp_path, max_message_bytes=2560) as api:
+        assert api.app is not None
+        many = [("x" * 2561, "characters; at most 2560 are allowed")]
+        if context is not None:
+            many.append(("one two three four five six seven eight", "the model's context is 10"))
+        for text, words in many:
+            chat = {**CHAT, "messages": [{"role": "user", "content": text}]}
+            for path, body, field in (
+                ("/v1/completions", {**CHAT, "prompt": ["a", text]}, "prompt"),
+                ("/v1/chat/completions", chat, "messages"),
+            ):
+                async with api.http.post(path, json=body) as refused:
+                    error = (await refused.json())["error"]
+                    assert (refused.status, error["param"]) == (400, field)
+                assert words in error["message"]
+        assert len(api.app.state.context.futures) == 0
+        assert drip.begun.locked()

@@ -25,6 +25,7 @@ from tinkex.server.api.futures import in_thread_if_large, on_disconnect_of
 from tinkex.server.api.openai_answers import Answer, event_of
 from tinkex.server.api.openai_prompts import (
     Prepared,
+    PromptLimits,
     check_logprobs,
     prepare_chat,
     prepare_completion,
@@ -118,8 +119,8 @@ async def _source(request: Request, context: Context, model: str) -> Source:
 async def chat_completions(request: Request) -> Response:
     message, size = await _read(request, read_chat)
 
-    def prepare(tokenizer: Tokenizer) -> list[Prepared]:
-        return [prepare_chat(message, tokenizer)]
+    def prepare(tokenizer: Tokenizer, limits: PromptLimits) -> list[Prepared]:
+        return [prepare_chat(message, tokenizer, limits)]
 
     return await _answer(request, message, size, prepare)
 
@@ -127,8 +128,8 @@ async def chat_completions(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     message, size = await _read(request, read_completion)
 
-    def prepare(tokenizer: Tokenizer) -> list[Prepared]:
-        return prepare_completion(message, tokenizer)
+    def prepare(tokenizer: Tokenizer, limits: PromptLimits) -> list[Prepared]:
+        return prepare_completion(message, tokenizer, limits)
 
     return await _answer(request, message, size, prepare)
 
@@ -144,16 +145,19 @@ async def _answer(
     request: Request,
     message: ChatRequest | CompletionRequest,
     size: int,
-    prepare: Callable[[Tokenizer], list[Prepared]],
+    prepare: Callable[[Tokenizer, PromptLimits], list[Prepared]],
 ) -> Response:
     context = context_of(request)
     source = await _source(request, context, message.model)
     base = context.base_model(source.base_model)
     tokenizer = await context.tokenizers.of(base)
+    limits = PromptLimits.of(
+        base.max_context_length, max_message_bytes=context.settings.max_message_bytes
+    )
     if size <= INLINE_PROMPT_BYTES:
-        prepared = prepare(tokenizer)
+        prepared = prepare(tokenizer, limits)
     else:
-        prepared = await in_decode_slot(request, lambda: prepare(tokenizer))
+        prepared = await in_decode_slot(request, lambda: prepare(tokenizer, limits))
     check_logprobs(message, prepared, base.max_context_length)
     samples = [_new_sample(request, source, one) for one in prepared]
 
