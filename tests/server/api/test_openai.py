@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from server.api.test_streaming import Drip
 from server.echo import BASE
 from server.hosting import Api, hosted
 from server.tenants import new_key
+from tinkex.server.api import openai_prompts
 from waiting import until_async
 
 pytestmark = pytest.mark.anyio
@@ -174,3 +176,21 @@ async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized_or_sto
                 assert words in error["message"]
         assert len(api.app.state.context.futures) == 0
         assert drip.begun.locked()
+
+
+async def test_a_schema_is_compiled_off_the_event_loop(
+    api: Api, drip: Drip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    grammar_of = openai_prompts.grammar_of
+
+    def observed(*args: Any) -> str | None:
+        threads.append(threading.current_thread())
+        return grammar_of(*args)
+
+    monkeypatch.setattr(openai_prompts, "grammar_of", observed)
+    drip.fall(8)
+    for fields in ({}, {"response_format": {"type": "json_object"}}):
+        async with api.http.post("/v1/chat/completions", json={**CHAT, **fields}):
+            pass
+    assert [one is threading.current_thread() for one in threads] == [True, False]

@@ -154,7 +154,7 @@ async def _answer(
     limits = PromptLimits.of(
         base.max_context_length, max_message_bytes=context.settings.max_message_bytes
     )
-    if size <= INLINE_PROMPT_BYTES:
+    if size <= INLINE_PROMPT_BYTES and not _has_schemas(message):
         prepared = prepare(tokenizer, limits)
     else:
         prepared = await in_decode_slot(request, lambda: prepare(tokenizer, limits))
@@ -181,6 +181,11 @@ async def _answer(
         return json_response(answer.complete(responses))
     body = await asyncio.to_thread(lambda: encode_json(answer.complete(responses)))
     return Response(body, media_type=JSON_TYPE)
+
+
+def _has_schemas(message: ChatRequest | CompletionRequest) -> bool:
+    """Whether schemas may have to be compiled, which may take long for a small one."""
+    return isinstance(message, ChatRequest) and bool(message.response_format or message.tools)
 
 
 def _new_sample(request: Request, source: Source, prepared: Prepared) -> QueuedRequest:
