@@ -16,6 +16,7 @@ from server.echo import BASE
 from server.hosting import Api, hosted
 from server.tenants import new_key
 from tinkex.server.api import openai_prompts
+from tinkex.server.queued_request import QueuedRequest
 from waiting import until_async
 
 pytestmark = pytest.mark.anyio
@@ -194,3 +195,24 @@ async def test_a_schema_is_compiled_off_the_event_loop(
         async with api.http.post("/v1/chat/completions", json={**CHAT, **fields}):
             pass
     assert [one is threading.current_thread() for one in threads] == [True, False]
+
+
+async def test_a_sample_goes_where_the_beginning_of_its_prompt_is_cached(
+    api: Api, drip: Drip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert api.app is not None
+    replicas = api.app.state.context.scheduler.replicas(BASE)
+    begun: list[QueuedRequest] = []
+    begin_sample = replicas.begin_sample
+    monkeypatch.setattr(
+        replicas, "begin_sample", lambda request: (begun.append(request), begin_sample(request))[1]
+    )
+    drip.fall(8)
+    body = {"model": BASE, "prompt": [7, 8, 9], "max_tokens": 1}
+    async with api.http.post("/v1/completions", json=body):
+        pass
+    sample = {"base_model": BASE, "prompt": {"chunks": [{"tokens": [7, 8, 9]}]}}
+    answer = await api.post("asample", {**sample, "sampling_params": {"max_tokens": 1}})
+    assert answer.status == 200
+    await until_async(lambda: len(begun) == 2)
+    assert begun[0].prompt_start == begun[1].prompt_start != b""

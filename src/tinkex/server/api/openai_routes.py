@@ -32,7 +32,7 @@ from tinkex.server.api.openai_prompts import (
 )
 from tinkex.server.api.response_limits import bounded, report
 from tinkex.server.api.sample_stream import KEEP_ALIVE, EventStream, SampleReader
-from tinkex.server.api.sampling import Source, named_source, new_sample
+from tinkex.server.api.sampling import Source, named_source, new_sample, prompt_start
 from tinkex.server.api.submit import RETRY_AFTER_S, accept
 from tinkex.server.queued_request import Outcome, QueuedRequest
 from tinkex.server.scheduler.checkpoints import SAMPLER
@@ -200,6 +200,7 @@ def _new_sample(request: Request, source: Source, prepared: Prepared) -> QueuedR
         seq_id=None,
         sequences=prepared.sample.num_samples,
         tokens=len(prepared.tokens),
+        prompt_start=prompt_start(prepared.sample.prompt),
     )
 
 
