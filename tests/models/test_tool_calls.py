@@ -56,6 +56,14 @@ def test_text_before_a_call_is_not_held_back() -> None:
     assert reader.add("3") == (" <3", [])
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_call_that_is_nested_too_deeply_stays_text(packed: bool) -> None:
+    deep = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    arguments = json.dumps(deep) if packed else deep
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    assert read(HERMES, text, len(text)) == (text, [])
+
+
 def test_arguments_in_a_text_are_unpacked() -> None:
     packed = json.dumps({"name": "add", "arguments": json.dumps({"a": 1})})
     assert read(HERMES, f"<tool_call>{packed}</tool_call>", 3) == ("", [ADDED])

@@ -20,6 +20,7 @@ from tinkex.server.api import (
     bodies,
     connection_limits,
     models,
+    openai_prompts,
     operations,
     response_limits,
     sampling,
@@ -201,6 +202,8 @@ PARTS = f"{BOUNDS}::test_an_answer_encoded_in_parts_is_identical"
 USAGE = f"{BOUNDS}::test_usage_over_the_limit_is_refused_and_a_shorter_time_is_answered"
 AROUND = "tests/server/test_limits_page.py::test_trailers_and_pipelined_requests_are_limited"
 ENGINE = "tests/engine/test_custom_loss_graph.py::test_a_hostile_graph_is_refused_with_a_reason"
+OPENAI = "tests/server/api/test_openai.py"
+UNFIT = f"{OPENAI}::test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized_or_stored"
 
 LIMITS = [
     # Of a whole request.
@@ -367,6 +370,14 @@ LIMITS = [
         "422",
         "num_samples",
         sample(num_samples=sampling.MAX_SEQUENCES + 1),
+    ),
+    Limit(
+        "characters of a prompt of OpenAI's API, for each token of the model's context",
+        openai_prompts.MAX_CHARS_PER_TOKEN,
+        "400",
+        "",
+        None,
+        test=UNFIT,
     ),
     Limit(
         "stop texts or stop tokens",

@@ -60,6 +60,9 @@ def test_unknown_fields_and_null_are_ignored() -> None:
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, r"tools\[0\]"),
         ({"tools": [{"type": "function", "function": {}}]}, r"tools\[0\].function.name"),
+        ({"tool_choice": {"type": "function", "function": "x"}}, "tool_choice.function"),
+        ({"tool_choice": {"type": "function", "function": None}}, "tool_choice.function"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"continue_final_message": True}, "continue_final_message"),
     ],
 )

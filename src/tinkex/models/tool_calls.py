@@ -129,9 +129,10 @@ def _calls(text: str, format: ToolFormat) -> list[ToolCall] | None:
     while rest:
         try:
             value, end = decoder.raw_decode(rest)
-        except ValueError:
+            call = _call(value, format)
+        except (ValueError, RecursionError):  # the latter for JSON that is nested too deeply
             return None
-        if (call := _call(value, format)) is None:
+        if call is None:
             return None
         calls.append(call)
         # Llama separates several calls by semicolons.
@@ -140,15 +141,13 @@ def _calls(text: str, format: ToolFormat) -> list[ToolCall] | None:
 
 
 def _call(value: Any, format: ToolFormat) -> ToolCall | None:
+    """The call in a JSON value; None if it is none. Raises what `json` raises."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     # Models mix up the two names.
     found = value.get(format.arguments_key, value.get("parameters", value.get("arguments")))
     if isinstance(found, str):
-        try:
-            found = json.loads(found)
-        except ValueError:
-            return None
+        found = json.loads(found)
     if not isinstance(found, dict) and found is not None:
         return None
     return ToolCall(value["name"], json.dumps(found or {}, ensure_ascii=False))

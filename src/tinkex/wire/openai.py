@@ -160,6 +160,7 @@ def read_chat(body: bytes) -> ChatRequest:
     check_count(("tools",), len(message.tools or ()), MAX_TOOLS, "tools")
     for position, tool in enumerate(message.tools or ()):
         _check_tool(position, tool)
+    _check_tool_choice(message.tool_choice)
     if message.top_logprobs and not message.logprobs:
         raise WireError.at(("top_logprobs",), "set `logprobs` to true to get them.")
     if message.add_generation_prompt and message.continue_final_message:
@@ -256,6 +257,17 @@ def _check_tool(position: int, tool: Mapping[str, Any]) -> None:
         raise WireError.at(("tools", position, "function", "name"), "the name is missing.")
     if not isinstance(function.get("parameters"), (dict, type(None))):
         raise WireError.at(("tools", position, "function", "parameters"), "expected a JSON schema.")
+
+
+def _check_tool_choice(choice: str | Mapping[str, Any] | None) -> None:
+    if not isinstance(choice, Mapping):
+        return
+    function = choice.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise WireError.at(
+            ("tool_choice", "function"),
+            'expected {"type": "function", "function": {"name": ...}}.',
+        )
 
 
 def text_of_content(content: str | Sequence[Mapping[str, Any]] | None) -> str:

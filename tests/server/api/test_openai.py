@@ -1,7 +1,9 @@
 """OpenAI's routes as ordinary samples: keys, limits, cancellation, and a server that stops."""
 
 import asyncio
+import dataclasses
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from server.api.test_streaming import Drip
 from server.echo import BASE
 from server.hosting import Api, hosted
 from server.tenants import new_key
+from tinkex.server.api import openai_prompts
+from tinkex.server.queued_request import QueuedRequest
 from waiting import until_async
 
 pytestmark = pytest.mark.anyio
@@ -148,3 +152,67 @@ async def test_a_request_over_the_limit_of_its_owner_is_a_429(drip: Drip, tmp_pa
             assert (await refused.json())["error"]["code"] == "rate_limit_exceeded"
         drip.fall(4)
         (await first).close()
+
+
+@pytest.mark.parametrize("context", [10, None])
+async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized_or_stored(
+    drip: Drip, tmp_path: Path, context: int | None
+) -> None:
+    served = dataclasses.replace(drip.served[0], max_context_length=context)
+    drip.served = (served,)
+    async with hosted(drip, tmp_path, max_message_bytes=2560) as api:
+        assert api.app is not None
+        many = [("x" * 2561, "characters; at most 2560 are allowed")]
+        if context is not None:
+            many.append(("one two three four five six seven eight", "the model's context is 10"))
+        for text, words in many:
+            chat = {**CHAT, "messages": [{"role": "user", "content": text}]}
+            for path, body, field in (
+                ("/v1/completions", {**CHAT, "prompt": ["a", text]}, "prompt"),
+                ("/v1/chat/completions", chat, "messages"),
+            ):
+                async with api.http.post(path, json=body) as refused:
+                    error = (await refused.json())["error"]
+                    assert (refused.status, error["param"]) == (400, field)
+                assert words in error["message"]
+        assert len(api.app.state.context.futures) == 0
+        assert drip.begun.locked()
+
+
+async def test_a_schema_is_compiled_off_the_event_loop(
+    api: Api, drip: Drip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    grammar_of = openai_prompts.grammar_of
+
+    def observed(*args: Any) -> str | None:
+        threads.append(threading.current_thread())
+        return grammar_of(*args)
+
+    monkeypatch.setattr(openai_prompts, "grammar_of", observed)
+    drip.fall(8)
+    for fields in ({}, {"response_format": {"type": "json_object"}}):
+        async with api.http.post("/v1/chat/completions", json={**CHAT, **fields}):
+            pass
+    assert [one is threading.current_thread() for one in threads] == [True, False]
+
+
+async def test_a_sample_goes_where_the_beginning_of_its_prompt_is_cached(
+    api: Api, drip: Drip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert api.app is not None
+    replicas = api.app.state.context.scheduler.replicas(BASE)
+    begun: list[QueuedRequest] = []
+    begin_sample = replicas.begin_sample
+    monkeypatch.setattr(
+        replicas, "begin_sample", lambda request: (begun.append(request), begin_sample(request))[1]
+    )
+    drip.fall(8)
+    body = {"model": BASE, "prompt": [7, 8, 9], "max_tokens": 1}
+    async with api.http.post("/v1/completions", json=body):
+        pass
+    sample = {"base_model": BASE, "prompt": {"chunks": [{"tokens": [7, 8, 9]}]}}
+    answer = await api.post("asample", {**sample, "sampling_params": {"max_tokens": 1}})
+    assert answer.status == 200
+    await until_async(lambda: len(begun) == 2)
+    assert begun[0].prompt_start == begun[1].prompt_start != b""

@@ -13,11 +13,13 @@ from tinkex.server.api.errors import Refusal
 from tinkex.server.api.openai_prompts import (
     OWN_VARIABLES,
     Prepared,
+    PromptLimits,
     check_logprobs,
     prepare_chat,
 )
 from tinkex.wire.openai import read_chat
 
+LIMITS = PromptLimits.of(2048, max_message_bytes=1)
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
@@ -29,7 +31,7 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 def prepare(tokenizer: Tokenizer, **fields: Any) -> Prepared:
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
-    return prepare_chat(read_chat(json.dumps(body).encode()), tokenizer)
+    return prepare_chat(read_chat(json.dumps(body).encode()), tokenizer, LIMITS)
 
 
 def refusal(tokenizer: Tokenizer, **fields: Any) -> Refusal:
@@ -101,7 +103,7 @@ def test_too_many_logprobs_are_refused(tokenizer: Tokenizer) -> None:
     for logprobs, allowed in ((False, True), (True, False)):
         fields = {**body, "logprobs": logprobs, "top_logprobs": 20 * logprobs}
         message = read_chat(json.dumps(fields).encode())
-        prepared = [prepare_chat(message, tokenizer)]
+        prepared = [prepare_chat(message, tokenizer, LIMITS)]
         if allowed:
             check_logprobs(message, prepared, 2048)
         else:

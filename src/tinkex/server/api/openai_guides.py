@@ -34,10 +34,10 @@ def grammar_of(message: ChatRequest, format: ToolFormat | None, tokenizer: Token
         return None
     tools, choice = message.tools or [], message.tool_choice
     if isinstance(choice, dict):
-        name = choice.get("function", {}).get("name")
+        name = choice["function"]["name"]
         tools = [tool for tool in tools if tool["function"]["name"] == name]
         if not tools:
-            raise Refusal(400, f"`tools` has no function {str(name)[:60]!r}.", field="tool_choice")
+            raise Refusal(400, f"`tools` has no function {name[:60]!r}.", field="tool_choice")
         return _checked(_required(tools, format, tokenizer, parallel=False), "tool_choice")
     if choice == "required":
         parallel = message.parallel_tool_calls

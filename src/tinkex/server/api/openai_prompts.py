@@ -20,6 +20,9 @@ from tinkex.wire.sampling import SamplingParams
 
 #: New tokens of a completion without `max_tokens`, as in OpenAI's API. A chat may fill the context.
 COMPLETION_TOKENS = 16
+#: Characters of a prompt for each token of the context. Hardly any token has more; a prompt with more
+#: cannot fit, and to tokenize it would take long.
+MAX_CHARS_PER_TOKEN = 256
 #: Logprobs of one answer, alternatives included.
 MAX_LOGPROBS = 2**20
 #: Variables of a chat template that a request must not set: they have fields of their own.
@@ -63,11 +66,46 @@ class Prepared:
     tool_format: ToolFormat | None = None
 
 
-def prepare_chat(message: ChatRequest, tokenizer: Tokenizer) -> Prepared:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptLimits:
+    """How long a prompt for a model may be."""
+
+    chars: int
+    #: The context of the model; None: not known before its engine has loaded it.
+    tokens: int | None
+
+    @classmethod
+    def of(cls, max_context_length: int | None, *, max_message_bytes: int) -> "PromptLimits":
+        chars = max_message_bytes
+        if max_context_length is not None:
+            chars = MAX_CHARS_PER_TOKEN * max_context_length
+        return cls(chars=chars, tokens=max_context_length)
+
+    def check_text(self, text: str, *, field: str) -> None:
+        if len(text) > self.chars:
+            raise Refusal(
+                400,
+                f"the prompt has {len(text)} characters; at most {self.chars} are allowed. "
+                "Shorten it.",
+                field=field,
+            )
+
+    def check_tokens(self, tokens: Sequence[int], *, field: str) -> None:
+        if self.tokens is not None and len(tokens) > self.tokens:
+            raise Refusal(
+                400,
+                f"the prompt has {len(tokens)} tokens; the model's context is {self.tokens}. "
+                "Shorten it.",
+                field=field,
+            )
+
+
+def prepare_chat(message: ChatRequest, tokenizer: Tokenizer, limits: PromptLimits) -> Prepared:
     template = _template(tokenizer, message.tools)
     format = _tool_format(message, template)
     grammar = grammar_of(message, format, tokenizer)
-    tokens = _render(message, tokenizer, template, with_tools=format is not None)
+    tokens = _render(message, tokenizer, template, limits, with_tools=format is not None)
+    limits.check_tokens(tokens, field="messages")
     sample = _sample(message, tokens, max_tokens=message.most_tokens, grammar=grammar)
     return Prepared(
         tokens=tokens,
@@ -106,13 +144,20 @@ def _tool_format(message: ChatRequest, template: str) -> ToolFormat | None:
     return format
 
 
-def prepare_completion(message: CompletionRequest, tokenizer: Tokenizer) -> list[Prepared]:
+def prepare_completion(
+    message: CompletionRequest, tokenizer: Tokenizer, limits: PromptLimits
+) -> list[Prepared]:
     """One sample request for each prompt."""
     most = COMPLETION_TOKENS if message.max_tokens is None else message.max_tokens
     top = message.logprobs or 0
     prepared = []
     for prompt in message.prompts:
-        tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            limits.check_text(prompt, field="prompt")
+            tokens = tokenizer.encode(prompt)
+        else:
+            tokens = list(prompt)
+        limits.check_tokens(tokens, field="prompt")
         # The engine samples at least one token; the answer leaves it out if none was requested.
         sample = _sample(message, tokens, max_tokens=most or 1)
         update: dict[str, Any] = {"topk_sample_logprobs": top}
@@ -192,7 +237,12 @@ def stops_of(message: ChatRequest | CompletionRequest) -> list[str]:
 
 
 def _render(
-    message: ChatRequest, tokenizer: Tokenizer, template: str, *, with_tools: bool
+    message: ChatRequest,
+    tokenizer: Tokenizer,
+    template: str,
+    limits: PromptLimits,
+    *,
+    with_tools: bool,
 ) -> list[int]:
     variables = dict(message.chat_template_kwargs or {})
     if own := OWN_VARIABLES.intersection(variables):
@@ -210,15 +260,20 @@ def _render(
             )
         variables["reasoning_effort"] = message.reasoning_effort
     try:
-        tokens: list[int] = tokenizer.apply_chat_template(
+        text: str = tokenizer.apply_chat_template(
             [_for_template(one) for one in message.messages],
             tools=message.tools if with_tools else None,
             chat_template=template,
             add_generation_prompt=message.add_generation_prompt,
             continue_final_message=message.continue_final_message,
+            tokenize=False,
             **variables,
         )
-        return tokens
+        limits.check_text(text, field="messages")
+        # The template itself writes special tokens such as BOS.
+        return tokenizer.encode(text, add_special_tokens=False)
+    except Refusal:
+        raise
     except Exception as error:
         # Templates are programs of the model's authors: they fail in any way.
         raise Refusal(

@@ -25,13 +25,14 @@ from tinkex.server.api.futures import in_thread_if_large, on_disconnect_of
 from tinkex.server.api.openai_answers import Answer, event_of
 from tinkex.server.api.openai_prompts import (
     Prepared,
+    PromptLimits,
     check_logprobs,
     prepare_chat,
     prepare_completion,
 )
 from tinkex.server.api.response_limits import bounded, report
 from tinkex.server.api.sample_stream import KEEP_ALIVE, EventStream, SampleReader
-from tinkex.server.api.sampling import Source, named_source, new_sample
+from tinkex.server.api.sampling import Source, named_source, new_sample, prompt_start
 from tinkex.server.api.submit import RETRY_AFTER_S, accept
 from tinkex.server.queued_request import Outcome, QueuedRequest
 from tinkex.server.scheduler.checkpoints import SAMPLER
@@ -118,8 +119,8 @@ async def _source(request: Request, context: Context, model: str) -> Source:
 async def chat_completions(request: Request) -> Response:
     message, size = await _read(request, read_chat)
 
-    def prepare(tokenizer: Tokenizer) -> list[Prepared]:
-        return [prepare_chat(message, tokenizer)]
+    def prepare(tokenizer: Tokenizer, limits: PromptLimits) -> list[Prepared]:
+        return [prepare_chat(message, tokenizer, limits)]
 
     return await _answer(request, message, size, prepare)
 
@@ -127,8 +128,8 @@ async def chat_completions(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     message, size = await _read(request, read_completion)
 
-    def prepare(tokenizer: Tokenizer) -> list[Prepared]:
-        return prepare_completion(message, tokenizer)
+    def prepare(tokenizer: Tokenizer, limits: PromptLimits) -> list[Prepared]:
+        return prepare_completion(message, tokenizer, limits)
 
     return await _answer(request, message, size, prepare)
 
@@ -144,16 +145,19 @@ async def _answer(
     request: Request,
     message: ChatRequest | CompletionRequest,
     size: int,
-    prepare: Callable[[Tokenizer], list[Prepared]],
+    prepare: Callable[[Tokenizer, PromptLimits], list[Prepared]],
 ) -> Response:
     context = context_of(request)
     source = await _source(request, context, message.model)
     base = context.base_model(source.base_model)
     tokenizer = await context.tokenizers.of(base)
-    if size <= INLINE_PROMPT_BYTES:
-        prepared = prepare(tokenizer)
+    limits = PromptLimits.of(
+        base.max_context_length, max_message_bytes=context.settings.max_message_bytes
+    )
+    if size <= INLINE_PROMPT_BYTES and not _has_schemas(message):
+        prepared = prepare(tokenizer, limits)
     else:
-        prepared = await in_decode_slot(request, lambda: prepare(tokenizer))
+        prepared = await in_decode_slot(request, lambda: prepare(tokenizer, limits))
     check_logprobs(message, prepared, base.max_context_length)
     samples = [_new_sample(request, source, one) for one in prepared]
 
@@ -179,6 +183,11 @@ async def _answer(
     return Response(body, media_type=JSON_TYPE)
 
 
+def _has_schemas(message: ChatRequest | CompletionRequest) -> bool:
+    """Whether schemas may have to be compiled, which may take long for a small one."""
+    return isinstance(message, ChatRequest) and bool(message.response_format or message.tools)
+
+
 def _new_sample(request: Request, source: Source, prepared: Prepared) -> QueuedRequest:
     named = {"model_path": source.model_path, "base_model": None}
     if source.model_path is None:
@@ -191,6 +200,7 @@ def _new_sample(request: Request, source: Source, prepared: Prepared) -> QueuedR
         seq_id=None,
         sequences=prepared.sample.num_samples,
         tokens=len(prepared.tokens),
+        prompt_start=prompt_start(prepared.sample.prompt),
     )
 
 

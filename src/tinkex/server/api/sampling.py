@@ -142,11 +142,11 @@ async def read_sample(request: Request) -> QueuedRequest:
         seq_id=message.seq_id,
         sequences=message.num_samples,
         tokens=tokens_known(message.prompt),
-        prompt_start=_prompt_start(message.prompt),
+        prompt_start=prompt_start(message.prompt),
     )
 
 
-def _prompt_start(prompt: ModelInput) -> bytes:
+def prompt_start(prompt: ModelInput) -> bytes:
     """The first text tokens of a prompt; empty if it begins with something else."""
     first = prompt.chunks[0] if prompt.chunks else None
     return first.tokens_np[:PREFIX_TOKENS].tobytes() if isinstance(first, EncodedTextChunk) else b""
