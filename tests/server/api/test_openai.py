@@ -216,3 +216,16 @@ async def test_a_sample_goes_where_the_beginning_of_its_prompt_is_cached(
     assert answer.status == 200
     await until_async(lambda: len(begun) == 2)
     assert begun[0].prompt_start == begun[1].prompt_start != b""
+
+
+async def test_a_request_whose_second_prompt_is_refused_cancels_the_first(
+    drip: Drip, tmp_path: Path
+) -> None:
+    async with hosted(drip, tmp_path, max_samples=1) as api:
+        app = api.app
+        assert app is not None
+        body = {"model": BASE, "prompt": [[7], [8]], "max_tokens": 1}
+        async with api.http.post("/v1/completions", json=body) as refused:
+            assert refused.status == 429
+        await until_async(lambda: len(app.state.context.futures) == 0)
+        assert not drip.ran

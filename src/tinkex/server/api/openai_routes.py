@@ -214,6 +214,9 @@ async def _responses(
             accepted.append(await accept(request, sample))  # noqa: PERF401  kept if the next fails
         responses = [await _response(request, context, first) for first in accepted]
     except BaseException:
+        # A sample that was accepted just now has a task that has not begun, and only a sample that
+        # has begun can be canceled.
+        await asyncio.sleep(0)
         for first in accepted:
             context.scheduler.cancel(first.request_id, owner=first.owner)
         raise
