@@ -90,6 +90,8 @@ def command(
         )
     name = folder_name(adapter) if remote else Path(adapter).resolve().name
     target = output or Path(f"{name}-{form}")
+    if target.is_file():
+        raise CommandFailed(f"{target} is a file.", hint="Name a folder with --output.")
     if target.exists() and not force:
         raise CommandFailed(
             f"{target} already exists.", hint="Add --force to replace it, or use --output."
@@ -168,13 +170,18 @@ def downloaded(path: str, target: Path) -> Iterator[Path]:
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """A new folder that takes the place of `target` when it is complete."""
-    part = target.with_name(f".{target.name}.part")
+    target = target.absolute()
+    part, old = (target.with_name(f".{target.name}.{end}") for end in ("part", "old"))
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
         yield part
-        shutil.rmtree(target, ignore_errors=True)
+        # The old folder is deleted only when the new one is in its place.
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
         part.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

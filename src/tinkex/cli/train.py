@@ -16,7 +16,7 @@ from tinkex.cli.output import examples
 from tinkex.cli.service_options import service_arguments, service_options
 from tinkex.cli.train_plan import Options, Plan, make_plan, method_for, read_rows, reward_of
 from tinkex.cli.train_progress import announce, show_result, step_display
-from tinkex.cli.train_state import TrainState, locked
+from tinkex.cli.train_state import FILE, TrainState, locked
 from tinkex.recipes import evaluate
 
 #: The exit status that shells expect after Ctrl-C.
@@ -173,7 +173,10 @@ def run(
         missing = ModuleNotFoundError(name=error.name or "tokenizers")
         raise missing_package(missing, "`tinkex train`", "tokenizer") from error
     plan = make_plan(options, model, rows, scorer, tokenizer, context)
-    state = None if restart else TrainState.load(folder)
+    if restart:
+        # Otherwise a run that is killed before its first checkpoint would be followed by the old one.
+        (folder / FILE).unlink(missing_ok=True)
+    state = TrainState.load(folder)
     if state is None:
         state = TrainState(folder=folder, settings=plan.fingerprint)
     else:
@@ -201,12 +204,15 @@ def train(service: Any, tokenizer: Any, plan: Plan, state: TrainState) -> None:
                 show(step)
         except tinkex.TinkerError:
             if state.step:
-                click.echo(f"The same command goes on after step {state.step}.", err=True)
+                click.echo(
+                    f"The same command, without --restart, goes on after step {state.step}.",
+                    err=True,
+                )
             raise
     if not state.finished:
         click.echo(
             f"Stopped after step {state.step} of {plan.settings.steps}, and saved. "
-            "The same command goes on from there.",
+            "The same command, without --restart, goes on from there.",
             err=True,
         )
         raise click.exceptions.Exit(INTERRUPTED)
