@@ -12,7 +12,7 @@ from npm_tokenizers import npm_tokenizer
 from serving import Server, serving
 from tinkex.models import tiny_model
 from tinkex.models.tokenizer import load_tokenizer
-from tinkex.server.api.openai_prompts import prepare_chat
+from tinkex.server.api.openai_prompts import PromptLimits, prepare_chat
 from tinkex.wire.openai import read_chat
 
 pytestmark = pytest.mark.may_skip
@@ -46,7 +46,8 @@ def test_a_chat_with_tools_is_rendered_as_by_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     folder = npm_tokenizer(name)
     body = {"model": "m", "messages": CHAT, "tools": [TOOL]}
-    found = prepare_chat(read_chat(json.dumps(body).encode()), load_tokenizer(folder))
+    limits = PromptLimits(chars=100_000, tokens=None)
+    found = prepare_chat(read_chat(json.dumps(body).encode()), load_tokenizer(folder), limits)
     arguments = {"name": "pick", "arguments": {"number": 5}}
     reference = transformers.AutoTokenizer.from_pretrained(folder)
     expected = reference.apply_chat_template(
