@@ -101,7 +101,7 @@ class Engine:
         if settings.deterministic:
             prepare_determinism()
         device = choose_device(settings)
-        if device.type == "cuda":
+        if device.index is not None:
             # Triton and CUDA graphs use the current device, whatever device their tensors are on.
             torch.cuda.set_device(device)
         dtype = choose_dtype(settings, device)
