@@ -21,7 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.model import packed_kernels as kernels
-from tinkex.engine.model.attention import Packing, attend_packed
+from tinkex.engine.model.attention import (
+    Packing,
+    attend_packed,
+    attend_packed_with_backward,
+)
 from tinkex.engine.model.lm_head import Head
 from tinkex.engine.model.lora import AdapterSegment, Pair, Target, make_layout, make_pairs
 from tinkex.engine.model.matmul import add_mm_float32
@@ -43,9 +47,9 @@ class _Kept:
 
     x: Tensor
     qkv: Tensor
-    #: Leaves of the graph of attention: queries, keys and values.
-    heads: tuple[Tensor, Tensor, Tensor]
     attended: Tensor
+    #: From the gradient by its result to those by queries, keys and values.
+    attention_backward: Callable[[Tensor], Sequence[Tensor]]
     middle: Tensor
     gate_up: Tensor
     #: x Aᵀ of the four inputs.
@@ -179,11 +183,14 @@ class PackedLayers:
         of_qkv = lora.add(target + QKV, normed, qkv, sizes.qkv)
         q, k = kernels.rotate(qkv, self._head_shape(layer, batch))
         v = qkv[:, -sizes.qkv[2] :].view(tokens, weights.key_heads, weights.head_size)
+        attention_backward = None
         if keep:
-            q, k, v = (each.detach().requires_grad_() for each in (q, k, v))
-        with torch.set_grad_enabled(keep):
+            attended, attention_backward = attend_packed_with_backward(
+                index, q, k, v, scaling=weights.scaling, packing=batch.packing
+            )
+        else:
             attended = attend_packed(index, q, k, v, scaling=weights.scaling, packing=batch.packing)
-        flat = attended.detach().reshape(tokens, -1)
+        flat = attended.reshape(tokens, -1)
         y = F.linear(flat, layer.output.weight, layer.output.bias)
         of_output = lora.add(target + OUTPUT, flat, y, sizes.output)
         middle, normed = kernels.add_norm(x, y, layer.mlp_norm, weights.eps)
@@ -192,10 +199,10 @@ class PackedLayers:
         act = kernels.swiglu(gate_up)
         y = F.linear(act, layer.down.weight, layer.down.bias)
         of_down = lora.add(target + DOWN, act, y, sizes.output)
-        if not keep:
+        if attention_backward is None:
             return middle, y, None
         shrunk = (of_qkv, of_output, of_gate_up, of_down)
-        return middle, y, _Kept(x, qkv, (q, k, v), attended, middle, gate_up, shrunk)
+        return middle, y, _Kept(x, qkv, flat, attention_backward, middle, gate_up, shrunk)
 
     def _backward(self, index: int, kept: _Kept, d: Tensor, batch: _Batch) -> Tensor:
         """The gradient by the input of a layer, from that by its output. Overwrites both."""
@@ -217,9 +224,8 @@ class PackedLayers:
 
         g = d @ layer.output.weight
         step = lora.add_gradient(target + OUTPUT, d, g, sizes.output)
-        flat = kept.attended.detach().reshape(g.shape)
-        lora.add_weight_gradients(target + OUTPUT, flat, of_output, d, step, sizes.output)
-        dq, dk, dv = torch.autograd.grad(kept.attended, kept.heads, g.view_as(kept.attended))
+        lora.add_weight_gradients(target + OUTPUT, kept.attended, of_output, d, step, sizes.output)
+        dq, dk, dv = kept.attention_backward(g.view(len(g), weights.query_heads, -1))
         d_qkv = kernels.rotate_backward(kept.qkv, dq, dk, dv, self._head_shape(layer, batch))
 
         g = d_qkv @ layer.qkv.weight
