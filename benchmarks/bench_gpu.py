@@ -565,7 +565,7 @@ def http(context: Context) -> None:
     emit(what="HTTP over engine", unit="", value=round(engine_s / statistics.median(took), 3))
 
 
-#: name -> (function, most seconds). Pieces of training go here too.
+#: name -> (function, most seconds). Training is in `bench_gpu_training.py`.
 PIECES: dict[str, tuple[Callable[[Context], None], int]] = {
     "decode": (decode, 150),
     "prefill": (prefill, 60),
@@ -579,9 +579,11 @@ PIECES: dict[str, tuple[Callable[[Context], None], int]] = {
 # -- the run --------------------------------------------------------------------------------------
 
 
-def run_piece(piece: str, model: str, options: argparse.Namespace, seconds: float) -> list[dict[str, Any]]:  # fmt: skip
+def run_piece(
+    script: Path, piece: str, model: str, options: argparse.Namespace, seconds: float
+) -> list[dict[str, Any]]:
     """Runs a piece as a process of its own, with a time limit; returns what it found."""
-    command = [sys.executable, __file__, "--child", piece, "--models", model]
+    command = [sys.executable, str(script), "--child", piece, "--models", model]
     command += ["--scratch", str(options.scratch), "--device", options.device]
     command += ["--small"] if options.small else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path[1:]])}
@@ -626,10 +628,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(pieces: dict[str, tuple[Callable[[Context], None], int]], script: Path) -> None:
+    """`pieces` are name -> (function, most seconds)."""
+    parser = argparse.ArgumentParser(prog=script.name)
     parser.add_argument("--models", default="8b,0.6b", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--pieces", default=",".join(PIECES))
+    parser.add_argument("--pieces", default=",".join(pieces))
     parser.add_argument("--minutes", type=float, default=9.0, help="of the whole run")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="few tokens, to check this script")
@@ -651,7 +654,7 @@ def main() -> None:
             if options.child == "write":
                 write_model(context.model, context.folder, options.device)
             else:
-                PIECES[options.child][0](context)
+                pieces[options.child][0](context)
         finally:
             shutil.rmtree(context.scratch, ignore_errors=True)
         return
@@ -660,18 +663,18 @@ def main() -> None:
     out = os.environ.get("OUT")
     for model in options.models.split(","):
         if not (options.scratch / model).exists():
-            rows += run_piece("write", model, options, 120)
+            rows += run_piece(script, "write", model, options, 120)
         for piece in options.pieces.split(","):
             left_s = ends_s - time.monotonic()
             if left_s < 15:
                 print(f"# {model} {piece}: no time left", flush=True)
                 continue
-            rows += run_piece(piece, model, options, min(PIECES[piece][1], left_s))
+            rows += run_piece(script, piece, model, options, min(pieces[piece][1], left_s))
             if out:
-                Path(out, "bench_gpu.json").write_text(json.dumps(rows, indent=1))
-                Path(out, "bench_gpu.md").write_text(table(rows))
+                Path(out, f"{script.stem}.json").write_text(json.dumps(rows, indent=1))
+                Path(out, f"{script.stem}.md").write_text(table(rows))
     print(table(rows))
 
 
 if __name__ == "__main__":
-    main()
+    main(PIECES, Path(__file__))
