@@ -258,6 +258,11 @@ class Engine:
             checkpoint=tokens * self.model.bytes_per_token > self.plan.activations,
         )
 
+    def wait(self) -> None:
+        """Waits until the device has computed everything."""
+        if self.model.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
     def register_loss(
         self,
         loss_id: str,
