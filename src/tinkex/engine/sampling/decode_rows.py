@@ -39,7 +39,7 @@ class DecodeRows:
         self._known: list[weakref.ref[SampleSequence]] = []
         #: What the rows of `table` hold.
         self._tabled: list[tuple[PageTable, int] | None] = [None] * len(table)
-        #: Tokens before the first sampled one, except one; tokens of a look; tokens of a sequence.
+        #: Position of the last prompt token, most tokens of a look, most tokens of the sequence.
         self._prompt_S = self._most_ahead_S = self._max_new_S = np.zeros(0, np.int32)
 
     def choose(self, sequences: Sequence[SampleSequence]) -> None:

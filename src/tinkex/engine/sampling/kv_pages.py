@@ -177,6 +177,7 @@ class Pages:
             for p in range(extent.first, extent.first + extent.count)
         )
         for index, page in zip(range(len(tokens) // self.size), pages, strict=False):
+            # If a page of the table is cached, then for these tokens: no need to look them up.
             entry = self._cached.get(page)
             if entry is None:
                 key = tuple(tokens[index * self.size : (index + 1) * self.size])
