@@ -175,6 +175,27 @@ def _prefetch_B(slot, n, inside, target, Base, Offsets, Ranks, TARGETS: tl.const
 
 
 @triton.jit
+def _prefetch_keys(
+    Keys,
+    Values,
+    Table,
+    start,
+    stop,
+    key_head,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    N: tl.constexpr,
+):
+    """The N keys and values of a page from `start` on, which are in the cache or will be."""
+    page = tl.load(Table + start // PAGE, mask=stop > 0, other=0).to(tl.int64)
+    at = ((page * PAGE + start % PAGE + tl.arange(0, N)) * K + key_head) * D
+    for line in tl.static_range(0, D, 64):
+        _prefetch(Keys + at + line)
+        _prefetch(Values + at + line)
+
+
+@triton.jit
 def _is_last(Counter, count):
     """
     Whether all other programs that count here have stored their results.
@@ -242,33 +263,36 @@ def _expand(
 
 
 @triton.jit
-def _merge_head(
+def _merge_heads(
     Out,
     Lse,
     Y,
-    head,
-    g,
+    key_head,
+    first,
+    HEADS: tl.constexpr,
     G: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Combines the parts of a sequence by their log-sum-exp."""
+    """Combines the parts of some query heads of a key head by their log-sum-exp."""
     s, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK)
-    line = (head * SPLITS + s) * GROUP + g
+    g = first + tl.arange(0, HEADS)
+    line = (key_head * SPLITS + s[:, None]) * GROUP + g[None, :]
     # Not from the L1 cache: other multiprocessors may have written this in the same launch.
     lse = tl.load(Lse + line, cache_modifier=".cg")
-    weight = tl.exp(lse - tl.max(lse, 0))
-    inside = d < D
+    weight = tl.exp(lse - tl.max(lse, 0)[None, :])
+    ok = (g < G)[:, None] & (d < D)[None, :]
     out = tl.load(
-        Out + line[:, None] * D + d[None, :],
-        mask=inside[None, :],
+        Out + line[:, :, None] * D + d[None, None, :],
+        mask=ok[None, :, :],
         other=0.0,
         cache_modifier=".cg",
     )
-    y = tl.sum(out * weight[:, None], 0) / tl.sum(weight, 0)
-    tl.store(Y + (head * G + g) * D + d, y.to(Y.dtype.element_ty), mask=inside)
+    y = tl.sum(out * weight[:, :, None], 0) / tl.sum(weight, 0)[:, None]
+    to = (key_head * G + g[:, None]) * D + d[None, :]
+    tl.store(Y + to, y.to(Y.dtype.element_ty), mask=ok)
 
 
 # -- kernels --------------------------------------------------------------------------------------
@@ -300,12 +324,10 @@ def _linear_part(
     EVEN: tl.constexpr = (PER * SPLITS == SIZE) and (OUTPUTS % N == 0)
     at_W = W + n[None, :].to(tl.int64) * SIZE
     if EARLY:
-        for step in tl.static_range(0, AHEAD):
-            c = part * PER + step * BLOCK + tl.arange(0, BLOCK // 64) * 64
-            if EVEN:
-                _prefetch(at_W + c[:, None])
-            else:
-                _prefetch(tl.where(inside[None, :] & (c < SIZE)[:, None], at_W + c[:, None], W))
+        # Within the matrix also where this program has fewer inputs or outputs.
+        at_first = W + tl.minimum(n, OUTPUTS - 1)[None, :].to(tl.int64) * SIZE
+        for piece in tl.static_range(0, AHEAD * BLOCK // 64):
+            _prefetch(at_first + tl.minimum(part * PER + piece * 64, SIZE - 1))
     _wait_for_inputs(EARLY)
     y = tl.zeros([M, N], tl.float32)
     for step in range(0, PER, BLOCK):
@@ -514,14 +536,14 @@ def _add_expanded_norm(
         _prefetch_B(slot, n, n < SIZE, target, Base, Offsets, Ranks, TARGETS)
     _wait_for_inputs(EARLY)
     at = m[:, None].to(tl.int64) * SIZE + n[None, :]
+    x = tl.load(X + at, mask=both, other=0.0).to(tl.float32)
     y = tl.load(Y + at, mask=both, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        y += tl.load(Y + part * rows * SIZE + at, mask=both, other=0.0)
     h = _sum_parts(Parts, 0, m, slot >= 0, rows, 1, SPLITS, R)
     y = _expand(
         h, slot, n, n < SIZE, target, Base, Offsets, Ranks, Scales, TARGETS, R, STEP, False, y
     )
-    for part in tl.static_range(1, PARTS):
-        y += tl.load(Y + part * rows * SIZE + at, mask=both, other=0.0)
-    x = tl.load(X + at, mask=both, other=0.0).to(tl.float32)
     x += y.to(X.dtype.element_ty).to(tl.float32)
     tl.store(X + at, x.to(X.dtype.element_ty), mask=both)
     if _is_last(Counter, tl.num_programs(0)):
@@ -749,13 +771,10 @@ def _attend(
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK), tl.arange(0, N)
     real, inside = g[:, None] < G, d < D
     if EARLY:
-        # Also where there are no keys: the first page of a row always exists.
-        s = tl.where(start < stop, start, 0)
-        page = tl.load(Table + row * table_stride + s // PAGE, mask=stop > 0, other=0)
-        at = (page.to(tl.int64) * PAGE + s % PAGE + t) * K + key_head
-        lines = tl.minimum(tl.arange(0, (BLOCK + 63) // 64) * 64, D - 1)
-        _prefetch(Keys + at[:, None] * D + lines[None, :])
-        _prefetch(Values + at[:, None] * D + lines[None, :])
+        _prefetch_keys(
+            Keys, Values, Table + row * table_stride, tl.where(start < stop, start, 0), stop,
+            key_head, K, D, PAGE, N,
+        )  # fmt: skip
     _wait_for_inputs(EARLY)
     q = tl.load(
         Q + ((row * K + key_head) * G + g[:, None]) * D + d[None, :],
@@ -793,8 +812,7 @@ def _attend(
         if MERGE:
             head = row * K + key_head
             if _is_last(Counters + head, SPLITS):
-                for each in tl.static_range(0, G):
-                    _merge_head(Out, Lse, Y, head, each, G, GROUP, D, BLOCK, SPLITS)
+                _merge_heads(Out, Lse, Y, head, 0, MERGE, G, GROUP, D, BLOCK, SPLITS)
 
 
 @triton.jit
@@ -811,7 +829,9 @@ def _merge(
 ):
     _let_next_start(EARLY)
     _wait_for_inputs(EARLY)
-    _merge_head(Out, Lse, Y, tl.program_id(0), tl.program_id(1), G, GROUP, D, BLOCK, SPLITS)
+    _merge_heads(
+        Out, Lse, Y, tl.program_id(0), tl.program_id(1), 1, G, GROUP, D, BLOCK, SPLITS
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "target"])
@@ -1248,7 +1268,7 @@ def attend(
         q_BHD, keys, values, positions_B, last_B, table, table.stride(0), out, lse, y,
         positions_B if counters is None else counters, scaling,
         groups, padded, key_heads, size, block, page, min(KEYS, page), splits,
-        counters is not None, early,
+        0 if counters is None else triton.next_power_of_2(groups), early,
         num_warps=4, **_launch(early),
     )  # fmt: skip
     if splits > 1 and counters is None:
