@@ -135,12 +135,7 @@ class PackedLayers:
                 g = gradient_TH.to(hidden_TH.dtype, copy=True)
                 d, _ = kernels.norm_backward(last, weights.norm, weights.eps, g, None)
                 for index in reversed(range(len(weights.layers))):
-                    activations = kept.pop()
-                    if not isinstance(activations, _Kept):
-                        *_, again = self._forward(index, *activations, batch, keep=True)
-                        assert again is not None
-                        activations = again
-                    d = self._backward(index, activations, d, batch)
+                    d = self._backward(index, self._computed(index, kept.pop(), batch), d, batch)
 
         return hidden_TH, backward
 
@@ -203,6 +198,16 @@ class PackedLayers:
             return middle, y, None
         shrunk = (of_qkv, of_output, of_gate_up, of_down)
         return middle, y, _Kept(x, qkv, flat, attention_backward, middle, gate_up, shrunk)
+
+    def _computed(
+        self, index: int, kept: _Kept | tuple[Tensor, Tensor | None], batch: _Batch
+    ) -> _Kept:
+        """What the backward pass needs; computed again if only the input of the layer was kept."""
+        if isinstance(kept, _Kept):
+            return kept
+        again = self._forward(index, *kept, batch, keep=True)[2]
+        assert again is not None
+        return again
 
     def _backward(self, index: int, kept: _Kept, d: Tensor, batch: _Batch) -> Tensor:
         """The gradient by the input of a layer, from that by its output. Overwrites both."""
