@@ -207,7 +207,7 @@ def _run(program: str | None) -> NoReturn:
     except SystemExit as end:
         code = end.code
         if not isinstance(code, int | None):  # as the interpreter does
-            print(code, file=sys.stderr)
+            sys.stderr.write(f"{code}\n")
             code = 1
     except BaseException:  # noqa: BLE001 (as the interpreter does)
         traceback.print_exc()
