@@ -1,7 +1,8 @@
 """Fixtures for all tests: a tiny model on disk, a server with that model, and PostgreSQL."""
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,21 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 #: Folders whose tests start many processes and take longest.
 LONG = {"together", "chaos", "faults", "docs", "numerics"}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """
+    Modules and tests are there until the end, so garbage collections leave them out.
+
+    There are 600,000 objects of them, and a look at all takes 0.4 s.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
