@@ -19,8 +19,11 @@ pytest_plugins = ["no_skips"]
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-#: Folders whose tests start many processes and take longest.
-LONG = {"together", "chaos", "faults", "docs", "numerics"}
+#: Folders and files that take longest. The files took 25 s of CPU time and more, on 2026-11-17.
+LONG = {
+    *("together", "chaos", "conformance", "defects", "docs", "faults", "numerics", "storage"),
+    *("test_engine_process.py", "test_golden.py", "test_stateful.py", "test_supervisor.py"),
+}
 
 
 @pytest.hookimpl(wrapper=True)
