@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 
 from server.api.test_streaming import Drip
-from server.echo import BASE
+from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
-from server.tenants import new_key
+from server.tenants import new_key, with_key
 from tinkex.server.api import openai_prompts
 from tinkex.server.queued_request import QueuedRequest
 from waiting import until_async
@@ -140,6 +140,30 @@ async def test_a_key_is_a_bearer_token_and_errors_have_the_shape_of_openai(
         async with api.http.post("/v1/nothing", headers=bearer) as answer:
             assert answer.status == 404
             assert "error" in await answer.json()
+
+
+async def test_a_model_names_its_owner_to_its_owner_only(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    keys = {owner: await new_key(tmp_path, owner) for owner in ("alice", "bob")}
+    async with (
+        hosted(echo, tmp_path) as nobody,
+        with_key(nobody, keys["alice"]) as alice,
+        with_key(nobody, keys["bob"]) as bob,
+    ):
+        model = await alice.model()
+        await alice.result(
+            await alice.step("save_weights_for_sampler", model_id=model, seq_id=1, path="shown")
+        )
+        path = f"tinker://{model}/sampler_weights/shown"
+        assert (await bob.get(f"/v1/models/{path}")).status == 404
+        await alice.call("POST", f"training_runs/{model}/checkpoints/sampler_weights/shown/publish")
+        for reader, owner in ((alice, "alice"), (bob, "another-owner")):
+            listed = (await reader.get("/v1/models")).json["data"]
+            found = {one["id"]: one["owned_by"] for one in listed}
+            assert found == {BASE: "tinkex", path: owner}
+            for one in listed:  # the same as a model by itself
+                assert (await reader.get(f"/v1/models/{one['id']}")).json == one
 
 
 async def test_a_request_over_the_limit_of_its_owner_is_a_429(drip: Drip, tmp_path: Path) -> None:
