@@ -255,6 +255,32 @@ def test_completions_return_logprobs_of_prompt_and_answer(world: World) -> None:
 
 
 @pytest.mark.parametrize(
+    ("penalty", "expected"),
+    [({"presence_penalty": 2}, [0, 2, 2]), ({"frequency_penalty": 2}, [0, 2, 4])],
+)
+def test_penalties_are_taken_from_tokens_of_the_answer(
+    world: World, penalty: dict[str, float], expected: list[float]
+) -> None:
+    def leads(**fields: float) -> list[float]:
+        """How far token 77, which is always sampled, is before the second best."""
+        answer = world.client.completions.create(
+            model=TINY,
+            prompt=[77, 5],
+            max_tokens=3,
+            temperature=0,
+            logit_bias={"77": 20},
+            logprobs=2,
+            extra_body=fields,
+        )
+        found = answer.choices[0].logprobs
+        assert found is not None
+        return [max(top.values()) - min(top.values()) for top in found.top_logprobs or ()]
+
+    lost = [before - after for before, after in zip(leads(), leads(**penalty), strict=True)]
+    assert lost == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize(
     ("asked", "status", "param"),
     [
         ({"model": "nobody"}, 404, "model"),

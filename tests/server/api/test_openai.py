@@ -1,8 +1,10 @@
 """OpenAI's routes as ordinary samples: keys, limits, cancellation, and a server that stops."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
+import sqlite3
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from server.api.test_account import events as usage_events
+from server.api.test_account import totals
 from server.api.test_streaming import Drip
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
@@ -59,6 +63,25 @@ async def test_a_stream_is_chunks_and_then_done(api: Api, drip: Drip) -> None:
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == 4
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_is_a_stored_sample_and_is_counted(
+    api: Api, drip: Drip, tmp_path: Path, stream: bool
+) -> None:
+    body = {**CHAT, "n": 2, "stream": stream, "stream_options": {"include_usage": True}}
+    asked = asyncio.ensure_future(api.http.post("/v1/chat/completions", json=body))
+    await drip.begun.acquire()
+    with contextlib.closing(sqlite3.connect(tmp_path / "tinkex.db")) as database:
+        rows = database.execute("select kind, status, owner, sequences from requests").fetchall()
+    assert rows == [("sample", "waiting", "local", 2)]
+    drip.fall(4)
+    async with await asked as answer:
+        last = [event async for event in lines(answer)][-2] if stream else await answer.json()
+    assert last["usage"]["completion_tokens"] == 8
+    counted = totals(await usage_events(api))
+    assert counted["sampling_sample"] == 8
+    assert counted["sampling_prefill"] == last["usage"]["prompt_tokens"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -164,6 +187,8 @@ async def test_a_model_names_its_owner_to_its_owner_only(
             assert found == {BASE: "tinkex", path: owner}
             for one in listed:  # the same as a model by itself
                 assert (await reader.get(f"/v1/models/{one['id']}")).json == one
+            body = {"model": path, "prompt": [1], "max_tokens": 1}
+            assert (await reader.post("/v1/completions", body)).json["model"] == path
 
 
 async def test_a_request_over_the_limit_of_its_owner_is_a_429(drip: Drip, tmp_path: Path) -> None:
