@@ -87,10 +87,13 @@ def test_a_conversation_in_a_terminal(server: Server, tmp_path: Path) -> None:
         assert "/regenerate" in terminal.say("/help")
         assert "no message yet" in terminal.say("/regenerate")
         assert "there is no command /nothing" in terminal.say("/nothing")
-        answer = terminal.say("hello")
-        assert answer.strip()
-        assert terminal.say("/regenerate") == answer  # the same seed
-        assert terminal.say("/compare base") == f"{TINY}:\n{answer}"
+        first = terminal.say("hello")
+        assert first.strip()
+        again = terminal.say("/regenerate")  # with the next seed
+        assert again != first
+        assert terminal.say("/compare base") == f"{TINY}:\n{again}"
+        terminal.say("/clear")
+        assert terminal.say("hello") == first
         assert "is not served here" in terminal.say("/compare no/such")
         terminal.type("two\\\n")
         terminal.until("...> ")

@@ -145,6 +145,8 @@ class Chat:
         self._screen = Screen()
         #: Models of `/compare`, by name.
         self._others: dict[str, Model] = {}
+        #: How often the last message was answered again, each time with the next seed.
+        self._again = 0
 
     def run(self) -> None:
         while (text := read_message()) is not None:
@@ -188,9 +190,16 @@ class Chat:
                 raise CommandFailed(f"there is no command /{name}.", hint="/help lists them.")
         return True
 
-    def _ask(self, question: str) -> None:
-        messages = self._conversation.messages(question)
-        self._conversation.add(question, self._model.answer(messages, self._params, self._screen))
+    def _ask(self, question: str, *, again: int = 0) -> None:
+        self._again = again
+        answer = self._answer_of(self._model, question)
+        self._conversation.add(question, answer)
+
+    def _answer_of(self, model: Model, question: str) -> str:
+        params = self._params
+        if params.seed is not None:
+            params = params.model_copy(update={"seed": params.seed + self._again})
+        return model.answer(self._conversation.messages(question), params, self._screen)
 
     def _last(self) -> tuple[str, str]:
         if (last := self._conversation.take_last()) is None:
@@ -200,7 +209,7 @@ class Chat:
     def _regenerate(self) -> None:
         question, answer = self._last()
         try:
-            self._ask(question)
+            self._ask(question, again=self._again + 1)
         except BaseException:
             self._conversation.add(question, answer)
             raise
@@ -212,8 +221,7 @@ class Chat:
             if name not in self._others:
                 self._others[name] = Model(self._service, name)
             click.echo(f"{name}:", err=True)
-            messages = self._conversation.messages(question)
-            self._others[name].answer(messages, self._params, self._screen)
+            self._answer_of(self._others[name], question)
         finally:
             self._conversation.add(question, answer)
 
