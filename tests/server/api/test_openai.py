@@ -119,6 +119,7 @@ async def test_a_server_that_stops_says_so(api: Api, drip: Drip, stream: bool) -
         async with asked as answer:
             events = lines(answer)
             assert (await anext(events))["choices"]
+            await drip.begun.acquire()
             api.app.state.context.futures.release()
             assert "stopping" in (await anext(events))["error"]["message"]
             assert [event async for event in events] == []

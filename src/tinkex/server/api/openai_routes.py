@@ -239,7 +239,7 @@ async def _response(request: Request, context: Context, first: QueuedRequest) ->
             first.request_id,
             owner=first.owner,
             within_s=WAIT_S,
-            on_disconnect=on_disconnect_of(request),
+            wake_early=on_disconnect_of(request),
         )
         if (outcome := found.outcome) is not None:
             break
@@ -262,15 +262,12 @@ async def _chunks(
     """The events of a stream. An error ends it with an event of its own."""
     ended = False
     try:
-        for chunk in answer.first_chunks():
-            yield chunk
+        yield b"".join(answer.first_chunks())
         async with contextlib.aclosing(reader.new_tokens()) as pieces:
             async for piece in pieces:
-                for news in piece:
-                    for chunk in answer.chunks(news):
-                        yield chunk
-                if not piece:
-                    yield KEEP_ALIVE
+                # Together: each piece is a write to the socket.
+                chunks = [chunk for news in piece for chunk in answer.chunks(news)]
+                yield b"".join(chunks) if piece else KEEP_ALIVE
         if (outcome := reader.outcome) is None:
             yield event_of(openai_error(STOPPING, 503))
             return
@@ -279,10 +276,9 @@ async def _chunks(
             failed = _failed(outcome)
             yield event_of(openai_error(failed.detail, failed.status))
             return
-        for chunk in await in_thread_if_large(
+        yield await in_thread_if_large(
             outcome.result, lambda: _last_chunks(answer, reader, outcome.result)
-        ):
-            yield chunk
+        )
         context.store.requests.mark_fetched(first.request_id)
     except Exception as failure:  # noqa: BLE001  too late for an HTTP status
         yield event_of(openai_error(internal_error(failure).error, 500))
@@ -291,10 +287,10 @@ async def _chunks(
             context.scheduler.cancel(first.request_id, owner=first.owner)
 
 
-def _last_chunks(answer: Answer, reader: SampleReader, result: bytes) -> list[bytes]:
+def _last_chunks(answer: Answer, reader: SampleReader, result: bytes) -> bytes:
     response = decode_sample_response(result)
     rest = [chunk for news in reader.rest(response) for chunk in answer.chunks(news)]
-    return [*rest, *answer.last_chunks(response)]
+    return b"".join([*rest, *answer.last_chunks(response)])
 
 
 def _router(prefix: str, *, described: bool) -> APIRouter:
