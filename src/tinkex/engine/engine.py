@@ -138,7 +138,9 @@ class Engine:
             limit=self.facts.memory_bytes,
             total=self.facts.device_bytes,
         )
-        log.info("memory: %s\n%s", memory, self.plan.table())
+        # A record is one line of the log.
+        for line in (f"memory: {memory}", *self.plan.table().splitlines()):
+            log.info("%s", line)
         #: Maximum tokens of one forward pass. A longer sequence runs alone.
         self.max_batch_tokens = self.plan.batch_tokens
         self._use_count = itertools.count(1)
