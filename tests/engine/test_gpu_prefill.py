@@ -184,6 +184,7 @@ def decode(
             slots_B=fields[2, :rows],
             rank=ranks.largest,
             rank_step=ranks.step,
+            counter=torch.zeros(1, dtype=torch.int32, device=DEVICE),
         )
     logits = torch.full((rows, model.vocab_size), float("nan"), device=DEVICE)
     model.fused.write_logits(

@@ -10,7 +10,6 @@ Every masked load has a defined value, because unwritten memory may hold NaN.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -30,42 +29,15 @@ KEYS = 64
 SAMPLE_BLOCK = 4096
 #: Up to this many rows `linear` is faster than the matrix products of torch.
 FEW_ROWS = 16
-#: Up to this many rows one program may compute the norms of all.
+#: Up to this many rows one program computes the norms of all, after products with B.
 NORM_ROWS = 4
 
 
-@dataclass
-class Options:
-    """How a decode step of few rows is launched."""
-
-    #: Products with A in the launch of the base product.
-    fused_shrink: bool = False
-    #: Parts of an attention are merged by the program that finishes last.
-    fused_merge: bool = False
-    #: Products with B of o and down in the launch of the next norm.
-    fused_expand: bool = False
-    #: A kernel starts before the one before it has ended, and waits for it only before it reads its
-    #: results. 1: when that kernel computes; 2: even when that kernel itself still waits.
-    early_start: int = 0
-    #: Bytes of weights that a kernel which starts early brings to the L2 cache while it waits.
-    prefetch: int = 0
-
-    def __post_init__(self) -> None:
-        for setting in filter(None, os.environ.get("TINKEX_DECODE_OPTIONS", "").split(",")):
-            name, _, value = setting.partition("=")
-            setattr(self, name, type(getattr(self, name))(int(value)))
-
-
-OPTIONS = Options()
-
-
-def early_start(rows: int, device: torch.device, lora: LoraTables | None) -> int:
-    """Of a step: 0 where the GPU cannot, or where kernels run beside each other."""
+def early_start(rows: int, device: torch.device) -> bool:
+    """Whether the kernels of a step start before the ones before them have ended."""
     if rows > FEW_ROWS or device.type != "cuda" or torch.version.hip is not None:
-        return 0
-    if lora is not None and not OPTIONS.fused_shrink:
-        return 0
-    return OPTIONS.early_start if torch.cuda.get_device_capability(device)[0] >= 9 else 0
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +62,9 @@ class LoraTables:
     tile: int = ROWS
     #: Parts of a product with A, which are added up later. None: as many as suit the rows.
     parts: int | None = None
+    #: int32 [1]: 0 between launches. With it `add_norm` of few rows computes products with B in
+    #: its own launch. Steps that run at the same time must have their own.
+    counter: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,16 +87,10 @@ class Shrunk:
 
 
 @triton.jit
-def _let_next_start(EARLY: tl.constexpr):
-    if EARLY == 2:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
 def _wait_for_inputs(EARLY: tl.constexpr):
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    if EARLY == 1:
+        # Not before: a kernel that waits takes room from the one that computes.
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -262,39 +231,6 @@ def _expand(
     return total
 
 
-@triton.jit
-def _merge_heads(
-    Out,
-    Lse,
-    Y,
-    key_head,
-    first,
-    HEADS: tl.constexpr,
-    G: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """Combines the parts of some query heads of a key head by their log-sum-exp."""
-    s, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK)
-    g = first + tl.arange(0, HEADS)
-    line = (key_head * SPLITS + s[:, None]) * GROUP + g[None, :]
-    # Not from the L1 cache: other multiprocessors may have written this in the same launch.
-    lse = tl.load(Lse + line, cache_modifier=".cg")
-    weight = tl.exp(lse - tl.max(lse, 0)[None, :])
-    ok = (g < G)[:, None] & (d < D)[None, :]
-    out = tl.load(
-        Out + line[:, :, None] * D + d[None, None, :],
-        mask=ok[None, :, :],
-        other=0.0,
-        cache_modifier=".cg",
-    )
-    y = tl.sum(out * weight[:, :, None], 0) / tl.sum(weight, 0)[:, None]
-    to = (key_head * G + g[:, None]) * D + d[None, :]
-    tl.store(Y + to, y.to(Y.dtype.element_ty), mask=ok)
-
-
 # -- kernels --------------------------------------------------------------------------------------
 
 
@@ -315,7 +251,6 @@ def _linear_part(
     N: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     m, k = tl.arange(0, M), tl.arange(0, BLOCK)
     n = block * N + tl.arange(0, N)
@@ -323,11 +258,6 @@ def _linear_part(
     PER: tl.constexpr = ((SIZE + SPLITS - 1) // SPLITS + BLOCK - 1) // BLOCK * BLOCK
     EVEN: tl.constexpr = (PER * SPLITS == SIZE) and (OUTPUTS % N == 0)
     at_W = W + n[None, :].to(tl.int64) * SIZE
-    if EARLY:
-        # Within the matrix also where this program has fewer inputs or outputs.
-        at_first = W + tl.minimum(n, OUTPUTS - 1)[None, :].to(tl.int64) * SIZE
-        for piece in tl.static_range(0, AHEAD * BLOCK // 64):
-            _prefetch(at_first + tl.minimum(part * PER + piece * 64, SIZE - 1))
     _wait_for_inputs(EARLY)
     y = tl.zeros([M, N], tl.float32)
     for step in range(0, PER, BLOCK):
@@ -433,14 +363,12 @@ def _linear(
     R: tl.constexpr,
     A_BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """
     A few rows times a whole matrix: reads the matrix once, in as many programs as possible.
 
     With LORA the first programs compute the products with A of the same rows.
     """
-    _let_next_start(EARLY)
     BLOCKS: tl.constexpr = (OUTPUTS + N - 1) // N
     at = tl.program_id(0)
     if LORA:
@@ -454,12 +382,12 @@ def _linear(
         else:
             _linear_part(
                 X, W, Bias, Y, rows, (at - OTHERS) % BLOCKS, (at - OTHERS) // BLOCKS,
-                SIZE, OUTPUTS, SPLITS, BIAS, M, N, BLOCK, EARLY, AHEAD,
+                SIZE, OUTPUTS, SPLITS, BIAS, M, N, BLOCK, EARLY,
             )  # fmt: skip
     else:
         _linear_part(
             X, W, Bias, Y, rows, at % BLOCKS, at // BLOCKS,
-            SIZE, OUTPUTS, SPLITS, BIAS, M, N, BLOCK, EARLY, AHEAD,
+            SIZE, OUTPUTS, SPLITS, BIAS, M, N, BLOCK, EARLY,
         )  # fmt: skip
 
 
@@ -476,7 +404,6 @@ def _add_norm(
     PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    _let_next_start(EARLY)
     row = tl.program_id(0).to(tl.int64) * SIZE
     c = tl.arange(0, BLOCK)
     inside = c < SIZE
@@ -524,7 +451,6 @@ def _add_expanded_norm(
     EARLY: tl.constexpr,
 ):
     """`_add_expanded` of some outputs and the sum with x; the last program computes the norms."""
-    _let_next_start(EARLY)
     m = tl.arange(0, M)
     ok = m < rows
     slot = tl.load(Slot + m, mask=ok, other=-1)
@@ -577,7 +503,7 @@ def _shrink(
     _shrink_part(
         X, Slot, Parts, Base, Offsets, Ranks, rows, target,
         tl.program_id(0), tl.program_id(1), tl.program_id(2),
-        SIZE, TARGETS, PROJECTIONS, SPLITS, R, M, BLOCK, 0,
+        SIZE, TARGETS, PROJECTIONS, SPLITS, R, M, BLOCK, False,
     )  # fmt: skip
 
 
@@ -602,7 +528,6 @@ def _add_expanded(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    _let_next_start(EARLY)
     m = tl.program_id(0) * M + tl.arange(0, M)
     slot = tl.load(Slot + m, mask=m < rows, other=-1)
     used = slot >= 0
@@ -662,7 +587,6 @@ def _heads(
     EARLY: tl.constexpr,
 ):
     """One head of q, k or v: LoRA, norm, rotation; q goes to a tensor, k and v to the cache."""
-    _let_next_start(EARLY)
     HALF: tl.constexpr = D // 2
     head = tl.program_id(1)
     m = tl.program_id(0) * M + tl.arange(0, M)
@@ -747,8 +671,6 @@ def _attend(
     table_stride,
     Out,
     Lse,
-    Y,
-    Counters,
     scaling,
     G: tl.constexpr,
     GROUP: tl.constexpr,
@@ -758,11 +680,9 @@ def _attend(
     PAGE: tl.constexpr,
     N: tl.constexpr,
     SPLITS: tl.constexpr,
-    MERGE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """The query heads that share a key head, over one part of the sequence's keys."""
-    _let_next_start(EARLY)
     row, key_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.minimum(tl.load(Position + row), tl.load(Last + row)) + 1
     per = tl.cdiv(tl.cdiv(length, SPLITS), N) * N
@@ -809,10 +729,6 @@ def _attend(
         line = ((row * K + key_head) * SPLITS + part) * GROUP + g
         tl.store(Out + line[:, None] * D + d[None, :], out, mask=inside[None, :])
         tl.store(Lse + line, largest + tl.log(total))
-        if MERGE:
-            head = row * K + key_head
-            if _is_last(Counters + head, SPLITS):
-                _merge_heads(Out, Lse, Y, head, 0, MERGE, G, GROUP, D, BLOCK, SPLITS)
 
 
 @triton.jit
@@ -827,11 +743,17 @@ def _merge(
     SPLITS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    _let_next_start(EARLY)
+    """Combines the parts of a sequence by their log-sum-exp."""
     _wait_for_inputs(EARLY)
-    _merge_heads(
-        Out, Lse, Y, tl.program_id(0), tl.program_id(1), 1, G, GROUP, D, BLOCK, SPLITS
-    )  # fmt: skip
+    head, g = tl.program_id(0), tl.program_id(1)
+    s, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK)
+    line = (head * SPLITS + s) * GROUP + g
+    lse = tl.load(Lse + line)
+    weight = tl.exp(lse - tl.max(lse, 0))
+    inside = d < D
+    out = tl.load(Out + line[:, None] * D + d[None, :], mask=inside[None, :], other=0.0)
+    y = tl.sum(out * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(Y + (head * G + g) * D + d, y.to(Y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "target"])
@@ -856,7 +778,6 @@ def _swiglu(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    _let_next_start(EARLY)
     m = tl.program_id(0) * M + tl.arange(0, M)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok, inside = m < rows, n < SIZE
@@ -986,7 +907,7 @@ def _sample_row(
 # -- launches -------------------------------------------------------------------------------------
 
 
-def _launch(early: int) -> dict[str, bool]:
+def _launch(early: bool) -> dict[str, bool]:
     return {"launch_pdl": True} if early else {}
 
 
@@ -996,7 +917,7 @@ def linear(
     bias_O: Tensor | None = None,
     *,
     parts: bool = False,
-    early: int = 0,
+    early: bool = False,
 ) -> Tensor:
     """
     A linear layer for any number of rows.
@@ -1017,7 +938,7 @@ def linear_and_shrink(
     projections: int,
     *,
     parts: bool = False,
-    early: int = 0,
+    early: bool = False,
 ) -> tuple[Tensor, Shrunk]:
     """`linear` and `shrink` of few rows in one launch."""
     shrunk = _empty_shrunk(x_BI, tables, target, projections)
@@ -1030,7 +951,7 @@ def _few_rows_linear(
     bias_O: Tensor | None,
     shrunk: Shrunk | None,
     parts: bool,
-    early: int,
+    early: bool,
 ) -> Tensor:
     rows, size = x_BI.shape
     outputs = len(weight_OI)
@@ -1045,8 +966,6 @@ def _few_rows_linear(
         device=x_BI.device,
     )
     programs = triton.cdiv(outputs, width) * splits
-    steps = triton.cdiv(size, splits * block)
-    ahead = min(steps, OPTIONS.prefetch // (programs * width * block * 2))
     tables = None if shrunk is None else shrunk.tables
     a_splits, projections = (1, 1) if shrunk is None else shrunk.parts.shape[:2]
     _linear[(programs + (0 if shrunk is None else a_splits * projections),)](
@@ -1065,7 +984,7 @@ def _few_rows_linear(
         projections, a_splits,
         16 if tables is None else tables.rank,
         _input_block(tables),
-        early, ahead if early else 0,
+        early,
         num_warps=4, num_stages=4, **_launch(early),
     )  # fmt: skip
     return y
@@ -1078,25 +997,24 @@ def add_norm(
     eps: float,
     *,
     shrunk: Shrunk | None = None,
-    counters: Tensor | None = None,
-    early: int = 0,
+    early: bool = False,
 ) -> Tensor:
     """
     x += y in place, then RMS norm. `y` is [B, H], or the parts of a sum [parts, B, H].
 
-    First adds the LoRA products of `shrunk` to y; in the same launch if there are `counters`.
+    First adds the LoRA products of `shrunk` to y.
     """
     rows, size = x_BH.shape
     out = torch.empty_like(x_BH)
     parts = 0 if y is None else 1 if y.dim() == 2 else len(y)
     block = triton.next_power_of_2(size)
     if y is not None and shrunk is not None:
-        if counters is not None and rows <= NORM_ROWS:
-            tables, width = shrunk.tables, 64
+        tables, width = shrunk.tables, 64
+        if tables.counter is not None and rows <= NORM_ROWS:
             _add_expanded_norm[(triton.cdiv(size, width),)](
                 x_BH, y, weight_H, out, eps, rows, tables.slots_B, shrunk.parts, tables.base,
-                tables.offsets, tables.ranks, tables.scales, shrunk.target, counters, size, block,
-                parts, tables.ranks.shape[1], len(shrunk.parts), tables.rank, tables.rank_step,
+                tables.offsets, tables.ranks, tables.scales, shrunk.target, tables.counter, size,
+                block, parts, tables.ranks.shape[1], len(shrunk.parts), tables.rank, tables.rank_step,
                 ROWS, width, early,
                 num_warps=min(8, max(4, block // 512)), **_launch(early),
             )  # fmt: skip
@@ -1151,7 +1069,7 @@ def _output_block(tables: LoraTables | None) -> int:
     return 128 if tables is None or tables.rank <= 64 else 64
 
 
-def add_expanded(y_BO: Tensor, shrunk: Shrunk, *, exact: bool = False, early: int = 0) -> None:
+def add_expanded(y_BO: Tensor, shrunk: Shrunk, *, exact: bool = False, early: bool = False) -> None:
     """
     Adds the LoRA products to y in place, or to the first part of a sum.
 
@@ -1185,7 +1103,7 @@ def heads(
     page: int = 0,
     spare: int = 0,
     slots_B: Tensor | None = None,
-    early: int = 0,
+    early: bool = False,
 ) -> Tensor:
     """
     Writes keys and values to the cache and returns the queries [B, H, D].
@@ -1244,14 +1162,9 @@ def attend(
     page: int,
     scaling: float,
     splits: int | None = None,
-    counters: Tensor | None = None,
-    early: int = 0,
+    early: bool = False,
 ) -> Tensor:
-    """
-    Attention of one query of each sequence over its cached keys, page by page.
-
-    `counters`, zeros for each row and key head, let the same launch merge the parts of the keys.
-    """
+    """Attention of one query of each sequence over its cached keys, page by page."""
     rows, query_heads, size = q_BHD.shape
     key_heads = keys.shape[1]
     groups = query_heads // key_heads
@@ -1265,13 +1178,11 @@ def attend(
         out = torch.empty(*shape, size, dtype=torch.float32, device=q_BHD.device)
         lse = torch.empty(shape, dtype=torch.float32, device=q_BHD.device)
     _attend[(rows, key_heads, splits)](
-        q_BHD, keys, values, positions_B, last_B, table, table.stride(0), out, lse, y,
-        positions_B if counters is None else counters, scaling,
-        groups, padded, key_heads, size, block, page, min(KEYS, page), splits,
-        0 if counters is None else triton.next_power_of_2(groups), early,
+        q_BHD, keys, values, positions_B, last_B, table, table.stride(0), out, lse,
+        scaling, groups, padded, key_heads, size, block, page, min(KEYS, page), splits, early,
         num_warps=4, **_launch(early),
     )  # fmt: skip
-    if splits > 1 and counters is None:
+    if splits > 1:
         _merge[(rows * key_heads, groups)](
             out, lse, y, groups, padded, size, block, splits, early,
             num_warps=4, **_launch(early),
@@ -1279,7 +1190,7 @@ def attend(
     return y
 
 
-def swiglu(y_BO: Tensor, shrunk: Shrunk | None, *, early: int = 0) -> Tensor:
+def swiglu(y_BO: Tensor, shrunk: Shrunk | None, *, early: bool = False) -> Tensor:
     """silu(gate) * up, with the LoRA products of both added first."""
     rows, size = len(y_BO), y_BO.shape[1] // 2
     out = torch.empty(rows, size, dtype=y_BO.dtype, device=y_BO.device)

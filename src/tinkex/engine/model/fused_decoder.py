@@ -1,8 +1,9 @@
 """The layers of decoding and prefill on a GPU, from few and fused kernels.
 
 A decode step has one token for each sequence, so its time is the reading of weights and cache plus
-the start of each kernel; transformers' code starts about sixty kernels for a layer, this one
-sixteen. Prefill runs the same layers over packed tokens.
+the start of each kernel; transformers' code starts about sixty kernels for a layer, this one ten.
+With adapters there are twelve from five rows on and sixteen from seventeen rows on. Prefill runs
+the same layers over packed tokens.
 
 Only for models of the usual form (`stacked_weights`) in bfloat16; others run transformers' code.
 `probe_logits` shows whether the result is right.
@@ -97,8 +98,8 @@ class FusedDecoder:
         """
         from tinkex.engine.model import decode_kernels as kernels
 
-        rows, options = len(inputs.ids_B), kernels.OPTIONS
-        early = kernels.early_start(rows, out_BV.device, lora)
+        rows = len(inputs.ids_B)
+        early = kernels.early_start(rows, out_BV.device)
         places: Any = {
             "positions_B": inputs.positions_B,
             "last_B": inputs.last_B,
@@ -106,11 +107,6 @@ class FusedDecoder:
             "page": page,
             "early": early,
         }
-        counters = None
-        if rows <= kernels.FEW_ROWS and (options.fused_merge or options.fused_expand):
-            counters = torch.zeros(
-                rows * self._weights.key_heads, dtype=torch.int32, device=out_BV.device
-            )
 
         def linear(
             x: Tensor, layer: StackedLinear, target: int, projections: int, *, parts: bool = False
@@ -119,7 +115,7 @@ class FusedDecoder:
             if lora is None:
                 y = kernels.linear(x, layer.weight, layer.bias, parts=parts, early=early)
                 return y, None
-            if rows <= kernels.FEW_ROWS and options.fused_shrink:
+            if rows <= kernels.FEW_ROWS:
                 return kernels.linear_and_shrink(
                     x, layer.weight, layer.bias, lora, target, projections, parts=parts, early=early
                 )
@@ -131,26 +127,13 @@ class FusedDecoder:
 
         def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             return kernels.attend(
-                q,
-                keys=keys,
-                values=values,
-                scaling=self._weights.scaling,
-                counters=counters if options.fused_merge else None,
-                **places,
+                q, keys=keys, values=values, scaling=self._weights.scaling, **places
             )
 
         def add_norm(
             x: Tensor, y: Tensor | None, weight: Tensor, shrunk: kernels.Shrunk | None
         ) -> Tensor:
-            return kernels.add_norm(
-                x,
-                y,
-                weight,
-                self._weights.eps,
-                shrunk=shrunk,
-                counters=counters if options.fused_expand else None,
-                early=early,
-            )
+            return kernels.add_norm(x, y, weight, self._weights.eps, shrunk=shrunk, early=early)
 
         hidden = self._run_layers(
             inputs.ids_B, cache, linear, attend, add_norm, {**places, "spare": spare}
@@ -180,7 +163,7 @@ class FusedDecoder:
         ) -> Tensor:
             return kernels.add_norm(x, y, weight, self._weights.eps, shrunk=shrunk)
 
-        places = {"positions_B": inputs.positions_T, "slots_B": inputs.slots_T, "early": 0}
+        places = {"positions_B": inputs.positions_T, "slots_B": inputs.slots_T, "early": False}
         return self._run_layers(inputs.ids_T, cache, linear, attend, add_norm, places)
 
     def _run_layers(

@@ -128,6 +128,7 @@ class _State:
         self.offsets = torch.zeros(slots, targets, 2, dtype=torch.int64, device=device)
         self.ranks = torch.zeros(slots, targets, dtype=torch.int32, device=device)
         self.scales = torch.zeros(slots, dtype=torch.float32, device=device)
+        self.counter = torch.zeros(1, dtype=torch.int32, device=device)
         #: Tokens and logprobs of each step.
         self.ring = torch.zeros(2, steps, rows, dtype=torch.int32, device=device)
         #: Token ids and what is added to their logits; unused places add 0 to token 0.
@@ -285,6 +286,7 @@ class DecodeGraphs:
                 slots_B=fields[SLOT],
                 rank=recipe.ranks.largest,
                 rank_step=recipe.ranks.step,
+                counter=state.counter,
             )
         logits_BV = state.logits[: recipe.rows]
         self._fused.write_logits(
