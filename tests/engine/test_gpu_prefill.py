@@ -149,7 +149,7 @@ def decode(
     adapters: dict[str, SamplerAdapter],
 ) -> Tensor:
     """Logits after the last token of each sequence, which a decode step computes."""
-    from tinkex.engine.model.decode_kernels import LoraTables
+    from tinkex.engine.model.decode_ops import LoraTables
 
     assert model.fused is not None
     rows = len(prefills)

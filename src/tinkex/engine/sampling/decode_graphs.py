@@ -273,12 +273,13 @@ class DecodeGraphs:
         return graph
 
     def _step(self, recipe: Recipe, state: _State) -> None:
-        from tinkex.engine.model import decode_kernels as kernels
+        from tinkex.engine.model.decode_ops import LoraTables
+        from tinkex.engine.model.sampling_kernels import sample
 
         fields = state.fields[:, : recipe.rows]
         lora = None
         if recipe.ranks.largest:
-            lora = kernels.LoraTables(
+            lora = LoraTables(
                 base=self._weights.embedding,
                 offsets=state.offsets,
                 ranks=state.ranks,
@@ -306,7 +307,7 @@ class DecodeGraphs:
         if recipe.biased:
             rows = slice(recipe.rows)
             logits_BV.scatter_add_(1, state.bias_tokens[rows], state.biases[rows])
-        kernels.sample(
+        sample(
             logits_BV,
             temperatures_B=fields[TEMPERATURE].view(torch.float32),
             keys_2B=fields[KEY_LOW:],
