@@ -101,7 +101,7 @@ class Engine:
         if settings.deterministic:
             prepare_determinism()
         device = choose_device(settings)
-        if device.type == "cuda":
+        if device.index is not None:
             # Triton and CUDA graphs use the current device, whatever device their tensors are on.
             torch.cuda.set_device(device)
         dtype = choose_dtype(settings, device)
@@ -259,6 +259,11 @@ class Engine:
             deterministic=self.settings.deterministic,
             checkpoint=tokens * self.model.bytes_per_token > self.plan.activations,
         )
+
+    def wait(self) -> None:
+        """Waits until the device has computed everything."""
+        if self.model.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
 
     def register_loss(
         self,
