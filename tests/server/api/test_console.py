@@ -16,6 +16,7 @@ from server.hosting import Api, hosted
 from server.tenants import everything_kept, new_key, revoke, with_key
 from tinkex.server.api import console_stream
 from tinkex.server.store.keys import MAX_BROWSERS
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -159,7 +160,7 @@ async def test_a_cookie_dies_with_its_key_and_so_does_its_stream(
             await stream.content.readuntil(b"event: server")
             await revoke(tmp_path, 1)
             async with asyncio.timeout(2.5):
-                while await status(http) == 200:
+                while await status(http) == 200:  # noqa: ASYNC110  only a request shows it
                     await asyncio.sleep(0.05)
             async with asyncio.timeout(5):
                 await stream.read()  # to its end
@@ -258,9 +259,8 @@ async def test_a_stream_has_the_steps_after_the_given_one_and_new_ones(api: Api)
         assert [point["step"] for point in more["points"]] == [4]
         assert api.app is not None
         assert api.app.state.console_streams.owners == {"local": 1}
-    async with asyncio.timeout(5):
-        while api.app.state.console_streams.owners:
-            await asyncio.sleep(0.02)
+    streams = api.app.state.console_streams
+    await until_async(lambda: not streams.owners)
     assert (await api.get(f"{CONSOLE}/live?run={model}&after=1&after=2")).status == 400
 
 

@@ -1,6 +1,6 @@
 // The console: signing in, navigation, and which page an address shows.
 
-import { api, followLinks, html, navigate, place, Problem, render, useConnected, useEffect, useState, useStored } from './core.js';
+import { api, followLinks, html, navigate, place, Problem, render, useStreamState, useEffect, useState, useStored } from './core.js';
 
 // Each page is loaded when it is first shown.
 const PAGES = {
@@ -83,7 +83,7 @@ function Page({ session }) {
 function Shell({ session, onSignOut }) {
   const [, setMoves] = useState(0);
   const [theme, nextTheme] = useTheme();
-  const connected = useConnected();
+  const stream = useStreamState();
   useEffect(() => {
     const moved = () => setMoves((one) => one + 1);
     window.addEventListener('moved', moved);
@@ -117,7 +117,7 @@ function Shell({ session, onSignOut }) {
       <nav aria-label="Pages">${Object.entries(PAGES).map(([name, page]) => html`
         <a key=${name} href=${name} aria-current=${current === name ? 'page' : undefined}><${Icon} path=${page.icon} /> <span>${page.label}</span></a>`)}</nav>
       <div class="side-foot">
-        <span class="live ${connected ? 'on' : ''}" role="status">${connected ? 'Live' : 'Not live'}</span>
+        <span class="live ${stream}" role="status">${{ live: 'Live', waiting: 'Connecting…', none: '' }[stream]}</span>
         <button class="quiet" onClick=${nextTheme} aria-label=${`Theme: ${theme}. Change it`}>◐ ${theme}</button>
         <a href="docs" target="_blank" rel="noopener">Routes</a>
         <span class="who"><bdi>${session.owner.slice(0, 40)}</bdi></span>

@@ -61,8 +61,8 @@ function optionsOf({ series, axis, isLog, weight, width, height, compact, hooks 
     cursor: { drag: { x: true, y: false }, points: { size: 7 }, y: !compact },
     scales: { x: { time: axis === 'time' }, y: { distr: isLog ? 3 : 1 } },
     axes: [
-      { stroke: ink, grid, ticks: grid, font, values: axis === 'relative' ? (_, ticks) => ticks.map((one) => (one >= 3600 ? `${+(one / 3600).toFixed(2)} h` : one >= 60 ? `${+(one / 60).toFixed(1)} min` : `${one} s`)) : undefined },
-      { stroke: ink, grid, ticks: grid, font, size: compact ? 52 : 60, values: (_, ticks) => ticks.map((one) => (one === null ? '' : number(one, 3))) },
+      { stroke: ink, grid, ticks: grid, font, size: axis === 'time' ? 46 : 32, values: axis === 'relative' ? (_, ticks) => ticks.map((one) => (one >= 3600 ? `${+(one / 3600).toFixed(2)} h` : one >= 60 ? `${+(one / 60).toFixed(1)} min` : `${one} s`)) : undefined },
+      { stroke: ink, grid, ticks: grid, font, size: 62, values: (_, ticks) => ticks.map((one) => (one === null ? '' : number(one, 3).replace('.00e', 'e'))) },
     ],
     series: [{}, ...lines],
     hooks,

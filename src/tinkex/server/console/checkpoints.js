@@ -4,13 +4,13 @@ import { address, api, Badge, bytes, checkpointRoute, Confirm, CopyButton, Dialo
 import { Cell, VirtualList } from './list.js';
 
 const COLUMNS = [
-  { name: 'Name', width: 'minmax(130px, 2fr)' },
-  { name: 'Kind', width: '96px' },
+  { name: 'Name', width: 'minmax(130px, 2fr)', narrow: 'minmax(0, 1fr)' },
+  { name: 'Kind', width: '96px', narrow: '64px' },
   { name: 'Run', width: 'minmax(90px, 1fr)', kind: 'wide' },
   { name: 'Size', width: '80px', kind: 'num wide' },
   { name: 'Saved', width: '100px', kind: 'wide' },
   { name: 'Expires', width: '100px', kind: 'wide' },
-  { name: 'Actions', width: '104px', kind: 'end' },
+  { name: 'Actions', width: '104px', narrow: '84px', kind: 'end' },
 ];
 const DAY = 86400;
 

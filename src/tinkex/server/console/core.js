@@ -60,21 +60,23 @@ export function useLoaded(load, keys) {
 
 // -- live events ---------------------------------------------------------------------------------
 
-const connections = { open: 0, listeners: new Set() };
+const streams = { wanted: 0, open: 0, listeners: new Set() };
 
-function setConnected(change) {
-  connections.open += change;
-  for (const listener of connections.listeners) listener(connections.open > 0);
+function countStreams(name, change) {
+  streams[name] += change;
+  for (const listener of streams.listeners) listener(streamState());
 }
 
-/** Whether a stream of events is open. */
-export function useConnected() {
-  const [connected, setState] = useState(connections.open > 0);
+const streamState = () => (streams.open ? 'live' : streams.wanted ? 'waiting' : 'none');
+
+/** `live` while a stream of events is open, `waiting` while it should be, `none` on other pages. */
+export function useStreamState() {
+  const [state, setState] = useState(streamState());
   useEffect(() => {
-    connections.listeners.add(setState);
-    return () => connections.listeners.delete(setState);
+    streams.listeners.add(setState);
+    return () => streams.listeners.delete(setState);
   }, []);
-  return connected;
+  return state;
 }
 
 /**
@@ -88,7 +90,7 @@ export function live(query, handlers) {
   let isOpen = false;
   let timer = 0;
   const mark = (open) => {
-    if (open !== isOpen) setConnected(open ? 1 : -1);
+    if (open !== isOpen) countStreams('open', open ? 1 : -1);
     isOpen = open;
   };
   const close = () => {
@@ -113,10 +115,12 @@ export function live(query, handlers) {
   };
   const changed = () => (document.hidden ? close() : open());
   document.addEventListener('visibilitychange', changed);
+  countStreams('wanted', 1);
   open();
   return () => {
     document.removeEventListener('visibilitychange', changed);
     close();
+    countStreams('wanted', -1);
   };
 }
 

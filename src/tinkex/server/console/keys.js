@@ -49,7 +49,7 @@ export function Keys({ session }) {
       <p>Everyone on this machine is the owner <code>local</code>, and no other machine can connect. From the first key on, every client needs one:</p>
       <pre><code>tinkex key create --admin --name me</code></pre></${Empty}>`}
     ${session.needs_keys && !session.manages_keys && html`<p class="hint muted">These are the keys of <bdi>${session.owner}</bdi>. An administrator creates and revokes keys: <code>tinkex key create --admin</code>.</p>`}
-    ${data && data.keys.length > 0 && html`<section class="card flush"><div class="table-wrap"><table>
+    ${data && data.keys.length > 0 && html`<section class="card flush"><div class="table-wrap" tabindex="0"><table>
       <thead><tr><th>Key</th><th>Owner</th><th class="wide">Name</th><th>State</th><th class="wide">Created</th><th class="wide">Used</th><th class="wide">Expires</th><th><span class="visually-hidden">Actions</span></th></tr></thead>
       <tbody>${data.keys.map((key) => html`<tr key=${key.key_id}>
         <td><code>${key.hint}…</code>${key.is_admin && html` <${Badge} kind="public">admin</${Badge}>`}</td>

@@ -1,6 +1,6 @@
 // The playground: a chat or a prompt, for one model or two side by side, with tokens as they are sampled.
 
-import { address, api, failed, html, number, place, Problem, setQuery, useEffect, useLoaded, useRef, useState, useStored } from './core.js';
+import { address, api, failed, html, number, place, Problem, setQuery, shortId, useEffect, useLoaded, useRef, useState, useStored } from './core.js';
 
 // Longer answers go on without colors: a page with very many elements is slow.
 const MAX_COLORED = 4000;
@@ -89,6 +89,15 @@ function Answer({ answer, colored }) {
     ${answer.rate && !answer.busy ? `, ${answer.rate.toFixed(1)} tokens/s` : ''}${answer.mean !== undefined ? `, mean logprob ${number(answer.mean, 3)}` : ''}
     ${answer.reason === 'length' ? ', stopped at the limit' : ''}</p>
   <${Problem} error=${answer.error} />`;
+}
+
+const IDEAS = ['How are you?', 'Explain gravity to a child.', 'Write a line of a sea shanty.'];
+
+/** A checkpoint by its name first, which is what differs between those of one run. */
+function labelOf(model) {
+  if (!model.startsWith('tinker://')) return model;
+  const [run, , name] = model.replace('tinker://', '').split('/');
+  return `${name} · ${shortId(run)}`;
 }
 
 const EMPTY = { tokens: [], content: '', busy: false };
@@ -184,8 +193,8 @@ export function Playground() {
       ${optional && html`<option value="">none</option>`}
       <optgroup label="Base models">${bases.map((one) => html`<option key=${one} value=${one}>${one}</option>`)}</optgroup>
       ${(saved.length > 0 || asked) && html`<optgroup label="Checkpoints">
-        ${asked && !saved.includes(asked) && html`<option value=${asked}>${asked}</option>`}
-        ${saved.map((one) => html`<option key=${one} value=${one}>${one.replace('tinker://', '')}</option>`)}</optgroup>`}
+        ${asked && !saved.includes(asked) && html`<option value=${asked}>${labelOf(asked)}</option>`}
+        ${saved.map((one) => html`<option key=${one} value=${one}>${labelOf(one)}</option>`)}</optgroup>`}
     </select></label>`;
   return html`<header class="page-head"><h1>Playground</h1><span class="grow"></span>
       <div class="group" role="group" aria-label="Kind of prompt">
@@ -209,8 +218,9 @@ export function Playground() {
     <div class="turns">${turns.map((turn, index) => html`<article key=${index} class="turn">
       <div class="question" dir="auto">${turn.prompt}</div>
       <div class="sides s${turn.answers.length}">${turn.answers.map((answer, side) => html`<section key=${side} class="card side" aria-label=${`Answer of ${answer.model.slice(0, 100)}`}>
-        <h2 title=${answer.model}>${answer.model.replace('tinker://', '').slice(0, 120)}</h2><${Answer} answer=${answer} colored=${colored} /></section>`)}</div>
+        <h2 title=${answer.model}>${labelOf(answer.model).slice(0, 120)}</h2><${Answer} answer=${answer} colored=${colored} /></section>`)}</div>
     </article>`)}<div ref=${end}></div></div>
+    ${!turns.length && html`<div class="ideas">${IDEAS.map((idea) => html`<button key=${idea} onClick=${() => { setPrompt(idea); document.getElementById('prompt').focus(); }}>${idea}</button>`)}</div>`}
     <form class="card prompt" onSubmit=${send}>
       <label class="visually-hidden" for="prompt">${mode === 'chat' ? 'Message' : 'Prompt'}</label>
       <textarea id="prompt" rows=${mode === 'chat' ? 2 : 5} dir="auto" placeholder=${mode === 'chat' ? 'Ask something' : 'Text that the model continues'} value=${prompt}

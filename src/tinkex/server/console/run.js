@@ -59,7 +59,7 @@ export function Run({ id }) {
 }
 
 const STEP_COLUMNS = [
-  { name: 'Step', width: '80px', kind: 'num' },
+  { name: 'Step', width: '80px', narrow: '52px', kind: 'num' },
   { name: 'Loss', width: '1fr', kind: 'num' },
   { name: 'Learning rate', width: '1fr', kind: 'num wide' },
   { name: 'Gradient norm', width: '1fr', kind: 'num wide' },
@@ -87,11 +87,11 @@ function Steps({ points }) {
 }
 
 const REQUEST_COLUMNS = [
-  { name: 'Number', width: '76px', kind: 'num' },
-  { name: 'Kind', width: 'minmax(120px, 1fr)' },
-  { name: 'State', width: 'minmax(90px, 2fr)' },
+  { name: 'Number', width: '76px', narrow: '52px', kind: 'num' },
+  { name: 'Kind', width: 'minmax(120px, 1fr)', narrow: '1fr' },
+  { name: 'State', width: 'minmax(90px, 2fr)', narrow: '1fr' },
   { name: 'Tokens', width: '90px', kind: 'num wide' },
-  { name: 'Took', width: '90px', kind: 'num' },
+  { name: 'Took', width: '90px', narrow: '62px', kind: 'num' },
   { name: 'Arrived', width: '110px', kind: 'wide' },
 ];
 const STATES = { active: 'running or next', paused_capacity: 'waits for capacity', paused_rate_limit: 'waits for a limit of yours' };

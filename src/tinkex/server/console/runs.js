@@ -9,13 +9,13 @@ const NEWEST_CURVES = 5;
 const POINTS = 600;
 
 const COLUMNS = [
-  { name: 'Compare', width: '34px', kind: 'visually-hidden' },
-  { name: 'Run', width: 'minmax(150px, 2.2fr)' },
-  { name: 'Status', width: '92px' },
+  { name: 'Compare', width: '20px', narrow: '18px', kind: 'visually-hidden' },
+  { name: 'Run', width: 'minmax(150px, 2.2fr)', narrow: 'minmax(0, 1fr)' },
+  { name: 'Status', width: '92px', narrow: '84px' },
   { name: 'Base model', width: 'minmax(110px, 1.4fr)', kind: 'wide' },
   { name: 'Rank', width: '52px', kind: 'wide num' },
-  { name: 'Steps', width: '76px', kind: 'num' },
-  { name: 'Loss', width: '84px', kind: 'num' },
+  { name: 'Steps', width: '76px', narrow: '44px', kind: 'num' },
+  { name: 'Loss', width: '84px', narrow: '60px', kind: 'num' },
   { name: 'Last request', width: '110px', kind: 'wide' },
 ];
 
@@ -133,7 +133,7 @@ export function Runs() {
     const id = run.training_run_id;
     const index = shown.indexOf(id);
     return html`
-      <${Cell}><input type="checkbox" checked=${chosen.includes(id)} onChange=${() => toggle(id)}
+      <${Cell} kind="middle"><input type="checkbox" checked=${chosen.includes(id)} onChange=${() => toggle(id)}
         aria-label=${`Compare ${runName(run).slice(0, 80)}`} /></${Cell}>
       <${Cell} kind="name">
         <span class="swatch ${index < 0 ? 'none' : ''}" style=${index < 0 ? {} : { background: COLORS[index % COLORS.length] }}></span>

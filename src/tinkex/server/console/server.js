@@ -95,7 +95,7 @@ export function Server({ session }) {
     ${state.engines.map((engine) => html`<${Engine} key=${engine.engine} engine=${engine} history=${history} />`)}
     <section class="card"><h2>Queue by owner</h2>
       ${!session.is_admin && html`<p class="muted small">You see your own work; an administrator sees that of all owners.</p>`}
-      ${state.owners.length ? html`<div class="table-wrap"><table><thead><tr><th>Owner</th><th class="num">Requests</th><th class="num">Tokens</th><th class="num">Sequences</th></tr></thead>
+      ${state.owners.length ? html`<div class="table-wrap" tabindex="0"><table><thead><tr><th>Owner</th><th class="num">Requests</th><th class="num">Tokens</th><th class="num">Sequences</th></tr></thead>
         <tbody>${state.owners.map((one) => html`<tr key=${one.owner}><td><bdi>${one.owner}</bdi></td><td class="num">${count(one.requests)}</td><td class="num">${count(one.tokens)}</td><td class="num">${count(one.samples)}</td></tr>`)}</tbody></table></div>`
         : html`<p class="muted">Nothing waits.</p>`}</section>`;
 }

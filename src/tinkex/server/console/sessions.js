@@ -20,7 +20,7 @@ export function Sessions() {
   };
   useEffect(() => { more(state); }, []);
   return html`<header class="page-head"><h1>Sessions</h1></header><${Problem} error=${state.error} />
-    <section class="card flush"><div class="table-wrap"><table>
+    <section class="card flush"><div class="table-wrap" tabindex="0"><table>
       <thead><tr><th>Session</th><th>Status</th><th class="wide">Project</th><th class="num">Checkpoints</th><th class="num wide">Storage</th><th>Began</th></tr></thead>
       <tbody>${state.rows.map((one) => html`<tr key=${one.session_id}>
         <td><a href=${to.session(one.session_id)} title=${one.session_id}><${Text} max=${80}>${one.display_name || `${one.session_id.slice(0, 8)}…`}</${Text}></a></td>
@@ -69,8 +69,8 @@ export function Session({ id }) {
 }
 
 const COLUMNS = [
-  { name: 'Sampler', width: 'minmax(120px, 1fr)' },
-  { name: 'Samples from', width: 'minmax(140px, 2fr)' },
+  { name: 'Sampler', width: 'minmax(120px, 1fr)', narrow: 'minmax(0, 1fr)' },
+  { name: 'Samples from', width: 'minmax(140px, 2fr)', narrow: 'minmax(0, 1.4fr)' },
   { name: 'Clients', width: '70px', kind: 'num wide' },
   { name: 'Created', width: '110px', kind: 'wide' },
 ];

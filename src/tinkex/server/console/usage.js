@@ -53,11 +53,11 @@ export function Usage({ session }) {
     ${rows.length > 0 && html`<${Days} rows=${rows} days=${days} />
       <section class="card"><h2>By ${session.is_admin ? 'owner and model' : 'model'}</h2>
         <p class="muted small">Usage belongs to owners. All keys of an owner are equivalent.</p>
-        <div class="table-wrap"><table><thead><tr><th>Owner</th><th>Keys</th><th>Base model</th>${Object.entries(KINDS).map(([what, [label]]) => html`<th key=${what} class="num">${label}</th>`)}</tr></thead>
+        <div class="table-wrap" tabindex="0"><table><thead><tr><th>Owner</th><th>Keys</th><th>Base model</th>${Object.entries(KINDS).map(([what, [label]]) => html`<th key=${what} class="num">${label}</th>`)}</tr></thead>
         <tbody>${[...groups.values()].map((one) => html`<tr key=${`${one.owner} ${one.model}`}><td><${Text} max=${60}>${one.owner}</${Text}></td>
           <td class="muted"><${Text} max=${80}>${keysOf(one.owner).map((key) => key.name || `${key.hint}…`).join(', ') || '–'}</${Text}></td><td><${Text} max=${80}>${one.model}</${Text}></td>
           ${Object.keys(KINDS).map((what) => html`<td key=${what} class="num">${count(one.sums[what])}</td>`)}</tr>`)}</tbody></table></div></section>`}
     ${storage.data && html`<section class="card"><h2>Stored checkpoints</h2>
-      ${storage.data.data.length ? html`<div class="table-wrap"><table><thead><tr><th>Project</th><th class="num">Checkpoints</th><th class="num">Size</th></tr></thead>
+      ${storage.data.data.length ? html`<div class="table-wrap" tabindex="0"><table><thead><tr><th>Project</th><th class="num">Checkpoints</th><th class="num">Size</th></tr></thead>
       <tbody>${storage.data.data.map((one) => html`<tr key=${one.project_id ?? ''}><td><${Text} max=${80}>${one.project_id ?? 'none'}</${Text}></td><td class="num">${count(one.checkpoint_count)}</td><td class="num">${bytes(one.size_bytes)}</td></tr>`)}</tbody></table></div>` : html`<p class="muted">None.</p>`}</section>`}`;
 }
