@@ -44,6 +44,9 @@ function dataOf(series, metric, axis, isLog, weight) {
   return uPlot.join(series.map((one) => columnsOf(one, metric, axis, isLog, weight)));
 }
 
+// Steps are whole numbers.
+const WHOLE = [1, 2, 5].flatMap((one) => Array.from({ length: 9 }, (_, power) => one * 10 ** power)).sort((a, b) => a - b);
+
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 function optionsOf({ series, axis, isLog, weight, width, height, compact, hooks }) {
@@ -58,11 +61,12 @@ function optionsOf({ series, axis, isLog, weight, width, height, compact, hooks 
     width,
     height,
     legend: { show: false },
+    padding: [10, 14, 0, 0],
     cursor: { drag: { x: true, y: false }, points: { size: 7 }, y: !compact },
     scales: { x: { time: axis === 'time' }, y: { distr: isLog ? 3 : 1 } },
     axes: [
-      { stroke: ink, grid, ticks: grid, font, size: axis === 'time' ? 46 : 32, values: axis === 'relative' ? (_, ticks) => ticks.map((one) => (one >= 3600 ? `${+(one / 3600).toFixed(2)} h` : one >= 60 ? `${+(one / 60).toFixed(1)} min` : `${one} s`)) : undefined },
-      { stroke: ink, grid, ticks: grid, font, size: 62, values: (_, ticks) => ticks.map((one) => (one === null ? '' : number(one, 3).replace('.00e', 'e'))) },
+      { stroke: ink, grid, ticks: grid, font, size: axis === 'time' ? 46 : 32, incrs: axis === 'step' ? WHOLE : undefined, values: axis === 'relative' ? (_, ticks) => ticks.map((one) => (one >= 3600 ? `${+(one / 3600).toFixed(2)} h` : one >= 60 ? `${+(one / 60).toFixed(1)} min` : `${one} s`)) : undefined },
+      { stroke: ink, grid, ticks: grid, font, size: compact ? 50 : 58, values: (_, ticks) => ticks.map((one) => (one === null ? '' : number(one, 3).replace('.00e', 'e'))) },
     ],
     series: [{}, ...lines],
     hooks,

@@ -197,6 +197,7 @@ export function Playground() {
         ${saved.map((one) => html`<option key=${one} value=${one}>${labelOf(one)}</option>`)}</optgroup>`}
     </select></label>`;
   return html`<header class="page-head"><h1>Playground</h1><span class="grow"></span>
+      ${turns.length > 0 && html`<button onClick=${() => setTurns([])} disabled=${running}>Clear</button>`}
       <div class="group" role="group" aria-label="Kind of prompt">
         <button aria-pressed=${mode === 'chat'} onClick=${() => { setMode('chat'); setTurns([]); }}>Chat</button>
         <button aria-pressed=${mode === 'prompt'} onClick=${() => { setMode('prompt'); setTurns([]); }}>Prompt</button>
@@ -213,7 +214,6 @@ export function Playground() {
       <label>Seed <input type="number" min="0" max="2147483647" placeholder="random" value=${settings.seed} onInput=${(event) => set('seed', event.target.value)} /></label>
       <label class="check"><input type="checkbox" checked=${colored} onChange=${(event) => setColored(event.target.checked)} /> color by likelihood</label>
       ${colored && html`<span class="scale" aria-hidden="true">unlikely ${[0, 2, 4, 6, 8, 9].map((one) => html`<span class="token p${one}"> </span>`)} likely</span>`}
-      <span class="grow"></span>${turns.length > 0 && html`<button onClick=${() => setTurns([])} disabled=${running}>Clear</button>`}
     </div></section>
     <div class="turns">${turns.map((turn, index) => html`<article key=${index} class="turn">
       <div class="question" dir="auto">${turn.prompt}</div>

@@ -61,10 +61,11 @@ function Engine({ engine, history }) {
       ]} />
       <p class="muted small">${stats.adapters_on_host} in host memory (${bytes(stats.adapters_on_host_bytes)}), ${stats.adapters_on_disk} on disk (${bytes(stats.adapters_on_disk_bytes)})</p>
       <h3>Cache pages</h3>
-      <${Bar} label="Cache pages" total=${stats.kv_pages} format=${count} parts=${[
+      ${!stats.kv_pages && html`<p class="muted small">None yet; the first sample makes them.</p>`}
+      ${stats.kv_pages > 0 && html`<${Bar} label="Cache pages" total=${stats.kv_pages} format=${count} parts=${[
         { name: 'in use', value: stats.kv_pages_used, kind: 'a' },
         { name: 'kept prefixes', value: stats.kv_pages_known, kind: 'c' },
-      ]} />`}
+      ]} />`}`}
   </section>`;
 }
 
