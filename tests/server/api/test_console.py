@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
@@ -76,8 +77,11 @@ async def test_files_are_compressed_validated_and_inside_their_folder(api: Api) 
             tag = got.headers["ETag"]
         async with http.get("/console/app.js", headers={"If-None-Match": tag}) as got:
             assert got.status == 304
-    for path in ("/console/nothing.js", "/console/", "/console/..%2Fapp.py", "/console/vendor"):
-        assert (await api.get(path)).status == 404
+    outside = ("/etc/passwd", "%2Fetc%2Fpasswd", "..%2Fapp.py", "../app.py", "%00", "C:%5Cx")
+    for name in (*outside, "nothing.js", "", "vendor", ".", "vendor/../../app.py"):
+        address = URL(f"{origin_of(api)}/console/{name}", encoded=True)
+        async with api.http.get(address) as got:
+            assert got.status == 404, name
 
 
 async def test_a_key_signs_in_and_its_cookie_is_strict_and_stored_as_a_hash(

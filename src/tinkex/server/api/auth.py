@@ -165,11 +165,10 @@ def cookie_name(request: HTTPConnection) -> str:
 def require_own_origin(request: HTTPConnection) -> None:
     """Refuse a change that a page of another site may have caused with a browser's cookie."""
     origin = request.headers.get("origin", "")
-    public = urlsplit(request.app.state.context.settings.public_url)
-    own = (
-        f"{request.url.scheme}://{request.headers.get('host', '')}",
-        f"{public.scheme}://{public.netloc}",
-    )
+    own = {f"{request.url.scheme}://{request.headers.get('host', '')}"}
+    if public_url := request.app.state.context.settings.public_url:
+        public = urlsplit(public_url)
+        own.add(f"{public.scheme}://{public.netloc}")
     if origin not in own:
         raise Refusal(
             403,

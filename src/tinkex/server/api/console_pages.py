@@ -79,8 +79,10 @@ async def page(request: Request) -> Response:
 async def file(request: Request) -> Response:
     """A file of the console."""
     name: str = request.path_params["file"]
-    path = FOLDER / name
-    if ".." in path.parts or not path.is_file():
+    # Only files that are there: no path leads out of the folder.
+    files = {one.relative_to(FOLDER).as_posix(): one for one in FOLDER.rglob("*") if one.is_file()}
+    path = files.get(name)
+    if path is None:
         raise Refusal(404, f"the console has no file {name[:200]!r}.")
     return _answer(request, path.read_bytes(), TYPES.get(path.suffix, "text/plain"))
 

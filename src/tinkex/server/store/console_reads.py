@@ -90,12 +90,12 @@ class ConsoleReads:
     ) -> list[DayUsage]:
         """Usage since an hour, of one owner or of all, the newest day first."""
         day = (usage.c.hour // HOURS_PER_DAY).label("day")
-        by = (usage.c.owner, day, usage.c.base_model, usage.c.what)
+        by = (usage.c.owner, usage.c.base_model, usage.c.what)
         statement = (
-            sa.select(*by, sa.func.sum(usage.c.amount).label("amount"))
+            sa.select(*by, day, sa.func.sum(usage.c.amount).label("amount"))
             .where(usage.c.hour >= first_hour)
-            .group_by(*by)
-            .order_by(day.desc(), *by)
+            .group_by("day", *by)
+            .order_by(sa.desc("day"), *by)
             .limit(limit)
         )
         if owner is not None:
