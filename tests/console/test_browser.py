@@ -404,7 +404,7 @@ def test_hostile_names_and_samples_are_shown_as_text(world: World) -> None:
     page.goto(f"{world.url}/training_runs")
     expect(page.get_by_role("link", name="<script>window.hacked")).to_be_visible()
     bidi = page.get_by_role("link", name="gnp.exe")
-    assert bidi.locator("bdi").count() == 1, "its direction does not reach the rest of the row"
+    assert bidi.inner_text().startswith(r"\u202egnp.exe"), "the character is shown, not obeyed"
     long = page.get_by_role("link", name="long long long")
     assert len(long.inner_text()) < 200
     page.get_by_role("link", name="<script>window.hacked").click()
@@ -484,6 +484,8 @@ def test_pages_have_no_serious_barrier_and_fit_a_phone(world: World, scheme: Any
     page = world.page(width=390, height=844) if scheme == "dark" else world.page()
     page.emulate_media(color_scheme=scheme)
     source = AXE.read_text()
+    # The other colors change the contrast, and nothing else.
+    rules: dict[str, Any] = {"runOnly": ["color-contrast"]} if scheme == "dark" else {}
     found: dict[str, Any] = {}
     for path in [
         *PAGES,
@@ -495,7 +497,8 @@ def test_pages_have_no_serious_barrier_and_fit_a_phone(world: World, scheme: Any
         if path in PAGES:
             expect(page.locator("main")).to_contain_text(PAGES[path])
         page.evaluate(source)
-        result = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+        options = {"resultTypes": ["violations"], **rules}
+        result = page.evaluate("(options) => axe.run(document, options)", options)
         for one in result["violations"]:
             if one["impact"] in ("serious", "critical"):
                 nodes = [node["html"][:200] for node in one["nodes"][:3]]

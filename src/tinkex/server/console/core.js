@@ -203,8 +203,13 @@ export function useStored(name, initial) {
 
 // -- small parts -----------------------------------------------------------------------------------
 
+// Characters that turn the direction of a text around are shown as their codes: a name cannot pretend
+// to be another one.
+const TURNS = /[\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
+
+/** A text of a user: cut, and isolated from the direction of the text around it. */
 export const Text = ({ children, max = 300 }) => {
-  const text = String(children ?? '');
+  const text = String(children ?? '').slice(0, max + 1).replace(TURNS, (one) => `\\u${one.charCodeAt(0).toString(16)}`);
   return html`<bdi>${text.length > max ? `${text.slice(0, max)}…` : text}</bdi>`;
 };
 
