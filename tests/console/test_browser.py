@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import json
+import queue
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +18,8 @@ import pytest
 
 import tinkex
 from chromium import browser_path, chromium
+from server.echo import EchoExecutor
+from server.hosting import hosted
 from server.tenants import new_key
 from serving import TINY, Server, serving
 from tinkex import types
@@ -567,10 +571,32 @@ def test_ten_thousand_runs_are_a_few_rows_and_one_request_for_a_scroll(world: Wo
         expect(page.locator(".page-head")).to_contain_text("1 found")
 
 
-def test_a_server_without_keys_needs_no_sign_in(server: Server, world: World) -> None:
-    page = world.page()
-    page.goto(f"{server.url}/keys")
-    expect(page.locator("main")).to_contain_text("This server has no keys")
-    page.goto(f"{server.url}/#/server")
-    expect(page.get_by_role("heading", name="Server", exact=True)).to_be_visible()
-    page.close()
+@contextlib.contextmanager
+def without_keys(folder: Path) -> Iterator[str]:
+    """The address of a server in this process, whose engine is a stand-in."""
+    addresses: queue.Queue[str] = queue.Queue()
+    over = threading.Event()
+
+    async def serve() -> None:
+        async with hosted(EchoExecutor(), folder) as api:
+            addresses.put(str(api.http._base_url).rstrip("/"))
+            await asyncio.to_thread(over.wait)
+
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(lambda: asyncio.run(serve()))
+        try:
+            yield addresses.get(timeout=30)
+        finally:
+            over.set()
+            running.result(30)
+
+
+def test_a_server_without_keys_needs_no_sign_in(world: World, tmp_path: Path) -> None:
+    with without_keys(tmp_path) as url:
+        page = world.page()
+        page.goto(f"{url}/keys")
+        expect(page.locator("main")).to_contain_text("This server has no keys")
+        # A link of an earlier client.
+        page.goto(f"{url}/#/server")
+        expect(page.get_by_role("heading", name="Server", exact=True)).to_be_visible()
+        page.close()
