@@ -22,6 +22,10 @@ DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 PAGE = 64
 
 
+#: Whether kernels start before the ones before them have ended.
+EARLY = [0, 1, 2] if DEVICE == "cuda" else [0]
+
+
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
     from tinkex.engine.model import decode_kernels
@@ -73,15 +77,16 @@ class PagedCache:
         self.table = self.table.to(DEVICE)
 
 
-@pytest.mark.parametrize("splits", [1, 4, 32])
-@pytest.mark.parametrize(("groups", "heads", "size"), [(2, 2, 64), (4, 2, 128), (1, 3, 80)])
+@pytest.mark.parametrize(("splits", "merge"), [(1, False), (4, False), (4, True), (32, True)])
+@pytest.mark.parametrize(("groups", "heads", "size"), [(2, 2, 64), (3, 2, 128), (1, 3, 80)])
 def test_attention_over_pages(
-    kernels: ModuleType, splits: int, groups: int, heads: int, size: int
+    kernels: ModuleType, splits: int, merge: bool, groups: int, heads: int, size: int
 ) -> None:
     lengths = [1, 200, 64, 65, 0, 127]
     cache = PagedCache(lengths, heads, size)
     q = random(len(lengths), groups * heads, size)
     positions = [length - 1 for length in lengths]
+    counters = ints([0] * (len(lengths) * heads)) if merge else None
     found = kernels.attend(
         q,
         keys=cache.keys,
@@ -93,7 +98,10 @@ def test_attention_over_pages(
         page=PAGE,
         scaling=0.1,
         splits=splits,
+        counters=counters,
     )
+    # The next launch counts from zero again.
+    assert counters is None or not counters.any()
     for row, length in enumerate(lengths):
         if not length:
             assert found[row].isfinite().all()
@@ -280,6 +288,52 @@ def test_linear(kernels: ModuleType, size: int, outputs: int, rows: int, bias: b
     assert gap(kernels.linear(x, weight, add), expected) < 1e-2
     found = kernels.linear(x, weight, add, parts=True)
     assert gap(found.double().sum(dim=0) if found.dim() == 3 else found, expected) < 1e-2
+
+
+FEW_SLOTS = [-1, 0, 0, 2]
+
+
+@pytest.mark.parametrize("early", EARLY)
+@pytest.mark.parametrize("ranks", [[8, 32, 16], [128, 8, 64]])
+@pytest.mark.parametrize("size", [512, 1536])
+def test_products_with_A_in_the_launch_of_a_linear_layer(
+    kernels: ModuleType, ranks: list[int], size: int, early: int
+) -> None:
+    """The same parts, bit by bit, as those of launches of their own."""
+    sizes = [("a", size, 48), ("b", size, 144), ("c", size, 80)]
+    adapters = Adapters(kernels, sizes, ranks, FEW_SLOTS, missing=(0, "b"))
+    x, weight, bias = random(len(FEW_SLOTS), size), random(272, size), random(272)
+    for add, parts in ((bias, False), (None, True)):
+        expected = (
+            kernels.shrink(x, adapters.tables, 1, 2),
+            kernels.linear(x, weight, add, parts=parts),
+        )
+        y, shrunk = kernels.linear_and_shrink(
+            x, weight, add, adapters.tables, 1, 2, parts=parts, early=early
+        )
+        assert shrunk.target == 1
+        assert torch.equal(shrunk.parts, expected[0].parts)
+        assert torch.equal(y, expected[1])
+
+
+@pytest.mark.parametrize("early", EARLY)
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("size", [80, 1024])
+def test_products_with_B_in_the_launch_of_a_norm(
+    kernels: ModuleType, size: int, rows: int, early: int
+) -> None:
+    slots = FEW_SLOTS[-rows:]
+    adapters = Adapters(kernels, [("a", 64, 16), ("b", 64, size)], [8, 32, 16], slots)
+    read, x, weight = random(rows, 64), random(rows, size), random(size)
+    shrunk = kernels.shrink(read, adapters.tables, 1, 1)
+    parts = torch.randn(4, rows, size, device=DEVICE)
+    total = x.double() + parts.double().sum(dim=0) + adapters.product(read, "b")
+    expected = F.rms_norm(total, (size,), weight.double(), 1e-6)
+    counters = ints([0])
+    normed = kernels.add_norm(x, parts, weight, 1e-6, shrunk=shrunk, counters=counters, early=early)
+    assert gap(x, total) < 5e-3
+    assert gap(normed, expected) < 1e-2
+    assert not counters.any()
 
 
 def test_sampling_equals_that_of_the_host(kernels: ModuleType) -> None:

@@ -55,7 +55,7 @@ ALLOWED_IMPORTS = {
     "server.request_metrics": "server.queued_request starlette",
     "server.process_end": "wire",
     "server.store": "durable_files wire server.queued_request server.retry server.store sqlalchemy alembic fsspec ~aiobotocore ~botocore ~pyrage",
-    "server.store.folder_lock": "server.settings server.store",
+    "server.folder_lock": "server.settings ~server.store",
     "server.api.connection_limits": "starlette httptools",
     "server.api.local": "local wire server.api server.local_models fastapi starlette",
     "server.executor": "wire",
@@ -185,3 +185,9 @@ def test_the_first_tensor_loads_numpy_and_still_no_heavy_package():
     loaded = loaded_by("import tinkex; tinkex.TensorData(data=[1], dtype='int64')")
     assert "numpy" in loaded
     assert not HEAVY & set(loaded)
+
+
+def test_the_supervisor_loads_no_large_package():
+    # It lives as long as the server and must start fast.
+    loaded = loaded_by("import tinkex.server.supervisor")
+    assert not {*HEAVY, "alembic", "pydantic", "numpy"} & set(loaded)

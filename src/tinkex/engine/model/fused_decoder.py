@@ -97,19 +97,32 @@ class FusedDecoder:
         """
         from tinkex.engine.model import decode_kernels as kernels
 
+        rows, options = len(inputs.ids_B), kernels.OPTIONS
+        early = kernels.early_start(rows, out_BV.device, lora)
         places: Any = {
             "positions_B": inputs.positions_B,
             "last_B": inputs.last_B,
             "table": inputs.table,
             "page": page,
+            "early": early,
         }
+        counters = None
+        if rows <= kernels.FEW_ROWS and (options.fused_merge or options.fused_expand):
+            counters = torch.zeros(
+                rows * self._weights.key_heads, dtype=torch.int32, device=out_BV.device
+            )
 
         def linear(
             x: Tensor, layer: StackedLinear, target: int, projections: int, *, parts: bool = False
         ) -> tuple[Tensor, kernels.Shrunk | None]:
             """The base layer, and beside it the products with A, which read the same input."""
             if lora is None:
-                return kernels.linear(x, layer.weight, layer.bias, parts=parts), None
+                y = kernels.linear(x, layer.weight, layer.bias, parts=parts, early=early)
+                return y, None
+            if rows <= kernels.FEW_ROWS and options.fused_shrink:
+                return kernels.linear_and_shrink(
+                    x, layer.weight, layer.bias, lora, target, projections, parts=parts, early=early
+                )
             with self._beside():
                 shrunk = kernels.shrink(x, lora, target, projections)
             y = kernels.linear(x, layer.weight, layer.bias, parts=parts)
@@ -122,10 +135,26 @@ class FusedDecoder:
                 keys=keys,
                 values=values,
                 scaling=self._weights.scaling,
+                counters=counters if options.fused_merge else None,
                 **places,
             )
 
-        hidden = self._run_layers(inputs.ids_B, cache, linear, attend, {**places, "spare": spare})
+        def add_norm(
+            x: Tensor, y: Tensor | None, weight: Tensor, shrunk: kernels.Shrunk | None
+        ) -> Tensor:
+            return kernels.add_norm(
+                x,
+                y,
+                weight,
+                self._weights.eps,
+                shrunk=shrunk,
+                counters=counters if options.fused_expand else None,
+                early=early,
+            )
+
+        hidden = self._run_layers(
+            inputs.ids_B, cache, linear, attend, add_norm, {**places, "spare": spare}
+        )
         self._head.write_logits(hidden, out_BV)
         if lora is not None and lora_head:
             shrunk = kernels.shrink(hidden, lora, len(self._weights.targets) - 1, 1)
@@ -146,8 +175,13 @@ class FusedDecoder:
         def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             return attend_from_cache(q, keys, values, inputs.reads, self._weights.scaling)
 
-        places = {"positions_B": inputs.positions_T, "slots_B": inputs.slots_T}
-        return self._run_layers(inputs.ids_T, cache, linear, attend, places)
+        def add_norm(
+            x: Tensor, y: Tensor | None, weight: Tensor, shrunk: kernels.Shrunk | None
+        ) -> Tensor:
+            return kernels.add_norm(x, y, weight, self._weights.eps, shrunk=shrunk)
+
+        places = {"positions_B": inputs.positions_T, "slots_B": inputs.slots_T, "early": 0}
+        return self._run_layers(inputs.ids_T, cache, linear, attend, add_norm, places)
 
     def _run_layers(
         self,
@@ -155,6 +189,7 @@ class FusedDecoder:
         cache: Sequence[CacheLayer],
         linear: Callable[..., tuple[Tensor, Shrunk | None]],
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        add_norm: Callable[[Tensor, Tensor | None, Tensor, Shrunk | None], Tensor],
         places: dict[str, Any],
     ) -> Tensor:
         """The last hidden states. `places` says where `heads` writes keys and values."""
@@ -163,9 +198,10 @@ class FusedDecoder:
         weights = self._weights
         x = F.embedding(ids_B, weights.embedding)
         y: Tensor | None = None
+        shrunk: Shrunk | None = None
         for index, (layer, (keys, values)) in enumerate(zip(weights.layers, cache, strict=True)):
             target = index * (len(ATTENTION) + len(MLP))
-            normed = kernels.add_norm(x, y, layer.input_norm, weights.eps)
+            normed = add_norm(x, y, layer.input_norm, shrunk)
             qkv, shrunk = linear(normed, layer.qkv, target, 3)
             q = kernels.heads(
                 qkv,
@@ -181,14 +217,11 @@ class FusedDecoder:
             )
             attended = attend(q, keys, values)
             y, shrunk = linear(attended.flatten(1), layer.output, target + 3, 1, parts=True)
-            if shrunk is not None:
-                kernels.add_expanded(y, shrunk)
-            normed = kernels.add_norm(x, y, layer.mlp_norm, weights.eps)
-            act = kernels.swiglu(*linear(normed, layer.gate_up, target + 4, 2))
+            normed = add_norm(x, y, layer.mlp_norm, shrunk)
+            gate_up, shrunk = linear(normed, layer.gate_up, target + 4, 2)
+            act = kernels.swiglu(gate_up, shrunk, early=places["early"])
             y, shrunk = linear(act, layer.down, target + 6, 1, parts=True)
-            if shrunk is not None:
-                kernels.add_expanded(y, shrunk)
-        return kernels.add_norm(x, y, weights.norm, weights.eps)
+        return add_norm(x, y, weights.norm, shrunk)
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
