@@ -13,7 +13,7 @@ the key of its browser does.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -37,7 +37,7 @@ from tinkex.server.api.sample_stream import (
 )
 from tinkex.server.store import StorageError
 from tinkex.server.store.checkpoint_catalog import RunSummary
-from tinkex.server.store.step_history import NewestStep
+from tinkex.server.store.step_history import NewestStep, StepPoint
 
 router = APIRouter(prefix="/api/v1/console", tags=["console"], route_class=MessageRoute)
 
@@ -47,7 +47,7 @@ SERVER_TICKS = 2
 SUMMARY_TICKS = 4
 #: Runs that one page watches.
 MAX_WATCHED = 60
-#: Steps of one run in one event; the rest follows a tick later.
+#: Steps of all watched runs in one tick; the rest follows a tick later.
 MAX_POINTS = 500
 #: Open streams: one for each page in a browser.
 MAX_STREAMS_PER_OWNER = 32
@@ -197,13 +197,13 @@ class _Watch:
     async def _new_steps(self, *, reads_all: bool) -> list[bytes]:
         """Events of the runs that have new steps, and of all that changed otherwise."""
         store = context_of(self.request).store
-        found = await store.step_history.news(self.after, limit=MAX_POINTS)
+        found = await store.step_history.news(self.after, limit=MAX_POINTS // len(self.after))
         moved = [one for one, (newest, _) in found.items() if self._newest.get(one) != newest]
         moved += [one for one, (_, points) in found.items() if points and one not in moved]
         ids = list(self.after) if reads_all else moved
         if not ids:
             return []
-        news = []
+        changed = []
         for run in await store.checkpoint_catalog.own_runs(ids, owner=self.caller.owner):
             run_id = run.model.model_id
             newest, points = found.get(run_id, (None, []))
@@ -215,9 +215,13 @@ class _Watch:
             self._sent[run_id] = summary
             if points:
                 self.after[run_id] = points[-1].step
-            steps = [step_metrics(point) for point in points]
-            news.append(event("run", {**summary, "points": steps}))
-        return news
+            changed.append((summary, points))
+        # Steps may have many metrics of their own, so this is not done on the event loop.
+        return await store.build_report(lambda: [_run_event(*one) for one in changed])
+
+
+def _run_event(summary: Mapping[str, Any], points: Sequence[StepPoint]) -> bytes:
+    return event("run", {**summary, "points": [step_metrics(point) for point in points]})
 
 
 def _summary(run: RunSummary) -> dict[str, Any]:
