@@ -52,6 +52,8 @@ MAX_POINTS = 500
 #: Open streams: one for each page in a browser.
 MAX_STREAMS_PER_OWNER = 32
 MAX_STREAMS = 512
+#: Tells browsers to connect again after this many milliseconds.
+RECONNECT = b"retry: 1000\n\n"
 EVENTS = {
     EVENT_STREAM: {
         "schema": {"type": "string", "description": "Events `server`, `runs` and `run`, as JSON."}
@@ -153,7 +155,7 @@ class _Watch:
     async def events(self) -> AsyncGenerator[bytes]:
         futures = context_of(self.request).futures
         tick, sent_s = 0, time.monotonic()
-        yield KEEP_ALIVE
+        yield RECONNECT
         while not futures.closing and await self._is_signed_in():
             for news in await self._news(tick):
                 sent_s = time.monotonic()

@@ -89,6 +89,7 @@ export function live(query, handlers) {
   let source = null;
   let isOpen = false;
   let timer = 0;
+  let isOver = false;
   const mark = (open) => {
     if (open !== isOpen) countStreams('open', open ? 1 : -1);
     isOpen = open;
@@ -100,14 +101,16 @@ export function live(query, handlers) {
     mark(false);
   };
   const open = () => {
-    if (source || document.hidden) return;
+    if (source || isOver || document.hidden) return;
     source = new EventSource(url);
     source.onopen = () => mark(true);
     source.onerror = () => {
       mark(false);
       if (source?.readyState !== EventSource.CLOSED) return; // the browser tries again by itself
       close();
-      timer = setTimeout(() => api('api/v1/console/session').then(open, open), 3000);
+      // Refused: if the key has ended, this shows the sign-in.
+      const again = () => { timer = setTimeout(open, 3000); };
+      api('api/v1/console/session').then(again, (error) => error.status !== 401 && again());
     };
     for (const [name, handle] of Object.entries(handlers)) {
       source.addEventListener(name, (event) => handle(JSON.parse(event.data)));
@@ -118,6 +121,7 @@ export function live(query, handlers) {
   countStreams('wanted', 1);
   open();
   return () => {
+    isOver = true;
     document.removeEventListener('visibilitychange', changed);
     close();
     countStreams('wanted', -1);
