@@ -31,7 +31,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,17 @@ class Context:
     device: str
     sizes: Sizes
     scratch: Path
+
+    def remember(self, what: str, seconds: float) -> None:
+        """For a later piece of the same run, which then need not start an engine for it."""
+        self._file(what).write_text(str(seconds))
+
+    def recall(self, what: str) -> float | None:
+        file = self._file(what)
+        return float(file.read_text()) if file.exists() else None
+
+    def _file(self, what: str) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.{what}.seconds")
 
 
 def emit(**row: Any) -> None:
@@ -350,6 +361,18 @@ def decode(context: Context) -> None:
                 emit(what=f"one adapter over base, {batch}", unit="%", value=round(100 * (base / one - 1), 1))  # fmt: skip
             if one and many:
                 emit(what=f"8 adapters over one, {batch}", unit="%", value=round(100 * (one / many - 1), 1))  # fmt: skip
+        context.remember("samples", seconds_of_samples(context, engine))
+
+
+def seconds_of_samples(context: Context, engine: EngineChild) -> float:
+    """The samples that `http` sends, in an engine process."""
+    sizes = context.sizes
+    count, new = sizes.http_samples, sizes.http_tokens
+    prompts = prompts_of(count, sizes.prompt, context.model)
+    until_stable(lambda: engine.seconds(prompts, new, 1), sizes)
+    took_s = min(engine.seconds(prompts, new, 1) for _ in range(2))
+    emit(what=f"engine, {count} x {new} tokens", unit="tokens/s", value=round(count * new / took_s))
+    return took_s
 
 
 def prefill(context: Context) -> None:
@@ -569,13 +592,11 @@ def http(context: Context) -> None:
     sizes = context.sizes
     count, new = sizes.http_samples, sizes.http_tokens
     prompts = prompts_of(count, sizes.prompt, context.model)
-    with engine_child(context) as engine:
-        engine.add_adapters(1, context.scratch)
-        until_stable(lambda: engine.seconds(prompts, new, 1), sizes)
-        engine_s = min(engine.seconds(prompts, new, 1) for _ in range(2))
-    emit(
-        what=f"engine, {count} x {new} tokens", unit="tokens/s", value=round(count * new / engine_s)
-    )
+    engine_s = context.recall("samples")
+    if engine_s is None:
+        with engine_child(context) as engine:
+            engine.add_adapters(1, context.scratch)
+            engine_s = seconds_of_samples(context, engine)
     with server(context) as (url, ready_s):
         emit(what="from command to ready", unit="s", value=round(ready_s, 1))
         with tinkex.ServiceClient(base_url=url, api_key="tml-bench") as service:
@@ -635,6 +656,7 @@ def run_piece(
     command = [sys.executable, str(script), "--child", piece, "--models", model]
     command += ["--scratch", str(options.scratch), "--device", options.device]
     command += ["--small"] if options.small else []
+    command += ["--cases", options.cases] if options.cases else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path[1:]])}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
@@ -684,6 +706,7 @@ def main(pieces: dict[str, tuple[Callable[[Context], None], int]], script: Path)
     parser.add_argument("--pieces", default=",".join(pieces))
     parser.add_argument("--minutes", type=float, default=9.0, help="of the whole run")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--cases", help="of decode: sequences x adapters, such as 1x1,64x8")
     parser.add_argument("--small", action="store_true", help="few tokens, to check this script")
     parser.add_argument("--scratch", type=Path, help="folder of the models")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -691,12 +714,16 @@ def main(pieces: dict[str, tuple[Callable[[Context], None], int]], script: Path)
     if options.scratch is None:
         options.scratch = Path(tempfile.gettempdir()) / "tinkex-bench-gpu"
     options.scratch.mkdir(parents=True, exist_ok=True)
+    sizes = SMALL if options.small else Sizes()
+    if options.cases:
+        cases = [case.split("x") for case in options.cases.split(",")]
+        sizes = replace(sizes, cases=tuple((int(batch), int(many)) for batch, many in cases))
     if options.child:
         context = Context(
             model=options.models,
             folder=options.scratch / options.models,
             device=options.device,
-            sizes=SMALL if options.small else Sizes(),
+            sizes=sizes,
             scratch=Path(tempfile.mkdtemp(prefix="run-", dir=options.scratch)),
         )
         try:
@@ -708,6 +735,8 @@ def main(pieces: dict[str, tuple[Callable[[Context], None], int]], script: Path)
             shutil.rmtree(context.scratch, ignore_errors=True)
         return
     ends_s = time.monotonic() + 60 * options.minutes
+    for old in options.scratch.glob("*.seconds"):
+        old.unlink()
     rows: list[dict[str, Any]] = []
     out = os.environ.get("OUT")
     for model in options.models.split(","):

@@ -203,22 +203,15 @@ def test_the_same_seed_gives_the_same_tokens_again(subject: Subject) -> None:
         assert one.logprobs == again[key].logprobs
 
 
-@pytest.mark.parametrize("early", [0, 1, 2])
 def test_kernels_of_few_rows_share_launches(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch, early: int
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four rows, of which two have an adapter: right, and always the same bits."""
-    from tinkex.engine.model.decode_kernels import OPTIONS
-
     subject.sample_with_graphs()
     graphs, compiler = subject.runner._graphs, subject.runner.compiler
     monkeypatch.setattr(graphs, "_graphs", {})
     monkeypatch.setattr(graphs, "_buckets", [4])
     monkeypatch.setattr(compiler, "_compiled", {"comparison"})
-    for name in ("fused_shrink", "fused_merge", "fused_expand"):
-        monkeypatch.setattr(OPTIONS, name, True)
-    monkeypatch.setattr(OPTIONS, "early_start", early)
-    monkeypatch.setattr(OPTIONS, "prefetch", 1 << 20)
     # The first run fills the prefix cache.
     subject.sample_with_graphs(samples=1, adapters=subject.adapters[:2])
     found = subject.sample(samples=1, adapters=subject.adapters[:2])

@@ -46,7 +46,11 @@ ALLOWED_IMPORTS = {
     "models": "display extras ~numpy ~tokenizers ~huggingface_hub ~jinja2",
     "engine.sampling.guides": "extras wire numpy torch ~llguidance",
     "engine": "durable_files wire models numpy torch ~triton transformers safetensors tokenizers ~gguf",
-    "engine.model.decode_kernels": "torch triton",  # itself loaded in functions only
+    "engine.model.decode_ops": "engine.model torch triton",  # itself loaded in functions only
+    "engine.model.early_start": "torch triton",
+    "engine.model.lora_kernels": "engine.model triton",
+    "engine.model.decode_kernels": "engine.model triton",
+    "engine.model.sampling_kernels": "torch triton",
     "engine.model.packed_kernels": "torch triton",
     "server.queued_request": "",
     "server.scheduler.step_queue": "wire server.queued_request",

@@ -128,6 +128,7 @@ class _State:
         self.offsets = torch.zeros(slots, targets, 2, dtype=torch.int64, device=device)
         self.ranks = torch.zeros(slots, targets, dtype=torch.int32, device=device)
         self.scales = torch.zeros(slots, dtype=torch.float32, device=device)
+        self.counter = torch.zeros(1, dtype=torch.int32, device=device)
         #: Tokens and logprobs of each step.
         self.ring = torch.zeros(2, steps, rows, dtype=torch.int32, device=device)
         #: Token ids and what is added to their logits; unused places add 0 to token 0.
@@ -272,12 +273,13 @@ class DecodeGraphs:
         return graph
 
     def _step(self, recipe: Recipe, state: _State) -> None:
-        from tinkex.engine.model import decode_kernels as kernels
+        from tinkex.engine.model.decode_ops import LoraTables
+        from tinkex.engine.model.sampling_kernels import sample
 
         fields = state.fields[:, : recipe.rows]
         lora = None
         if recipe.ranks.largest:
-            lora = kernels.LoraTables(
+            lora = LoraTables(
                 base=self._weights.embedding,
                 offsets=state.offsets,
                 ranks=state.ranks,
@@ -285,6 +287,7 @@ class DecodeGraphs:
                 slots_B=fields[SLOT],
                 rank=recipe.ranks.largest,
                 rank_step=recipe.ranks.step,
+                counter=state.counter,
             )
         logits_BV = state.logits[: recipe.rows]
         self._fused.write_logits(
@@ -304,7 +307,7 @@ class DecodeGraphs:
         if recipe.biased:
             rows = slice(recipe.rows)
             logits_BV.scatter_add_(1, state.bias_tokens[rows], state.biases[rows])
-        kernels.sample(
+        sample(
             logits_BV,
             temperatures_B=fields[TEMPERATURE].view(torch.float32),
             keys_2B=fields[KEY_LOW:],
