@@ -498,6 +498,7 @@ def test_pages_have_no_serious_barrier_and_fit_a_phone(world: World, scheme: Any
     ]:
         page.goto(f"{world.url}/{path}")
         expect(page.locator("main h1")).to_be_visible()
+        expect(page.locator("html")).to_have_attribute("data-theme", scheme)
         if path in PAGES:
             expect(page.locator("main")).to_contain_text(PAGES[path])
         page.evaluate(source)

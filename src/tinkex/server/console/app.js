@@ -21,13 +21,14 @@ const THEMES = ['auto', 'light', 'dark'];
 function useTheme() {
   const [theme, setTheme] = useStored('theme', 'auto');
   useEffect(() => {
-    if (theme === 'auto') delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = theme;
-    const changed = () => window.dispatchEvent(new Event('theme'));
-    changed();
     const system = matchMedia('(prefers-color-scheme: dark)');
-    system.addEventListener('change', changed);
-    return () => system.removeEventListener('change', changed);
+    const apply = () => {
+      document.documentElement.dataset.theme = theme === 'auto' ? (system.matches ? 'dark' : 'light') : theme;
+      window.dispatchEvent(new Event('theme'));
+    };
+    apply();
+    system.addEventListener('change', apply);
+    return () => system.removeEventListener('change', apply);
   }, [theme]);
   return [theme, () => setTheme(THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length])];
 }
@@ -80,9 +81,8 @@ function Page({ session }) {
   return html`<${page.view} key=${key} session=${session} />`;
 }
 
-function Shell({ session, onSignOut }) {
+function Shell({ session, onSignOut, theme, nextTheme }) {
   const [, setMoves] = useState(0);
-  const [theme, nextTheme] = useTheme();
   const stream = useStreamState();
   useEffect(() => {
     const moved = () => setMoves((one) => one + 1);
@@ -128,6 +128,7 @@ function Shell({ session, onSignOut }) {
 }
 
 function App() {
+  const [theme, nextTheme] = useTheme();
   const [session, setSession] = useState(null);
   const [reason, setReason] = useState(null);
   const [error, setError] = useState(null);
@@ -152,7 +153,7 @@ function App() {
   if (error) return html`<main class="sign-in"><div class="card"><h1>tinkex</h1><${Problem} error=${error} /><button onClick=${check}>Try again</button></div></main>`;
   if (!session) return html`<p class="muted pad" role="status">Loading…</p>`;
   if (session.signedOut) return html`<${SignIn} onSignedIn=${check} reason=${reason} />`;
-  return html`<${Shell} session=${session} onSignOut=${signOut} />`;
+  return html`<${Shell} session=${session} onSignOut=${signOut} theme=${theme} nextTheme=${nextTheme} />`;
 }
 
 // Links of earlier clients have the page after a number sign.
