@@ -5,9 +5,18 @@ import sqlalchemy as sa
 from tinkex.server.store.migrations import migrate
 
 
+def make_0012(engine: sa.Engine) -> None:
+    """Create the tables of version 0012: without the console's."""
+    migrate(engine)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("DROP TABLE console_sessions")
+        connection.exec_driver_sql("ALTER TABLE api_keys DROP COLUMN is_admin")
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0012'")
+
+
 def make_0011(engine: sa.Engine) -> None:
     """Create the tables of version 0011: models without owners among workers."""
-    migrate(engine)
+    make_0012(engine)
     with engine.begin() as connection:
         for column in ("home", "term"):
             connection.exec_driver_sql(f"ALTER TABLE models DROP COLUMN {column}")

@@ -12,7 +12,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from postgres import Postgres
-from server.store.old_schemas import make_0009, make_0010, make_0011, make_older
+from server.store.old_schemas import make_0009, make_0010, make_0011, make_0012, make_older
 from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.server.store.database import Database
 from tinkex.server.store.migrations import current_version, known_versions, migrate
@@ -25,9 +25,13 @@ def database_of(folder: Path, version: str) -> str:
     """A database with this version; its URL."""
     url = f"sqlite:///{folder / 'tinkex.db'}"
     engine = sa.create_engine(url)
-    {"0008": make_older, "0009": make_0009, "0010": make_0010, "0011": make_0011, "0012": migrate}[
-        version
-    ](engine)
+    {
+        "0008": make_older,
+        "0009": make_0009,
+        "0010": make_0010,
+        "0011": make_0011,
+        "0012": make_0012,
+    }[version](engine)
     engine.dispose()
     return url
 
@@ -70,7 +74,9 @@ def test_a_database_of_0_1_gets_the_tables_of_a_new_one(tmp_path: Path) -> None:
     assert tables_in(old) == tables_in(new)
 
 
-@pytest.mark.parametrize("prepare", [migrate, make_older, make_0009, make_0010, make_0011])
+@pytest.mark.parametrize(
+    "prepare", [migrate, make_older, make_0009, make_0010, make_0011, make_0012]
+)
 def test_a_postgresql_database_has_the_tables_of_the_schema(
     postgres: Postgres, prepare: Callable[[sa.Engine], None]
 ) -> None:
