@@ -59,6 +59,8 @@ ALLOWED_IMPORTS = {
     "server.api.connection_limits": "starlette httptools",
     "server.api.local": "local wire server.api server.local_models fastapi starlette",
     "server.executor": "wire",
+    "server.fleet": "local server.retry server.fleet pydantic",
+    "server.fleet.ray_cluster": "server.fleet ~ray",
     "server.engine_process": "wire server.executor server.process_end server.retry",
     "server.api.openai_guides": "extras models wire server.api ~llguidance",
     "server.api": "local wire models server.request_metrics server.queued_request server.store server.scheduler server.executor server.settings fastapi starlette pydantic prometheus_client jwt",
@@ -152,6 +154,7 @@ HEAVY = {
     "sqlalchemy",
     "click",
     "rich",
+    "ray",
 }
 
 
@@ -185,3 +188,10 @@ def test_the_first_tensor_loads_numpy_and_still_no_heavy_package():
     loaded = loaded_by("import tinkex; tinkex.TensorData(data=[1], dtype='int64')")
     assert "numpy" in loaded
     assert not HEAVY & set(loaded)
+
+
+@pytest.mark.parametrize(
+    "entry", ["tinkex.server.web_process", "tinkex.server.app", "tinkex.cli.fleet"]
+)
+def test_a_web_process_does_not_load_ray(entry):
+    assert "ray" not in loaded_by(f"import {entry}")

@@ -32,6 +32,7 @@ SECTIONS = {
     },
     "Run a server": {
         "serve": "Serve models to every Tinker client on this machine.",
+        "fleet": "Place workers on the nodes of a Ray cluster.",
         "ps": "List the servers of this user on this machine.",
         "status": "Show one server: ready or not, models, queue, clients.",
         "stop": "Stop a server of this user.",
