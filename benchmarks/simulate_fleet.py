@@ -355,8 +355,11 @@ def main() -> None:
     options = parser.parse_args()
     report = max(reports.RESULTS.glob("replicas_*.md"))
     rows = measured(report)
-    # As in bench_replicas.py.
-    fit = fitted([row for row in rows if row.replicas <= 4], places=8, engine_s=0.4)
+    waits, together = re.search(
+        r"waits ([\d.]+) s .* runs (\d+) together", report.read_text()
+    ).groups()
+    smaller = [row for row in rows if row.replicas <= 4]
+    fit = fitted(smaller, places=int(together), engine_s=float(waits))
     lines = [
         reports.head("What breaks first in a fleet", "python benchmarks/simulate_fleet.py"),
         "A simulation, driven by measured costs. Nothing here is a measurement of GPUs.",

@@ -12,20 +12,31 @@ import sys
 from postgres import binaries
 
 
+def missing() -> list[str]:
+    """Debian's names of what tests need and this machine does not have."""
+    programs = {"nginx-light": "nginx", "systemd": "systemd-analyze", "openssl": "openssl"}
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin"
+    found = [] if binaries() is not None else ["postgresql"]
+    return found + [
+        package for package, program in programs.items() if not shutil.which(program, path=path)
+    ]
+
+
 def main() -> int:
-    if binaries() is not None:
+    wanted = missing()
+    if not wanted:
         return 0
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         sys.stderr.write(
-            "PostgreSQL is not installed, and some tests need it. Debian: apt install postgresql\n"
+            f"Some tests need programs that are missing. Debian: apt install {' '.join(wanted)}\n"
         )
         return 0
-    sys.stderr.write("Installing Debian's postgresql for the tests ...\n")
+    sys.stderr.write(f"Installing Debian's {', '.join(wanted)} for the tests ...\n")
     quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    # Tests start their own servers; the package need not start one.
+    # Tests start their own servers; the packages need not start any.
     for arguments in (
         ["update", "-qq"],
-        ["install", "-qq", "--no-install-recommends", "postgresql"],
+        ["install", "-qq", "--no-install-recommends", *wanted],
     ):
         done = subprocess.run(
             ["apt-get", *arguments], env=quiet, capture_output=True, text=True, check=False

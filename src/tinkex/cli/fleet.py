@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +62,7 @@ def up(file: Path, watch: bool, no_wait: bool, address: str | None) -> None:
     """
     from tinkex.server.fleet.plan import read_fleet_file
 
-    with _fleet(address, lambda: read_fleet_file(file)) as fleet:
+    with _fleet(address, lambda: read_fleet_file(file), wait=watch) as fleet:
         done = fleet.apply(read_fleet_file(file))
         while watch:
             time.sleep(WATCH_S)
@@ -128,17 +128,29 @@ def down(address: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _fleet(address: str | None, first: Any = None) -> Iterator[RayFleet]:
-    """A connected fleet; `first` finds mistakes before Ray is loaded."""
+def _fleet(
+    address: str | None, first: Callable[[], object] | None = None, *, wait: bool = False
+) -> Iterator[RayFleet]:
+    """A connected fleet; `first` finds mistakes before. With `wait`, Ray may still be starting."""
     try:
         from tinkex.server.fleet.plan import FleetError
         from tinkex.server.fleet.ray_cluster import RayFleet
+        from tinkex.server.retry import Backoff, retry_blocking
     except ModuleNotFoundError as error:
         raise missing_package(error, "`tinkex fleet`", "server,ray") from error
     try:
         if first is not None:
             first()
-        fleet = RayFleet(address, lambda words: click.echo(words, err=True))
+
+        def say(words: str) -> None:
+            click.echo(words, err=True)
+
+        fleet = retry_blocking(
+            lambda: RayFleet(address, say),
+            Backoff(first_s=2.0, max_s=10.0, retries=None if wait else 0),
+            should_retry=lambda error: isinstance(error, FleetError),
+            on_retry=lambda error, wait_s: say(f"{error} Trying again in {wait_s:.0f} s."),
+        )
     except ModuleNotFoundError as error:
         raise missing_package(error, "`tinkex fleet`", "server,ray") from error
     except FleetError as error:
