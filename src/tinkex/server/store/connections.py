@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 
 from tinkex.server.store import migrations, sql_dialects
+from tinkex.server.store.failover import watch_timeline
 from tinkex.server.store.schema import api_keys
 from tinkex.server.store.storage_health import (
     FAILING,
@@ -173,6 +174,8 @@ def connection_pools(url: str, *, exclusive: bool, readers: int = 1) -> tuple[sa
         _prepare_sqlite(reading, "BEGIN", writes=False)
     else:
         sql_dialects.prepare_writer(writing, exclusive=exclusive)
+        if exclusive:
+            watch_timeline(writing, reading)
         sql_dialects.replace_nul_characters(writing)
         sql_dialects.replace_nul_characters(reading)
         # All statements of one read see the same snapshot, as in SQLite.
