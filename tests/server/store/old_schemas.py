@@ -5,9 +5,25 @@ import sqlalchemy as sa
 from tinkex.server.store.migrations import migrate
 
 
+def make_0012(engine: sa.Engine) -> None:
+    """Create the tables of version 0012: without workers."""
+    migrate(engine)
+    statements = (
+        "DROP INDEX IF EXISTS ix_requests_home_base_model",
+        "ALTER TABLE requests DROP COLUMN home",
+        "ALTER TABLE requests DROP COLUMN cancel_s",
+        "DROP TABLE workers",
+        "DROP TABLE refused_steps",
+        "UPDATE alembic_version SET version_num = '0012'",
+    )
+    with engine.begin() as connection:
+        for statement in statements:
+            connection.exec_driver_sql(statement)
+
+
 def make_0011(engine: sa.Engine) -> None:
     """Create the tables of version 0011: models without owners among workers."""
-    migrate(engine)
+    make_0012(engine)
     with engine.begin() as connection:
         for column in ("home", "term"):
             connection.exec_driver_sql(f"ALTER TABLE models DROP COLUMN {column}")
