@@ -125,14 +125,15 @@ class WorkerActor:
             )
         ready_s = None
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            # Into the log of the actor, which Ray keeps on the node.
-            sys.stderr.write(line)
-            if line.rstrip() == f"tinkex worker {self._name} ready":
-                ready_s = time.monotonic()
-                self._state = DRAINING if self._drain.is_set() else READY
-            else:
-                self._log.append(line.rstrip())
+        with self._process.stdout as lines:
+            for line in lines:
+                # Into the log of the actor, which Ray keeps on the node.
+                sys.stderr.write(line)
+                if line.rstrip() == f"tinkex worker {self._name} ready":
+                    ready_s = time.monotonic()
+                    self._state = DRAINING if self._drain.is_set() else READY
+                else:
+                    self._log.append(line.rstrip())
         self._process.wait()
         if not self._drain.is_set():
             stable = ready_s is not None and time.monotonic() - ready_s >= STABLE_S

@@ -1,0 +1,401 @@
+"""
+Web processes, workers and PostgreSQL: throughput, latency and CPU time, against one process.
+
+    python benchmarks/bench_scale_out.py [--seconds 20] [--engine-s 1.6]
+
+Workers have simulated engines: a sample waits `--engine-s` in one of `AT_ONCE` places, without CPU. So
+this measures what web processes, the database and workers add, and not GPUs. Everything is a process of
+its own on loopback: PostgreSQL without fsync, web processes that are asked in turn (a submission at one,
+its poll at the next), workers. The one-process server uses the same PostgreSQL. Load is constant, and
+only what is finished in the measured time counts. Other work on the machine changes rates and
+latencies; CPU times and what is measured in turn with its counterpart remain comparable.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import bench_api
+import reports
+from bench_replicas import AT_ONCE, ENGINE_S, SimulatedExecutor
+
+sys.path.insert(0, str(bench_api.ROOT / "tests"))
+
+from postgres import Postgres, postgres_server
+from processes import children
+from tinkex.wire.codec import PROTOBUF_TYPE
+
+REPLICAS = (1, 2, 1, 4, 1, 8)
+LINEAR, SAME_CPU, LARGE_RATE = 0.9, 0.1, 0.75
+#: Tokens of a prompt whose JSON body has 25 kB.
+LARGE_TOKENS = 4_200
+
+
+# --- The processes. ---
+
+
+def settings_for(folder: Path, options: argparse.Namespace) -> Any:
+    from tinkex.server.settings import Settings
+
+    return Settings(data=str(folder), db=options.db, storage=options.storage, activity_s=0.0)
+
+
+def open_for(settings: Any, **options: Any) -> Any:
+    from tinkex.server.store import open_store
+
+    return open_store(
+        db_url=settings.db_url,
+        storage_url=settings.storage_url,
+        folder=settings.folder,
+        **options,
+    )
+
+
+def serve_one(options: argparse.Namespace, folder: Path) -> Any:
+    """Routes, scheduler and engines in one process, on PostgreSQL."""
+    from tinkex.server.app import create_app
+
+    settings = settings_for(folder, options)
+    return create_app(settings, SimulatedExecutor(1), open_for(settings, exclusive=True))
+
+
+def serve_web(options: argparse.Namespace, folder: Path) -> Any:
+    from tinkex.server.app import create_app
+    from tinkex.server.cluster.known_workers import KnownWorkers
+    from tinkex.server.cluster.web import web_parts
+
+    settings = settings_for(folder, options)
+    store = open_for(settings, role="web")
+    workers = KnownWorkers(store, takeover_s=settings.takeover_s)
+    parts = functools.partial(web_parts, settings, workers, store, name=folder.name)
+    return create_app(settings, workers, store, parts=parts)
+
+
+async def work(options: argparse.Namespace, folder: Path) -> None:
+    from tinkex.server.worker_process import running_worker
+
+    settings = settings_for(folder, options)
+    store = open_for(settings, role="worker", writer=folder.name)
+    async with running_worker(settings, folder.name, SimulatedExecutor(1), store):
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+
+
+@contextlib.contextmanager
+def process(kind: str, name: str, db: str, home: Path) -> Iterator[bench_api.Server]:
+    command = [sys.executable, __file__, "--serve", kind, "--folder", str(home / name)]
+    started = subprocess.Popen(
+        [*command, "--db", db, "--storage", str(home / "storage")],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert started.stdout
+    try:
+        yield bench_api.Server(started.stdout.readline().strip(), started.pid)
+    finally:
+        started.kill()
+        started.wait()
+
+
+@dataclass
+class Cluster:
+    """The processes that serve, and PostgreSQL."""
+
+    webs: list[bench_api.Server]
+    workers: list[bench_api.Server]
+    postgres: Postgres
+
+    def cpu_s(self) -> dict[str, float]:
+        return {
+            "web": sum(one.cpu_s() for one in self.webs),
+            "worker": sum(one.cpu_s() for one in self.workers),
+            "PostgreSQL": self._postgres_s(),
+        }
+
+    def _postgres_s(self) -> float:
+        """Of the server and its processes, those that have ended too."""
+        pid = self.postgres._process.pid
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ended_s = sum(map(int, fields[11:15])) / bench_api.CLOCK_HZ
+        return ended_s + sum(bench_api.Server("", child).cpu_s() for child in children(pid))
+
+
+@contextlib.contextmanager
+def cluster(
+    postgres: Postgres, engine_s: float, *, webs: int = 1, workers: int = 1, one: bool = False
+) -> Iterator[Cluster]:
+    """A new database with these processes; `one` is a server that is all of them."""
+    os.environ[ENGINE_S] = str(engine_s)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        home, db = Path(folder), postgres.database()
+        start = lambda kind, name: stack.enter_context(process(kind, name, db, home))
+        if one:
+            yield Cluster([start("one", "one")], [], postgres)
+            return
+        # Workers first: a web process knows the base models from them.
+        running = [start("worker", f"worker-{number}") for number in range(workers)]
+        yield Cluster([start("web", f"web-{number}") for number in range(webs)], running, postgres)
+
+
+# --- The load. ---
+
+
+class Load(bench_api.Load):
+    """Asks several web processes in turn."""
+
+    def __init__(self, sessions: list[aiohttp.ClientSession], tokens: int) -> None:
+        super().__init__(sessions[0], "")
+        self._turns = itertools.cycle(sessions)
+        self.tokens = tokens
+        self.finished: list[tuple[float, float]] = []
+
+    async def post(self, path: str, body: dict[str, Any], accept: str = "application/json") -> Any:
+        self.http = next(self._turns)
+        return await super().post(path, body, accept)
+
+    async def sample(self) -> None:
+        began_s = time.perf_counter()
+        number = next(self.numbers)
+        body = {
+            "sampling_session_id": self.sampler,
+            "seq_id": number,
+            "num_samples": 1,
+            "prompt": {
+                "chunks": [
+                    {"type": "encoded_text", "tokens": [number % 200, *range(10_000, 10_000 + self.tokens)]}
+                ]
+            },
+            "sampling_params": {"max_tokens": 16, "seed": 1},
+        }  # fmt: skip
+        accepted = json.loads(await self.post("asample", body))
+        poll = {"request_id": accepted["request_id"], "allow_metadata_only": False}
+        assert await self.post("retrieve_future", poll, PROTOBUF_TYPE) == bench_api.RESULT
+        now_s = time.perf_counter()
+        self.finished.append((now_s, now_s - began_s))
+
+
+@dataclass
+class Measured:
+    per_s: float
+    #: Milliseconds of CPU for each request, by the kind of process.
+    cpu_ms: dict[str, float]
+    #: Seconds of each request.
+    took_s: list[float]
+
+    @property
+    def all_ms(self) -> float:
+        return sum(self.cpu_ms.values())
+
+
+async def measure(
+    running: Cluster, in_flight: int, seconds: float, *, warm_s: float, tokens: int = 100
+) -> Measured:
+    """Keep `in_flight` samples; after `warm_s`, measure for `seconds`."""
+    async with contextlib.AsyncExitStack() as stack:
+        sessions = []
+        for web in running.webs:
+            connector = aiohttp.TCPConnector(limit=0)
+            timeout = aiohttp.ClientTimeout(total=120)
+            session = aiohttp.ClientSession(web.url, connector=connector, timeout=timeout)
+            sessions.append(await stack.enter_async_context(session))
+        load = Load(sessions, tokens)
+        made = await load.post("create_session", {"tags": [], "user_metadata": {}, "sdk_version": bench_api.SDK})  # fmt: skip
+        wanted = {
+            "session_id": json.loads(made)["session_id"],
+            "sampling_session_seq_id": 0,
+            "base_model": bench_api.BASE,
+        }
+        made = await load.post("create_sampling_session", wanted)
+        load.sampler = json.loads(made)["sampling_session_id"]
+
+        async def keep() -> None:
+            while True:
+                await load.sample()
+
+        tasks = [asyncio.create_task(keep()) for _ in range(in_flight)]
+        await asyncio.sleep(warm_s)
+        before, began_s = running.cpu_s(), time.perf_counter()
+        await asyncio.sleep(seconds)
+        after, ended_s = running.cpu_s(), time.perf_counter()
+        took_s = [took for at_s, took in load.finished if began_s <= at_s < ended_s]
+        for task in tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(outcome, asyncio.CancelledError), outcome
+    count = len(took_s)
+    return Measured(
+        per_s=count / (ended_s - began_s),
+        cpu_ms={kind: 1000 * (after[kind] - before[kind]) / count for kind in before},
+        took_s=sorted(took_s),
+    )
+
+
+# --- What is measured. ---
+
+
+def scaling(postgres: Postgres, engine_s: float, seconds: float) -> list[str]:
+    found = []
+    for workers in REPLICAS:
+        with cluster(postgres, engine_s, workers=workers) as running:
+            in_flight = 4 * AT_ONCE * workers
+            one = asyncio.run(measure(running, in_flight, seconds, warm_s=4 * engine_s + 2))
+        found.append((workers, one))
+        say(f"{workers} workers: {one.per_s:.2f}/s {one.cpu_ms}")
+    alone = statistics.mean(one.per_s for workers, one in found if workers == 1)
+    rows = [
+        f"| {workers} | {one.per_s:.2f} | {one.per_s / alone / workers:.2f} | "
+        f"{one.cpu_ms['web']:.2f} | {one.cpu_ms['worker']:.2f} | {one.cpu_ms['PostgreSQL']:.2f} |"
+        for workers, one in sorted(found, key=lambda pair: pair[0])
+    ]
+    least = min(one.per_s / alone / workers for workers, one in found)
+    return [
+        "## Workers",
+        "",
+        (
+            f"An engine waits {engine_s} s for a sample and runs {AT_ONCE} together: "
+            f"{AT_ONCE / engine_s:.1f} samples/s at most for each worker. One web process."
+        ),
+        "",
+        "| workers | samples/s | of linear | CPU ms per sample: web | worker | PostgreSQL |",
+        "|--:|--:|--:|--:|--:|--:|",
+        *rows,
+        "",
+        f"The least of linear is {least:.2f} (goal ≥ {LINEAR}: {verdict(least >= LINEAR)}).",
+    ]
+
+
+def two_webs(postgres: Postgres, seconds: float) -> list[str]:
+    """The same load on one and on two web processes, in turn."""
+    found: dict[int, list[Measured]] = {1: [], 2: []}
+    for webs in (1, 2, 1, 2):
+        with cluster(postgres, 0.4, webs=webs, workers=2) as running:
+            one = asyncio.run(measure(running, 32, seconds, warm_s=3))
+        found[webs].append(one)
+        say(f"{webs} web processes: {one.per_s:.1f}/s {one.cpu_ms}")
+    web_ms = {
+        webs: statistics.mean(one.cpu_ms["web"] for one in each) for webs, each in found.items()
+    }
+    all_ms = {webs: statistics.mean(one.all_ms for one in each) for webs, each in found.items()}
+    ratio = web_ms[2] / web_ms[1]
+    return [
+        "## Two web processes",
+        "",
+        "Two workers of 20 samples/s each, 32 samples in flight; each run twice, in turn.",
+        "",
+        "| web processes | CPU ms per sample: web | all processes |",
+        "|--:|--:|--:|",
+        *(f"| {webs} | {web_ms[webs]:.2f} | {all_ms[webs]:.2f} |" for webs in (1, 2)),
+        "",
+        (
+            f"Two need {ratio:.2f} of the CPU of one for each request (goal: within {SAME_CPU:.0%}: "
+            f"{verdict(ratio <= 1 + SAME_CPU)})."
+        ),
+    ]
+
+
+def log_path(postgres: Postgres, seconds: float) -> list[str]:
+    """One process, and web process + worker, in turn: one request at a time, then large bodies."""
+    loads = {
+        "1 in flight, 2 kB": {"in_flight": 1},
+        "64 in flight, 2 kB": {"in_flight": 64},
+        "64 in flight, 25 kB": {"in_flight": 64, "tokens": LARGE_TOKENS},
+    }
+    found: dict[str, dict[bool, list[Measured]]] = {name: {True: [], False: []} for name in loads}
+    for _, one in itertools.product(range(3), (True, False)):
+        with cluster(postgres, 0.0, one=one) as running:
+            for name, load in loads.items():
+                measured = asyncio.run(measure(running, seconds=seconds, warm_s=1, **load))
+                found[name][one].append(measured)
+                say(f"{name}, one={one}: {measured.per_s:.1f}/s {measured.cpu_ms}")
+    lines = [
+        "## The log path and the one-process path",
+        "",
+        "The engine takes no time. Three runs of each, in turn; medians.",
+        "",
+        "| load | path | samples/s | p05 ms | p50 ms | CPU ms per sample: web | worker | PostgreSQL | all |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, paths in found.items():
+        for one, runs in paths.items():
+            median = lambda of: statistics.median(of(run) for run in runs)  # noqa: B023
+            cpu = [median(lambda run, k=kind: run.cpu_ms[k]) for kind in runs[0].cpu_ms]
+            lines.append(
+                f"| {name} | {'one process' if one else 'web, log, worker'} | "
+                f"{median(lambda run: run.per_s):.1f} | "
+                f"{1000 * median(lambda run: run.took_s[len(run.took_s) // 20]):.1f} | "
+                f"{1000 * median(lambda run: run.took_s[len(run.took_s) // 2]):.1f} | "
+                f"{' | '.join(f'{ms:.2f}' for ms in cpu)} | {sum(cpu):.2f} |"
+            )
+    large = found["64 in flight, 25 kB"]
+    rate = statistics.median(
+        log.per_s / one.per_s for one, log in zip(large[True], large[False], strict=True)
+    )
+    lines += [
+        "",
+        (
+            f"With bodies of 25 kB the log path has {rate:.2f} of the one-process rate (goal ≥ "
+            f"{LARGE_RATE}: {verdict(rate >= LARGE_RATE)})."
+        ),
+    ]
+    return lines
+
+
+def verdict(good: bool) -> str:
+    return "met" if good else "missed"
+
+
+def say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--engine-s", type=float, default=1.6)
+    parser.add_argument("--serve", choices=("one", "web", "worker"))
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--db")
+    parser.add_argument("--storage")
+    options = parser.parse_args()
+    if options.serve == "worker":
+        asyncio.run(work(options, options.folder))
+        return
+    if options.serve:
+        make = serve_one if options.serve == "one" else serve_web
+        bench_api.SERVERS["tinkex"] = functools.partial(make, options)
+        bench_api.serve("tinkex", options.folder)
+        return
+    with postgres_server() as postgres:
+        lines = [
+            reports.head(
+                "Web processes, workers and PostgreSQL",
+                "python benchmarks/bench_scale_out.py",
+                "PostgreSQL without fsync, simulated engines",
+            ),
+            "No GPU is involved.",
+            "",
+            *scaling(postgres, options.engine_s, options.seconds),
+            "",
+            *two_webs(postgres, options.seconds),
+            "",
+            *log_path(postgres, options.seconds / 3),
+        ]
+    reports.write("scale_out", "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
