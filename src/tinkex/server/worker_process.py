@@ -13,7 +13,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -24,7 +25,7 @@ from tinkex.server import process_setup
 from tinkex.server.activity import ActivityLog
 from tinkex.server.cluster.worker import PublishedResults, Worker
 from tinkex.server.engine_process import LocalExecutor
-from tinkex.server.executor import EngineRefused
+from tinkex.server.executor import EngineRefused, Executor
 from tinkex.server.local_models import served_model
 from tinkex.server.maintenance.cleanup import Cleanup
 from tinkex.server.maintenance.disk_monitor import DiskMonitor
@@ -103,6 +104,10 @@ async def _work(
     stop: threading.Event | None,
     on_ready: Callable[[str], None] | None,
 ) -> int:
+    stopping = asyncio.Event()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     replicas = settings.replicas_of_each(1)
     model = replace(served_model(source), replicas=replicas)
     executor = LocalExecutor(
@@ -113,6 +118,28 @@ async def _work(
         ],
         idle_s=0.0,
     )
+    try:
+        if not await _before_stop(stopping, stop, executor.start()):
+            return 0
+        async with running_worker(settings, name, executor, store) as worker:
+            process_setup.tune_gc()
+            log.info("the worker %s of %s is ready", name, model.name)
+            if on_ready is not None:
+                on_ready(name)
+            if await _before_stop(stopping, stop, worker.replaced.wait()):
+                return 1
+            log.info("draining: models and samples go to other workers")
+            await worker.drain(settings.drain_s)
+            return 0
+    finally:
+        await executor.close()
+
+
+@asynccontextmanager
+async def running_worker(
+    settings: Settings, name: str, executor: Executor, store: Store
+) -> AsyncIterator[Worker]:
+    """A worker with its scheduler, from start to end. Its executor has one base model."""
     results = PublishedResults(store)
     base_checks = BaseModelChecks(
         store, executor.served, folder=settings.folder, accept=settings.accept_changed_base
@@ -135,7 +162,7 @@ async def _work(
     )
     worker = Worker(
         name,
-        model,
+        executor.served[0],
         store=store,
         executor=executor,
         scheduler=scheduler,
@@ -153,25 +180,14 @@ async def _work(
         homes=worker.homes,
         is_first=lambda: worker.is_first,
     )
-    stopping = asyncio.Event()
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     try:
         base_checks.start()
         await disk_monitor.start()
-        if await _before_stop(stopping, stop, executor.start()):
-            await worker.start()
-            await scheduler.start()
-            cleanup.start()
-            activity.start()
-            process_setup.tune_gc()
-            log.info("the worker %s of %s is ready", name, model.name)
-            if on_ready is not None:
-                on_ready(name)
-            if not await _before_stop(stopping, stop, worker.replaced.wait()):
-                log.info("draining: models and samples go to other workers")
-                await worker.drain(settings.drain_s)
+        await worker.start()
+        await scheduler.start()
+        cleanup.start()
+        activity.start()
+        yield worker
     finally:
         await activity.close()
         await cleanup.close()
@@ -179,9 +195,7 @@ async def _work(
         await scheduler.close()
         await worker.close()
         await base_checks.close()
-        await executor.close()
         crash_files.close()
-    return 1 if worker.replaced.is_set() else 0
 
 
 async def _before_stop(

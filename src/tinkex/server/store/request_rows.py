@@ -247,7 +247,7 @@ def insert_many(
         found = connection.execute(
             _INSERT_ARRAYS, {name: list(column) for name, column in zip(_NEW, columns, strict=True)}
         )
-    added: dict[str, str | None] = dict(found.tuples().all())
+    added: dict[str, str | None] = dict(found.all())
     for new, _ in group:
         new.home = added.get(new.request_id, new.home)
     return [new if new.request_id in added else _existing(connection, new) for new, _ in group]

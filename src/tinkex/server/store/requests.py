@@ -210,7 +210,7 @@ class Requests:
             small = {}
             if with_results:
                 given = {"wanted": list_parameter(with_results)}
-                small = dict(connection.execute(results, given).tuples().all())
+                small = dict(connection.execute(results, given).all())
             found = {}
             for row in connection.execute(rows, {"wanted": list_parameter(request_ids)}):
                 result = small.get(row.request_id)
@@ -254,7 +254,7 @@ class Requests:
             in_list(samplers.c.sampling_session_id, sampling_session_ids)
         )
         return await self._database.read(
-            lambda connection: dict(connection.execute(statement).tuples().all())
+            lambda connection: dict(connection.execute(statement).all())
         )
 
     async def has_later_steps(self, model_id: str, seq_id: int) -> bool:

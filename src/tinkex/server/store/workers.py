@@ -147,7 +147,7 @@ class Workers:
             .group_by(requests.c.home)
         )
         return await self._database.read(
-            lambda connection: dict(connection.execute(statement).tuples().all())
+            lambda connection: dict(connection.execute(statement).all())
         )
 
     async def stranded(self, base_model: str, home: str | None, *, limit: int) -> list[Stranded]:
