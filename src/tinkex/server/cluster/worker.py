@@ -118,7 +118,7 @@ class Worker:
         self._scheduler = scheduler
         self._takeover_s = takeover_s
         self.known = KnownWorkers(store, takeover_s=takeover_s)
-        scheduler.live_workers = self.known.live
+        scheduler.live_workers = self._live
         self._notifier = Notifier(db_url, [channel_of(name)], self._heard)
         results.notifier = results.completion_log.notifier = self._notifier
         self._term = 0
@@ -171,6 +171,7 @@ class Worker:
                 await self._drop_lost(silent_s)
         except Replaced:
             log.error("another process has the name %s; this one ends", self.name)
+            self._scheduler.draining = True
             self.replaced.set()
         except StorageError as error:
             log.info("no heartbeat now: %s", error)
@@ -263,7 +264,8 @@ class Worker:
         """Find homes for the waiting requests of workers that are dead, or that have none."""
         base_model = self._model.name
         waiting = await self._store.workers.waiting_by_home(base_model)
-        live = self.known.live()
+        # In this order: a worker that a request waits for has registered before.
+        live = await self._live()
         for home in [home for home in waiting if home not in live]:
             stranded = await self._store.workers.stranded(base_model, home, limit=STRANDED_BATCH)
             homes = plan_homes(stranded, self.known.that_take(base_model), live, base_model)
@@ -276,6 +278,11 @@ class Worker:
                 )
                 await self._store.workers.rehome(homes)
                 self._tell(homes, [one.request_id for one in stranded])
+
+    async def _live(self) -> frozenset[str]:
+        """The names of all workers that run at this moment."""
+        await self.known.look()
+        return self.known.live()
 
     def _tell(self, homes: NewHomes, request_ids: list[str]) -> None:
         targets = {home for _, home in homes.models.values()} | set(homes.requests.values())

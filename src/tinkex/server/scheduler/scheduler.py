@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 from tinkex.server.executor import Executor, ServedModel
@@ -167,7 +167,7 @@ class Scheduler:
         #: A draining worker takes no more work.
         self.draining = False
         #: The names of all workers that run; a worker sets it.
-        self.live_workers: Callable[[], frozenset[str]] = frozenset
+        self.live_workers: Callable[[], Awaitable[frozenset[str]]] | None = None
         self._crash_files = crash_files
         #: The exit status of the last web process.
         self._last_status = last_status
@@ -434,7 +434,7 @@ class Scheduler:
         if outcome is None or outcome.error is not None:
             return outcome
         homes = await self._store.workers.homes_of_session(request.session_id or "")
-        live = self.live_workers()
+        live = await self.live_workers() if self.live_workers is not None else frozenset()
         following = next((one for one in homes if one > self.home and one in live), None)
         if following is None:
             return outcome
