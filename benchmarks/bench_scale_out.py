@@ -7,7 +7,8 @@ Workers have simulated engines: a sample waits `--engine-s` in one of `AT_ONCE` 
 this measures what web processes, the database and workers add, and not GPUs. Everything is a process of
 its own on loopback: PostgreSQL without fsync, web processes that are asked in turn (a submission at one,
 its poll at the next), workers. The one-process server uses the same PostgreSQL. Load is constant, and
-only what is finished in the measured time counts. Other work on the machine changes rates and
+only what is finished in the measured time counts. What the processes use without any load (heartbeats,
+looks at tables) is measured first, and subtracted. Other work on the machine changes rates and
 latencies; CPU times and what is measured in turn with its counterpart remain comparable.
 """
 
@@ -41,6 +42,8 @@ from tinkex.wire.codec import PROTOBUF_TYPE
 
 REPLICAS = (1, 2, 1, 4, 1, 8)
 LINEAR, SAME_CPU, LARGE_RATE = 0.9, 0.1, 0.75
+#: How long the processes are watched without load.
+IDLE_S = 8.0
 #: Tokens of a prompt whose JSON body has 25 kB.
 LARGE_TOKENS = 4_200
 
@@ -191,8 +194,10 @@ class Load(bench_api.Load):
 @dataclass
 class Measured:
     per_s: float
-    #: Milliseconds of CPU for each request, by the kind of process.
+    #: Milliseconds of CPU for each request, by the kind of process, above those without load.
     cpu_ms: dict[str, float]
+    #: CPU without load, as a share of one core, by the kind of process.
+    idle: dict[str, float]
     #: Seconds of each request.
     took_s: list[float]
 
@@ -226,6 +231,14 @@ async def measure(
             while True:
                 await load.sample()
 
+        # The first samples load what all later ones use.
+        await asyncio.gather(*(load.sample() for _ in range(in_flight)))
+        await asyncio.sleep(1)
+        before, began_s = running.cpu_s(), time.perf_counter()
+        await asyncio.sleep(IDLE_S)
+        after, ended_s = running.cpu_s(), time.perf_counter()
+        idle = {kind: (after[kind] - before[kind]) / (ended_s - began_s) for kind in before}
+
         tasks = [asyncio.create_task(keep()) for _ in range(in_flight)]
         await asyncio.sleep(warm_s)
         before, began_s = running.cpu_s(), time.perf_counter()
@@ -239,7 +252,11 @@ async def measure(
     count = len(took_s)
     return Measured(
         per_s=count / (ended_s - began_s),
-        cpu_ms={kind: 1000 * (after[kind] - before[kind]) / count for kind in before},
+        cpu_ms={
+            kind: 1000 * (after[kind] - before[kind] - idle[kind] * (ended_s - began_s)) / count
+            for kind in before
+        },
+        idle=idle,
         took_s=sorted(took_s),
     )
 
@@ -254,11 +271,12 @@ def scaling(postgres: Postgres, engine_s: float, seconds: float) -> list[str]:
             in_flight = 4 * AT_ONCE * workers
             one = asyncio.run(measure(running, in_flight, seconds, warm_s=4 * engine_s + 2))
         found.append((workers, one))
-        say(f"{workers} workers: {one.per_s:.2f}/s {one.cpu_ms}")
+        say(f"{workers} workers: {one.per_s:.2f}/s {one.cpu_ms} {one.idle}")
     alone = statistics.mean(one.per_s for workers, one in found if workers == 1)
     rows = [
         f"| {workers} | {one.per_s:.2f} | {one.per_s / alone / workers:.2f} | "
-        f"{one.cpu_ms['web']:.2f} | {one.cpu_ms['worker']:.2f} | {one.cpu_ms['PostgreSQL']:.2f} |"
+        f"{one.cpu_ms['web']:.2f} | {one.cpu_ms['worker']:.2f} | {one.cpu_ms['PostgreSQL']:.2f} | "
+        f"{' | '.join(f'{100 * share:.1f}' for share in one.idle.values())} |"
         for workers, one in sorted(found, key=lambda pair: pair[0])
     ]
     least = min(one.per_s / alone / workers for workers, one in found)
@@ -270,8 +288,11 @@ def scaling(postgres: Postgres, engine_s: float, seconds: float) -> list[str]:
             f"{AT_ONCE / engine_s:.1f} samples/s at most for each worker. One web process."
         ),
         "",
-        "| workers | samples/s | of linear | CPU ms per sample: web | worker | PostgreSQL |",
-        "|--:|--:|--:|--:|--:|--:|",
+        (
+            "| workers | samples/s | of linear | CPU ms per sample: web | worker | PostgreSQL | "
+            "idle CPU % of a core: web | workers | PostgreSQL |"
+        ),
+        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
         *rows,
         "",
         f"The least of linear is {least:.2f} (goal ≥ {LINEAR}: {verdict(least >= LINEAR)}).",
@@ -379,7 +400,7 @@ def main() -> None:
         bench_api.SERVERS["tinkex"] = functools.partial(make, options)
         bench_api.serve("tinkex", options.folder)
         return
-    with postgres_server() as postgres:
+    with postgres_server("max_connections=200") as postgres:
         lines = [
             reports.head(
                 "Web processes, workers and PostgreSQL",
