@@ -168,6 +168,7 @@ def nginx() -> str:
     return found
 
 
+@pytest.mark.timeout(180)
 def test_nginx_passes_requests_to_a_server_and_hides_its_metrics(nginx, server: Server, tmp_path):
     subprocess.run(
         f"openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost "
