@@ -40,6 +40,8 @@ class RayFleet:
     def __init__(self, address: str | None, say: Say) -> None:
         self._ray = _connected(address)
         self._say = say
+        #: The actors that this process has created, by name.
+        self._created: dict[str, Any] = {}
 
     def close(self) -> None:
         self._ray.shutdown()
@@ -107,7 +109,7 @@ class RayFleet:
     def start(self, name: str, group: WorkerGroup) -> None:
         """Create an actor. If no node has what it needs, Ray keeps it waiting and may add a node."""
         self._say(f"{name}: wants a node with {group.needs}")
-        self._ray.remote(WorkerActor).options(
+        actor = self._ray.remote(WorkerActor).options(
             name=name,
             namespace=NAMESPACE,
             lifetime="detached",
@@ -120,7 +122,8 @@ class RayFleet:
             max_task_retries=0,
             # `report` answers while `drain` waits.
             max_concurrency=4,
-        ).remote(name, group)
+        )
+        self._created[name] = actor.remote(name, group)
 
     def stop(self, names: Iterable[str]) -> None:
         """Drain workers, all at once, and end their actors."""
@@ -150,6 +153,8 @@ class RayFleet:
         while waiting:
             reports = self.workers()
             for name in sorted(waiting):
+                if name not in reports:
+                    self._check_created(name)
                 report = reports.get(name)
                 words = in_words(report)
                 if said.get(name) != words:
@@ -162,6 +167,18 @@ class RayFleet:
                     return False
                 time.sleep(0.5)
         return True
+
+    def _check_created(self, name: str) -> None:
+        """Raise what an actor said that ended while it was created: Ray does not try again."""
+        try:
+            self._ray.get(self._created[name].report.remote(), timeout=ANSWER_S)
+        except self._ray.exceptions.GetTimeoutError:
+            return
+        except self._ray.exceptions.RayActorError as error:
+            said = str(error).strip().rpartition("\n")[2]
+            raise FleetError(
+                f"{name} cannot run: {said}.", hint="Correct that, and run the command again."
+            ) from error
 
     def _actor(self, name: str) -> Any:
         try:
