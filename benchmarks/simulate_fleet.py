@@ -336,6 +336,8 @@ class Row:
     samples: int | None
     per_s: float
     cpu_ms: float
+    #: Of PostgreSQL, where it was measured.
+    database_ms: float
 
 
 @dataclass(frozen=True)
@@ -348,10 +350,11 @@ class Report:
     rows: list[Row]
 
 
-#: A row of each report: replicas, samples if their number was fixed, samples/s, CPU of the web process.
+#: A row of each report: replicas, samples if their number was fixed, samples/s, CPU of the web process
+#: and of PostgreSQL.
 REPORTS = {
-    "replicas": r"^\| (\d+) \| (\d+) \| ([\d.]+) \| [\d.]+ \| ([\d.]+) \| \d+ \|$",
-    "scale_out": r"^\| (\d+) \|() ([\d.]+) \| [\d.]+ \| ([\d.]+) \| [\d.]+ \|",
+    "replicas": r"^\| (\d+) \| (\d+) \| ([\d.]+) \| [\d.]+ \| ([\d.]+) \|() \d+ \|$",
+    "scale_out": r"^\| (\d+) \|() ([\d.]+) \| [\d.]+ \| ([\d.]+) \| [\d.]+ \| ([\d.]+) \|",
 }
 
 
@@ -362,8 +365,10 @@ def read_report(kind: str) -> Report:
     stated = re.search(r"waits ([\d.]+) s .* runs (\d+) together", text)
     assert stated is not None
     rows = [
-        Row(int(replicas), int(samples) if samples else None, float(per_s), float(cpu_ms))
-        for replicas, samples, per_s, cpu_ms in re.findall(REPORTS[kind], text, re.MULTILINE)
+        Row(
+            int(count), int(samples) if samples else None, float(per_s), float(web), float(sql or 0)
+        )
+        for count, samples, per_s, web, sql in re.findall(REPORTS[kind], text, re.MULTILINE)
     ]
     return Report(path.name, float(stated[1]), int(stated[2]), rows)
 
@@ -420,6 +425,25 @@ def prediction(kind: str) -> list[str]:
     ]
 
 
+def database_check() -> list[str]:
+    """CPU of PostgreSQL for a sample, measured and simulated: nothing is fitted."""
+    report = read_report("scale_out")
+    costs = replace(Costs(), engine_s=report.engine_s, places=report.places)
+    lines = [
+        "CPU of PostgreSQL in that run, and what the costs of the simulation give, without any fit:",
+        "",
+        "| workers | measured, ms per sample | simulated | of that notifications |",
+        "|--:|--:|--:|--:|",
+    ]
+    for row in report.rows:
+        found = cell(costs, Machine(), row.replicas, 40.0)
+        all_ms, notify_ms = (
+            1000 * cores / found.per_s for cores in (found.database_cores, found.notify_cores)
+        )
+        lines.append(f"| {row.replicas} | {row.database_ms:.2f} | {all_ms:.2f} | {notify_ms:.2f} |")
+    return [*lines, ""]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=20.0)
@@ -432,6 +456,7 @@ def main() -> None:
         "",
         *prediction("replicas"),
         *prediction("scale_out"),
+        *database_check(),
         *fleets(Costs(), options.seconds),
     ]
     reports.write("fleet_simulation", "\n".join(lines) + "\n")
