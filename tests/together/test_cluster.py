@@ -130,7 +130,7 @@ async def test_a_killed_web_process_and_a_drained_worker_lose_nothing(
         request = await api.step("save_weights_for_sampler", model_id=model, seq_id=3, path="x")
         path = (await other.result(request))["path"]
         # The supervisor starts another web process on the same socket; the other one goes on.
-        (web,) = [child for child in children(running.started[0].process.pid)]
+        (web,) = children(running.started[0].process.pid)
         os.kill(web, signal.SIGKILL)
         await other.result(await submit(other, model, 4))
         leaving = home_of(running, postgres, model)
