@@ -26,7 +26,7 @@ help:
 	@echo "make faults    2,000 steps and 5,000 samples on a faulty network; writes docs/reference/faults.md"
 	@echo "make fuzz      50,000 mutated request bodies, 1,000 hostile custom losses, and more"
 	@echo "make chaos     a hundred kills of server processes under running clients"
-	@echo "make cluster   kills in a cluster of web and worker processes, behind nginx"
+	@echo "make cluster   kills in a cluster of web and worker processes, behind nginx and on Ray"
 	@echo "make soak      twenty minutes of mixed load; memory and descriptors must stay flat"
 	@echo "make newcomer  a fresh clone, an empty home folder, and every command of README and quickstart"
 	@echo "make gguf      export models as GGUF and read them with llama.cpp, built from source"
@@ -87,6 +87,7 @@ cluster: dev
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
 	@$(BIN)/python -m qa.cluster.run
 	@$(BIN)/python -m qa.cluster.run --faults 10 --forgetful
+	@$(BIN)/python -m pytest -m cluster tests/together/test_fleet.py
 
 soak: dev
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)

@@ -23,7 +23,7 @@ from ray_cluster import RayCluster, ray_cluster
 from serving import TINY
 from tinkex import types
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.cluster]
 
 DATA = [
     types.Datum(
