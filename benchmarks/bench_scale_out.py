@@ -42,7 +42,7 @@ from tinkex.wire.codec import PROTOBUF_TYPE
 REPLICAS = (1, 2, 1, 4, 1, 8)
 LINEAR, SAME_CPU, LARGE_RATE = 0.9, 0.1, 0.75
 #: How long the processes are watched without load.
-IDLE_S = 8.0
+IDLE_S = 4.0
 #: Tokens of a prompt whose JSON body has 25 kB.
 LARGE_TOKENS = 4_200
 
@@ -320,89 +320,83 @@ def scaling_lines(found: list[tuple[int, Measured]], engine_s: float) -> list[st
     ]
 
 
-def two_webs(postgres: Postgres, seconds: float) -> list[str]:
-    """The same load on one and on two web processes, in turn."""
-    kinds = {
-        "one": {"webs": 1, "each_request": False},
-        "two, a sample and its polls at one of them": {"webs": 2, "each_request": False},
-        "two, each request at the next one": {"webs": 2, "each_request": True},
-    }
-    found: dict[str, list[Measured]] = {kind: [] for kind in kinds}
-    for _, (kind, chosen) in itertools.product(range(2), kinds.items()):
-        with cluster(postgres, 0.4, webs=chosen["webs"], workers=2) as running:
-            each = chosen["each_request"]
-            one = asyncio.run(measure(running, 32, seconds, warm_s=3, each_request=each))
-        found[kind].append(one)
-        say(f"{kind}: {one.per_s:.1f}/s {one.cpu_ms}")
-    web_ms = {
-        kind: statistics.mean(one.cpu_ms["web"] for one in all_) for kind, all_ in found.items()
-    }
-    all_ms = {kind: statistics.mean(one.all_ms for one in all_) for kind, all_ in found.items()}
-    ratio = {kind: web_ms[kind] / web_ms["one"] for kind in kinds}
-    return [
-        "## Two web processes",
-        "",
-        "Two workers of 20 samples/s each, 32 samples in flight; each run twice, in turn.",
-        "",
-        "| web processes | CPU ms per sample: web | all processes | web, relative to one |",
-        "|---|--:|--:|--:|",
-        *(
-            f"| {kind} | {web_ms[kind]:.2f} | {all_ms[kind]:.2f} | {ratio[kind]:.2f} |"
-            for kind in kinds
-        ),
-        "",
-        f"Goal: within {SAME_CPU:.0%} of one: "
-        + ", ".join(
-            f"{verdict(ratio[kind] <= 1 + SAME_CPU)} ({kind})" for kind in kinds if kind != "one"
-        )
-        + ".",
-    ]
+#: What is measured in turn: the processes, and whether each request goes to the next web process.
+PATHS: dict[str, dict[str, Any]] = {
+    "one process": {"one": True},
+    "web, log, worker": {"webs": 1},
+    "two webs, a sample and its polls at one": {"webs": 2, "each_request": False},
+    "two webs, each request at the next": {"webs": 2, "each_request": True},
+}
+SMALL, LARGE, ALONE = "64 in flight, 2 kB", "64 in flight, 25 kB", "1 in flight, 2 kB"
+LOADS: dict[str, dict[str, Any]] = {
+    ALONE: {"in_flight": 1},
+    SMALL: {"in_flight": 64},
+    LARGE: {"in_flight": 64, "tokens": LARGE_TOKENS},
+}
 
 
-def log_path(postgres: Postgres, seconds: float) -> list[str]:
-    """One process, and web process + worker, in turn: one request at a time, then large bodies."""
-    loads = {
-        "1 in flight, 2 kB": {"in_flight": 1},
-        "64 in flight, 2 kB": {"in_flight": 64},
-        "64 in flight, 25 kB": {"in_flight": 64, "tokens": LARGE_TOKENS},
-    }
-    found: dict[str, dict[bool, list[Measured]]] = {name: {True: [], False: []} for name in loads}
-    for _, one in itertools.product(range(3), (True, False)):
-        with cluster(postgres, 0.0, one=one) as running:
-            for name, load in loads.items():
-                measured = asyncio.run(measure(running, seconds=seconds, warm_s=1, **load))
-                found[name][one].append(measured)
-                say(f"{name}, one={one}: {measured.per_s:.1f}/s {measured.cpu_ms}")
+def paths(postgres: Postgres, seconds: float, rounds: int) -> list[str]:
+    """The one-process path and the log path, with one and with two web processes, in turn."""
+    found: dict[tuple[str, str], list[Measured]] = {}
+    for _, (path, chosen) in itertools.product(range(rounds), PATHS.items()):
+        each = chosen.get("each_request", True)
+        with cluster(
+            postgres, 0.0, webs=chosen.get("webs", 1), one=chosen.get("one", False)
+        ) as running:
+            for load, of_load in LOADS.items():
+                if chosen.get("webs") == 2 and load != SMALL:
+                    continue
+                run = measure(running, seconds=seconds, warm_s=2, each_request=each, **of_load)
+                measured = asyncio.run(run)
+                found.setdefault((load, path), []).append(measured)
+                say(f"{load}, {path}: {measured.per_s:.1f}/s {measured.cpu_ms}")
     lines = [
         "## The log path and the one-process path",
         "",
-        "The engine takes no time. Three runs of each, in turn; medians.",
+        f"The engine takes no time. {rounds} runs of each, in turn; medians.",
         "",
         "| load | path | samples/s | p05 ms | p50 ms | CPU ms per sample: web | worker | PostgreSQL | all |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for name, paths in found.items():
-        for one, runs in paths.items():
-            median = lambda of: statistics.median(of(run) for run in runs)  # noqa: B023
-            cpu = [median(lambda run, k=kind: run.cpu_ms[k]) for kind in runs[0].cpu_ms]
-            lines.append(
-                f"| {name} | {'one process' if one else 'web, log, worker'} | "
-                f"{median(lambda run: run.per_s):.1f} | "
-                f"{1000 * median(lambda run: run.took_s[len(run.took_s) // 20]):.1f} | "
-                f"{1000 * median(lambda run: run.took_s[len(run.took_s) // 2]):.1f} | "
-                f"{' | '.join(f'{ms:.2f}' for ms in cpu)} | {sum(cpu):.2f} |"
-            )
-    large = found["64 in flight, 25 kB"]
+    cpu = {
+        key: {kind: statistics.median(run.cpu_ms[kind] for run in runs) for kind in runs[0].cpu_ms}
+        for key, runs in found.items()
+    }
+    for load, path in sorted(found, key=lambda key: list(LOADS).index(key[0])):
+        runs = found[load, path]
+        per_s = statistics.median(run.per_s for run in runs)
+        p05, p50 = (
+            1000 * statistics.median(run.took_s[len(run.took_s) * part // 100] for run in runs)
+            for part in (5, 50)
+        )
+        each_ms = cpu[load, path].values()
+        lines.append(
+            f"| {load} | {path} | {per_s:.1f} | {p05:.1f} | {p50:.1f} | "
+            f"{' | '.join(f'{ms:.2f}' for ms in each_ms)} | {sum(each_ms):.2f} |"
+        )
     rate = statistics.median(
-        log.per_s / one.per_s for one, log in zip(large[True], large[False], strict=True)
+        log.per_s / one.per_s
+        for one, log in zip(
+            found[LARGE, "one process"], found[LARGE, "web, log, worker"], strict=True
+        )
+    )
+    more_cpu = sum(cpu[LARGE, "web, log, worker"].values()) / sum(
+        cpu[LARGE, "one process"].values()
     )
     lines += [
         "",
         (
             f"With bodies of 25 kB the log path has {rate:.2f} of the one-process rate (goal ≥ "
-            f"{LARGE_RATE}: {verdict(rate >= LARGE_RATE)})."
+            f"{LARGE_RATE}: {verdict(rate >= LARGE_RATE)}), and needs {more_cpu:.2f} of its CPU."
         ),
     ]
+    for path, chosen in PATHS.items():
+        if chosen.get("webs") == 2:
+            ratio = cpu[SMALL, path]["web"] / cpu[SMALL, "web, log, worker"]["web"]
+            lines.append(
+                f"CPU of web processes, {path}: {ratio:.2f} of one web process (goal: within "
+                f"{SAME_CPU:.0%}: {verdict(ratio <= 1 + SAME_CPU)})."
+            )
     return lines
 
 
@@ -418,7 +412,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--engine-s", type=float, default=1.6)
-    parser.add_argument("--sections", default="workers,webs,path")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sections", default="workers,paths")
     parser.add_argument("--serve", choices=("one", "web", "worker"))
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--db")
@@ -435,8 +430,7 @@ def main() -> None:
     with postgres_server("max_connections=200") as postgres:
         sections = {
             "workers": lambda: scaling(postgres, options.engine_s, options.seconds),
-            "webs": lambda: two_webs(postgres, options.seconds),
-            "path": lambda: log_path(postgres, options.seconds / 3),
+            "paths": lambda: paths(postgres, options.seconds / 3, options.rounds),
         }
         lines = [
             reports.head(
