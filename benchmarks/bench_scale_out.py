@@ -327,7 +327,8 @@ PATHS: dict[str, dict[str, Any]] = {
     "two webs, a sample and its polls at one": {"webs": 2, "each_request": False},
     "two webs, each request at the next": {"webs": 2, "each_request": True},
 }
-SMALL, LARGE, ALONE = "64 in flight, 2 kB", "64 in flight, 25 kB", "1 in flight, 2 kB"
+#: A process that has more to do does more of it at once: loads are for each web process.
+SMALL, LARGE, ALONE = "64 for each web, 2 kB", "64 for each web, 25 kB", "1 in flight, 2 kB"
 LOADS: dict[str, dict[str, Any]] = {
     ALONE: {"in_flight": 1},
     SMALL: {"in_flight": 64},
@@ -346,8 +347,11 @@ def paths(postgres: Postgres, seconds: float, rounds: int) -> list[str]:
             for load, of_load in LOADS.items():
                 if chosen.get("webs") == 2 and load != SMALL:
                     continue
-                run = measure(running, seconds=seconds, warm_s=2, each_request=each, **of_load)
-                measured = asyncio.run(run)
+                in_flight = of_load["in_flight"] * len(running.webs)
+                tokens = of_load.get("tokens", 100)
+                measured = asyncio.run(
+                    measure(running, in_flight, seconds, warm_s=2, tokens=tokens, each_request=each)
+                )
                 found.setdefault((load, path), []).append(measured)
                 say(f"{load}, {path}: {measured.per_s:.1f}/s {measured.cpu_ms}")
     lines = [

@@ -68,6 +68,7 @@ http {{
         location / {{
             proxy_pass http://web;
             proxy_http_version 1.1;
+            proxy_set_header Host $host;
             proxy_buffering off;
             proxy_read_timeout 120s;
         }}

@@ -55,6 +55,7 @@ ALLOWED_IMPORTS = {
     "server.request_metrics": "server.queued_request starlette",
     "server.process_end": "wire",
     "server.store": "durable_files wire server.queued_request server.retry server.store sqlalchemy alembic fsspec ~aiobotocore ~botocore ~pyrage",
+    "server.store.notifier": "server.retry server.store psycopg sqlalchemy",
     "server.store.folder_lock": "server.settings server.store",
     "server.api.connection_limits": "starlette httptools",
     "server.api.local": "local wire server.api server.local_models fastapi starlette",

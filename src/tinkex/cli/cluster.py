@@ -16,28 +16,36 @@ from tinkex.cli.output import as_json, examples
 if TYPE_CHECKING:
     from tinkex.server.settings import Settings
 
-_SHARED = ("config", "data", "db", "storage")
 _WEB = (
-    *("host", "port", "jwt", "session_grace_s", "public_url"),
+    *("config", "host", "port", "jwt", "session_grace_s", "public_url"),
     *("max_requests", "max_queued_tokens", "max_samples"),
     *("max_checkpoint_bytes", "max_checkpoints", "max_runs"),
 )
 _WORKER = (
-    *("device", "replicas", "dtype", "threads", "memory_gb", "adapter_gb", "kv_tokens"),
+    *("config", "device", "replicas", "dtype", "threads", "memory_gb", "adapter_gb", "kv_tokens"),
     *("batch_tokens", "max_sequences", "max_training", "keep_last", "deterministic"),
     *("accept_changed_numerics", "no_compile", "accept_changed_base"),
 )
 
 
-def _options(names: Iterable[str]) -> list[click.Parameter]:
-    """These options of `tinkex serve`, in the same order."""
+def _options(names: Iterable[str], *, folder: str) -> list[click.Parameter]:
+    """What all processes share, and these options of `tinkex serve`."""
     wanted = set(names)
-    return [one for one in serve.command.params if one.name in wanted]
+    return [
+        click.Option(["--db"], metavar="URL", help="PostgreSQL database of the cluster."),
+        click.Option(["--storage"], metavar="URL", help="Storage that all processes reach."),
+        click.Option(
+            ["--data"],
+            metavar="DIR",
+            help=f"Folder for local copies.  [default: ~/.local/share/tinkex/{folder}]",
+        ),
+        *(one for one in serve.command.params if one.name in wanted),
+    ]
 
 
 @click.command(
     "web",
-    params=_options((*_SHARED, *_WEB)),
+    params=_options(_WEB, folder="web-PORT"),
     epilog=examples(
         "tinkex web --db postgresql+psycopg://tinkex@db/tinkex --storage s3://bucket/tinkex",
         "tinkex web --db ... --storage /mnt/tinkex --host 0.0.0.0 --port 8001",
@@ -71,7 +79,7 @@ def web(models: tuple[str, ...], **flags: Any) -> None:
 
 @click.command(
     "worker",
-    params=_options((*_SHARED, *_WORKER)),
+    params=_options(_WORKER, folder="worker"),
     epilog=examples(
         "tinkex worker Qwen/Qwen3-8B --db postgresql+psycopg://tinkex@db/tinkex "
         "--storage s3://bucket/tinkex",
@@ -88,7 +96,7 @@ def worker(model: str, **flags: Any) -> None:
     """Train and sample one base model for the web processes of the same database.
 
     Prints one line when its engine is ready. SIGTERM or Ctrl-C hands its models to other workers and
-    ends it. It is not restarted when it ends by itself: systemd, Kubernetes or `tinkex fleet` do that.
+    ends it. It is not restarted when it ends by itself: systemd, Kubernetes or another tool does that.
     """
     try:
         from tinkex.server.worker_process import run_worker, set_up_process

@@ -161,7 +161,7 @@ def cluster_app(
     name = f"web {socket.gethostname()} {os.getpid()} {secrets.token_hex(4)}"
     folders = {model.name: model.folder for model in served}
     workers = KnownWorkers(store, takeover_s=settings.takeover_s, folders=folders)
-    # Needs the packages of PostgreSQL, which a server on one machine may not have.
+    # In a function: it needs the driver of PostgreSQL, which a server on one machine may not have.
     from tinkex.server.cluster.web import web_parts
 
     parts = functools.partial(web_parts, settings, workers, store, name=name)

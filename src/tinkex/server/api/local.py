@@ -5,7 +5,6 @@ They need the token in the server's file (`tinkex.local.registry`), which only t
 """
 
 import hmac
-from typing import cast
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -19,7 +18,6 @@ from tinkex.server.api.deps import context_of, json_response
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.operations import not_ready_reason
 from tinkex.server.local_models import CannotAdd, LocalModels
-from tinkex.server.scheduler.scheduler import Scheduler
 
 router = APIRouter(prefix="/api/v1/local", route_class=MessageRoute, tags=["local"])
 
@@ -58,7 +56,7 @@ async def add_model(request: Request, model: str) -> Response:
             f"Stop it, and start it with both: tinkex serve {served} {model}",
         )
     try:
-        added = await local_models.add(model, cast(Scheduler, context_of(request).scheduler))
+        added = await local_models.add(model, context_of(request).scheduler)
     except CannotAdd as error:
         raise Refusal(400, str(error)) from error
     return json_response({"name": added.name})

@@ -20,7 +20,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.api.deps import Context
-from tinkex.server.cluster.known_workers import KnownWorkers
 from tinkex.server.executor import COUNTERS, Executor
 from tinkex.server.request_metrics import LONG_ROUTES, Histogram, HttpCounts
 from tinkex.server.store.storage_health import KINDS
@@ -149,19 +148,11 @@ def _engine_metrics(executor: Executor) -> Iterable[Metric]:
 
     In a cluster the replica is a worker, and every web process has the statistics of all of them.
     """
-    all_stats: list[tuple[list[str], Stats | None]]
-    if isinstance(executor, KnownWorkers):
-        all_stats = [
-            ([model.name, worker], stats)
-            for model in executor.served
-            for worker, stats in executor.engine_stats(model.name)
-        ]
-    else:
-        all_stats = [
-            ([model.name, str(number)], executor.stats(engine))
-            for model in executor.served
-            for number, engine in enumerate(model.engines)
-        ]
+    all_stats = [
+        ([model.name, engine if model.workers else str(number)], executor.stats(engine))
+        for model in executor.served
+        for number, engine in enumerate(model.engines)
+    ]
     for field in Stats.DESCRIPTOR.fields:
         family = CounterMetricFamily if field.name in COUNTERS else GaugeMetricFamily
         metric = family(

@@ -8,7 +8,7 @@ died meanwhile is noticed by the others (`worker`).
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,6 @@ class KnownWorkers:
         *,
         takeover_s: float,
         folders: Mapping[str, Path] | None = None,
-        on_look: Callable[[], object] | None = None,
     ) -> None:
         self._store = store
         self._takeover_s = takeover_s
@@ -181,6 +180,7 @@ class KnownWorkers:
                 folder=folder,
                 arch=row.model.get("arch", ""),
                 max_context_length=row.model.get("max_context_length"),
+                workers=tuple(name for name, _ in self._engine_stats(row.base_model)),
             )
         return [found[name] for name in sorted(found)]
 
@@ -213,17 +213,20 @@ class KnownWorkers:
         reason: str | None = row.stats.get("waiting_for")
         return reason
 
-    def stats(self, base_model: str, /) -> Stats | None:
-        found = [stats for _, stats in self.engine_stats(base_model)]
-        return found[0] if found else None
+    def stats(self, engine: str, /) -> Stats | None:
+        """The last statistics of an engine, by the name of its worker."""
+        for base_model in {row.base_model for row in self._rows}:
+            for name, stats in self._engine_stats(base_model):
+                if name == engine:
+                    return Stats(**stats)
+        return None
 
-    def engine_stats(self, base_model: str) -> Iterable[tuple[str, Stats]]:
+    def _engine_stats(self, base_model: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
         """The statistics of each engine of a base model, with the name of its worker."""
         for row in self._rows:
             if row.base_model == base_model and row.is_live(self._takeover_s):
                 for number, one in enumerate(row.stats.get("engines", [])):
-                    name = row.name if number == 0 else f"{row.name}#{number}"
-                    yield name, Stats(**one)
+                    yield (row.name if number == 0 else f"{row.name}#{number}"), one
 
     def compute_usage(self) -> dict[str, tuple[int, float]]:
         """What all live workers computed: operations and seconds by task."""
