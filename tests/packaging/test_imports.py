@@ -192,7 +192,13 @@ def test_the_first_tensor_loads_numpy_and_still_no_heavy_package():
 
 
 @pytest.mark.parametrize(
-    "entry", ["tinkex.server.web_process", "tinkex.server.app", "tinkex.cli.fleet"]
+    "entry",
+    [
+        "tinkex.server.web_process",
+        "tinkex.server.app",
+        "tinkex.server.cluster.web",
+        "tinkex.cli.fleet",
+    ],
 )
 def test_a_web_process_does_not_load_ray(entry):
     assert "ray" not in loaded_by(f"import {entry}")
