@@ -90,15 +90,11 @@ async def one_machine(
     )
     base_checks.start()
     crash_files = CrashFiles(settings.folder)
-    scheduler = Scheduler(
+    scheduler = Scheduler.of(
+        settings,
         store=store,
         executor=executor,
         futures=results,
-        gap_s=settings.gap_s,
-        snapshot_steps=settings.snapshot_steps,
-        snapshot_bytes=settings.snapshot_bytes,
-        max_training=settings.max_training,
-        max_sequences=settings.max_sequences,
         crash_files=crash_files,
         last_status=last_status,
         base_checks=base_checks,

@@ -145,15 +145,11 @@ async def running_worker(
         store, executor.served, folder=settings.folder, accept=settings.accept_changed_base
     )
     crash_files = CrashFiles(settings.folder)
-    scheduler = Scheduler(
+    scheduler = Scheduler.of(
+        settings,
         store=store,
         executor=executor,
         futures=results,
-        gap_s=settings.gap_s,
-        snapshot_steps=settings.snapshot_steps,
-        snapshot_bytes=settings.snapshot_bytes,
-        max_training=settings.max_training,
-        max_sequences=settings.max_sequences,
         crash_files=crash_files,
         # Whoever started the last process does not say how it ended.
         last_status=-signal.SIGKILL,

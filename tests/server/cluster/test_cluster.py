@@ -1,6 +1,7 @@
 """Two web processes and two workers on one database: any web process does, and no work is lost."""
 
 import asyncio
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from server.cluster.conftest import Parts
 from server.cluster_parts import Forgetful, a_web, a_worker
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api
+from server.streaming_executor import TOKENS_PER_UPDATE, StreamingExecutor, sample_body
 from tinkex.server.settings import Settings, SettingsError
 from tinkex.server.store import DatabaseRefused, open_store
 from waiting import until_async
@@ -175,6 +177,28 @@ async def test_a_poll_elsewhere_keeps_a_sample_whose_stream_broke(parts: Parts) 
     for executor in parts.executors.values():
         executor.open.set()
     assert len((await polling)["sequences"]) == 1
+
+
+async def test_tokens_are_streamed_from_a_worker(db: str, tmp_path: Path) -> None:
+    async with (
+        a_worker(db, tmp_path, "one", StreamingExecutor()),
+        a_web(db, tmp_path) as web,
+    ):
+        tokens: list[int] = []
+        events = 0
+        body = sample_body(20 * TOKENS_PER_UPDATE)
+        async with web.http.post("/api/v1/stream_sample", json=body) as answer:
+            async for line in answer.content:
+                if (
+                    line.startswith(b"data: ")
+                    and b'"tokens"' in line
+                    and b"stop_reason" not in line
+                ):
+                    tokens += json.loads(line[6:])["tokens"]
+                    events += 1
+        assert tokens == list(range(20 * TOKENS_PER_UPDATE))
+        # Not all at the end.
+        assert events > 3
 
 
 async def test_limits_of_an_owner_count_at_all_web_processes(db: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, Self
 
 from tinkex.server.executor import Executor, ServedModel
 from tinkex.server.queued_request import Cause, Kind, Outcome, QueuedRequest
@@ -30,6 +30,7 @@ from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.results import Execution
 from tinkex.server.scheduler.sample_worker import CustomLossWorker, TokenStream
 from tinkex.server.scheduler.step_queue import model_deleted, number_of, restore_queue
+from tinkex.server.settings import Settings
 from tinkex.server.store import NotOwner, Ownership, StorageError, Store
 from tinkex.server.store.workers import NewHomes
 
@@ -186,6 +187,18 @@ class Scheduler:
         #: Models whose steps are being read.
         self._opening: set[str] = set()
         self._losses = CustomLossWorker(self._execution, self._models, self.replicas)
+
+    @classmethod
+    def of(cls, settings: Settings, **parts: Any) -> Self:
+        """A scheduler with the limits of the settings; `parts` are the other arguments."""
+        return cls(
+            gap_s=settings.gap_s,
+            snapshot_steps=settings.snapshot_steps,
+            snapshot_bytes=settings.snapshot_bytes,
+            max_training=settings.max_training,
+            max_sequences=settings.max_sequences,
+            **parts,
+        )
 
     @property
     def busy(self) -> asyncio.Event:
