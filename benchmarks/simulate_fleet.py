@@ -35,8 +35,6 @@ MAX_ERROR = 0.1
 FLEETS = (16, 32, 64, 128, 256, 512, 1000)
 CELL = 63
 SESSIONS_PER_REPLICA = 100
-#: A database or web process is saturated above this share of its CPU.
-SATURATED = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -505,7 +503,6 @@ def fleets(costs: Costs, seconds: float) -> list[str]:
     one = cell(costs, machine, CELL, seconds)
     cells = math.ceil(1000 / CELL)
     long = replace(costs, database_s=773e-6, wal_bytes=29_000)
-    many = replace(costs, engine_s=8 * costs.engine_s, places=costs.places)
     lines += [
         "",
         f"## Cells of {CELL} replicas",
@@ -523,9 +520,6 @@ def fleets(costs: Costs, seconds: float) -> list[str]:
         "|---|--:|--:|--:|--:|--:|--:|---|",
         fleet_row(one, costs, machine, CELL, "2 kB prompts"),
         fleet_row(cell(long, machine, CELL, seconds), long, machine, CELL, "25 kB prompts"),
-        fleet_row(
-            cell(many, machine, CELL, seconds), many, machine, CELL, "4,096 tokens for each sample"
-        ),
         "",
         f"All cells together: {cells * one.per_s:,.0f} samples/s.",
     ]
