@@ -54,7 +54,9 @@ demo: setup
 
 # Three workers on two cores, because many tests wait for processes. Each file runs in one worker,
 # because its tests share servers; tests/conftest.py orders the files. The environments of the official
-# SDKs are in the user's cache, so new clones reuse them.
+# SDKs are in the user's cache, so new clones reuse them. Python keeps compiled modules also where the
+# machine turned that off: several hundred processes import tinkex.
+test: export PYTHONDONTWRITEBYTECODE =
 test: dev
 	@$(BIN)/python tests/system_packages.py
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)

@@ -9,8 +9,8 @@ counts. "Engine" is a real engine process (`tinkex.engine.process`) that gets or
 "HTTP" is `tinkex serve` with the client of this package.
 
 Decoding: sequences with about 1,024 tokens of context, prompts in the prefix cache. Its speed is the
-difference of two runs with different lengths, so it does not include prefill or the way there. The
-limit is the time to read weights, adapters and keys once, at the measured speed of a copy.
+difference of two runs with different lengths, so it does not include prefill or the way there: the
+median of three pairs, with the lowest. The limit is the time to read weights, adapters and keys once, at the measured speed of a copy.
 
 With $OUT set, `bench_gpu.json` and `bench_gpu.md` are written there. `--small` is a quick check of
 this script on any machine.
@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import functools
 import json
-import math
 import os
 import shutil
 import signal
@@ -32,7 +31,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,9 @@ class Sizes:
     #: Full pages and one token: only that token is computed when the prompt is in the cache.
     prompt: int = 15 * PAGE + 1
     short: int = 32
-    long: int = 160
+    long: int = 288
+    #: Kernels are compiled in the background: a case is warm after this many seconds at the earliest.
+    warm_s: float = 4.0
     #: (sequences, adapters)
     cases: tuple[tuple[int, int], ...] = ((1, 0), (1, 1), (64, 0), (64, 1), (64, 8), (256, 0), (256, 1), (256, 8))  # fmt: skip
     prefills: int = 32
@@ -68,18 +69,22 @@ class Sizes:
     http_tokens: int = 256
     seeds: int = 64
     rivals: tuple[int, ...] = (1, 64)
+    #: Shorter than `long`, because `generate` is slow.
+    rival_long: int = 160
 
 
 SMALL = Sizes(
     prompt=65,
     short=4,
     long=12,
+    warm_s=0.5,
     cases=((1, 0), (4, 1), (4, 2)),
     prefills=4,
     http_samples=8,
     http_tokens=8,
     seeds=4,
     rivals=(2,),
+    rival_long=12,
 )
 
 
@@ -90,6 +95,17 @@ class Context:
     device: str
     sizes: Sizes
     scratch: Path
+
+    def remember(self, what: str, seconds: float) -> None:
+        """For a later piece of the same run, which then need not start an engine for it."""
+        self._file(what).write_text(str(seconds))
+
+    def recall(self, what: str) -> float | None:
+        file = self._file(what)
+        return float(file.read_text()) if file.exists() else None
+
+    def _file(self, what: str) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.{what}.seconds")
 
 
 def emit(**row: Any) -> None:
@@ -294,14 +310,17 @@ def engine_child(context: Context, **settings: Any) -> Iterator[EngineChild]:
             process.wait()
 
 
-def until_stable(run: Callable[[], float], *, most: int = 8) -> float:
-    """Repeats a run until its time stays the same: kernels are compiled while it runs."""
-    before_s, took_s = math.inf, run()
-    for _ in range(most):
-        if abs(took_s - before_s) < 0.05 * took_s:
+def until_stable(run: Callable[[], float], sizes: Sizes, *, most_s: float = 20.0) -> None:
+    """
+    Repeats a run until three in a row take the same time, at least for `sizes.warm_s`.
+
+    Runs on the slow path are stable too, while kernels are compiled in the background.
+    """
+    began_s, took = time.perf_counter(), [run()]
+    while (past_s := time.perf_counter() - began_s) < most_s:
+        if past_s > sizes.warm_s and len(took) > 2 and max(took[-3:]) < 1.05 * min(took[-3:]):
             break
-        before_s, took_s = took_s, run()
-    return took_s
+        took.append(run())
 
 
 # -- pieces ---------------------------------------------------------------------------------------
@@ -319,21 +338,22 @@ def decode(context: Context) -> None:
             prompts = prompts_of(batch, sizes.prompt, context.model)
             short = functools.partial(engine.seconds, prompts, sizes.short, adapters)
             long = functools.partial(engine.seconds, prompts, sizes.long, adapters)
-            until_stable(short)
-            pairs = [(short(), long()) for _ in range(2)]
+            until_stable(short, sizes)
+            pairs = [(short(), long()) for _ in range(3)]
+            # A pair whose longer run was the faster one measured nothing and counts as 0.
             rates = [
-                batch * (sizes.long - sizes.short) / max(1e-6, long_s - short_s)
+                batch * (sizes.long - sizes.short) / (long_s - short_s) if long_s > short_s else 0.0
                 for short_s, long_s in pairs
             ]
             length = sizes.prompt + (sizes.short + sizes.long) // 2
             limit = limit_tokens_s(context.model, batch, adapters, length)
-            found[batch, adapters] = max(rates)
+            rate = found[batch, adapters] = statistics.median(rates)
             emit(
                 what=f"decode, {batch} sequences, {adapters} adapters",
                 unit="tokens/s",
-                value=round(max(rates)),
-                other=round(min(rates)),
-                share=round(max(rates) / limit, 3),
+                value=round(rate),
+                lowest=round(min(rates)),
+                share=round(rate / limit, 3),
             )
         for batch in sorted({batch for batch, _ in found}):
             base, one, many = (found.get((batch, count)) for count in (0, 1, 8))
@@ -341,6 +361,18 @@ def decode(context: Context) -> None:
                 emit(what=f"one adapter over base, {batch}", unit="%", value=round(100 * (base / one - 1), 1))  # fmt: skip
             if one and many:
                 emit(what=f"8 adapters over one, {batch}", unit="%", value=round(100 * (one / many - 1), 1))  # fmt: skip
+        context.remember("samples", seconds_of_samples(context, engine))
+
+
+def seconds_of_samples(context: Context, engine: EngineChild) -> float:
+    """The samples that `http` sends, in an engine process."""
+    sizes = context.sizes
+    count, new = sizes.http_samples, sizes.http_tokens
+    prompts = prompts_of(count, sizes.prompt, context.model)
+    until_stable(lambda: engine.seconds(prompts, new, 1), sizes)
+    took_s = min(engine.seconds(prompts, new, 1) for _ in range(2))
+    emit(what=f"engine, {count} x {new} tokens", unit="tokens/s", value=round(count * new / took_s))
+    return took_s
 
 
 def prefill(context: Context) -> None:
@@ -357,7 +389,7 @@ def prefill(context: Context) -> None:
             return engine.seconds(prompts, 1, adapters)
 
         for adapters in (0, 1, 8):
-            until_stable(functools.partial(run, adapters))
+            until_stable(functools.partial(run, adapters), sizes)
             took_s = min(run(adapters) for _ in range(3))
             emit(
                 what=f"prefill, {adapters} adapters",
@@ -373,8 +405,8 @@ def seeds(context: Context) -> None:
     with engine_child(context, prefix_cache=False) as engine:
         engine.add_adapters(1, context.scratch)
         new = min(64, sizes.long)
-        until_stable(lambda: engine.seconds(prompts, new, 1))
-        until_stable(lambda: engine.seconds(prompts[:1], new, 1))
+        until_stable(lambda: engine.seconds(prompts, new, 1), sizes)
+        until_stable(lambda: engine.seconds(prompts[:1], new, 1), sizes)
         together = engine.sample(prompts, new, 1).tokens
         again = engine.sample(prompts, new, 1).tokens
         alone = [alone_tokens(engine, prompts, at, new) for at in range(len(prompts))]
@@ -394,11 +426,15 @@ def alone_tokens(engine: EngineChild, prompts: list[list[int]], at: int, new: in
 
 
 def host(context: Context) -> None:
-    """Host time of a decode step: all time of a step except waiting for the device."""
+    """
+    Host time of a decode step: all time of a look except waiting for the device.
+
+    Looks while all sequences run, and apart from them the look in which all requests finish.
+    """
     import torch
 
     from tinkex.engine import Engine, EngineSettings
-    from tinkex.engine.sampling import decode_graphs
+    from tinkex.engine.sampling import decode_graphs, sampler
     from tinkex.engine.sampling.model_runner import GRAPH_STEPS
     from tinkex.wire.codec import decode_json
     from tinkex.wire.sampling import SampleRequest
@@ -413,36 +449,71 @@ def host(context: Context) -> None:
             max_sequences=count, kv_tokens=count * 512,
         )
     )  # fmt: skip
-    waited_s, looks = 0.0, 0
-    read = decode_graphs.Burst.read
+    waited_s = launched_s = 0.0
+    read, replay = decode_graphs.Burst.read, torch.cuda.CUDAGraph.replay
 
-    def timed(self: Any) -> Any:
-        nonlocal waited_s, looks
+    def timed_read(self: Any) -> Any:
+        nonlocal waited_s
         began_s = time.perf_counter()
         torch.cuda.synchronize()
         waited_s += time.perf_counter() - began_s
-        looks += 1
         return read(self)
 
-    decode_graphs.Burst.read = timed  # type: ignore[method-assign]
+    def timed_replay(self: Any) -> None:
+        nonlocal launched_s
+        began_s = time.perf_counter()
+        replay(self)
+        launched_s += time.perf_counter() - began_s
 
-    def run(new: int) -> tuple[float, int]:
-        nonlocal waited_s, looks
-        for at, prompt in enumerate(prompts_of(count, 65, context.model)):
-            one = decode_json(SampleRequest, request_json(prompt, new, seed=at))
+    decode_graphs.Burst.read = timed_read  # type: ignore[method-assign]
+    torch.cuda.CUDAGraph.replay = timed_replay  # type: ignore[method-assign]
+    sampler.BURST_STEPS = 1  # a call is a look
+    prompts = prompts_of(count, 65, context.model)
+    #: Seconds of each look without waiting, and of its launches; of looks that finish requests.
+    looks: list[tuple[float, float]] = []
+    finishing: list[float] = []
+
+    def run() -> float:
+        nonlocal waited_s, launched_s
+        for at, prompt in enumerate(prompts):
+            one = decode_json(SampleRequest, request_json(prompt, 200, seed=at))
             engine.submit(at, one, adapter=None)
-        sampler: Any = engine._sampler
-        while sampler.scheduler.running < count and engine.sampling:
+        running: Any = engine._sampler
+        while running.scheduler.running < count and engine.sampling:
             engine.advance()
-        waited_s, looks, began_s = 0.0, 0, time.perf_counter()
+        looks.clear()
+        finishing.clear()
+        run_s = time.perf_counter()
         while engine.sampling:
-            engine.advance()
-        return time.perf_counter() - began_s - waited_s, looks
+            waited_s, launched_s, began_s = 0.0, 0.0, time.perf_counter()
+            finished = engine.advance()
+            busy_s = time.perf_counter() - began_s - waited_s
+            if finished:
+                finishing.append(busy_s)
+            elif launched_s:
+                looks.append((busy_s, launched_s))
+        return time.perf_counter() - run_s
 
-    for _ in range(4):
-        busy_s, counted = run(200)
-    steps = GRAPH_STEPS * counted
-    emit(what=f"host time of a step, {count} sequences", unit="ms", value=round(1000 * busy_s / steps, 3))  # fmt: skip
+    until_stable(run, context.sizes)
+    if not looks:
+        raise RuntimeError("no look of the last run used a graph")
+    step_ms = 1000 / GRAPH_STEPS / len(looks)
+    emit(
+        what=f"host time of a step, {count} sequences",
+        unit="ms",
+        value=round(step_ms * sum(busy_s for busy_s, _ in looks), 3),
+        lowest=round(1000 / GRAPH_STEPS * min(busy_s for busy_s, _ in looks), 3),
+    )
+    emit(
+        what="of it, launches of graphs, while the device computes",
+        unit="ms",
+        value=round(step_ms * sum(launch_s for _, launch_s in looks), 3),
+    )
+    emit(
+        what="host time of a look that finishes requests, for each of them",
+        unit="ms",
+        value=round(1000 * sum(finishing) / count, 3),
+    )
 
 
 def rivals(context: Context) -> None:
@@ -476,9 +547,10 @@ def rivals(context: Context) -> None:
             try:
                 for _ in range(2):
                     timed(batch, sizes.short, cache)  # warm-up
-                timed(batch, sizes.long, cache)
-                short_s, long_s = timed(batch, sizes.short, cache), timed(batch, sizes.long, cache)
-                rate = batch * (sizes.long - sizes.short) / max(1e-6, long_s - short_s)
+                timed(batch, sizes.rival_long, cache)
+                short_s = timed(batch, sizes.short, cache)
+                long_s = timed(batch, sizes.rival_long, cache)
+                rate = batch * (sizes.rival_long - sizes.short) / max(1e-6, long_s - short_s)
                 emit(what=name, unit="tokens/s", value=round(rate))
             except Exception as error:  # noqa: BLE001  a rival that fails is a result
                 emit(what=name, unit="tokens/s", value=f"{type(error).__name__}: {error}"[:80])
@@ -520,13 +592,11 @@ def http(context: Context) -> None:
     sizes = context.sizes
     count, new = sizes.http_samples, sizes.http_tokens
     prompts = prompts_of(count, sizes.prompt, context.model)
-    with engine_child(context) as engine:
-        engine.add_adapters(1, context.scratch)
-        until_stable(lambda: engine.seconds(prompts, new, 1), most=3)
-        engine_s = min(engine.seconds(prompts, new, 1) for _ in range(2))
-    emit(
-        what=f"engine, {count} x {new} tokens", unit="tokens/s", value=round(count * new / engine_s)
-    )
+    engine_s = context.recall("samples")
+    if engine_s is None:
+        with engine_child(context) as engine:
+            engine.add_adapters(1, context.scratch)
+            engine_s = seconds_of_samples(context, engine)
     with server(context) as (url, ready_s):
         emit(what="from command to ready", unit="s", value=round(ready_s, 1))
         with tinkex.ServiceClient(base_url=url, api_key="tml-bench") as service:
@@ -557,7 +627,7 @@ def http(context: Context) -> None:
                     each.result()
                 return time.perf_counter() - began_s
 
-            until_stable(run, most=3)
+            until_stable(run, sizes)
             took = [run() for _ in range(2)]
     emit(
         what=f"HTTP, {count} x {new} tokens", unit="tokens/s", value=round(count * new / min(took))
@@ -565,13 +635,13 @@ def http(context: Context) -> None:
     emit(what="HTTP over engine", unit="", value=round(engine_s / statistics.median(took), 3))
 
 
-#: name -> (function, most seconds). Pieces of training go here too.
+#: name -> (function, most seconds). Training is in `bench_gpu_training.py`.
 PIECES: dict[str, tuple[Callable[[Context], None], int]] = {
-    "decode": (decode, 150),
-    "prefill": (prefill, 60),
+    "decode": (decode, 200),
+    "prefill": (prefill, 80),
     "http": (http, 150),
-    "seeds": (seeds, 60),
-    "host": (host, 45),
+    "seeds": (seeds, 75),
+    "host": (host, 60),
     "rivals": (rivals, 120),
 }
 
@@ -579,11 +649,14 @@ PIECES: dict[str, tuple[Callable[[Context], None], int]] = {
 # -- the run --------------------------------------------------------------------------------------
 
 
-def run_piece(piece: str, model: str, options: argparse.Namespace, seconds: float) -> list[dict[str, Any]]:  # fmt: skip
+def run_piece(
+    script: Path, piece: str, model: str, options: argparse.Namespace, seconds: float
+) -> list[dict[str, Any]]:
     """Runs a piece as a process of its own, with a time limit; returns what it found."""
-    command = [sys.executable, __file__, "--child", piece, "--models", model]
+    command = [sys.executable, str(script), "--child", piece, "--models", model]
     command += ["--scratch", str(options.scratch), "--device", options.device]
     command += ["--small"] if options.small else []
+    command += ["--cases", options.cases] if options.cases else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path[1:]])}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
@@ -618,20 +691,22 @@ def run_piece(piece: str, model: str, options: argparse.Namespace, seconds: floa
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| model | measure | value | unit | share of the limit |", "|---|---|--:|---|--:|"]
-    lines += [
-        f"| {row['model']} | {row['what']} | {row['value']} | {row['unit']} | {row.get('share', '')} |"
-        for row in rows
-    ]
+    head = ("model", "measure", "value", "lowest", "unit", "share of the limit")
+    lines = [f"| {' | '.join(head)} |", "|---|---|--:|--:|---|--:|"]
+    for row in rows:
+        cells = (row.get(key, "") for key in ("model", "what", "value", "lowest", "unit", "share"))
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(pieces: dict[str, tuple[Callable[[Context], None], int]], script: Path) -> None:
+    """`pieces` are name -> (function, most seconds)."""
+    parser = argparse.ArgumentParser(prog=script.name)
     parser.add_argument("--models", default="8b,0.6b", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--pieces", default=",".join(PIECES))
+    parser.add_argument("--pieces", default=",".join(pieces))
     parser.add_argument("--minutes", type=float, default=9.0, help="of the whole run")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--cases", help="of decode: sequences x adapters, such as 1x1,64x8")
     parser.add_argument("--small", action="store_true", help="few tokens, to check this script")
     parser.add_argument("--scratch", type=Path, help="folder of the models")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -639,39 +714,45 @@ def main() -> None:
     if options.scratch is None:
         options.scratch = Path(tempfile.gettempdir()) / "tinkex-bench-gpu"
     options.scratch.mkdir(parents=True, exist_ok=True)
+    sizes = SMALL if options.small else Sizes()
+    if options.cases:
+        cases = [case.split("x") for case in options.cases.split(",")]
+        sizes = replace(sizes, cases=tuple((int(batch), int(many)) for batch, many in cases))
     if options.child:
         context = Context(
             model=options.models,
             folder=options.scratch / options.models,
             device=options.device,
-            sizes=SMALL if options.small else Sizes(),
+            sizes=sizes,
             scratch=Path(tempfile.mkdtemp(prefix="run-", dir=options.scratch)),
         )
         try:
             if options.child == "write":
                 write_model(context.model, context.folder, options.device)
             else:
-                PIECES[options.child][0](context)
+                pieces[options.child][0](context)
         finally:
             shutil.rmtree(context.scratch, ignore_errors=True)
         return
     ends_s = time.monotonic() + 60 * options.minutes
+    for old in options.scratch.glob("*.seconds"):
+        old.unlink()
     rows: list[dict[str, Any]] = []
     out = os.environ.get("OUT")
     for model in options.models.split(","):
         if not (options.scratch / model).exists():
-            rows += run_piece("write", model, options, 120)
+            rows += run_piece(script, "write", model, options, 120)
         for piece in options.pieces.split(","):
             left_s = ends_s - time.monotonic()
             if left_s < 15:
                 print(f"# {model} {piece}: no time left", flush=True)
                 continue
-            rows += run_piece(piece, model, options, min(PIECES[piece][1], left_s))
+            rows += run_piece(script, piece, model, options, min(pieces[piece][1], left_s))
             if out:
-                Path(out, "bench_gpu.json").write_text(json.dumps(rows, indent=1))
-                Path(out, "bench_gpu.md").write_text(table(rows))
+                Path(out, f"{script.stem}.json").write_text(json.dumps(rows, indent=1))
+                Path(out, f"{script.stem}.md").write_text(table(rows))
     print(table(rows))
 
 
 if __name__ == "__main__":
-    main()
+    main(PIECES, Path(__file__))

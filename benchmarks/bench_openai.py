@@ -5,11 +5,13 @@ Throughput of OpenAI's routes against `SamplingClient`, for the same requests on
 
 All requests of a round are sent at once: through `SamplingClient`, as plain HTTP to OpenAI's routes,
 and through the official `openai` package without and with streams. The ways take turns, so that other
-work on the machine meets all of them alike. The ratio is the median over the rounds, to `sample` or, for
-streams, to `sample_stream`. The same seeds give the
-same tokens, which is checked. Plain HTTP shows what the routes cost; the rest is the package's own
-work, which shares the cores of the server here. The CPU time of the server does not depend on what
-else the machine does.
+work on the machine meets all of them alike. Ratios are to `sample` or, for streams, to `sample_stream`.
+The same seeds give the same tokens, which is checked.
+
+Server and client share the cores here, so tokens per second depend on the CPU time of both. The report
+has them apart: `server` is the web process and the engine, `client` is this program. CPU time hardly
+depends on what else the machine does. Plain HTTP is what a lean client of the routes gets; what the
+`openai` package needs beyond that is its own work.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -160,34 +163,53 @@ def measured(name: str, server: Server, args: argparse.Namespace) -> list[str]:
             "plain HTTP, streams": lambda: through.run(through.plain_stream),
             "openai, streams": lambda: through.run(through.stream),
         }
-        rates: dict[str, list[float]] = {way: [] for way in ways}
-        costs: dict[str, list[float]] = {way: [] for way in ways}
+        found: dict[str, list[Round]] = {way: [] for way in ways}
         for number in range(args.rounds + 1):
-            found = {}
+            sampled = {}
             # In another order each time: the machine may get busier during a round.
             for way, run in random.sample(list(ways.items()), len(ways)):
-                began, used_s = time.perf_counter(), cpu_seconds(server.process.pid)
-                found[way] = run()
-                took_s = time.perf_counter() - began
-                used_s = cpu_seconds(server.process.pid) - used_s
+                began, ours_s = time.perf_counter(), time.process_time()
+                theirs_s = cpu_seconds(server.process.pid)
+                sampled[way] = run()
+                one = Round(
+                    tokens_per_s=sum(map(len, sampled[way])) / (time.perf_counter() - began),
+                    server_ms=1000 * (cpu_seconds(server.process.pid) - theirs_s) / args.requests,
+                    client_ms=1000 * (time.process_time() - ours_s) / args.requests,
+                )
                 if number:  # the first round warms up
-                    rates[way].append(sum(map(len, found[way])) / took_s)
-                    costs[way].append(1000 * used_s / args.requests)
-            reference = found["SamplingClient.sample"]
-            for way, tokens in found.items():
+                    found[way].append(one)
+            reference = sampled["SamplingClient.sample"]
+            for way, tokens in sampled.items():
                 assert tokens == cut(reference, tokens), f"{way} sampled other tokens"
         through.close()
-    medians = {way: statistics.median(rate) for way, rate in rates.items()}
     rows = []
-    for way, median in medians.items():
+    for way, rounds in found.items():
         same = "SamplingClient.sample_stream" if "stream" in way else "SamplingClient.sample"
+        rates = [one.tokens_per_s for one in rounds]
         # Round by round: other work on the machine changes over minutes.
-        ratios = [one / other for one, other in zip(rates[way], rates[same], strict=True)]
-        spread = f"{min(rates[way]):,.0f} to {max(rates[way]):,.0f}"
-        cost = statistics.median(costs[way])
-        ratio = statistics.median(ratios)
-        rows.append(f"| {name} | {way} | {median:,.0f} | {spread} | {ratio:.2f} | {cost:.1f} |")
+        ratio = statistics.median(
+            one.tokens_per_s / other.tokens_per_s
+            for one, other in zip(rounds, found[same], strict=True)
+        )
+        server_ms, client_ms = (
+            statistics.mean(getattr(one, name) for one in rounds)
+            for name in ("server_ms", "client_ms")
+        )
+        usual_ms = statistics.mean(one.server_ms for one in found[same])
+        rows.append(
+            f"| {way} | {statistics.median(rates):,.0f} | {min(rates):,.0f} to {max(rates):,.0f} | "
+            f"{ratio:.2f} | {server_ms:.2f} | {usual_ms / server_ms:.2f} | {client_ms:.2f} |"
+        )
     return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One way in one round; CPU times are for one request."""
+
+    tokens_per_s: float
+    server_ms: float
+    client_ms: float
 
 
 def cut(reference: Tokens, tokens: Tokens) -> Tokens:
@@ -218,10 +240,11 @@ def main() -> None:
         f"openai {version('openai')}",
     )
     text += f"""
-{args.requests} requests at once, {args.tokens} tokens each; {args.rounds} rounds in turn. Limit: {LIMIT}.
+{name}: {args.requests} requests at once, {args.tokens} tokens each; {args.rounds} rounds in turn. Limit: {LIMIT}.
+CPU times are for one request. The ratio of the server is the CPU time of `SamplingClient` to that of the way: more than 1 is cheaper.
 
-| model | way | tokens/s, median | range | ratio | CPU ms of the server for a request |
-|---|---|--:|--:|--:|--:|
+| way | tokens/s, median | range | ratio | server, CPU ms | its ratio | client, CPU ms |
+|---|--:|--:|--:|--:|--:|--:|
 """
     reports.write("openai", text + "\n".join(rows) + "\n", args.out)
 

@@ -3,7 +3,7 @@ Runs `tinkex ...` as real processes, on a real terminal or with pipes, many in a
 
 Imports take most of the time of a short command. So one process imports everything, and forks a
 child for each command. The child is a process of its own with its own terminal, and ends as
-`tinkex` does.
+`tinkex` does. `run_program` runs a Python program in the same way.
 
 As a program (`python tests/forked_shell.py`), this file is that process: it reads requests from
 stdin and writes answers to stdout, one JSON object in each line.
@@ -26,6 +26,7 @@ import termios
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn, Self
 
 COLUMNS, LINES = 80, 24
@@ -60,6 +61,18 @@ WITH_TORCH = (
     "transformers.generation",
     "transformers.models.llama.modeling_llama",
 )
+#: For programs that use the tokenizer of a model, without commands.
+WITH_TOKENIZERS = (
+    "aiohttp",
+    "numpy",
+    "tinkex.client.service",
+    "tinkex.client.training",
+    "tinkex.client.sampling",
+    "tinkex.models.tokenizer",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.configuration_llama",
+    "transformers.tokenization_utils_tokenizers",
+)
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
 
 
@@ -81,11 +94,19 @@ class Ran:
 class ForkedShell:
     """Runs commands with one environment, in one folder."""
 
-    def __init__(self, env: dict[str, str], folder: Path, *, torch: bool = False) -> None:
+    def __init__(
+        self,
+        env: dict[str, str],
+        folder: Path,
+        modules: tuple[str, ...] = PRELOADED,
+        *,
+        strict: bool = False,
+    ) -> None:
+        """With `strict`, warnings are errors: `python -W error`."""
         self.env = env
         self.folder = folder
         self._process = subprocess.Popen(
-            [sys.executable, __file__, *(WITH_TORCH if torch else PRELOADED)],
+            [sys.executable, *(("-W", "error") if strict else ()), __file__, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -102,19 +123,33 @@ class ForkedShell:
         env: dict[str, str] | None = None,
     ) -> Ran:
         """Runs `tinkex ARGS`; with `reader_gone`, nobody reads its stdout, as after `| head`."""
+        return self._ask(
+            args=args,
+            terminal=terminal,
+            reader_gone=reader_gone,
+            stdin=stdin,
+            env={**self.env, **(env or {})},
+        )
+
+    def run_program(self, program: str, folder: Path) -> Ran:
+        """Runs `python -c PROGRAM` in a folder."""
+        return self._ask(program=program, folder=str(folder))
+
+    def _ask(self, **request: Any) -> Ran:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        request = {
-            "args": args,
-            "terminal": terminal,
-            "reader_gone": reader_gone,
-            "stdin": stdin,
-            "env": {**self.env, **(env or {})},
+        usual = {
+            "args": (),
+            "program": None,
+            "terminal": False,
+            "reader_gone": False,
+            "stdin": "",
+            "env": self.env,
             "folder": str(self.folder),
         }
-        print(json.dumps(request), file=self._process.stdin, flush=True)
+        print(json.dumps({**usual, **request}), file=self._process.stdin, flush=True)
         code, out, err = json.loads(self._process.stdout.readline())
-        shown = ESCAPES.sub("", out).replace("\r\n", "\n") if terminal else out
+        shown = ESCAPES.sub("", out).replace("\r\n", "\n") if request.get("terminal") else out
         return Ran(code, shown, err, out)
 
     def __enter__(self) -> Self:
@@ -146,7 +181,7 @@ def serve_requests() -> None:
             os.close(out_read)
             os.close(err_read)
             _become(request, out_write, err_write)
-            _run()
+            _run(request["program"])
         os.close(out_write)
         os.close(err_write)
         out, err = _read_all(out_read, err_read)
@@ -156,15 +191,24 @@ def serve_requests() -> None:
         sys.stdout.flush()
 
 
-def _run() -> NoReturn:
+def _run(program: str | None) -> NoReturn:
     """Runs the command and ends without taking the imported modules apart, which takes seconds."""
-    from tinkex.cli.main import main
-
     code: object = 1
     try:
-        main()
+        if program is None:
+            from tinkex.cli.main import main
+
+            main()
+        else:
+            sys.argv = ["-c"]
+            sys.modules["__main__"] = module = ModuleType("__main__")
+            exec(compile(program, "<string>", "exec"), module.__dict__)  # noqa: S102 (of tests)
+            code = 0
     except SystemExit as end:
         code = end.code
+        if not isinstance(code, int | None):  # as the interpreter does
+            sys.stderr.write(f"{code}\n")
+            code = 1
     except BaseException:  # noqa: BLE001 (as the interpreter does)
         traceback.print_exc()
     atexit._run_exitfuncs()

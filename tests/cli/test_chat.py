@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from serving import TINY, Server
-from tinkex.cli.chat import Conversation
+from tinkex.cli.chat import GREETING, Conversation
+from tinkex.cli.chat_display import WordWrap
 
 PROMPT = "you> "
 
@@ -82,14 +83,17 @@ def _take_terminal() -> None:
 def test_a_conversation_in_a_terminal(server: Server, tmp_path: Path) -> None:
     saved = tmp_path / "chats.jsonl"
     with chatting(server, "--seed", "4", "--max-tokens", "20") as terminal:
-        assert f"{TINY}. /help lists the commands." in terminal.until(PROMPT)
+        assert f"{TINY}\n{GREETING}" in terminal.until(PROMPT)
         assert "/regenerate" in terminal.say("/help")
         assert "no message yet" in terminal.say("/regenerate")
         assert "there is no command /nothing" in terminal.say("/nothing")
-        answer = terminal.say("hello")
-        assert answer.strip()
-        assert terminal.say("/regenerate") == answer  # the same seed
-        assert terminal.say("/compare base") == f"{TINY}:\n{answer}"
+        first = terminal.say("hello")
+        assert first.strip()
+        again = terminal.say("/regenerate")  # with the next seed
+        assert again != first
+        assert terminal.say("/compare base") == f"{TINY}:\n{again}"
+        terminal.say("/clear")
+        assert terminal.say("hello") == first
         assert "is not served here" in terminal.say("/compare no/such")
         terminal.type("two\\\n")
         terminal.until("...> ")
@@ -132,6 +136,38 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(server: Server, tmp_path: P
         terminal.type("/quit\n")
         assert terminal.process.wait(10) == 0
     assert json.loads(saved.read_text())["messages"][-1]["role"] == "assistant"
+
+
+def test_an_answer_that_is_cut_says_so_and_a_full_context_says_what_to_do(server: Server) -> None:
+    with chatting(server, "--max-tokens", "4", "--seed", "4") as terminal:
+        terminal.until(PROMPT)
+        assert "(cut after 4 tokens; --max-tokens allows more)" in terminal.say("hello")
+        words = " ".join(["sea"] * 40 + ["\\"])
+        for _ in range(60):
+            terminal.type(f"{words}\n")
+            terminal.until("...> ")
+        said = terminal.say("end")
+        assert "tokens, and the context of the model is 2,048." in said
+        assert "hint: /clear starts over." in said
+        assert "starts over" in terminal.say("/clear")
+        assert "(cut after 4 tokens" in terminal.say("hello")
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("one two three", ["one two", "three"]),
+        ("one two thr", ["one two", "thr"]),
+        ("  indented\n\nlast", ["  indented", "", "last"]),
+        ("a muchtoolongword b", ["a", "muchtoolon", "gword b"]),
+        ("\u6d77\u6d77\u6d77\u6d77\u6d77\u6d77", ["\u6d77" * 5, "\u6d77"]),
+    ],
+)
+def test_lines_break_between_words(text: str, lines: list[str], size: int) -> None:
+    wrap = WordWrap(10)
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    assert ("".join(map(wrap.add, pieces)) + wrap.end()).split("\n") == lines
 
 
 def test_a_message_in_a_pipe_is_answered(server: Server) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import stat
 import struct
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from click.testing import CliRunner
 
 import tinkex
+from http_stub import Received, Reply, StubServer, stub_server
 from serving import TINY, Server
 from tinkex import types
 from tinkex.cli.command_group import command
@@ -45,7 +47,7 @@ def trained(server: Server) -> tuple[str, list[float]]:
     return path, passed.loss_fn_outputs[0]["logprobs"].tolist()
 
 
-def export(server: Server | None, *args: object) -> tuple[int, str]:
+def export(server: Server | StubServer | None, *args: object) -> tuple[int, str]:
     url = [] if server is None else ["--base-url", server.url]
     result = CliRunner().invoke(command, ["export", *map(str, args), *url])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -133,6 +135,76 @@ def test_a_gguf_reader_computes_the_same(server, trained, tiny_model, tmp_path, 
             out, gguf_file="pirate.gguf", dtype=torch.float32
         )
         assert logprobs(theirs) == pytest.approx(expected, abs=near)
+
+
+class FailingNetwork:
+    """Forwards to a server. While it is down, one download breaks off after `cut_after` bytes."""
+
+    def __init__(self, server: Server, cut_after: int) -> None:
+        self._url = server.url
+        self._cut_after = cut_after
+        self.down = True
+
+    def __call__(self, request: Received) -> Reply:
+        # The server puts the address that the client uses into its links.
+        asked = urllib.request.Request(
+            f"{self._url}{request.path}",
+            data=request.body or None,
+            headers=dict(request.headers),
+            method=request.method,
+        )
+        with _opener.open(asked) as answer:
+            body, status = answer.read(), answer.status
+            headers = {
+                name: value
+                for name, value in answer.headers.items()
+                if name.lower() not in ("content-length", "connection")
+            }
+        cut_after = None
+        if self.down and (wanted := wanted_range(request)) is not None:
+            cut_after = self._cut_after if wanted == "bytes=0-" else 0
+        return Reply(status=status, body=body, headers=headers, cut_after=cut_after)
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
+        return fp
+
+
+_opener = urllib.request.build_opener(_NoRedirects)
+
+
+def wanted_range(request: Received) -> str | None:
+    """The bytes of a download; None for other requests, and for the one that asks for the size."""
+    wanted = request.headers.get("range")
+    return None if "/downloads/" not in request.path or wanted == "bytes=0-0" else wanted
+
+
+def test_an_export_whose_download_broke_off_fetches_only_the_rest(
+    server, trained, tmp_path, monkeypatch
+):
+    path, _ = trained
+    assert export(server, path, "--as", "peft", "-o", tmp_path / "whole")[0] == 0
+    monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.3")
+    network, out = FailingNetwork(server, cut_after=5_000), tmp_path / "out"
+    with stub_server(network) as between:
+        status, output = export(between, path, "--as", "peft", "-o", out)
+        assert status == 1, output
+        assert "error: The download broke off after 5,000 of " in output
+        assert "hint: Start it again: it resumes there." in output
+        assert not out.exists()
+        tried = [wanted for one in between.requests if (wanted := wanted_range(one))]
+        assert tried[0] == "bytes=0-"
+        assert set(tried[1:]) == {"bytes=5000-"}
+        network.down = False
+        between.requests.clear()
+        status, output = export(between, path, "--as", "peft", "-o", out)
+        assert status == 0, output
+        fetched = [wanted for one in between.requests if (wanted := wanted_range(one))]
+    assert fetched == ["bytes=5000-"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "whole"]
+    for file in (tmp_path / "whole").iterdir():
+        assert (out / file.name).read_bytes() == file.read_bytes()
 
 
 def test_the_vocabulary_and_the_chat_format_are_in_the_file(server, trained, tiny_model, tmp_path):

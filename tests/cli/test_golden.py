@@ -22,7 +22,7 @@ import click
 import pytest
 
 import tinkex
-from forked_shell import ForkedShell, Ran
+from forked_shell import WITH_TORCH, ForkedShell, Ran
 from serving import TINY, serving
 from tinkex import types
 from tinkex.cli.command_group import command as root
@@ -269,7 +269,7 @@ def recorded(folder: Path) -> Iterator[dict[str, object]]:
     }
     with (
         ForkedShell(env, folder) as shell,
-        ForkedShell(env, folder, torch=True) as computing,
+        ForkedShell(env, folder, WITH_TORCH) as computing,
         serving(f"{TINY}={tiny}", data=folder / "data") as server,
     ):
         shell.env = computing.env = {**env, "TINKER_BASE_URL": server.url}

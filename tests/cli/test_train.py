@@ -218,8 +218,10 @@ def test_a_run_on_a_terminal_goes_on_after_ctrl_c_and_after_kill_9(server, folde
     assert status == 130, shown
     stopped = saved()
     assert f"Stopped after step {stopped} of 40, and saved." in shown
-    assert "Stopping after this step." in shown
+    assert "Stopping: steps that the server has already are finished and saved first." in shown
     assert re.search(r"loss \d\.\d{3}  held out \d\.\d{3} \d+ tokens/s, left \d:\d\d:\d\d", shown)
+
+    assert "0 tokens/s" not in shown.partition("step 1/40")[0]  # nothing is trained yet
 
     second = OnTerminal(server, folder, *args)
     second.read(lambda: saved() > stopped)

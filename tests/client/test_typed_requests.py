@@ -180,6 +180,7 @@ def test_h3_others_wait_for_the_back_off_only_within_their_own_time_limit(monkey
     for place in ("http.typed_requests", "http.polling"):
         monkeypatch.setattr(f"tinkex.client.{place}.LONG_WAIT_S", 0.2)
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.4")
+    monkeypatch.setattr("tinkex.client.session.FINISH_RETRY_S", 0.1)
     fake = FakeService()
     with fake.client(api_key="tml-of-this-test") as service:  # no other test may wait for an hour
         training = service.create_lora_training_client("fake/model")
@@ -201,6 +202,7 @@ def test_a_poll_with_a_retry_after_of_a_day_polls_again_after_a_minute(
     for place in ("http.typed_requests", "http.polling"):
         monkeypatch.setattr(f"tinkex.client.{place}.LONG_WAIT_S", 0.05)
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.1")
+    monkeypatch.setattr("tinkex.client.session.FINISH_RETRY_S", 0.1)
     fake = FakeService(config={"sample_use_retrieve_futures": endpoint == "retrieve_futures"})
     fake.script(endpoint, Answer(status=status, headers={"retry-after": "86400"}))
     with fake.client(api_key=f"tml-{status}-{endpoint}") as service:  # no other test may wait

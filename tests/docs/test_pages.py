@@ -2,13 +2,12 @@
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from forked_shell import WITH_TOKENIZERS, ForkedShell
 from tinkex.client.local_server import LocalSettings, attach
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,9 +32,9 @@ def as_program(page: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def local(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def shell(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedShell]:
     """
-    Settings of the server that pages use with `base_url="local"`.
+    Runs pages, and the server that they use with `base_url="local"`.
 
     It serves the tiny model under the name of the embedded one, and runs until the last page is done.
     """
@@ -45,24 +44,16 @@ def local(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "TINKEX_LOCAL_MODEL": f"HuggingFaceTB/SmolLM2-135M-Instruct={tiny_model}",
     }
     held = attach(LocalSettings.from_env({**os.environ, **settings}))
-    yield settings
+    with ForkedShell(settings, ROOT, WITH_TOKENIZERS, strict=True) as shell:
+        yield shell
     held.release()
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("page", RUNNABLE, ids=name)
-def test_the_page_runs(page: Path, local: dict[str, str], tmp_path: Path) -> None:
-    environment = {**os.environ, **local}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", as_program(page)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, f"{name(page)}\n{done.stdout}\n{done.stderr}"
+def test_the_page_runs(page: Path, shell: ForkedShell, tmp_path: Path) -> None:
+    done = shell.run_program(as_program(page), tmp_path)
+    assert done.code == 0, f"{name(page)}\n{done.out}\n{done.err}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -203,6 +203,26 @@ def test_the_same_seed_gives_the_same_tokens_again(subject: Subject) -> None:
         assert one.logprobs == again[key].logprobs
 
 
+def test_kernels_of_few_rows_share_launches(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four rows, of which two have an adapter: right, and always the same bits."""
+    subject.sample_with_graphs()
+    graphs, compiler = subject.runner._graphs, subject.runner.compiler
+    monkeypatch.setattr(graphs, "_graphs", {})
+    monkeypatch.setattr(graphs, "_buckets", [4])
+    monkeypatch.setattr(compiler, "_compiled", {"comparison"})
+    # The first run fills the prefix cache.
+    subject.sample_with_graphs(samples=1, adapters=subject.adapters[:2])
+    found = subject.sample(samples=1, adapters=subject.adapters[:2])
+    subject.check(found)
+    for _ in range(3):
+        again = subject.sample(samples=1, adapters=subject.adapters[:2])
+        assert {key: one.logprobs for key, one in again.items()} == {
+            key: one.logprobs for key, one in found.items()
+        }
+
+
 @pytest.mark.usefixtures("without_graphs")
 def test_without_graphs(subject: Subject) -> None:
     """The other path is checked by the same rule."""

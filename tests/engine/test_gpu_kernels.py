@@ -1,5 +1,6 @@
 """Every kernel of a decode step against plain torch, with NaN in all memory that has no value."""
 
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -20,13 +21,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter of Triton multiplies bfloat16 as integers.
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 PAGE = 64
+#: Whether kernels start before the ones before them have ended.
+EARLY = [False, True] if DEVICE == "cuda" else [False]
 
 
 @pytest.fixture(scope="module")
-def kernels() -> ModuleType:
-    from tinkex.engine.model import decode_kernels
+def ops() -> ModuleType:
+    from tinkex.engine.model import decode_ops
 
-    return decode_kernels
+    return decode_ops
 
 
 @pytest.fixture(autouse=True)
@@ -74,15 +77,15 @@ class PagedCache:
 
 
 @pytest.mark.parametrize("splits", [1, 4, 32])
-@pytest.mark.parametrize(("groups", "heads", "size"), [(2, 2, 64), (4, 2, 128), (1, 3, 80)])
+@pytest.mark.parametrize(("groups", "heads", "size"), [(2, 2, 64), (3, 2, 128), (1, 3, 80)])
 def test_attention_over_pages(
-    kernels: ModuleType, splits: int, groups: int, heads: int, size: int
+    ops: ModuleType, splits: int, groups: int, heads: int, size: int
 ) -> None:
     lengths = [1, 200, 64, 65, 0, 127]
     cache = PagedCache(lengths, heads, size)
     q = random(len(lengths), groups * heads, size)
     positions = [length - 1 for length in lengths]
-    found = kernels.attend(
+    found = ops.attend(
         q,
         keys=cache.keys,
         values=cache.values,
@@ -112,7 +115,7 @@ class Adapters:
 
     def __init__(
         self,
-        kernels: ModuleType,
+        ops: ModuleType,
         sizes: list[tuple[str, int, int]],
         ranks: list[int],
         slots: list[int],
@@ -145,7 +148,7 @@ class Adapters:
         rank = 16
         while rank < max(ranks):
             rank *= 2
-        self.tables = kernels.LoraTables(
+        self.tables = ops.LoraTables(
             base=self.base,
             offsets=offsets.to(DEVICE),
             ranks=table.to(DEVICE),
@@ -173,29 +176,29 @@ SLOTS = [-1] * 3 + [0] * 9 + [1] * 6 + [2] * 2 + [-1]
 
 @pytest.mark.parametrize("ranks", [[8, 32, 16], [1, 3, 20], [128, 8, 64]])
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
-def test_lora_product(kernels: ModuleType, ranks: list[int], dtype: torch.dtype) -> None:
+def test_lora_product(ops: ModuleType, ranks: list[int], dtype: torch.dtype) -> None:
     adapters = Adapters(
-        kernels, [("a", 96, 48), ("b", 96, 144), ("c", 96, 80)], ranks, SLOTS, missing=(1, "b")
+        ops, [("a", 96, 48), ("b", 96, 144), ("c", 96, 80)], ranks, SLOTS, missing=(1, "b")
     )
     x = random(len(SLOTS), 96)
-    shrunk = kernels.shrink(x, adapters.tables, 1, 1)
+    shrunk = ops.shrink(x, adapters.tables, 1, 1)
     y = random(len(SLOTS), 144).to(dtype)
     expected = y.double() + adapters.product(x, "b")
-    kernels.add_expanded(y, shrunk, exact=dtype == torch.float32)
+    ops.add_expanded(y, shrunk, exact=dtype == torch.float32)
     assert gap(y, expected) < (1e-5 if dtype == torch.float32 else 5e-3)
 
 
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("lora", [True, False])
 @pytest.mark.parametrize("size", [64, 80])
-def test_heads(kernels: ModuleType, norm: bool, lora: bool, size: int) -> None:
+def test_heads(ops: ModuleType, norm: bool, lora: bool, size: int) -> None:
     """LoRA, norm and rotation of q and k; keys and values go to the last slot of each sequence."""
     query, key, hidden = 4, 2, 64
     lengths = [1 + 37 * row for row in range(len(SLOTS))]
     lengths[-1] = 0
     cache = PagedCache(lengths, key, size)
     sizes = [("q", hidden, query * size), ("k", hidden, key * size), ("v", hidden, key * size)]
-    adapters = Adapters(kernels, sizes, [8, 32, 16], SLOTS, missing=(0, "k"))
+    adapters = Adapters(ops, sizes, [8, 32, 16], SLOTS, missing=(0, "k"))
     x, y = random(len(SLOTS), hidden), random(len(SLOTS), (query + 2 * key) * size)
     full = y.double()
     if lora:
@@ -219,7 +222,7 @@ def test_heads(kernels: ModuleType, norm: bool, lora: bool, size: int) -> None:
         return t * cos + torch.cat([-two, one], dim=-1) * sin
 
     before = cache.keys.clone()
-    found = kernels.heads(
+    found = ops.heads(
         y,
         keys=cache.keys,
         values=cache.values,
@@ -233,7 +236,7 @@ def test_heads(kernels: ModuleType, norm: bool, lora: bool, size: int) -> None:
         table=cache.table,
         page=PAGE,
         spare=cache.spare,
-        shrunk=kernels.shrink(x, adapters.tables, 0, 3) if lora else None,
+        shrunk=ops.shrink(x, adapters.tables, 0, 3) if lora else None,
     )
     assert gap(found, rotated(q)) < 1e-2
     written = [cache.slots[row][length - 1] for row, length in enumerate(lengths) if length]
@@ -245,48 +248,97 @@ def test_heads(kernels: ModuleType, norm: bool, lora: bool, size: int) -> None:
 
 
 @pytest.mark.parametrize("lora", [True, False])
-def test_swiglu(kernels: ModuleType, lora: bool) -> None:
-    adapters = Adapters(kernels, [("g", 64, 144), ("u", 64, 144)], [8, 32, 16], SLOTS)
+def test_swiglu(ops: ModuleType, lora: bool) -> None:
+    adapters = Adapters(ops, [("g", 64, 144), ("u", 64, 144)], [8, 32, 16], SLOTS)
     x, y = random(len(SLOTS), 64), random(len(SLOTS), 288)
     gate, up = y.double().chunk(2, dim=1)
     if lora:
         gate, up = gate + adapters.product(x, "g"), up + adapters.product(x, "u")
-    found = kernels.swiglu(y, kernels.shrink(x, adapters.tables, 0, 2) if lora else None)
+    found = ops.swiglu(y, ops.shrink(x, adapters.tables, 0, 2) if lora else None)
     assert gap(found, F.silu(gate) * up) < 1e-2
 
 
 @pytest.mark.parametrize("size", [64, 80, 1024])
-def test_norm(kernels: ModuleType, size: int) -> None:
+def test_norm(ops: ModuleType, size: int) -> None:
     x, y, weight = random(5, size), random(5, size), random(size)
     total = (x + y).double()
     expected = F.rms_norm(total, (size,), weight.double(), 1e-6)
-    assert gap(kernels.add_norm(x, y, weight, 1e-6), expected) < 1e-2
+    assert gap(ops.add_norm(x, y, weight, 1e-6), expected) < 1e-2
     assert gap(x, total) < 1e-3
     expected = F.rms_norm(x.double(), (size,), weight.double(), 1e-6)
-    assert gap(kernels.add_norm(x, None, weight, 1e-6), expected) < 1e-2
+    assert gap(ops.add_norm(x, None, weight, 1e-6), expected) < 1e-2
     parts = torch.randn(4, 5, size, device=DEVICE)
     total = x.double() + parts.double().sum(dim=0)
     expected = F.rms_norm(total, (size,), weight.double(), 1e-6)
-    assert gap(kernels.add_norm(x, parts, weight, 1e-6), expected) < 1e-2
+    assert gap(ops.add_norm(x, parts, weight, 1e-6), expected) < 1e-2
 
 
 @pytest.mark.parametrize(("size", "outputs"), [(64, 48), (512, 80), (1536, 24)])
 @pytest.mark.parametrize("rows", [1, 5, 16, 17])
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear(kernels: ModuleType, size: int, outputs: int, rows: int, bias: bool) -> None:
+def test_linear(ops: ModuleType, size: int, outputs: int, rows: int, bias: bool) -> None:
     x, weight = random(rows, size), random(outputs, size)
     add = random(outputs) if bias else None
     expected = x.double() @ weight.double().T + (0 if add is None else add.double())
-    assert gap(kernels.linear(x, weight, add), expected) < 1e-2
-    found = kernels.linear(x, weight, add, parts=True)
+    assert gap(ops.linear(x, weight, add), expected) < 1e-2
+    found = ops.linear(x, weight, add, parts=True)
     assert gap(found.double().sum(dim=0) if found.dim() == 3 else found, expected) < 1e-2
 
 
-def test_sampling_equals_that_of_the_host(kernels: ModuleType) -> None:
+FEW_SLOTS = [-1, 0, 0, 2]
+
+
+@pytest.mark.parametrize("early", EARLY)
+@pytest.mark.parametrize("ranks", [[8, 32, 16], [128, 8, 64]])
+@pytest.mark.parametrize("size", [512, 1536])
+def test_products_with_A_in_the_launch_of_a_linear_layer(
+    ops: ModuleType, ranks: list[int], size: int, early: bool
+) -> None:
+    """The same parts, bit by bit, as those of launches of their own."""
+    sizes = [("a", size, 48), ("b", size, 144), ("c", size, 80)]
+    adapters = Adapters(ops, sizes, ranks, FEW_SLOTS, missing=(0, "b"))
+    x, weight, bias = random(len(FEW_SLOTS), size), random(272, size), random(272)
+    for add, parts in ((bias, False), (None, True)):
+        expected = (
+            ops.shrink(x, adapters.tables, 1, 2),
+            ops.linear(x, weight, add, parts=parts),
+        )
+        y, shrunk = ops.linear_and_shrink(
+            x, weight, add, adapters.tables, 1, 2, parts=parts, early=early
+        )
+        assert shrunk.target == 1
+        assert torch.equal(shrunk.parts, expected[0].parts)
+        assert torch.equal(y, expected[1])
+
+
+@pytest.mark.parametrize("early", EARLY)
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("size", [80, 1024])
+def test_products_with_B_in_the_launch_of_a_norm(
+    ops: ModuleType, size: int, rows: int, early: bool
+) -> None:
+    slots = FEW_SLOTS[-rows:]
+    adapters = Adapters(ops, [("a", 64, 16), ("b", 64, size)], [8, 32, 16], slots)
+    read, weight, counter = random(rows, 64), random(size), ints([0])
+    shrunk = ops.shrink(read, replace(adapters.tables, counter=counter), 1, 1)
+    # The second launch must find the counter as the first one found it.
+    for _ in range(2):
+        x, parts = random(rows, size), torch.randn(4, rows, size, device=DEVICE)
+        total = x.double() + parts.double().sum(dim=0) + adapters.product(read, "b")
+        expected = F.rms_norm(total, (size,), weight.double(), 1e-6)
+        normed = ops.add_norm(x, parts, weight, 1e-6, shrunk=shrunk, early=early)
+        assert gap(x, total) < 5e-3
+        assert gap(normed, expected) < 1e-2
+        assert not counter.any()
+
+
+def test_sampling_equals_that_of_the_host() -> None:
     """The same noise: the same tokens and logprobs, step by step, greedy rows too.
 
     The last row has a negative tick and stays as it is.
     """
+    from tinkex.engine.model.sampling_kernels import sample
+
     rows, vocabulary, steps = 7, 9001, 3
     temperatures = [1.0, 0.0, 0.7, 1.5, 1.0, 2.0, 1.0]
     seeds = [(3, 0), (3, 1), (7, 0), (2**63 + 5, 2), (0, 0), (11, 9), (1, 1)]
@@ -304,7 +356,7 @@ def test_sampling_equals_that_of_the_host(kernels: ModuleType) -> None:
     fields["keys_2B"] = torch.from_numpy(both.view(np.int32).copy()).to(DEVICE)
     for step in range(steps):
         logits = torch.randn(rows, vocabulary, device=DEVICE) * 3
-        kernels.sample(logits.clone(), **fields)
+        sample(logits.clone(), **fields)
         wanted = [
             SampleStep(SamplingConfig(temperature=t, top_k=None, top_p=None, seed=seed), at, 5 + step)
             for t, (seed, at) in zip(temperatures, seeds, strict=True)

@@ -149,7 +149,7 @@ def decode(
     adapters: dict[str, SamplerAdapter],
 ) -> Tensor:
     """Logits after the last token of each sequence, which a decode step computes."""
-    from tinkex.engine.model.decode_kernels import LoraTables
+    from tinkex.engine.model.decode_ops import LoraTables
 
     assert model.fused is not None
     rows = len(prefills)
@@ -184,6 +184,7 @@ def decode(
             slots_B=fields[2, :rows],
             rank=ranks.largest,
             rank_step=ranks.step,
+            counter=torch.zeros(1, dtype=torch.int32, device=DEVICE),
         )
     logits = torch.full((rows, model.vocab_size), float("nan"), device=DEVICE)
     model.fused.write_logits(

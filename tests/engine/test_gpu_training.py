@@ -87,6 +87,7 @@ def models(
     model = BaseModel(folder, device=DEVICE, dtype=DTYPE)
     if DEVICE.type == "cuda":
         model.prepare_packed_layers()
+        model.use_packed_layers()
     else:
         from tinkex.engine.model.packed_layers import PackedLayers
 

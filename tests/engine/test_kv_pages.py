@@ -114,6 +114,7 @@ def test_random_use_never_loses_or_duplicates_a_page(seed: int) -> None:
         used = {p for h in held for s in h.extents for p in range(s.first, s.first + s.count)}
         assert len(used) == pages.count - pages.available
         for page_table in held:  # pages that are not shared belong to one page table
+            assert page_table.page_count == sum(count for _, count in extents(page_table))
             own = [
                 p
                 for s in page_table.extents[page_table.shared_extents :]

@@ -8,7 +8,6 @@ import pytest
 
 from tinkex.engine.model.attention import ReadRound, SlotRange
 from tinkex.engine.sampling.cache_reads import gather_is_cheaper, plan_range_reads, rectangles
-from tinkex.engine.sampling.decode_graphs import pad_biases
 from tinkex.engine.sampling.kv_pages import Pages
 from tinkex.engine.sampling.scheduler import (
     DecodeStep,
@@ -257,23 +256,6 @@ def test_sequences_that_need_the_host_get_one_token() -> None:
     step = plan.next_step(decode_steps=8)
     assert step is not None
     assert plan.pages.count - plan.pages.available == plan.pages.needed(11)
-
-
-def test_biases_of_sequences_that_a_device_samples_are_in_its_tables() -> None:
-    biased = dataclasses.replace(SAMPLING, bias_tokens=(7, 9), biases=(1.5, -100.0))
-    truncated = dataclasses.replace(biased, top_p=0.5)
-    many = dataclasses.replace(SAMPLING, bias_tokens=tuple(range(65)), biases=(1.0,) * 65)
-    sequences = [
-        SampleSequence(request=dataclasses.replace(request(1, 4, 4), sampling=each), index=0)
-        for each in (SAMPLING, biased, truncated, many)
-    ]
-    assert [one.request.sampling.needs_host for one in sequences] == [False, False, True, True]
-    tokens, biases = pad_biases(sequences)
-    assert tokens.shape == biases.shape == (4, 64)
-    assert tokens[1, :3].tolist() == [7, 9, 0]
-    assert biases[1, :3].tolist() == [1.5, -100.0, 0.0]
-    # Others have nothing to add: the host adds the biases of those that it samples.
-    assert not biases[[0, 2, 3]].any()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from tinkex.engine.sampling.sequences import Request, SampleSequence, SamplingConfig, Stops
 
@@ -11,7 +13,7 @@ def decode(tokens: Sequence[int]) -> str:
     return bytes(tokens).decode(errors="replace")
 
 
-def drawn(text: str, stops: Stops, *, max_new_tokens: int = 100) -> SampleSequence:
+def started(stops: Stops, max_new_tokens: int) -> SampleSequence:
     request = Request(
         ticket=0,
         adapter=None,
@@ -21,7 +23,11 @@ def drawn(text: str, stops: Stops, *, max_new_tokens: int = 100) -> SampleSequen
         sampling=SamplingConfig(temperature=1.0, top_k=None, top_p=None, seed=0),
         stops=stops,
     )
-    sequence = SampleSequence(request=request, index=0)
+    return SampleSequence(request=request, index=0)
+
+
+def drawn(text: str, stops: Stops, *, max_new_tokens: int = 100) -> SampleSequence:
+    sequence = started(stops, max_new_tokens)
     for token in text.encode():
         sequence.append(token, -0.5, None)
         if sequence.stop_reason is not None:
@@ -64,3 +70,32 @@ def test_without_stops_only_the_length_ends_a_sequence() -> None:
 def test_a_stop_at_the_last_allowed_token_is_a_stop() -> None:
     sequence = drawn("ab.", Stops(token_ids=frozenset(b".")), max_new_tokens=3)
     assert sequence.stop_reason == "stop"
+
+
+@given(
+    text=st.text("ab.", min_size=1, max_size=30),
+    burst=st.integers(1, 9),
+    max_new_tokens=st.integers(1, 40),
+    stops=st.sampled_from(
+        [
+            Stops(),
+            Stops(token_ids=frozenset(b".x")),
+            Stops(texts=("ab.", "bb"), decode=decode),
+            Stops(token_ids=frozenset(b"x."), texts=("aa",), decode=decode),
+        ]
+    ),
+)
+def test_several_tokens_at_once_equal_one_by_one(
+    text: str, burst: int, max_new_tokens: int, stops: Stops
+) -> None:
+    one_by_one = drawn(text, stops, max_new_tokens=max_new_tokens)
+    at_once, appended = started(stops, max_new_tokens), 0
+    tokens = list(text.encode())
+    for begin in range(0, len(tokens), burst):
+        if at_once.stop_reason is None:
+            some = tokens[begin : begin + burst]
+            appended += at_once.extend(some, [-0.5] * len(some))
+    assert at_once.tokens == one_by_one.tokens
+    assert at_once.logprobs == one_by_one.logprobs
+    assert at_once.stop_reason == one_by_one.stop_reason
+    assert appended == len(at_once.tokens)

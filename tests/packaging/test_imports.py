@@ -46,7 +46,11 @@ ALLOWED_IMPORTS = {
     "models": "display extras ~numpy ~tokenizers ~huggingface_hub ~jinja2",
     "engine.sampling.guides": "extras wire numpy torch ~llguidance",
     "engine": "durable_files wire models numpy torch ~triton transformers safetensors tokenizers ~gguf",
-    "engine.model.decode_kernels": "torch triton",  # itself loaded in functions only
+    "engine.model.decode_ops": "engine.model torch triton",  # itself loaded in functions only
+    "engine.model.early_start": "torch triton",
+    "engine.model.lora_kernels": "engine.model triton",
+    "engine.model.decode_kernels": "engine.model triton",
+    "engine.model.sampling_kernels": "torch triton",
     "engine.model.packed_kernels": "torch triton",
     "server.queued_request": "",
     "server.scheduler.step_queue": "wire server.queued_request",
@@ -56,7 +60,7 @@ ALLOWED_IMPORTS = {
     "server.process_end": "wire",
     "server.store": "durable_files wire server.queued_request server.retry server.store sqlalchemy alembic fsspec ~aiobotocore ~botocore ~pyrage",
     "server.store.notifier": "server.retry server.store psycopg sqlalchemy",
-    "server.store.folder_lock": "server.settings server.store",
+    "server.folder_lock": "server.settings ~server.store",
     "server.api.connection_limits": "starlette httptools",
     "server.api.local": "local wire server.api server.local_models fastapi starlette",
     "server.executor": "wire",
@@ -202,3 +206,9 @@ def test_the_first_tensor_loads_numpy_and_still_no_heavy_package():
 )
 def test_a_web_process_does_not_load_ray(entry):
     assert "ray" not in loaded_by(f"import {entry}")
+
+
+def test_the_supervisor_loads_no_large_package():
+    # It lives as long as the server and must start fast.
+    loaded = loaded_by("import tinkex.server.supervisor")
+    assert not {*HEAVY, "alembic", "pydantic", "numpy"} & set(loaded)

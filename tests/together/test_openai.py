@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import re
 import shutil
+import signal
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 import tinkex
+from processes import children
 from serving import TINY, Server, serving
 from tinkex import types
 from waiting import until
@@ -55,10 +58,10 @@ class World:
         return openai.OpenAI(base_url=f"{self.server.url}/v1", api_key="x", max_retries=0)
 
     def metric(self, name: str) -> float:
+        """Its value; -1 if no engine has reported it yet."""
         with urllib.request.urlopen(f"{self.server.url}/metrics") as page:
             found = re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page.read().decode(), re.MULTILINE)
-        assert found is not None, name
-        return float(found[1])
+        return -1.0 if found is None else float(found[1])
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +258,32 @@ def test_completions_return_logprobs_of_prompt_and_answer(world: World) -> None:
 
 
 @pytest.mark.parametrize(
+    ("penalty", "expected"),
+    [({"presence_penalty": 2}, [0, 2, 2]), ({"frequency_penalty": 2}, [0, 2, 4])],
+)
+def test_penalties_are_taken_from_tokens_of_the_answer(
+    world: World, penalty: dict[str, float], expected: list[float]
+) -> None:
+    def leads(**fields: float) -> list[float]:
+        """How far token 77, which is always sampled, is before the second best."""
+        answer = world.client.completions.create(
+            model=TINY,
+            prompt=[77, 5],
+            max_tokens=3,
+            temperature=0,
+            logit_bias={"77": 20},
+            logprobs=2,
+            extra_body=fields,
+        )
+        found = answer.choices[0].logprobs
+        assert found is not None
+        return [max(top.values()) - min(top.values()) for top in found.top_logprobs or ()]
+
+    lost = [before - after for before, after in zip(leads(), leads(**penalty), strict=True)]
+    assert lost == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize(
     ("asked", "status", "param"),
     [
         ({"model": "nobody"}, 404, "model"),
@@ -344,3 +373,25 @@ def test_a_disconnect_frees_the_pages_of_its_sample(world: World, stream: bool) 
             with pytest.raises(openai.APITimeoutError):
                 client.with_options(timeout=1.0).completions.create(**asked)
     until(lambda: pages() == 0)
+
+
+def test_a_restart_in_mid_stream_ends_it_with_an_error_and_the_next_request_waits(
+    world: World,
+) -> None:
+    (web_process,) = children(world.server.process.pid)
+    # With retries, as by default: a kept connection may still lead to the process that stops.
+    with world.client.with_options(max_retries=2) as client:
+        stream = client.completions.create(
+            model=TINY,
+            prompt="the ship",
+            max_tokens=1900,
+            n=16,
+            logit_bias={"2": -100},  # never the end token
+            stream=True,
+        )
+        next(stream)
+        os.kill(web_process, signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="the server is stopping"):
+            list(stream)
+        assert client.completions.create(model=TINY, prompt="the ship", max_tokens=2).usage
+    assert children(world.server.process.pid) != [web_process]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,17 @@ from typing import Any
 import click
 
 import tinkex
+from tinkex.cli.chat_display import Screen
 from tinkex.cli.completion import complete_checkpoints
 from tinkex.cli.errors import CommandFailed, as_command_failure
-from tinkex.cli.output import examples, printable
+from tinkex.cli.output import examples
 from tinkex.cli.sample import light_tokenizer, sampler_of
 from tinkex.cli.service_options import service_arguments, service_options
 from tinkex.models.text_stream import TextStream
 
 YOU, MORE = "you> ", "...> "
 BLOCK = '"""'
+GREETING = "Type a message and press Enter. /help lists the commands, Ctrl-D leaves.\n"
 HELP = f"""\
 Type a message and press Enter. A line that ends with \\ goes on in the next one; {BLOCK} begins and
 ends a message of several lines. Ctrl-C stops an answer, Ctrl-D or /quit leaves.
@@ -74,30 +75,57 @@ class Model:
         self._tokenizer = light_tokenizer(self._sampling, "`tinkex chat`")
         self.base = self._sampling.get_base_model()
         self.name = name or self.base
+        offered = service.get_server_capabilities().supported_models
+        #: None: the service does not say it.
+        self._context = next(
+            (one.max_context_length for one in offered if one.model_name == self.base), None
+        )
 
     def answer(
-        self,
-        messages: list[dict[str, str]],
-        params: tinkex.SamplingParams,
-        show: Callable[[str], None],
+        self, messages: list[dict[str, str]], params: tinkex.SamplingParams, screen: Screen
     ) -> str:
         """Show an answer while it is generated, and return it; Ctrl-C ends it early."""
         text, said = TextStream(self._tokenizer), []
 
         def add(new: str) -> None:
             said.append(new)
-            show(new)
+            screen.show(new)
 
         try:
-            tokens = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-            prompt = tinkex.ModelInput.from_ints(list(tokens))
-            with self._sampling.sample_stream(prompt, 1, params) as stream:
+            prompt = list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+            room = self._room_after(len(prompt), params)
+            fitting = params.model_copy(update={"max_tokens": room})
+            sampled = tinkex.ModelInput.from_ints(prompt), 1, fitting
+            with screen.notices(), self._sampling.sample_stream(*sampled) as stream:
                 for event in stream:
                     add(text.add(event.tokens))
-            add(text.end())
+                add(text.end())
+                if stream.response().sequences[0].stop_reason == "length":
+                    screen.note(
+                        f"(cut after {room} tokens; --max-tokens allows more)"
+                        if room == params.max_tokens
+                        else "(cut: the context of the model is full; /clear starts over)"
+                    )
         except KeyboardInterrupt:
-            click.echo("\n(stopped)", err=True, nl=False)
+            screen.note("(stopped)")
+        except Exception:
+            screen.break_off()
+            raise
+        screen.end()
         return "".join(said)
+
+    def _room_after(self, tokens: int, params: tinkex.SamplingParams) -> int | None:
+        """How many tokens an answer may have."""
+        most = params.max_tokens
+        if self._context is None or most is None:
+            return most
+        if tokens >= self._context:
+            raise CommandFailed(
+                f"the conversation has {tokens:,} tokens, and the context of the model is "
+                f"{self._context:,}.",
+                hint="/clear starts over.",
+            )
+        return min(most, self._context - tokens)
 
 
 class Chat:
@@ -114,8 +142,11 @@ class Chat:
         self._model = model
         self._params = params
         self._conversation = conversation
+        self._screen = Screen()
         #: Models of `/compare`, by name.
         self._others: dict[str, Model] = {}
+        #: How often the last message was answered again, each time with the next seed.
+        self._again = 0
 
     def run(self) -> None:
         while (text := read_message()) is not None:
@@ -144,7 +175,8 @@ class Chat:
                 click.echo(HELP, err=True)
             case "system":
                 self._conversation.restart(rest or None)
-                click.echo("The conversation starts over.", err=True)
+                said = "The system message is set" if rest else "There is no system message now"
+                click.echo(f"{said}. The conversation starts over.", err=True)
             case "clear":
                 self._conversation.restart(self._conversation.system)
                 click.echo("The conversation starts over.", err=True)
@@ -158,10 +190,16 @@ class Chat:
                 raise CommandFailed(f"there is no command /{name}.", hint="/help lists them.")
         return True
 
-    def _ask(self, question: str) -> None:
-        answer = self._model.answer(self._conversation.messages(question), self._params, _show)
-        click.echo("")
+    def _ask(self, question: str, *, again: int = 0) -> None:
+        self._again = again
+        answer = self._answer_of(self._model, question)
         self._conversation.add(question, answer)
+
+    def _answer_of(self, model: Model, question: str) -> str:
+        params = self._params
+        if params.seed is not None:
+            params = params.model_copy(update={"seed": params.seed + self._again})
+        return model.answer(self._conversation.messages(question), params, self._screen)
 
     def _last(self) -> tuple[str, str]:
         if (last := self._conversation.take_last()) is None:
@@ -171,7 +209,7 @@ class Chat:
     def _regenerate(self) -> None:
         question, answer = self._last()
         try:
-            self._ask(question)
+            self._ask(question, again=self._again + 1)
         except BaseException:
             self._conversation.add(question, answer)
             raise
@@ -183,8 +221,7 @@ class Chat:
             if name not in self._others:
                 self._others[name] = Model(self._service, name)
             click.echo(f"{name}:", err=True)
-            self._others[name].answer(self._conversation.messages(question), self._params, _show)
-            click.echo("")
+            self._answer_of(self._others[name], question)
         finally:
             self._conversation.add(question, answer)
 
@@ -205,12 +242,6 @@ class Chat:
 def _words(text: str) -> tuple[str, str]:
     name, _, rest = text[1:].strip().partition(" ")
     return name.lower(), rest.strip()
-
-
-def _show(text: str) -> None:
-    # What a model says must not control a terminal.
-    click.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
-    sys.stdout.flush()
 
 
 def read_message() -> str | None:
@@ -276,6 +307,6 @@ def command(model: str | None, system: str | None, **sampling: Any) -> None:
 
     with tinkex.ServiceClient(**service_arguments()) as service:
         answering = Model(service, model)
-        click.echo(f"{answering.name}. /help lists the commands.", err=True)
+        click.echo(f"{answering.name}\n{GREETING}", err=True)
         params = tinkex.SamplingParams(**sampling)
         Chat(service, answering, params, Conversation(system)).run()

@@ -47,8 +47,8 @@ def _options(names: Iterable[str], *, folder: str) -> list[click.Parameter]:
     "web",
     params=_options(_WEB, folder="web-PORT"),
     epilog=examples(
-        "tinkex web --db postgresql+psycopg://tinkex@db/tinkex --storage s3://bucket/tinkex",
-        "tinkex web --db ... --storage /mnt/tinkex --host 0.0.0.0 --port 8001",
+        "tinkex web --db postgresql+psycopg://db/tinkex --storage /mnt/tinkex",
+        "tinkex web --host 0.0.0.0 --port 8001    # with TINKEX_DB, TINKEX_STORAGE",
     ),
 )
 @click.argument("models", nargs=-1, metavar="[NAME=FOLDER]...")
@@ -81,10 +81,8 @@ def web(models: tuple[str, ...], **flags: Any) -> None:
     "worker",
     params=_options(_WORKER, folder="worker"),
     epilog=examples(
-        "tinkex worker Qwen/Qwen3-8B --db postgresql+psycopg://tinkex@db/tinkex "
-        "--storage s3://bucket/tinkex",
-        "tinkex worker Qwen/Qwen3-8B=~/models/8b --db ... --storage ... --device cuda:1 "
-        "--data /srv/worker-1",
+        "tinkex worker Qwen/Qwen3-8B    # with TINKEX_DB and TINKEX_STORAGE",
+        "tinkex worker Qwen/Qwen3-8B --device cuda:1 --data /srv/worker-1",
     ),
 )
 @click.argument("model", metavar="NAME|FOLDER|NAME=FOLDER")

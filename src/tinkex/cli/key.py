@@ -164,9 +164,9 @@ def _with_keys(
     create: bool = False,
 ) -> T:
     """Run `operation` on the keys of the server's store; without `create` the store must exist."""
-    settings = load_settings("key", data=data, db=db, module="tinkex.server.store.folder_lock")
+    settings = load_settings("key", data=data, db=db, module="tinkex.server.store")
+    from tinkex.server.folder_lock import open_shared_store
     from tinkex.server.store import DatabaseRefused
-    from tinkex.server.store.folder_lock import open_shared_store
 
     if not create:
         _check_exists(settings)

@@ -95,9 +95,9 @@ def named_base(folder: Path) -> str:
 def from_server(path: str, data: str | None) -> Path:
     """The folder of a tinker:// path on a server on this machine."""
     try:
+        from tinkex.server.folder_lock import database_file, open_shared_store
         from tinkex.server.settings import Settings
         from tinkex.server.store import DatabaseRefused
-        from tinkex.server.store.folder_lock import database_file, open_shared_store
     except ModuleNotFoundError as error:
         raise missing_package(error, "a tinker:// path", "all") from error
     settings = Settings.from_sources({"data": data})

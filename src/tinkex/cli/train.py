@@ -15,7 +15,7 @@ from tinkex.cli.errors import CommandFailed, missing_package
 from tinkex.cli.output import examples
 from tinkex.cli.service_options import service_arguments, service_options
 from tinkex.cli.train_plan import Options, Plan, make_plan, method_for, read_rows, reward_of
-from tinkex.cli.train_progress import announce, show_result, step_display
+from tinkex.cli.train_progress import announce, show_result, step_display, working
 from tinkex.cli.train_state import FILE, TrainState, locked
 from tinkex.recipes import evaluate
 
@@ -184,24 +184,26 @@ def run(
     announce(plan, state)
     if not state.finished:
         if state.before is None:
-            state.before = sampled(base, tokenizer, plan)
+            with working("Sampling answers before training"):
+                state.before = sampled(base, tokenizer, plan)
         train(service, tokenizer, plan, state)
     if state.after is None:
-        trained = service.create_sampling_client(model_path=state.sampler)
-        state.after = sampled(trained, tokenizer, plan)
+        with working("Sampling answers after training"):
+            trained = service.create_sampling_client(model_path=state.sampler)
+            state.after = sampled(trained, tokenizer, plan)
         state.save()
     show_result(plan, state)
 
 
 def train(service: Any, tokenizer: Any, plan: Plan, state: TrainState) -> None:
     """Run the recipe from where the state is, and keep the state on disk at each checkpoint."""
-    with stopping() as stop, step_display(plan, state) as show:
+    with step_display(plan, state) as display, stopping(display.say) as stop:
         try:
             for step in plan.steps(service, tokenizer, state.resume, stop):
                 state.add(step)
                 if step.checkpoint is not None:
                     state.save()
-                show(step)
+                display.show(step)
         except tinkex.TinkerError:
             if state.step:
                 click.echo(
@@ -227,7 +229,7 @@ def sampled(sampling: Any, tokenizer: Any, plan: Plan) -> list[str]:
 
 
 @contextmanager
-def stopping() -> Iterator[Callable[[], bool]]:
+def stopping(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
     """Whether Ctrl-C was pressed. The second time it interrupts the program at once."""
     pressed = 0
 
@@ -236,7 +238,8 @@ def stopping() -> Iterator[Callable[[], bool]]:
         pressed += 1
         if pressed > 1:
             raise KeyboardInterrupt
-        click.echo("\nStopping after this step. Ctrl-C again stops at once.", err=True)
+        say("Stopping: steps that the server has already are finished and saved first.")
+        say("Ctrl-C again stops at once.")
 
     before = signal.signal(signal.SIGINT, press)
     try:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import click
 from rich.console import Console
@@ -61,46 +62,91 @@ def short(metrics: Mapping[str, float], metric: str) -> str:
 
 
 @contextmanager
-def step_display(plan: Plan, state: TrainState) -> Iterator[Callable[[Step], None]]:
-    """A callback for each step: a bar on a terminal, some lines elsewhere; always on stderr."""
-    started, tokens, total = time.monotonic(), 0, plan.settings.steps
-    latest: dict[str, float] = {}  # held-out metrics are measured now and then
-
-    def rate(step: Step) -> str:
-        nonlocal tokens
-        latest.update(step.metrics)
-        tokens += step.tokens
-        return f"{tokens / max(time.monotonic() - started, 1e-9):.0f} tokens/s"
-
+def working(words: str) -> Iterator[None]:
+    """Say on a terminal what takes so long while a block runs."""
     if not sys.stderr.isatty():
-
-        def show_line(step: Step) -> None:
-            speed = rate(step)
-            every = max(1, total // LINES)
-            if step.number % every == 0 or step.number in (0, 1, total) or step.sampler:
-                words = words_of(step.metrics)
-                click.echo(f"step {step.number:>4} of {total}  {words}  {speed}", err=True)
-
-        yield show_line
+        yield
         return
+    with Console(stderr=True, highlight=False).status(f"{words} …"):
+        yield
 
+
+class Display(Protocol):
+    """What a run shows while it trains, always on stderr."""
+
+    def show(self, step: Step) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+
+class _Speed:
+    """Tokens per second since the start; nothing before the first ones."""
+
+    def __init__(self) -> None:
+        self._started, self._tokens = time.monotonic(), 0
+
+    def after(self, step: Step) -> str:
+        self._tokens += step.tokens
+        per_s = self._tokens / max(time.monotonic() - self._started, 1e-9)
+        return f"{per_s:.0f} tokens/s" if self._tokens else ""
+
+
+class _Lines:
+    """Some lines, for a pipe."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._speed = total, _Speed()
+
+    def show(self, step: Step) -> None:
+        speed = self._speed.after(step)
+        every = max(1, self._total // LINES)
+        if step.number % every == 0 or step.number in (0, 1, self._total) or step.sampler:
+            line = f"step {step.number:>4} of {self._total}  {words_of(step.metrics)}  {speed}"
+            click.echo(line.rstrip(), err=True)
+
+    def say(self, text: str) -> None:
+        click.echo(text, err=True)
+
+
+class _Bar:
+    """A bar with the newest metrics, for a terminal."""
+
+    def __init__(self, bar: Progress, plan: Plan, state: TrainState) -> None:
+        self._bar, self._metric, self._speed = bar, plan.metric, _Speed()
+        self._latest: dict[str, float] = {}  # held-out metrics are measured now and then
+        self._task = bar.add_task(
+            "", total=plan.settings.steps, completed=state.step, words="", speed=""
+        )
+
+    def show(self, step: Step) -> None:
+        self._latest.update(step.metrics)
+        words, speed = short(self._latest, self._metric), self._speed.after(step)
+        self._bar.update(
+            self._task, completed=step.number, words=words, speed=f"{speed}, " if speed else ""
+        )
+
+    def say(self, text: str) -> None:
+        """Above the bar."""
+        self._bar.console.print(text, markup=False)
+
+
+@contextmanager
+def step_display(plan: Plan, state: TrainState) -> Iterator[Display]:
+    """A bar on a terminal, some lines elsewhere."""
+    if not sys.stderr.isatty():
+        yield _Lines(plan.settings.steps)
+        return
     bar = Progress(
         TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
         BarColumn(bar_width=None),
         TextColumn("{task.fields[words]}"),
-        TextColumn("[dim]{task.fields[speed]}, left[/]"),
+        TextColumn("[dim]{task.fields[speed]}left[/]"),
         TimeRemainingColumn(),
         console=Console(stderr=True, highlight=False),
         expand=True,
     )
     with bar:
-        task = bar.add_task("", total=total, completed=state.step, words="", speed="")
-
-        def show_bar(step: Step) -> None:
-            speed = rate(step)
-            bar.update(task, completed=step.number, words=short(latest, plan.metric), speed=speed)
-
-        yield show_bar
+        yield _Bar(bar, plan, state)
 
 
 def show_result(plan: Plan, state: TrainState) -> None:
@@ -137,17 +183,22 @@ def show_result(plan: Plan, state: TrainState) -> None:
     for prompt, before, after in answers:
         click.echo()
         for word, text in (("prompt", prompt), ("before", before), ("after", after)):
-            click.echo(f"{click.style(word.ljust(6), fg='cyan')}  {one_line(text)}")
+            click.echo(f"{click.style(word.ljust(6), fg='cyan')}  {beside(text)}")
     click.echo()
     click.echo(f"sampler weights  {state.sampler}")
     click.echo(f"training state   {state.checkpoint}")
-    plain = " --plain" if plan.plain else ""
-    click.echo(f'Try it:  tinkex sample "..."{plain} --path {state.sampler}', err=True)
+    said = 'sample "..." --plain --path' if plan.plain else "chat"
+    click.echo(f"Try it:  tinkex {said} {state.sampler}", err=True)
 
 
-def one_line(text: str) -> str:
-    """What a model says must not control a terminal."""
-    return printable(" ".join(text.split()))
+def beside(text: str) -> str:
+    """A text for the right column: in one line or, on a terminal, in lines of whole words."""
+    # What a model says must not control a terminal.
+    line = printable(" ".join(text.split()))
+    if not sys.stdout.isatty():
+        return line
+    width = max(20, shutil.get_terminal_size().columns - 8)
+    return f"\n{'':8}".join(textwrap.wrap(line, width) or [""])
 
 
 def _text(prompt: Any) -> str:

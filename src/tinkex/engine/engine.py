@@ -101,7 +101,7 @@ class Engine:
         if settings.deterministic:
             prepare_determinism()
         device = choose_device(settings)
-        if device.type == "cuda":
+        if device.index is not None:
             # Triton and CUDA graphs use the current device, whatever device their tensors are on.
             torch.cuda.set_device(device)
         dtype = choose_dtype(settings, device)
@@ -138,7 +138,9 @@ class Engine:
             limit=self.facts.memory_bytes,
             total=self.facts.device_bytes,
         )
-        log.info("memory: %s\n%s", memory, self.plan.table())
+        # A record is one line of the log.
+        for line in (f"memory: {memory}", *self.plan.table().splitlines()):
+            log.info("%s", line)
         #: Maximum tokens of one forward pass. A longer sequence runs alone.
         self.max_batch_tokens = self.plan.batch_tokens
         self._use_count = itertools.count(1)
@@ -257,6 +259,11 @@ class Engine:
             deterministic=self.settings.deterministic,
             checkpoint=tokens * self.model.bytes_per_token > self.plan.activations,
         )
+
+    def wait(self) -> None:
+        """Waits until the device has computed everything."""
+        if self.model.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
 
     def register_loss(
         self,

@@ -102,7 +102,7 @@ class Worker:
         self._training: OrderedDict[str, deque[Job]] = OrderedDict()
         self._mixer = BatchMixer()
         self._loss_sessions: dict[str, str] = {}
-        #: Speed of the last micro-batch.
+        #: Speed of the last micro-batch beside sampling.
         self._tokens_per_s = 0.0
         self._sample_began_s: dict[int, float] = {}
         #: Seconds of the last piece of training, and of sampling since then.
@@ -350,16 +350,20 @@ class Worker:
         finished: list[str] = []
         tokens = sum(before) - sum(left)
         self._tokens_trained += tokens
-        self._tokens_per_s = tokens / max(elapsed_s, 1e-6)
         for (job, training_pass, _), had, has in zip(slices, before, left, strict=True):
             job.compute_s += elapsed_s * (had - has) / max(1, tokens)
             if not has:
                 self._finish(training_pass.model_id, job, _pass_report(job, training_pass))
                 finished.append(training_pass.model_id)
+        if self._engine.sampling:
+            # Both share the time of the device, which may still compute gradients.
+            self._engine.wait()
+            self._tokens_per_s = tokens / max(time.perf_counter() - began_s, 1e-6)
         # Run the next operation of these models now. It is usually the optimizer step, which then
         # waits neither for another micro-batch nor for a burst of samples.
         for model_id in finished:
             if self._training.get(model_id) and _is_operation(self._training[model_id][0]):
+                self._start_next_pass(model_id)
                 self._run_operation(model_id)
 
     def _fail_micro_batch(self, jobs: Sequence[Job], error: Exception) -> None:
@@ -390,21 +394,35 @@ class Worker:
                     passes.setdefault(model_id, []).append(job)
         return passes
 
+    def _start_next_pass(self, model_id: str) -> None:
+        """
+        Decodes and checks the next pass of a model while the device still computes.
+
+        A pass that is refused is refused again in its turn, so that reports keep their order.
+        """
+        job = next((job for job in self._training[model_id] if _is_pass(job)), None)
+        if job is not None:
+            with contextlib.suppress(Exception):
+                self._decode_pass(model_id, job)
+
     def _start_pass(self, model_id: str, job: Job) -> bool:
         """Decodes and checks a pass. Returns False after reporting a failure."""
-        if job.training_pass is not None:
-            return True
-        order = job.order.run_pass
         try:
-            request, _ = decode_forward_backward_request(_payload_bytes(order.payload))
-            self._check_loss(request.forward_backward_input, order.session_id)
-            job.training_pass = self._engine.begin_pass(
-                model_id, request.forward_backward_input, backward=order.backward
-            )
+            self._decode_pass(model_id, job)
         except Exception as error:  # noqa: BLE001  reported as the failure of this order
             self._fail(model_id, job, error)
             return False
         return True
+
+    def _decode_pass(self, model_id: str, job: Job) -> None:
+        if job.training_pass is not None:
+            return
+        order = job.order.run_pass
+        request, _ = decode_forward_backward_request(_payload_bytes(order.payload))
+        self._check_loss(request.forward_backward_input, order.session_id)
+        job.training_pass = self._engine.begin_pass(
+            model_id, request.forward_backward_input, backward=order.backward
+        )
 
     def _check_loss(self, work: ForwardBackwardInput, session_id: str) -> None:
         """Raises `UserFailure` if the pass names a custom loss of another session."""

@@ -44,7 +44,9 @@ class TextStream:
         return self._text(len(self._new))
 
     def _take(self, count: int, text: str) -> str:
-        self._context, self._new = self._new[:count], self._new[count:]
+        # A few are enough: the text of one more token depends on no more.
+        first = max(0, count - MAX_TOKENS_PER_CHARACTER)
+        self._context, self._new = self._new[first:count], self._new[count:]
         return text
 
     def _text(self, count: int) -> str:

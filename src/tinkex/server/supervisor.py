@@ -27,6 +27,7 @@ from tinkex.models.cache import Progress
 from tinkex.models.resolve import DEFAULT_MODEL, ModelSource, resolve
 from tinkex.server import process_setup
 from tinkex.server.announcement import Facts
+from tinkex.server.folder_lock import HeldLock, lock_database, lock_folder
 from tinkex.server.registration import (
     Administration,
     Registration,
@@ -36,7 +37,6 @@ from tinkex.server.registration import (
 )
 from tinkex.server.retry import Backoff, Crashed, poll, retry_blocking
 from tinkex.server.settings import Settings, SettingsError, is_loopback
-from tinkex.server.store.folder_lock import HeldLock, lock_database, lock_folder
 
 log = logging.getLogger("tinkex.server.supervisor")
 

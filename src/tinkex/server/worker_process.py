@@ -26,6 +26,7 @@ from tinkex.server.activity import ActivityLog
 from tinkex.server.cluster.worker import PublishedResults, Worker
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import EngineRefused, Executor
+from tinkex.server.folder_lock import lock_folder
 from tinkex.server.local_models import served_model
 from tinkex.server.maintenance.cleanup import Cleanup
 from tinkex.server.maintenance.disk_monitor import DiskMonitor
@@ -35,7 +36,6 @@ from tinkex.server.scheduler.crash_files import CrashFiles
 from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.settings import Settings, SettingsError
 from tinkex.server.store import DatabaseRefused, Store, open_store
-from tinkex.server.store.folder_lock import lock_folder
 from tinkex.server.supervisor import StartFailed
 from tinkex.server.web_process import engine_settings
 

@@ -18,7 +18,7 @@ from server.hosting import Api, hosted
 from server.tenants import everything_kept, is_private, new_key, revoke, secrets_in, with_key
 from tinkex.server.api import auth
 from tinkex.server.api.auth import BadToken, Tokens
-from tinkex.server.store.folder_lock import lock_folder
+from tinkex.server.folder_lock import lock_folder
 from tinkex.server.store.keys import hashed
 from tinkex.server.store.server_secrets import LINKS, TOKENS
 

@@ -1,8 +1,10 @@
 """OpenAI's routes as ordinary samples: keys, limits, cancellation, and a server that stops."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
+import sqlite3
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,10 +13,12 @@ from typing import Any
 import aiohttp
 import pytest
 
+from server.api.test_account import events as usage_events
+from server.api.test_account import totals
 from server.api.test_streaming import Drip
-from server.echo import BASE
+from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
-from server.tenants import new_key
+from server.tenants import new_key, with_key
 from tinkex.server.api import openai_prompts
 from tinkex.server.queued_request import QueuedRequest
 from waiting import until_async
@@ -62,6 +66,25 @@ async def test_a_stream_is_chunks_and_then_done(api: Api, drip: Drip) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_is_a_stored_sample_and_is_counted(
+    api: Api, drip: Drip, tmp_path: Path, stream: bool
+) -> None:
+    body = {**CHAT, "n": 2, "stream": stream, "stream_options": {"include_usage": True}}
+    asked = asyncio.ensure_future(api.http.post("/v1/chat/completions", json=body))
+    await drip.begun.acquire()
+    with contextlib.closing(sqlite3.connect(tmp_path / "tinkex.db")) as database:
+        rows = database.execute("select kind, status, owner, sequences from requests").fetchall()
+    assert rows == [("sample", "waiting", "local", 2)]
+    drip.fall(4)
+    async with await asked as answer:
+        last = [event async for event in lines(answer)][-2] if stream else await answer.json()
+    assert last["usage"]["completion_tokens"] == 8
+    counted = totals(await usage_events(api))
+    assert counted["sampling_sample"] == 8
+    assert counted["sampling_prefill"] == last["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_cancels_its_sample(api: Api, drip: Drip, stream: bool) -> None:
     async def ask() -> None:
         body = {**CHAT, "stream": stream}
@@ -96,6 +119,7 @@ async def test_a_server_that_stops_says_so(api: Api, drip: Drip, stream: bool) -
         async with asked as answer:
             events = lines(answer)
             assert (await anext(events))["choices"]
+            await drip.begun.acquire()
             api.app.state.context.futures.release()
             assert "stopping" in (await anext(events))["error"]["message"]
             assert [event async for event in events] == []
@@ -140,6 +164,32 @@ async def test_a_key_is_a_bearer_token_and_errors_have_the_shape_of_openai(
         async with api.http.post("/v1/nothing", headers=bearer) as answer:
             assert answer.status == 404
             assert "error" in await answer.json()
+
+
+async def test_a_model_names_its_owner_to_its_owner_only(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    keys = {owner: await new_key(tmp_path, owner) for owner in ("alice", "bob")}
+    async with (
+        hosted(echo, tmp_path) as nobody,
+        with_key(nobody, keys["alice"]) as alice,
+        with_key(nobody, keys["bob"]) as bob,
+    ):
+        model = await alice.model()
+        await alice.result(
+            await alice.step("save_weights_for_sampler", model_id=model, seq_id=1, path="shown")
+        )
+        path = f"tinker://{model}/sampler_weights/shown"
+        assert (await bob.get(f"/v1/models/{path}")).status == 404
+        await alice.call("POST", f"training_runs/{model}/checkpoints/sampler_weights/shown/publish")
+        for reader, owner in ((alice, "alice"), (bob, "another-owner")):
+            listed = (await reader.get("/v1/models")).json["data"]
+            found = {one["id"]: one["owned_by"] for one in listed}
+            assert found == {BASE: "tinkex", path: owner}
+            for one in listed:  # the same as a model by itself
+                assert (await reader.get(f"/v1/models/{one['id']}")).json == one
+            body = {"model": path, "prompt": [1], "max_tokens": 1}
+            assert (await reader.post("/v1/completions", body)).json["model"] == path
 
 
 async def test_a_request_over_the_limit_of_its_owner_is_a_429(drip: Drip, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from server.store.old_schemas import make_older
 from serving import TINY, serving
 from tinkex.server import web_process
 from tinkex.server.executor import ServedModel
+from tinkex.server.folder_lock import lock_database, lock_folder
 from tinkex.server.maintenance.doctor import (
     PARTS,
     Finding,
@@ -34,7 +35,6 @@ from tinkex.server.maintenance.doctor import (
 from tinkex.server.settings import Settings, SettingsError
 from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.server.store.blobs import UNREADABLE, safetensors_problem
-from tinkex.server.store.folder_lock import lock_database, lock_folder
 from tinkex.server.store.inspection import PAYLOAD, SNAPSHOT, DamagedItem, Inspection
 
 pytestmark = pytest.mark.anyio

@@ -13,8 +13,8 @@ from server.storage.commands import tinkex
 from server.store.test_migrations import make_older
 from server.tenants import is_private
 from serving import TINY, Server, serving
+from tinkex.server.folder_lock import database_file, lock_database, lock_folder, lock_holder
 from tinkex.server.settings import Settings, SettingsError
-from tinkex.server.store.folder_lock import database_file, lock_database, lock_folder, lock_holder
 
 pytestmark = pytest.mark.anyio
 

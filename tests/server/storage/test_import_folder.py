@@ -11,13 +11,13 @@ import pytest
 import tinkex
 from serving import serving
 from tinkex import types
+from tinkex.server.folder_lock import lock_folder
 from tinkex.server.maintenance import import_folder as importing
 from tinkex.server.maintenance.backup import BackupFailed
 from tinkex.server.maintenance.import_folder import import_folder
 from tinkex.server.registration import name_old_folders
 from tinkex.server.settings import Settings, SettingsError
 from tinkex.server.store.blobs import Files
-from tinkex.server.store.folder_lock import lock_folder
 from tinkex.server.store.inspection import inspect
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "folder-0.1"

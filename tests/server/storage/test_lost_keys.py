@@ -16,11 +16,11 @@ import pytest
 from server.storage.commands import tinkex
 from server.tenants import is_private
 from serving import TINY, serving
+from tinkex.server.folder_lock import open_shared_store
 from tinkex.server.maintenance.backup import create, restore
 from tinkex.server.maintenance.doctor import Level, examine
 from tinkex.server.settings import Settings
 from tinkex.server.store import DatabaseRefused, open_store
-from tinkex.server.store.folder_lock import open_shared_store
 from tinkex.server.store.sql_dialects import is_wal_lost
 
 pytestmark = pytest.mark.anyio

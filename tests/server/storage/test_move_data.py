@@ -17,13 +17,13 @@ from server.hosting import hosted
 from server.storage.commands import tinkex
 from server.storage.test_doctor import filled
 from server.tenants import new_key, secrets_in, with_key
+from tinkex.server.folder_lock import lock_folder
 from tinkex.server.maintenance.backup import BackupFailed
 from tinkex.server.maintenance.doctor import Level, examine
 from tinkex.server.maintenance.move_data import move_data
 from tinkex.server.settings import Settings, SettingsError
 from tinkex.server.store import DatabaseRefused, Store, open_store, row_copy
 from tinkex.server.store.blobs import Files
-from tinkex.server.store.folder_lock import lock_folder
 
 pytestmark = pytest.mark.anyio
 

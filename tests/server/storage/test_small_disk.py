@@ -23,11 +23,11 @@ from tinkex.cli.command_group import command as tinkex_command
 from tinkex.local import registry
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import ServedModel
+from tinkex.server.folder_lock import lock_folder
 from tinkex.server.maintenance import disk_monitor
 from tinkex.server.retry import Backoff
 from tinkex.server.scheduler import checkpoints
 from tinkex.server.settings import SettingsError
-from tinkex.server.store.folder_lock import lock_folder
 from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.proto.frames_pb2 import Done, Order
 from waiting import until_async

@@ -196,7 +196,9 @@ class Fetcher:
                     on_bytes(len(piece))
         if position < info.size:
             raise APIConnectionError(
-                _without_query(link), f"Cut off after {position} of {info.size} bytes."
+                _without_query(link),
+                f"The download broke off after {position:,} of {info.size:,} bytes. Start it again: "
+                "it resumes there.",
             )
 
     def _with_retries(

@@ -8,6 +8,7 @@ values of one token.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
@@ -200,6 +201,64 @@ def attend_packed(
         return _varlen(q_THD, k_TKD, v_TKD, scaling, packing)
     query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in (q_THD, k_TKD, v_TKD))
     return _attend(layer_index, query, key, value, scaling, packing)[0]
+
+
+def attend_packed_with_backward(
+    layer_index: int,
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    *,
+    scaling: float,
+    packing: Packing,
+) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor]]]:
+    """
+    The same, and the backward pass: from the gradient by the result to those by q, k and v.
+
+    On a GPU it calls the kernels without autograd, which costs the processor more than the rest of
+    a layer together.
+    """
+    if packing.cache is None and has_varlen(q_THD.device, q_THD.dtype) and has_flash_kernels():
+        starts, longest = packing.starts_int32, max(packing.lengths)
+        places = (starts, starts, longest, longest, 0.0, True)
+        out_THD, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
+            q_THD, k_TKD, v_TKD, *places, False, scale=scaling
+        )
+
+        def backward(gradient_THD: Tensor) -> Sequence[Tensor]:
+            found: Sequence[Tensor] = torch.ops.aten._flash_attention_backward(
+                *(gradient_THD, q_THD, k_TKD, v_TKD, out_THD, lse),
+                *(*places, state, unused),
+                scale=scaling,
+            )
+            return found
+
+        return out_THD, backward
+    leaves = [each.detach().requires_grad_() for each in (q_THD, k_TKD, v_TKD)]
+    with torch.enable_grad():
+        attended = attend_packed(layer_index, *leaves, scaling=scaling, packing=packing)
+    return attended.detach(), lambda gradient: torch.autograd.grad(attended, leaves, gradient)
+
+
+@functools.cache
+def has_flash_kernels() -> bool:
+    """Whether torch's private operations have the parameters that are used here."""
+    try:
+        schemas = [
+            torch.ops.aten._flash_attention_forward.default._schema,
+            torch.ops.aten._flash_attention_backward.default._schema,
+        ]
+    except AttributeError:
+        return False
+    positional = [
+        [each.name for each in schema.arguments if not each.kwarg_only] for schema in schemas
+    ]
+    places = ["cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
+    heads = ["query", "key", "value"]
+    return positional == [
+        [*heads, *places, "return_debug_mask"],
+        ["grad_out", *heads, "out", "logsumexp", *places, "rng_state", "unused"],
+    ]
 
 
 def _attend(

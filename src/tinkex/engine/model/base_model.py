@@ -401,8 +401,8 @@ def quiet_transformers() -> Iterator[None]:
 
 def refuse_unsupported(config: PretrainedConfig) -> None:
     text = config.get_text_config()
-    # The lazy mapping supports `in` only for its keys.
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING.keys():  # noqa: SIM118
+    # Not in its keys(): they would import the configuration modules of all model families.
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         images = getattr(config, "vision_config", None) is not None
         what = "takes images" if images else "is not a decoder-only language model"
         raise UnsupportedModel(

@@ -1,8 +1,9 @@
 """The layers of decoding and prefill on a GPU, from few and fused kernels.
 
 A decode step has one token for each sequence, so its time is the reading of weights and cache plus
-the start of each kernel; transformers' code starts about sixty kernels for a layer, this one
-sixteen. Prefill runs the same layers over packed tokens.
+the start of each kernel; transformers' code starts about sixty kernels for a layer, this one ten.
+With adapters there are twelve from five rows on and sixteen from seventeen rows on. Prefill runs
+the same layers over packed tokens.
 
 Only for models of the usual form (`stacked_weights`) in bfloat16; others run transformers' code.
 `probe_logits` shows whether the result is right.
@@ -25,7 +26,7 @@ from tinkex.engine.model.lm_head import Head
 from tinkex.engine.model.stacked_weights import ATTENTION, MLP, StackedLinear, StackedWeights
 
 if TYPE_CHECKING:
-    from tinkex.engine.model.decode_kernels import LoraTables, Shrunk
+    from tinkex.engine.model.decode_ops import LoraTables, Shrunk
 
 # B rows of a decode step, H hidden size, V vocabulary
 
@@ -95,59 +96,70 @@ class FusedDecoder:
 
         `spare` is a page of the cache that no sequence uses.
         """
-        from tinkex.engine.model import decode_kernels as kernels
+        from tinkex.engine.model import decode_ops as ops
+        from tinkex.engine.model.early_start import FEW_ROWS, starts_early
 
+        rows = len(inputs.ids_B)
+        early = starts_early(rows, out_BV.device)
         places: Any = {
             "positions_B": inputs.positions_B,
             "last_B": inputs.last_B,
             "table": inputs.table,
             "page": page,
+            "early": early,
         }
 
         def linear(
             x: Tensor, layer: StackedLinear, target: int, projections: int, *, parts: bool = False
-        ) -> tuple[Tensor, kernels.Shrunk | None]:
+        ) -> tuple[Tensor, Shrunk | None]:
             """The base layer, and beside it the products with A, which read the same input."""
             if lora is None:
-                return kernels.linear(x, layer.weight, layer.bias, parts=parts), None
+                y = ops.linear(x, layer.weight, layer.bias, parts=parts, early=early)
+                return y, None
+            if rows <= FEW_ROWS:
+                return ops.linear_and_shrink(
+                    x, layer.weight, layer.bias, lora, target, projections, parts=parts, early=early
+                )
             with self._beside():
-                shrunk = kernels.shrink(x, lora, target, projections)
-            y = kernels.linear(x, layer.weight, layer.bias, parts=parts)
+                shrunk = ops.shrink(x, lora, target, projections)
+            y = ops.linear(x, layer.weight, layer.bias, parts=parts)
             self._join()
             return y, shrunk
 
         def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            return kernels.attend(
-                q,
-                keys=keys,
-                values=values,
-                scaling=self._weights.scaling,
-                **places,
-            )
+            return ops.attend(q, keys=keys, values=values, scaling=self._weights.scaling, **places)
 
-        hidden = self._run_layers(inputs.ids_B, cache, linear, attend, {**places, "spare": spare})
+        def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, shrunk: Shrunk | None) -> Tensor:
+            return ops.add_norm(x, y, weight, self._weights.eps, shrunk=shrunk, early=early)
+
+        hidden = self._run_layers(
+            inputs.ids_B, cache, linear, attend, add_norm, {**places, "spare": spare}
+        )
         self._head.write_logits(hidden, out_BV)
         if lora is not None and lora_head:
-            shrunk = kernels.shrink(hidden, lora, len(self._weights.targets) - 1, 1)
-            kernels.add_expanded(out_BV, shrunk, exact=True)
+            shrunk = ops.shrink(hidden, lora, len(self._weights.targets) - 1, 1)
+            ops.add_expanded(out_BV, shrunk, exact=True)
 
     def prefill(
         self, inputs: PrefillInputs, cache: Sequence[CacheLayer], *, lora: LoraTables | None
     ) -> Tensor:
         """The last hidden states [T, H] of packed tokens. Writes their keys and values."""
-        from tinkex.engine.model import decode_kernels as kernels
+        from tinkex.engine.model import decode_ops as ops
 
         def linear(
             x: Tensor, layer: StackedLinear, target: int, projections: int, *, parts: bool = False
-        ) -> tuple[Tensor, kernels.Shrunk | None]:
+        ) -> tuple[Tensor, Shrunk | None]:
             y = F.linear(x, layer.weight, layer.bias)
-            return y, None if lora is None else kernels.shrink(x, lora, target, projections)
+            return y, None if lora is None else ops.shrink(x, lora, target, projections)
 
         def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             return attend_from_cache(q, keys, values, inputs.reads, self._weights.scaling)
 
-        places = {"positions_B": inputs.positions_T, "slots_B": inputs.slots_T}
-        return self._run_layers(inputs.ids_T, cache, linear, attend, places)
+        def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, shrunk: Shrunk | None) -> Tensor:
+            return ops.add_norm(x, y, weight, self._weights.eps, shrunk=shrunk)
+
+        places = {"positions_B": inputs.positions_T, "slots_B": inputs.slots_T, "early": False}
+        return self._run_layers(inputs.ids_T, cache, linear, attend, add_norm, places)
 
     def _run_layers(
         self,
@@ -155,19 +167,21 @@ class FusedDecoder:
         cache: Sequence[CacheLayer],
         linear: Callable[..., tuple[Tensor, Shrunk | None]],
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        add_norm: Callable[[Tensor, Tensor | None, Tensor, Shrunk | None], Tensor],
         places: dict[str, Any],
     ) -> Tensor:
         """The last hidden states. `places` says where `heads` writes keys and values."""
-        from tinkex.engine.model import decode_kernels as kernels
+        from tinkex.engine.model import decode_ops as ops
 
         weights = self._weights
         x = F.embedding(ids_B, weights.embedding)
         y: Tensor | None = None
+        shrunk: Shrunk | None = None
         for index, (layer, (keys, values)) in enumerate(zip(weights.layers, cache, strict=True)):
             target = index * (len(ATTENTION) + len(MLP))
-            normed = kernels.add_norm(x, y, layer.input_norm, weights.eps)
+            normed = add_norm(x, y, layer.input_norm, shrunk)
             qkv, shrunk = linear(normed, layer.qkv, target, 3)
-            q = kernels.heads(
+            q = ops.heads(
                 qkv,
                 keys=keys,
                 values=values,
@@ -181,14 +195,11 @@ class FusedDecoder:
             )
             attended = attend(q, keys, values)
             y, shrunk = linear(attended.flatten(1), layer.output, target + 3, 1, parts=True)
-            if shrunk is not None:
-                kernels.add_expanded(y, shrunk)
-            normed = kernels.add_norm(x, y, layer.mlp_norm, weights.eps)
-            act = kernels.swiglu(*linear(normed, layer.gate_up, target + 4, 2))
+            normed = add_norm(x, y, layer.mlp_norm, shrunk)
+            gate_up, shrunk = linear(normed, layer.gate_up, target + 4, 2)
+            act = ops.swiglu(gate_up, shrunk, early=places["early"])
             y, shrunk = linear(act, layer.down, target + 6, 1, parts=True)
-            if shrunk is not None:
-                kernels.add_expanded(y, shrunk)
-        return kernels.add_norm(x, y, weights.norm, weights.eps)
+        return add_norm(x, y, weights.norm, shrunk)
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:

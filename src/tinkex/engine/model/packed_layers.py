@@ -21,7 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.model import packed_kernels as kernels
-from tinkex.engine.model.attention import Packing, attend_packed
+from tinkex.engine.model.attention import (
+    Packing,
+    attend_packed,
+    attend_packed_with_backward,
+)
 from tinkex.engine.model.lm_head import Head
 from tinkex.engine.model.lora import AdapterSegment, Pair, Target, make_layout, make_pairs
 from tinkex.engine.model.matmul import add_mm_float32
@@ -43,9 +47,9 @@ class _Kept:
 
     x: Tensor
     qkv: Tensor
-    #: Leaves of the graph of attention: queries, keys and values.
-    heads: tuple[Tensor, Tensor, Tensor]
     attended: Tensor
+    #: From the gradient by its result to those by queries, keys and values.
+    attention_backward: Callable[[Tensor], Sequence[Tensor]]
     middle: Tensor
     gate_up: Tensor
     #: x Aᵀ of the four inputs.
@@ -131,12 +135,7 @@ class PackedLayers:
                 g = gradient_TH.to(hidden_TH.dtype, copy=True)
                 d, _ = kernels.norm_backward(last, weights.norm, weights.eps, g, None)
                 for index in reversed(range(len(weights.layers))):
-                    activations = kept.pop()
-                    if not isinstance(activations, _Kept):
-                        *_, again = self._forward(index, *activations, batch, keep=True)
-                        assert again is not None
-                        activations = again
-                    d = self._backward(index, activations, d, batch)
+                    d = self._backward(index, self._computed(index, kept.pop(), batch), d, batch)
 
         return hidden_TH, backward
 
@@ -179,11 +178,14 @@ class PackedLayers:
         of_qkv = lora.add(target + QKV, normed, qkv, sizes.qkv)
         q, k = kernels.rotate(qkv, self._head_shape(layer, batch))
         v = qkv[:, -sizes.qkv[2] :].view(tokens, weights.key_heads, weights.head_size)
+        attention_backward = None
         if keep:
-            q, k, v = (each.detach().requires_grad_() for each in (q, k, v))
-        with torch.set_grad_enabled(keep):
+            attended, attention_backward = attend_packed_with_backward(
+                index, q, k, v, scaling=weights.scaling, packing=batch.packing
+            )
+        else:
             attended = attend_packed(index, q, k, v, scaling=weights.scaling, packing=batch.packing)
-        flat = attended.detach().reshape(tokens, -1)
+        flat = attended.reshape(tokens, -1)
         y = F.linear(flat, layer.output.weight, layer.output.bias)
         of_output = lora.add(target + OUTPUT, flat, y, sizes.output)
         middle, normed = kernels.add_norm(x, y, layer.mlp_norm, weights.eps)
@@ -192,10 +194,20 @@ class PackedLayers:
         act = kernels.swiglu(gate_up)
         y = F.linear(act, layer.down.weight, layer.down.bias)
         of_down = lora.add(target + DOWN, act, y, sizes.output)
-        if not keep:
+        if attention_backward is None:
             return middle, y, None
         shrunk = (of_qkv, of_output, of_gate_up, of_down)
-        return middle, y, _Kept(x, qkv, (q, k, v), attended, middle, gate_up, shrunk)
+        return middle, y, _Kept(x, qkv, flat, attention_backward, middle, gate_up, shrunk)
+
+    def _computed(
+        self, index: int, kept: _Kept | tuple[Tensor, Tensor | None], batch: _Batch
+    ) -> _Kept:
+        """What the backward pass needs; computed again if only the input of the layer was kept."""
+        if isinstance(kept, _Kept):
+            return kept
+        again = self._forward(index, *kept, batch, keep=True)[2]
+        assert again is not None
+        return again
 
     def _backward(self, index: int, kept: _Kept, d: Tensor, batch: _Batch) -> Tensor:
         """The gradient by the input of a layer, from that by its output. Overwrites both."""
@@ -217,9 +229,8 @@ class PackedLayers:
 
         g = d @ layer.output.weight
         step = lora.add_gradient(target + OUTPUT, d, g, sizes.output)
-        flat = kept.attended.detach().reshape(g.shape)
-        lora.add_weight_gradients(target + OUTPUT, flat, of_output, d, step, sizes.output)
-        dq, dk, dv = torch.autograd.grad(kept.attended, kept.heads, g.view_as(kept.attended))
+        lora.add_weight_gradients(target + OUTPUT, kept.attended, of_output, d, step, sizes.output)
+        dq, dk, dv = kept.attention_backward(g.view(len(g), weights.query_heads, -1))
         d_qkv = kernels.rotate_backward(kept.qkv, dq, dk, dv, self._head_shape(layer, batch))
 
         g = d_qkv @ layer.qkv.weight
@@ -288,35 +299,63 @@ class Adapters:
         """Adds to the gradients of A and B. `h` and `dh` are what the other two returned."""
 
 
+class _Product(NamedTuple):
+    """The product of one projection with B: its views, made once for all passes over a layer."""
+
+    #: Columns of the output, and of the products with A of all projections of the input.
+    column: int
+    size: int
+    shrunk: int
+    B_OR: Tensor
+    B_RO: Tensor
+    grad_B_OR: Tensor | None
+
+
+class _InputAdapters(NamedTuple):
+    """The adapters of the projections of one input."""
+
+    rank: int
+    #: A of all of them: they are adjacent in memory.
+    A_PI: Tensor
+    A_IP: Tensor
+    grad_A_PI: Tensor | None
+    products: Sequence[_Product]
+
+
 class OneAdapter(Adapters):
     """
     One adapter for all tokens: ordinary matrix products.
 
-    The scale is a factor of the products that add up; x Aᵀ and dy B are without it.
+    The scale is a factor of the products that add up; x Aᵀ and dy B are without it. For small
+    models the processor is the limit, so views of weights are made once for each pass.
     """
 
     def __init__(self, pairs: Sequence[Pair | None], scale: float) -> None:
         """`pairs` has an entry for each target."""
         self._pairs, self._scale = pairs, scale
+        self._inputs: dict[int, _InputAdapters | None] = {}
 
     def add(self, target: int, x: Tensor, y: Tensor, sizes: Sequence[int]) -> Tensor | None:
-        pairs = self._own(target, sizes)
-        if not pairs:
+        adapters = self._of_input(target, sizes)
+        if adapters is None:
             return None
-        h = F.linear(x, _stacked_A(pairs))
-        for (pair, column, size), own in zip(pairs, _split(h, pairs), strict=True):
-            y[:, column : column + size].addmm_(own, pair.B_OR.t(), alpha=self._scale)
+        h = torch.mm(x, adapters.A_IP)
+        for each in adapters.products:
+            own = h.narrow(1, each.shrunk, adapters.rank)
+            y.narrow(1, each.column, each.size).addmm_(own, each.B_RO, alpha=self._scale)
         return h
 
     def add_gradient(
         self, target: int, dy: Tensor, dx: Tensor, sizes: Sequence[int]
     ) -> Tensor | None:
-        pairs = self._own(target, sizes)
-        if not pairs:
+        adapters = self._of_input(target, sizes)
+        if adapters is None:
             return None
-        parts = [dy[:, column : column + size] @ pair.B_OR for pair, column, size in pairs]
-        dh = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        dx.addmm_(dh, _stacked_A(pairs), alpha=self._scale)
+        dh = dy.new_empty(len(dy), len(adapters.A_PI))
+        for each in adapters.products:
+            columns = dy.narrow(1, each.column, each.size)
+            torch.mm(columns, each.B_OR, out=dh.narrow(1, each.shrunk, adapters.rank))
+        dx.addmm_(dh, adapters.A_PI, alpha=self._scale)
         return dh
 
     def add_weight_gradients(
@@ -328,36 +367,44 @@ class OneAdapter(Adapters):
         dh: Tensor | None,
         sizes: Sequence[int],
     ) -> None:
-        pairs = self._own(target, sizes)
-        if h is None or dh is None:
+        adapters = self._of_input(target, sizes)
+        if h is None or dh is None or adapters is None:
             return
-        first = pairs[0][0].grad_A_RI
-        assert first is not None
-        grads_A = first.as_strided((dh.shape[1], x.shape[1]), first.stride())
-        add_mm_float32(grads_A, dh.t(), x, scale=self._scale)
-        for (pair, column, size), own in zip(pairs, _split(h, pairs), strict=True):
-            assert pair.grad_B_OR is not None
-            columns = dy[:, column : column + size]
-            add_mm_float32(pair.grad_B_OR, columns.t(), own, scale=self._scale)
+        assert adapters.grad_A_PI is not None
+        add_mm_float32(adapters.grad_A_PI, dh.t(), x, scale=self._scale)
+        for each in adapters.products:
+            assert each.grad_B_OR is not None
+            columns = dy.narrow(1, each.column, each.size)
+            own = h.narrow(1, each.shrunk, adapters.rank)
+            add_mm_float32(each.grad_B_OR, columns.t(), own, scale=self._scale)
 
-    def _own(self, target: int, sizes: Sequence[int]) -> list[tuple[Pair, int, int]]:
-        """The pairs of the projections of one input, with their columns in the output."""
-        found, column = [], 0
+    def _of_input(self, target: int, sizes: Sequence[int]) -> _InputAdapters | None:
+        if target not in self._inputs:
+            self._inputs[target] = self._make(target, sizes)
+        return self._inputs[target]
+
+    def _make(self, target: int, sizes: Sequence[int]) -> _InputAdapters | None:
+        pairs, products, column = list[Pair](), list[_Product](), 0
         for j, size in enumerate(sizes):
             if (pair := self._pairs[target + j]) is not None:
-                found.append((pair, column, size))
+                shrunk = sum(len(each.A_RI) for each in pairs)
+                products.append(
+                    _Product(column, size, shrunk, pair.B_OR, pair.B_OR.t(), pair.grad_B_OR)
+                )
+                pairs.append(pair)
             column += size
-        return found
+        if not pairs:
+            return None
+        A_PI = _stacked([pair.A_RI for pair in pairs])
+        grads = [pair.grad_A_RI for pair in pairs if pair.grad_A_RI is not None]
+        grad_A_PI = _stacked(grads) if grads else None
+        return _InputAdapters(len(pairs[0].A_RI), A_PI, A_PI.t(), grad_A_PI, products)
 
 
-def _split(h: Tensor, pairs: Sequence[tuple[Pair, int, int]]) -> Sequence[Tensor]:
-    return torch.split(h, h.shape[1] // len(pairs), dim=1)
-
-
-def _stacked_A(pairs: Sequence[tuple[Pair, int, int]]) -> Tensor:
-    """The A matrices of the projections of one input: they are adjacent in memory."""
-    first = pairs[0][0].A_RI
-    return first.as_strided((len(pairs) * len(first), first.shape[1]), first.stride())
+def _stacked(matrices: Sequence[Tensor]) -> Tensor:
+    """Equal matrices that are adjacent in memory, as one."""
+    first = matrices[0]
+    return first.as_strided((len(matrices) * len(first), first.shape[1]), first.stride())
 
 
 class ManyAdapters(Adapters):

@@ -27,18 +27,27 @@ from tinkex.engine.model.attention import CacheLayer
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.fused_decoder import MAX_RANK, DecodeInputs
 from tinkex.engine.model.lm_head import HEAD
+from tinkex.engine.sampling.decode_rows import (
+    FIELDS,
+    IDS,
+    KEY_LOW,
+    LAST,
+    POSITION,
+    SLOT,
+    STEP,
+    TEMPERATURE,
+    TICK,
+    DecodeRows,
+    pad_biases,
+)
 from tinkex.engine.sampling.kernel_compiler import KernelCompiler
-from tinkex.engine.sampling.kv_pages import Pages, PageTable
+from tinkex.engine.sampling.kv_pages import Pages
 from tinkex.engine.sampling.sequences import DEVICE_BIASES, SampleSequence
-from tinkex.engine.sampling.token_sampling import sample_key
 
 # B rows of a graph, S sequences, V vocabulary
 
 #: The row counts of graphs: doubling, then steps that add at most a quarter.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256)
-
-#: Fields of a row, all of 32 bits, in the order of the state tensor.
-IDS, POSITION, LAST, SLOT, STEP, TICK, TEMPERATURE, KEY_LOW, KEY_HIGH = range(9)
 
 
 class DecodedTokens(NamedTuple):
@@ -113,12 +122,13 @@ class _State:
     ) -> None:
         # A multiple of 16, so that every field is aligned.
         rows = -(-rows // 16) * 16
-        self.fields = torch.zeros(9, rows, dtype=torch.int32, device=device)
+        self.fields = torch.zeros(FIELDS, rows, dtype=torch.int32, device=device)
         self.fields[[LAST, SLOT]] = -1
         self.table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self.offsets = torch.zeros(slots, targets, 2, dtype=torch.int64, device=device)
         self.ranks = torch.zeros(slots, targets, dtype=torch.int32, device=device)
         self.scales = torch.zeros(slots, dtype=torch.float32, device=device)
+        self.counter = torch.zeros(1, dtype=torch.int32, device=device)
         #: Tokens and logprobs of each step.
         self.ring = torch.zeros(2, steps, rows, dtype=torch.int32, device=device)
         #: Token ids and what is added to their logits; unused places add 0 to token 0.
@@ -155,10 +165,9 @@ class DecodeGraphs:
         }
         self._state = _State(model.device, **self._sizes)
         # Pinned, so that a copy to the device does not wait.
-        self._host = torch.zeros_like(self._state.fields, device="cpu").pin_memory()
+        self._host_fields = torch.zeros_like(self._state.fields, device="cpu").pin_memory()
         self._host_table = torch.zeros_like(self._state.table, device="cpu").pin_memory()
-        #: What the rows of the host's table hold.
-        self._tabled: list[tuple[PageTable, int] | None] = [None] * len(self._host_table)
+        self._rows = DecodeRows(self._host_fields.numpy(), self._host_table.numpy())
         #: The adapters in the tables on the device, as long as they are in memory.
         self._slots: list[weakref.ref[SamplerAdapter]] = []
         self._graphs: dict[Recipe, torch.cuda.CUDAGraph] = {}
@@ -179,23 +188,22 @@ class DecodeGraphs:
 
         The previous burst must have been read.
         """
-        used: dict[str, SamplerAdapter] = {}
-        for sequence in sequences:
-            if (key := sequence.request.adapter) is not None:
-                used[key] = adapters[key]
-        biased = any(s.request.sampling.bias_tokens for s in sequences if samples_alone(s))
-        recipe = self._recipe(len(sequences), list(used.values()), biased)
+        rows, state, count = self._rows, self._state, len(sequences)
+        rows.choose(sequences)
+        used = [adapters[key] for key in rows.adapters]
+        recipe = self._recipe(count, used, rows.biased)
         graph = None if recipe is None else self._find(recipe)
         if graph is None:
             return None
-        self._upload_adapters(list(used.values()))
-        self._upload_rows(sequences, {key: at for at, key in enumerate(used)}, steps)
-        if biased:
+        self._upload_adapters(used)
+        if rows.update(sequences, steps):
+            state.table[:count].copy_(self._host_table[:count], non_blocking=True)
+        state.fields.copy_(self._host_fields, non_blocking=True)
+        if rows.biased:
             self._upload_biases(sequences)
         for _ in range(steps):
             graph.replay()
-        count = len(sequences)
-        return Burst(self._state.logits[:count], self._state.ring[:, :steps, :count])
+        return Burst(state.logits[:count], state.ring[:, :steps, :count])
 
     # -- inputs -----------------------------------------------------------------------------------
 
@@ -223,50 +231,6 @@ class DecodeGraphs:
             state.ranks[slot] = torch.tensor(ranks, dtype=torch.int32)
             state.scales[slot] = adapter.scale
             self._slots.append(weakref.ref(adapter))
-
-    def _upload_rows(
-        self, sequences: Sequence[SampleSequence], slots: Mapping[str, int], steps: int
-    ) -> None:
-        count, fields = len(sequences), self._host.numpy()
-        fields[:] = 0
-        fields[[LAST, SLOT]] = -1
-        positions = [sequence.length - 1 for sequence in sequences]
-        fields[IDS, :count] = [sequence.tokens[-1] for sequence in sequences]
-        fields[POSITION, :count] = positions
-        fields[LAST, :count] = [
-            position + sequence.tokens_ahead(steps) - 1
-            for position, sequence in zip(positions, sequences, strict=True)
-        ]
-        fields[TICK, :count] = [0 if samples_alone(sequence) else -1 for sequence in sequences]
-        if slots:
-            fields[SLOT, :count] = [
-                -1 if sequence.request.adapter is None else slots[sequence.request.adapter]
-                for sequence in sequences
-            ]
-        fields[STEP, :count] = [len(sequence.tokens) for sequence in sequences]
-        fields[TEMPERATURE, :count] = np.array(
-            [sequence.request.sampling.temperature for sequence in sequences], np.float32
-        ).view(np.int32)
-        keys = np.array(
-            [sample_key(each.request.sampling.seed, each.index) for each in sequences], np.uint64
-        )
-        fields[KEY_LOW, :count] = keys.astype(np.uint32).view(np.int32)
-        fields[KEY_HIGH, :count] = (keys >> np.uint64(32)).astype(np.uint32).view(np.int32)
-        self._state.fields.copy_(self._host, non_blocking=True)
-        table, changed = self._host_table.numpy(), False
-        for row, sequence in enumerate(sequences):
-            pages = sequence.page_table
-            known, size = self._tabled[row], pages.page_count
-            if known is not None and known[0] is pages and known[1] == size:
-                continue
-            self._tabled[row], changed, begin = (pages, size), True, 0
-            for extent in pages.extents:
-                table[row, begin : begin + extent.count] = np.arange(
-                    extent.first, extent.first + extent.count
-                )
-                begin += extent.count
-        if changed:
-            self._state.table[:count].copy_(self._host_table[:count], non_blocking=True)
 
     def _upload_biases(self, sequences: Sequence[SampleSequence]) -> None:
         tokens, biases = pad_biases(sequences)
@@ -309,12 +273,13 @@ class DecodeGraphs:
         return graph
 
     def _step(self, recipe: Recipe, state: _State) -> None:
-        from tinkex.engine.model import decode_kernels as kernels
+        from tinkex.engine.model.decode_ops import LoraTables
+        from tinkex.engine.model.sampling_kernels import sample
 
         fields = state.fields[:, : recipe.rows]
         lora = None
         if recipe.ranks.largest:
-            lora = kernels.LoraTables(
+            lora = LoraTables(
                 base=self._weights.embedding,
                 offsets=state.offsets,
                 ranks=state.ranks,
@@ -322,6 +287,7 @@ class DecodeGraphs:
                 slots_B=fields[SLOT],
                 rank=recipe.ranks.largest,
                 rank_step=recipe.ranks.step,
+                counter=state.counter,
             )
         logits_BV = state.logits[: recipe.rows]
         self._fused.write_logits(
@@ -341,7 +307,7 @@ class DecodeGraphs:
         if recipe.biased:
             rows = slice(recipe.rows)
             logits_BV.scatter_add_(1, state.bias_tokens[rows], state.biases[rows])
-        kernels.sample(
+        sample(
             logits_BV,
             temperatures_B=fields[TEMPERATURE].view(torch.float32),
             keys_2B=fields[KEY_LOW:],
@@ -352,21 +318,3 @@ class DecodeGraphs:
             ring_tokens=state.ring[0],
             ring_logprobs=state.ring[1].view(torch.float32),
         )
-
-
-def samples_alone(sequence: SampleSequence) -> bool:
-    return not sequence.request.sampling.needs_host
-
-
-def pad_biases(
-    sequences: Sequence[SampleSequence],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Tables [S, DEVICE_BIASES] of the rows that the device samples; the host adds its own."""
-    tokens = np.zeros((len(sequences), DEVICE_BIASES), np.int64)
-    biases = np.zeros((len(sequences), DEVICE_BIASES), np.float32)
-    for row, sequence in enumerate(sequences):
-        sampling = sequence.request.sampling
-        if samples_alone(sequence) and (count := len(sampling.bias_tokens)):
-            tokens[row, :count] = sampling.bias_tokens
-            biases[row, :count] = sampling.biases
-    return tokens, biases

@@ -25,7 +25,7 @@ from tinkex.engine.sampling.kv_pages import Pages
 from tinkex.engine.sampling.scheduler import PrefillChunk
 
 if TYPE_CHECKING:
-    from tinkex.engine.model.decode_kernels import LoraTables
+    from tinkex.engine.model.decode_ops import LoraTables
 
 # T packed tokens, H hidden size
 
@@ -132,7 +132,7 @@ class FusedPrefill:
         scales: Tensor,
         slots_T: Tensor,
     ) -> LoraTables:
-        from tinkex.engine.model.decode_kernels import LoraTables
+        from tinkex.engine.model.decode_ops import LoraTables
 
         return LoraTables(
             base=self._weights.embedding,

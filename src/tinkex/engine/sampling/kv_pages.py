@@ -45,10 +45,21 @@ class PageTable:
     shared_extents: int = 0
     #: Free pages after the last extent. Other sequences use them only if nothing else is free.
     reserved: range = range(0)
+    #: Number of pages in all extents.
+    page_count: int = 0
 
-    @property
-    def page_count(self) -> int:
-        return sum(extent.count for extent in self.extents)
+    def add_page(self, page: int) -> None:
+        """Adds a page at the end: to the last extent if it follows it and may be extended."""
+        last = self.extents[-1] if len(self.extents) > self.shared_extents else None
+        if last is not None and last.first + last.count == page:
+            last.count += 1
+            self.page_count += 1
+        else:
+            self.add_extent(page, 1)
+
+    def add_extent(self, first: int, count: int) -> None:
+        self.extents.append(Extent(first, count))
+        self.page_count += count
 
 
 @dataclass(slots=True, eq=False)
@@ -166,11 +177,14 @@ class Pages:
             for p in range(extent.first, extent.first + extent.count)
         )
         for index, page in zip(range(len(tokens) // self.size), pages, strict=False):
-            key = tuple(tokens[index * self.size : (index + 1) * self.size])
-            entry = siblings.get(key)
+            # If a page of the table is cached, then for these tokens: no need to look them up.
+            entry = self._cached.get(page)
             if entry is None:
-                entry = siblings[key] = _CachedPage(page, siblings, key)
-                self._cached[page] = entry
+                key = tuple(tokens[index * self.size : (index + 1) * self.size])
+                entry = siblings.get(key)
+                if entry is None:
+                    entry = siblings[key] = _CachedPage(page, siblings, key)
+                    self._cached[page] = entry
             siblings = entry.children
         if not roots:
             del self._prefix_trees[weights_id, owner]
@@ -188,11 +202,7 @@ class Pages:
                 del self._idle[page]
                 self._state[page] = _USED
                 self._available -= 1
-            last = page_table.extents[-1] if page_table.extents else None
-            if last is not None and last.first + last.count == page:
-                last.count += 1
-            else:
-                page_table.extents.append(Extent(page, 1))
+            page_table.add_page(page)
         page_table.shared_extents = len(page_table.extents)
 
     def _remove(self, entry: _CachedPage) -> None:
@@ -237,7 +247,7 @@ class Pages:
             left -= extent.count
             for page in range(extent.first, extent.first + extent.count):
                 self._users[page] += 1
-        return PageTable(extents=extents, shared_extents=len(extents))
+        return PageTable(extents=extents, shared_extents=len(extents), page_count=page_count)
 
     def release(self, page_table: PageTable) -> None:
         """Releases all pages; pages that other sequences share stay in use."""
@@ -253,7 +263,7 @@ class Pages:
                         self._idle[page] = None
                     else:
                         self._state[page] = _FREE
-        page_table.extents, page_table.shared_extents = [], 0
+        page_table.extents, page_table.shared_extents, page_table.page_count = [], 0, 0
         self._evict_idle(self._max_idle)
 
     def slot_ranges(self, page_table: PageTable, tokens: int) -> Iterator[tuple[int, int]]:
@@ -310,7 +320,7 @@ class Pages:
         if self._state[page] == _RESERVED and page not in page_table.reserved:
             return False
         self._claim(page)
-        extent.count += 1
+        page_table.add_page(page)
         page_table.reserved = range(page + 1, max(page + 1, page_table.reserved.stop))
         return True
 
@@ -326,7 +336,7 @@ class Pages:
             if first >= 0:
                 for page in range(first, first + count):
                     self._claim(page)
-                page_table.extents.append(Extent(first, count))
+                page_table.add_extent(first, count)
                 page_table.reserved = range(first + count, first + wanted)
                 for page in page_table.reserved:
                     self._state[page] = _RESERVED
@@ -336,15 +346,7 @@ class Pages:
             while count and (page := find(kind)) >= 0:
                 self._claim(page)
                 count -= 1
-                last = (
-                    page_table.extents[-1]
-                    if len(page_table.extents) > page_table.shared_extents
-                    else None
-                )
-                if last is not None and last.first + last.count == page:
-                    last.count += 1
-                else:
-                    page_table.extents.append(Extent(page, 1))
+                page_table.add_page(page)
         page_table.reserved = range(0)
 
     def _claim(self, page: int) -> None:

@@ -427,16 +427,13 @@ class BatchingSampler:
         if by_host:
             self._sample([sequences[at] for at in by_host], burst.logits_SV[by_host])
         decoded = burst.read()
-        for at, sequence in enumerate(sequences):
-            if sequence.request.sampling.needs_host:
+        rows = zip(sequences, decoded.tokens.T.tolist(), decoded.logprobs.T.tolist(), strict=True)
+        for sequence, tokens, logprobs in rows:
+            request = sequence.request
+            if request.sampling.needs_host:
                 continue
-            tokens, logprobs = decoded.tokens[:, at].tolist(), decoded.logprobs[:, at].tolist()
-            for token, logprob in zip(tokens, logprobs, strict=True):
-                sequence.append(token, logprob, None)
-                self.tokens_sampled += 1
-                if sequence.stop_reason is not None:
-                    break
-            if sequence.request.streams:
+            self.tokens_sampled += sequence.extend(tokens, logprobs)
+            if request.streams:
                 self._partial[sequence] = None
 
     def _sample(self, sequences: Sequence[SampleSequence], logits_SV: Tensor) -> None:

@@ -266,8 +266,7 @@ class Scheduler:
     def _decode_step(self, steps: int) -> DecodeStep | None:
         """The running sequences, each with pages for its next tokens: `steps`, or only one."""
         pages = self.pages
-        short = [s for s in self._running if pages.needed(s.length) > s.page_table.page_count]
-        for sequence in sorted(short, key=lambda s: s.admission_number):
+        for sequence in sorted(self._short_of_pages(1), key=lambda s: s.admission_number):
             while sequence in self._running and not pages.extend(
                 sequence.page_table, max_pages=self._max_pages(sequence.request)
             ):
@@ -275,8 +274,12 @@ class Scheduler:
         steps = steps_per_look(self._running, steps)
         if steps > 1 and not self._extend_ahead(steps):
             steps = 1
+        served: dict[str, int] = {}
         for sequence in self._running:
-            self._waiting.charge(sequence.request.owner, sequence.tokens_ahead(steps))
+            owner = sequence.request.owner
+            served[owner] = served.get(owner, 0) + sequence.tokens_ahead(steps)
+        for owner, tokens in served.items():
+            self._waiting.charge(owner, tokens)
         if not self._sorted:
             # Sequences with the same adapter or prefix become adjacent.
             self._running.sort(key=_decode_order)
@@ -286,7 +289,7 @@ class Scheduler:
     def _extend_ahead(self, steps: int) -> bool:
         """Adds pages for several tokens. Returns False if too few are available."""
         pages = self.pages
-        for sequence in self._running:
+        for sequence in self._short_of_pages(steps):
             needed = pages.needed(sequence.length + sequence.tokens_ahead(steps) - 1)
             for _ in range(needed - sequence.page_table.page_count):
                 if not pages.extend(
@@ -294,6 +297,11 @@ class Scheduler:
                 ):
                     return False
         return True
+
+    def _short_of_pages(self, steps: int) -> list[SampleSequence]:
+        """Running sequences whose pages do not suffice for `steps` more tokens."""
+        size, before = self.pages.size, steps - 1
+        return [s for s in self._running if s.length + before > s.page_table.page_count * size]
 
     def _preempt_last_admitted(self) -> None:
         """Preempts the prefill or sequence admitted last, which may be the one that needs pages."""
@@ -508,10 +516,11 @@ class Scheduler:
                 if own is None:
                     pages.release(sequence.page_table)
                     break
-                sequence.page_table.extents += own.extents
+                page = own.extents[0].first
+                sequence.page_table.add_extent(page, 1)
                 sequence.page_table.reserved = own.reserved
                 source = pages.slot(prefill.page_table, full * pages.size)
-                copies.append(CopySlots(source, own.extents[0].first * pages.size, partial))
+                copies.append(CopySlots(source, page * pages.size, partial))
             started.append(sequence)
         if rest := prefill.sequences[len(started) :]:
             self._waiting.requeue(prefill.request.owner, _resume_prefill(prefill.request, rest))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tinkex.engine.sampling.kv_pages import PageTable
@@ -83,7 +84,7 @@ class SamplingConfig:
         """Whether top_k or top_p exclude some tokens."""
         return self.top_k is not None or self.top_p is not None
 
-    @property
+    @cached_property
     def needs_host(self) -> bool:
         """Whether a GPU cannot sample several tokens in a row without the host."""
         return bool(
@@ -150,7 +151,7 @@ class Request:
     guide: Guide | None = None
 
 
-@dataclass(kw_only=True, eq=False, slots=True)
+@dataclass(kw_only=True, eq=False, slots=True, weakref_slot=True)
 class SampleSequence:
     """One sample of a request."""
 
@@ -204,3 +205,25 @@ class SampleSequence:
             self.stop_reason = "length"
         elif self.guide is not None:
             self.guide.accept(token)
+
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float]) -> int:
+        """
+        Appends tokens up to the one that ends the sequence. Returns how many were appended.
+
+        The result is that of `append` for each, but cheap if none of them ends the sequence.
+        """
+        before, stops = len(self.tokens), self.request.stops
+        if (
+            before + len(tokens) < self.request.max_new_tokens
+            and not stops.texts
+            and self.guide is None
+            and stops.token_ids.isdisjoint(tokens)
+        ):
+            self.tokens += tokens
+            self.logprobs += logprobs
+            return len(tokens)
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            self.append(token, logprob, None)
+            if self.stop_reason is not None:
+                break
+        return len(self.tokens) - before

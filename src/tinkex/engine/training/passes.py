@@ -160,6 +160,28 @@ class TokenResults(NamedTuple):
     entropy_t: Tensor | None
 
 
+class HostCopies:
+    """Copies of tensors on the host. A GPU makes them while it goes on with other work."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._copies = list(tensors)
+        if tensors[0].is_cuda:
+            # Pinned: only then does a copy not wait for the device.
+            self._copies = [
+                torch.empty_like(each, device="cpu", pin_memory=True).copy_(each, non_blocking=True)
+                for each in tensors
+            ]
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def read(self) -> Sequence[Tensor]:
+        """Waits for the copies, not for later work."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copies
+
+
 class LossSegment(NamedTuple):
     """Adjacent tokens with the same per-token loss."""
 
@@ -203,10 +225,12 @@ def run_micro_batch(
         hidden_TH = model.hidden(batch.ids_T, batch.packing, segments)
     evaluator = LossEvaluator(model, parts, batch.targets_TK, backward=backward)
     gradient_TH = evaluator.run(hidden_TH, segments)
+    # Before the backward pass: on a GPU results are then read while it runs.
+    results = evaluator.results()
     if gradient_TH is not None and run_backward is not None:
         with deterministic_kernels(deterministic):
             run_backward(gradient_TH)
-    evaluator.distribute(parts)
+    distribute(results, parts)
 
 
 def adapter_segments_of(parts: Sequence[PassSlice]) -> list[AdapterSegment]:
@@ -264,15 +288,10 @@ class LossEvaluator:
             return None
         return gradients[0] if len(gradients) == 1 else torch.cat(gradients)
 
-    def distribute(self, parts: Sequence[PassSlice]) -> None:
-        logprobs_TK, terms_T = self._logprobs_TK.cpu(), self._terms_T.cpu()
-        entropy_T = self._entropy_T.cpu() if self._backward else None
-        start = 0
-        for part in parts:
-            span = slice(start, start + part.tokens)
-            entropy_t = None if entropy_T is None else entropy_T[span]
-            part.owner.record(TokenResults(logprobs_TK[span], terms_T[span], entropy_t), part.data)
-            start = span.stop
+    def results(self) -> HostCopies:
+        """The results of all tokens, in the order of the fields of `TokenResults`."""
+        results = [self._logprobs_TK, self._terms_T]
+        return HostCopies([*results, self._entropy_T] if self._backward else results)
 
     def _run_per_token(self, hidden_TH: Tensor, segments: Sequence[AdapterSegment]) -> Tensor:
         span = slice(0, self._split)
@@ -338,6 +357,17 @@ class LossEvaluator:
         self._logprobs_TK[span] = logprobs_tK
         self._entropy_T[span] = entropy_t
         return gradient_tH
+
+
+def distribute(results: HostCopies, parts: Sequence[PassSlice]) -> None:
+    """Gives each pass the results of its tokens."""
+    logprobs_TK, terms_T, *entropy = results.read()
+    start = 0
+    for part in parts:
+        span = slice(start, start + part.tokens)
+        entropy_t = entropy[0][span] if entropy else None
+        part.owner.record(TokenResults(logprobs_TK[span], terms_T[span], entropy_t), part.data)
+        start = span.stop
 
 
 def loss_segments_of(parts: Sequence[PassSlice], device: torch.device) -> list[LossSegment]:

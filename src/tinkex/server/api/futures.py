@@ -70,7 +70,7 @@ async def retrieve_future(request: Request, message: FutureRetrieveRequest) -> R
         message.request_id,
         owner=owner_of(request),
         within_s=early_s,
-        on_disconnect=on_disconnect_of(request),
+        wake_early=on_disconnect_of(request),
     )
     waited_s = time.monotonic() - started
     # Less if the client has disconnected, or the server is stopping.
@@ -81,7 +81,7 @@ async def retrieve_future(request: Request, message: FutureRetrieveRequest) -> R
             message.request_id,
             owner=owner_of(request),
             within_s=within_s - waited_s,
-            on_disconnect=on_disconnect_of(request),
+            wake_early=on_disconnect_of(request),
         )
     if (outcome := finished.outcome) is None:
         return _try_again(context, message.request_id)
@@ -125,7 +125,7 @@ async def retrieve_futures(request: Request, message: FuturesRetrieveRequest) ->
         target.cloned_sampler_id,
         cursor=message.prev_cursor,
         within_s=within_s,
-        on_disconnect=on_disconnect_of(request),
+        wake_early=on_disconnect_of(request),
     )
     cursor = events[-1].position if events else message.prev_cursor
     return json_response(

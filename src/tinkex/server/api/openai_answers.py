@@ -6,13 +6,14 @@ be the beginning of a stop text.
 """
 
 import functools
-import json
 import math
 import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from pydantic_core import to_json
 
 from tinkex.models.text_stream import TextStream, TokenTexts
 from tinkex.models.tokenizer import Tokenizer
@@ -366,4 +367,4 @@ DONE = b"data: [DONE]\n\n"
 
 def event_of(data: dict[str, Any]) -> bytes:
     """An event of a stream: a chunk, or an error."""
-    return b"data: %s\n\n" % json.dumps(data, separators=(",", ":")).encode()
+    return b"data: %s\n\n" % to_json(data)

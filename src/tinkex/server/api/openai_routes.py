@@ -35,10 +35,10 @@ from tinkex.server.api.sample_stream import KEEP_ALIVE, EventStream, SampleReade
 from tinkex.server.api.sampling import Source, named_source, new_sample, prompt_start
 from tinkex.server.api.submit import RETRY_AFTER_S, accept
 from tinkex.server.queued_request import Outcome, QueuedRequest
-from tinkex.server.scheduler.checkpoints import SAMPLER
+from tinkex.server.scheduler.checkpoints import SAMPLER, no_checkpoint
 from tinkex.server.scheduler.results import internal_error
 from tinkex.server.scheduler.sample_worker import TokenStream
-from tinkex.server.store.checkpoint_catalog import NamedCheckpoint
+from tinkex.server.store import Version
 from tinkex.wire.checkpoints import tinker_path
 from tinkex.wire.codec import JSON_TYPE, encode_json
 from tinkex.wire.errors import UserFailure
@@ -50,6 +50,10 @@ T = TypeVar("T")
 
 #: Checkpoints that `/v1/models` lists, newest first.
 MAX_LISTED = 1_000
+#: `owned_by` of a base model, and of a checkpoint that another owner published or shared: the name of
+#: that owner is nobody else's business.
+SERVED = "tinkex"
+ANOTHER_OWNER = "another-owner"
 #: Prompts up to this size are rendered on the event loop: a thread would cost more.
 INLINE_PROMPT_BYTES = 16 * 1024
 #: The same for answers with this many tokens.
@@ -73,8 +77,11 @@ async def list_models(request: Request) -> Response:
     )
     served = [model.name for model in context.executor.served]
     models = [
-        *(_model(name, created=0, owned_by="tinkex") for name in served),
-        *(_checkpoint_model(one, owner_of(request)) for one in saved),
+        *(_model(name, created=0, owned_by=SERVED) for name in served),
+        *(
+            _checkpoint_model(tinker_path(one.model_id, one.kind, one.name), one.version, request)
+            for one in saved
+        ),
     ]
     listed = {"object": "list", "data": models}
     return await report(request, lambda: listed, advice="Delete checkpoints that nobody needs.")
@@ -83,21 +90,22 @@ async def list_models(request: Request) -> Response:
 async def get_model(request: Request, model: str) -> Response:
     context = context_of(request)
     source = await _source(request, context, model)
-    owner = "tinkex" if source.model_path is None else owner_of(request)
-    return json_response(_model(model, created=0, owned_by=owner))
+    if source.version_id is None:
+        return json_response(_model(model, created=0, owned_by=SERVED))
+    version = await context.store.checkpoints.version(source.version_id)
+    if version is None:  # deleted since
+        raise Refusal(404, no_checkpoint(model), field="model")
+    return json_response(_checkpoint_model(model, version, request))
 
 
 def _model(name: str, *, created: int, owned_by: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": owned_by}
 
 
-def _checkpoint_model(saved: NamedCheckpoint, owner: str) -> dict[str, Any]:
-    # The owner of a published checkpoint is nobody else's business.
-    return _model(
-        tinker_path(saved.model_id, saved.kind, saved.name),
-        created=int(saved.saved_s),
-        owned_by=owner if saved.version.owner == owner else "published",
-    )
+def _checkpoint_model(path: str, version: Version, request: Request) -> dict[str, Any]:
+    caller = owner_of(request)
+    owner = caller if version.owner == caller else ANOTHER_OWNER
+    return _model(path, created=int(version.created_s), owned_by=owner)
 
 
 async def _source(request: Request, context: Context, model: str) -> Source:
@@ -231,7 +239,7 @@ async def _response(request: Request, context: Context, first: QueuedRequest) ->
             first.request_id,
             owner=first.owner,
             within_s=WAIT_S,
-            on_disconnect=on_disconnect_of(request),
+            wake_early=on_disconnect_of(request),
         )
         if (outcome := found.outcome) is not None:
             break
@@ -254,15 +262,12 @@ async def _chunks(
     """The events of a stream. An error ends it with an event of its own."""
     ended = False
     try:
-        for chunk in answer.first_chunks():
-            yield chunk
+        yield b"".join(answer.first_chunks())
         async with contextlib.aclosing(reader.new_tokens()) as pieces:
             async for piece in pieces:
-                for news in piece:
-                    for chunk in answer.chunks(news):
-                        yield chunk
-                if not piece:
-                    yield KEEP_ALIVE
+                # Together: each piece is a write to the socket.
+                chunks = [chunk for news in piece for chunk in answer.chunks(news)]
+                yield b"".join(chunks) if piece else KEEP_ALIVE
         if (outcome := reader.outcome) is None:
             yield event_of(openai_error(STOPPING, 503))
             return
@@ -271,10 +276,9 @@ async def _chunks(
             failed = _failed(outcome)
             yield event_of(openai_error(failed.detail, failed.status))
             return
-        for chunk in await in_thread_if_large(
+        yield await in_thread_if_large(
             outcome.result, lambda: _last_chunks(answer, reader, outcome.result)
-        ):
-            yield chunk
+        )
         context.store.requests.mark_fetched(first.request_id)
     except Exception as failure:  # noqa: BLE001  too late for an HTTP status
         yield event_of(openai_error(internal_error(failure).error, 500))
@@ -283,10 +287,10 @@ async def _chunks(
             context.scheduler.cancel(first.request_id, owner=first.owner)
 
 
-def _last_chunks(answer: Answer, reader: SampleReader, result: bytes) -> list[bytes]:
+def _last_chunks(answer: Answer, reader: SampleReader, result: bytes) -> bytes:
     response = decode_sample_response(result)
     rest = [chunk for news in reader.rest(response) for chunk in answer.chunks(news)]
-    return [*rest, *answer.last_chunks(response)]
+    return b"".join([*rest, *answer.last_chunks(response)])
 
 
 def _router(prefix: str, *, described: bool) -> APIRouter:

@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from tinkex.server.api.auth import owner_of
 from tinkex.server.api.bodies import MessageRoute
+from tinkex.server.api.connection_limits import LimitedProtocol, connection_of
 from tinkex.server.api.deps import Context, context_of, describe_body, dialect_of
 from tinkex.server.api.futures import in_thread_if_large
 from tinkex.server.api.sampling import read_sample
@@ -89,19 +90,45 @@ class EventStream(StreamingResponse):
     """Closes its event generator when the client disconnects, so that the sample is abandoned."""
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
-        self._events, self._slices = events, slices(events)
-        super().__init__(self._slices, media_type=EVENT_STREAM, headers=STREAM_HEADERS)
+        self._events = events
+        super().__init__(events, media_type=EVENT_STREAM, headers=STREAM_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._events), contextlib.aclosing(self._slices):
-            await super().__call__(scope, receive, send)
+        async with contextlib.aclosing(self._events):
+            if (connection := connection_of(scope)) is None:
+                await super().__call__(scope, receive, send)
+            else:
+                await self._stream_until_disconnected(connection, send)
 
+    async def _stream_until_disconnected(self, connection: LimitedProtocol, send: Send) -> None:
+        """Without a task of its own that waits for the disconnect, as Starlette has it."""
+        task, left = asyncio.current_task(), False
+        assert task is not None
 
-async def slices(pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """The same bytes in pieces of at most `SLICE_BYTES`."""
-    async for piece in pieces:
-        for start in range(0, len(piece), SLICE_BYTES):
-            yield piece[start : start + SLICE_BYTES]
+        def leave() -> None:
+            nonlocal left
+            left = True
+            task.cancel()
+
+        if connection.disconnected:
+            return
+        connection.on_disconnect = leave
+        try:
+            await self.stream_response(send)
+        except asyncio.CancelledError:
+            if not left or task.uncancel():
+                raise  # somebody else cancels this task
+        finally:
+            connection.on_disconnect = None
+
+    async def stream_response(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        async for piece in self._events:
+            for at in range(0, len(piece), SLICE_BYTES):
+                body = piece[at : at + SLICE_BYTES]
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class SampleReader:
@@ -131,24 +158,21 @@ class SampleReader:
         """
         futures = self._context.futures
         keep_alive_s = min(KEEP_ALIVE_S, self._context.settings.long_poll_s or KEEP_ALIVE_S)
+        at_next_token = None if self._tap is None else self._tap.at_next_token
         while True:
-            waiting = asyncio.ensure_future(
-                futures.wait(self._request_id, owner=self._owner, within_s=keep_alive_s)
+            while news := self._reader.read_new():
+                yield news
+            # One future for both, the next token and the result: there are thousands of streams.
+            found = await futures.wait(
+                self._request_id,
+                owner=self._owner,
+                within_s=keep_alive_s,
+                wake_early=at_next_token,
             )
-            try:
-                while not waiting.done():
-                    # Get the future before sending, so that no token that arrives meanwhile is
-                    # missed.
-                    changed = set() if self._tap is None else {self._tap.changed}
-                    if news := self._reader.read_new():
-                        yield news
-                    await asyncio.wait({waiting} | changed, return_when=asyncio.FIRST_COMPLETED)
-                self.outcome = (await waiting).outcome
-                if self.outcome is not None or futures.closing:
-                    return
-            finally:
-                waiting.cancel()
-            yield []
+            self.outcome = found.outcome
+            if self.outcome is not None or futures.closing:
+                return
+            yield self._reader.read_new()
 
     def rest(self, response: SampleResponse) -> list[SampledTokens]:
         """The tokens of the complete response that were not returned yet."""

@@ -45,11 +45,19 @@ def loads_of(rows: Sequence[WorkerRow], extra: Mapping[str, "Extra"]) -> list[Re
 
 
 class Extra:
-    """What one worker got since its load was read."""
+    """What one worker got lately, which its heartbeat may not tell yet."""
 
     def __init__(self) -> None:
         self.models = 0
         self.sequences = 0
+        self._old = (0, 0)
+
+    def age(self) -> None:
+        """Forget what was given before the last look; its heartbeat has told of it since."""
+        models, sequences = self._old
+        self.models -= models
+        self.sequences -= sequences
+        self._old = (self.models, self.sequences)
 
 
 def choose_home(
@@ -140,7 +148,8 @@ class KnownWorkers:
 
     async def look(self) -> None:
         self._rows = await self._store.workers.all()
-        self._extra.clear()
+        for extra in self._extra.values():
+            extra.age()
 
     @property
     def rows(self) -> Sequence[WorkerRow]:
@@ -175,12 +184,14 @@ class KnownWorkers:
         # Live ones last: what they say about a model counts.
         for row in sorted(self._rows, key=lambda row: row.is_live(self._takeover_s)):
             folder = self._folders.get(row.base_model) or Path(row.model.get("folder", ""))
+            workers = tuple(name for name, _ in self._engine_stats(row.base_model))
             found[row.base_model] = ServedModel(
                 name=row.base_model,
                 folder=folder,
                 arch=row.model.get("arch", ""),
                 max_context_length=row.model.get("max_context_length"),
-                workers=tuple(name for name, _ in self._engine_stats(row.base_model)),
+                replicas=max(len(workers), 1),
+                workers=workers,
             )
         return [found[name] for name in sorted(found)]
 

@@ -19,8 +19,8 @@ from tinkex.server.scheduler.result_waiters import (
     STORAGE_RETRY_S,
     CompletionLog,
     Futures,
-    OnDisconnect,
     Waiters,
+    WakeEarly,
 )
 from tinkex.server.store import Completion, Damaged, StorageError, Store
 from tinkex.server.store.requests import ResultGone
@@ -199,7 +199,7 @@ class RemoteCompletionLog(CompletionLog):
         *,
         cursor: int,
         within_s: float,
-        on_disconnect: OnDisconnect | None = None,
+        wake_early: WakeEarly | None = None,
     ) -> Sequence[Completion]:
         until_s = time.monotonic() + within_s
         waiters = self._waiters[sampling_session_id]
@@ -212,8 +212,8 @@ class RemoteCompletionLog(CompletionLog):
                 left = True
                 wake()
 
-            if on_disconnect is not None:
-                on_disconnect(leave)
+            if wake_early is not None:
+                wake_early(leave)
 
         try:
             while True:

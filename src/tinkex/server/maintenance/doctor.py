@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tinkex.server.folder_lock import LOCK_FILE, lock_database, lock_folder, lock_holder
 from tinkex.server.maintenance.backup import DATABASE
 from tinkex.server.scheduler.base_model_check import CACHE_FILE as BASE_HASHES
 from tinkex.server.settings import MEBIBYTE, NUMERICS, Settings
 from tinkex.server.store import Store, open_store
 from tinkex.server.store.blobs import PREFIX_DEPTHS, UNREADABLE, Files
-from tinkex.server.store.folder_lock import LOCK_FILE, lock_database, lock_folder, lock_holder
 from tinkex.server.store.inspection import (
     CHECKPOINT,
     OLDER_SNAPSHOT,

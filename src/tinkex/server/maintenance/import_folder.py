@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinkex.durable_files import write_file
+from tinkex.server.folder_lock import lock_database, lock_folder
 from tinkex.server.maintenance.backup import DATABASE, BackupFailed, copy_key, local_storage
 from tinkex.server.registration import IMPORTED_FILE, take_over
 from tinkex.server.settings import Settings
@@ -27,7 +28,6 @@ from tinkex.server.store.database_copy import (
     copy_database,
     invalid_keys,
 )
-from tinkex.server.store.folder_lock import lock_database, lock_folder
 from tinkex.server.store.inspection import referenced_keys
 
 

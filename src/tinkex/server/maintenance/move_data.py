@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinkex.durable_files import atomic_folder
+from tinkex.server.folder_lock import database_file, lock_database, lock_folder
 from tinkex.server.maintenance.backup import BackupFailed
 from tinkex.server.registration import take_over
 from tinkex.server.settings import Settings
 from tinkex.server.store import Damaged
 from tinkex.server.store.blobs import Files, folder_problem
 from tinkex.server.store.connections import any_key
-from tinkex.server.store.folder_lock import database_file, lock_database, lock_folder
 from tinkex.server.store.inspection import PAYLOAD, RESULT, references
 from tinkex.server.store.keys import write_marker
 from tinkex.server.store.row_copy import changed_tables, contents, copy_rows, opened_alone

@@ -40,8 +40,8 @@ STORAGE_RETRY_S = 1.0
 
 NO_LOAD = Load()
 
-#: Registers a callback for when the client of a poll disconnects.
-OnDisconnect = Callable[[Callable[[], None]], None]
+#: Gets a function that ends a wait early: at a disconnect, or at the next token of a stream.
+WakeEarly = Callable[[Callable[[], None]], None]
 
 
 class UnknownRequest(LookupError):
@@ -63,14 +63,14 @@ class Waiters:
         for waiter in self._waiters:
             _wake_one(waiter)
 
-    async def wait(self, timeout_s: float, on_disconnect: OnDisconnect | None) -> None:
+    async def wait(self, timeout_s: float, wake_early: WakeEarly | None) -> None:
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
         self._waiters.add(waiter)
         # One timer each and no task: thousands wait at the same time.
         timer = loop.call_later(timeout_s, _wake_one, waiter)
-        if on_disconnect is not None:
-            on_disconnect(lambda: _wake_one(waiter))
+        if wake_early is not None:
+            wake_early(lambda: _wake_one(waiter))
         try:
             await waiter
         finally:
@@ -177,7 +177,7 @@ class Futures:
         *,
         owner: str,
         within_s: float,
-        on_disconnect: OnDisconnect | None = None,
+        wake_early: WakeEarly | None = None,
     ) -> QueuedRequest:
         """The request; without an outcome if it is not finished within the time."""
         if (cached := self._cache.get(request_id)) is not None:
@@ -195,7 +195,7 @@ class Futures:
             raise UnknownRequest(request_id)
         unfinished.polls += 1
         if within_s > 0 and not self.closing:
-            await unfinished.waiters.wait(within_s, on_disconnect)
+            await unfinished.waiters.wait(within_s, wake_early)
         return unfinished.request
 
     @property
@@ -368,7 +368,7 @@ class CompletionLog:
         *,
         cursor: int,
         within_s: float,
-        on_disconnect: OnDisconnect | None = None,
+        wake_early: WakeEarly | None = None,
     ) -> Sequence[Completion]:
         """The client's next events after the cursor; waits for one, and is empty at the timeout."""
         recent = self._recent_events((sampling_session_id, clone_id))
@@ -380,7 +380,7 @@ class CompletionLog:
                 return older
             if older or recent.events or within_s <= 0 or self._closing:
                 return [*older, *recent.events[: MAX_EVENTS_PER_POLL - len(older)]]
-            await recent.waiters.wait(within_s, on_disconnect)
+            await recent.waiters.wait(within_s, wake_early)
         except StorageError:
             # Later events must not be sent before the ones that cannot be read now. The client
             # polls again from the same cursor; the sleep prevents a tight loop.

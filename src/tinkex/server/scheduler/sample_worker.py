@@ -31,8 +31,11 @@ class TokenStream:
 
     def __init__(self) -> None:
         self.growing = PartialSample()
-        #: Done at the next token, and then replaced.
-        self.changed = self._new_future()
+        self._at_next: list[Callable[[], None]] = []
+
+    def at_next_token(self, wake: Callable[[], None]) -> None:
+        """Call a function once, when the next token arrives."""
+        self._at_next.append(wake)
 
     def add(self, tokens: Tokens) -> None:
         """A restarted engine sends everything again; only new tokens count."""
@@ -45,11 +48,9 @@ class TokenStream:
             start=tokens.start,
             tops=[pairs[at : at + count] for at in range(0, len(pairs), count or 1)],
         ):
-            changed, self.changed = self.changed, self._new_future()
-            changed.set_result(None)
-
-    def _new_future(self) -> asyncio.Future[None]:
-        return asyncio.get_running_loop().create_future()
+            waking, self._at_next = self._at_next, []
+            for wake in waking:
+                wake()
 
 
 class SampleWorker:

@@ -76,7 +76,7 @@ class Database:
     The writer and the readers of one database. Closing is safe to repeat.
 
     Servers open it `exclusive`: a PostgreSQL database that another server uses is refused. For
-    SQLite the data folder is locked (`folder_lock`).
+    SQLite the data folder is locked (`server/folder_lock.py`).
     """
 
     def __init__(
