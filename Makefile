@@ -9,7 +9,7 @@ READY_DEV := $(VENV)/.ready-dev
 # The official SDKs that `make test` runs unmodified, each in its own cached environment.
 SDKS := 0.36.0 0.4.1
 
-.PHONY: help setup dev demo test matrix fuzz cookbook frameworks defects faults chaos soak newcomer gguf check format bench proto stub vendor clean
+.PHONY: help setup dev demo test matrix fuzz cookbook frameworks defects faults chaos cluster soak newcomer gguf check format bench proto stub vendor clean
 
 help:
 	@echo "make setup     create .venv with the client, the server and the command line (safe to repeat)"
@@ -26,6 +26,7 @@ help:
 	@echo "make faults    2,000 steps and 5,000 samples on a faulty network; writes docs/reference/faults.md"
 	@echo "make fuzz      50,000 mutated request bodies, 1,000 hostile custom losses, and more"
 	@echo "make chaos     a hundred kills of server processes under running clients"
+	@echo "make cluster   kills in a cluster of web and worker processes, behind nginx and on Ray"
 	@echo "make soak      twenty minutes of mixed load; memory and descriptors must stay flat"
 	@echo "make newcomer  a fresh clone, an empty home folder, and every command of README and quickstart"
 	@echo "make gguf      export models as GGUF and read them with llama.cpp, built from source"
@@ -84,6 +85,12 @@ chaos: dev
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
 	@$(BIN)/python -m qa.chaos.run
 	@TINKEX_PROPERTY_EXAMPLES=300 $(BIN)/python -m pytest tests/server/store/test_stateful.py
+
+cluster: dev
+	@$(BIN)/python tests/sdk_envs.py $(SDKS)
+	@$(BIN)/python -m qa.cluster.run
+	@$(BIN)/python -m qa.cluster.run --faults 10 --forgetful
+	@$(BIN)/python -m pytest -m cluster tests/together/test_fleet.py
 
 soak: dev
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)

@@ -46,13 +46,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     Long files come first, so that at the end no worker waits for another one's long file.
 
-    Tests that need a GPU are not part of a run without one: `pytest -m gpu` runs them.
+    Tests that need a GPU, or start a whole cluster, run only if they are asked for: `pytest -m gpu`,
+    `pytest -m cluster`.
     """
     items.sort(key=lambda item: LONG.isdisjoint(item.path.parts))
-    if "gpu" not in config.option.markexpr:
-        gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
-        config.hook.pytest_deselected(items=gpu)
-        items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
+    for marker in ("gpu", "cluster"):
+        if marker not in config.option.markexpr:
+            left = [item for item in items if item.get_closest_marker(marker) is not None]
+            config.hook.pytest_deselected(items=left)
+            items[:] = [item for item in items if item.get_closest_marker(marker) is None]
 
 
 @pytest.fixture(scope="session")

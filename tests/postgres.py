@@ -40,6 +40,7 @@ class Postgres:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self._home = home
+        self._data = home / "data"
         self._user = user
         chosen = (f"port={port}", "listen_addresses=127.0.0.1", "unix_socket_directories=")
         self._options = [
@@ -65,7 +66,7 @@ class Postgres:
         assert found is not None
         with (self._home / "log").open("wb") as log:
             process = subprocess.Popen(
-                [found / "postgres", "-D", self._home / "data", *self._options],
+                [found / "postgres", "-D", self._data, *self._options],
                 user=self._user,
                 cwd=self._home,
                 stdout=log,
@@ -90,6 +91,33 @@ class Postgres:
             self._process.send_signal(signal.SIGINT)
             self._process.wait(30)
             self._process = None
+
+    def make_standby(self) -> None:
+        """Copy the server as it is now. Later commits do not reach the copy."""
+        self._run("pg_basebackup", "-d", f"postgresql://{self._login}/postgres", "-c", "fast",
+                  "--no-sync", "-R", "-D", self._home / "standby")  # fmt: skip
+
+    def fail_over(self) -> None:
+        """End the server as by a loss of power; the copy takes its place and address."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGQUIT)
+        self._process.wait(30)
+        self._data = self._home / "standby"
+        self.start()
+        self._run("pg_ctl", "promote", "-w", "-D", self._data)
+
+    def _run(self, program: str, *arguments: str | Path) -> None:
+        found = binaries()
+        assert found is not None
+        done = subprocess.run(
+            [found / program, *arguments],
+            user=self._user,
+            cwd=self._home,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
 
     @contextmanager
     def paused(self) -> Iterator[None]:

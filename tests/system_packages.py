@@ -12,10 +12,18 @@ import sys
 from chromium import browser_path
 from postgres import binaries
 
+
+def program(name: str) -> str | None:
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+
+
 #: What a test needs, how it is found, and the package of Debian that has it.
 NEEDED = (
     ("PostgreSQL", binaries, "postgresql"),
     ("Chromium", browser_path, "chromium"),
+    ("nginx", lambda: program("nginx"), "nginx-light"),
+    ("systemd-analyze", lambda: program("systemd-analyze"), "systemd"),
+    ("openssl", lambda: program("openssl"), "openssl"),
 )
 
 
@@ -30,7 +38,7 @@ def main() -> int:
                 f"{name} is not installed, and some tests need it. Debian: apt install {package}\n"
             )
         return 0
-    sys.stderr.write(f"Installing Debian's {' and '.join(packages)} for the tests ...\n")
+    sys.stderr.write(f"Installing Debian's {', '.join(packages)} for the tests ...\n")
     quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     # Tests start their own servers; the packages need not start one.
     for arguments in (

@@ -83,6 +83,10 @@ ELSEWHERE = {
     "ps": "its columns depend on the machine: test_servers.py",
     "stop": "ends a server: test_servers.py",
     "logs": "prints lines of a server: test_servers.py",
+    "fleet up": "needs a Ray cluster: tests/together/test_fleet.py",
+    "fleet status": "needs a Ray cluster: tests/together/test_fleet.py",
+    "fleet scale": "needs a Ray cluster: tests/together/test_fleet.py",
+    "fleet down": "needs a Ray cluster: tests/together/test_fleet.py",
     "move-data": "needs another database: tests/server/storage/test_move_data.py",
 }
 #: What surrounds a command, for those that need it: before each run.

@@ -59,10 +59,13 @@ ALLOWED_IMPORTS = {
     "server.request_metrics": "server.queued_request starlette",
     "server.process_end": "wire",
     "server.store": "durable_files wire server.queued_request server.retry server.store sqlalchemy alembic fsspec ~aiobotocore ~botocore ~pyrage",
+    "server.store.notifier": "server.retry server.store psycopg sqlalchemy",
     "server.folder_lock": "server.settings ~server.store",
     "server.api.connection_limits": "starlette httptools",
     "server.api.local": "local wire server.api server.local_models fastapi starlette",
     "server.executor": "wire",
+    "server.fleet": "local server.retry server.fleet pydantic",
+    "server.fleet.ray_cluster": "server.fleet ~ray",
     "server.engine_process": "wire server.executor server.process_end server.retry",
     "server.api.openai_guides": "extras models wire server.api ~llguidance",
     "server.api": "local wire models server.request_metrics server.queued_request server.store server.scheduler server.executor server.settings fastapi starlette pydantic prometheus_client jwt",
@@ -156,6 +159,7 @@ HEAVY = {
     "sqlalchemy",
     "click",
     "rich",
+    "ray",
 }
 
 
@@ -189,6 +193,19 @@ def test_the_first_tensor_loads_numpy_and_still_no_heavy_package():
     loaded = loaded_by("import tinkex; tinkex.TensorData(data=[1], dtype='int64')")
     assert "numpy" in loaded
     assert not HEAVY & set(loaded)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "tinkex.server.web_process",
+        "tinkex.server.app",
+        "tinkex.server.cluster.web",
+        "tinkex.cli.fleet",
+    ],
+)
+def test_a_web_process_does_not_load_ray(entry):
+    assert "ray" not in loaded_by(f"import {entry}")
 
 
 def test_the_supervisor_loads_no_large_package():

@@ -203,18 +203,23 @@ async def hosted(
     folder: Path,
     *,
     at_port: int = 0,
-    worker: str | None = None,
     **settings: Any,
 ) -> AsyncIterator[Api]:
-    """
-    Run the application on a free port, or the given one, until the block ends.
-
-    With the name of a `worker`, it shares its database with others.
-    """
+    """Run the application on a free port, or the given one, until the block ends."""
     chosen = Settings(data=str(folder), **settings)
     store = open_store(db_url=chosen.db_url, storage_url=chosen.storage_url, folder=chosen.folder)
-    app = create_app(chosen, executor, store, worker=worker)
-    config = uvicorn_config(app, chosen)
+    app = create_app(chosen, executor, store)
+    try:
+        async with listening(app, chosen, at_port=at_port) as api:
+            yield api
+    finally:
+        store.close()
+
+
+@asynccontextmanager
+async def listening(app: FastAPI, settings: Settings, *, at_port: int = 0) -> AsyncIterator[Api]:
+    """Run an application until the block ends."""
+    config = uvicorn_config(app, settings)
     config.port = at_port
     server = uvicorn.Server(config)
     started = asyncio.create_task(server.serve())
@@ -232,4 +237,3 @@ async def hosted(
             app.state.context.futures.release()
         server.should_exit = True
         await started
-        store.close()

@@ -32,6 +32,9 @@ SECTIONS = {
     },
     "Run a server": {
         "serve": "Serve models to every Tinker client on this machine.",
+        "web": "Answer clients, for workers on the same database.",
+        "worker": "Train and sample one model for web processes.",
+        "fleet": "Place workers on the nodes of a Ray cluster.",
         "ps": "List the servers of this user on this machine.",
         "status": "Show one server: ready or not, models, queue, clients.",
         "stop": "Stop a server of this user.",
@@ -60,6 +63,8 @@ PLACES = {
     "restore": ("backup", "restore_command"),
     "status": ("servers", "status"),
     "stop": ("servers", "stop"),
+    "web": ("cluster", "web"),
+    "worker": ("cluster", "worker"),
 }
 #: Where to find a command that people look for at the top.
 ELSEWHERE = {

@@ -146,7 +146,7 @@ def command(models: tuple[str, ...], local: bool, **flags: Any) -> None:
         from tinkex.server.supervisor import StartFailed, run
     except ModuleNotFoundError as error:
         raise missing_package(error, "`tinkex serve`", "all") from error
-    _check_packages()
+    check_packages()
     try:
         settings = Settings.from_sources({"models": models or None, **flags})
 
@@ -167,7 +167,7 @@ def command(models: tuple[str, ...], local: bool, **flags: Any) -> None:
     sys.exit(status)
 
 
-def _check_packages() -> None:
+def check_packages() -> None:
     """Other processes import these packages: check for them before starting any."""
     for package in REQUIRED_PACKAGES:
         try:

@@ -1,8 +1,10 @@
 """The web application: routes, middleware and lifespan."""
 
+import functools
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 
 from fastapi import FastAPI
 
@@ -80,75 +82,91 @@ ROUTERS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What runs behind the routes, from the start of the application to its end."""
+
+    context: Context
+    cleanup: Cleanup
+
+
+@asynccontextmanager
+async def one_machine(
+    settings: Settings, executor: Executor, store: Store, *, last_status: int
+) -> AsyncIterator[Parts]:
+    """A server that is alone on its database, with its scheduler and engines."""
+    results = Futures(store, retention_s=settings.result_kept_s)
+    base_checks = BaseModelChecks(
+        store, executor.served, folder=settings.folder, accept=settings.accept_changed_base
+    )
+    base_checks.start()
+    crash_files = CrashFiles(settings.folder)
+    scheduler = Scheduler.of(
+        settings,
+        store=store,
+        executor=executor,
+        futures=results,
+        crash_files=crash_files,
+        last_status=last_status,
+        base_checks=base_checks,
+    )
+    activity = ActivityLog(executor, scheduler, every_s=settings.activity_s)
+    session_timeouts = SessionTimeouts(store, scheduler, grace_s=settings.session_grace_s)
+    context = Context(
+        settings=settings,
+        store=store,
+        executor=executor,
+        futures=results,
+        scheduler=scheduler,
+        session_timeouts=session_timeouts,
+        signer=Signer(store.secrets[LINKS]),
+    )
+    disk_monitor = DiskMonitor(settings, store)
+    await disk_monitor.start()
+    await session_timeouts.start()
+    # Last: requests run from now on, so a failure counts as a crash of this process.
+    await scheduler.start()
+    cleanup = Cleanup(settings=settings, store=store, scheduler=scheduler, futures=results)
+    cleanup.start()
+    activity.start()
+    try:
+        yield Parts(context=context, cleanup=cleanup)
+    finally:
+        results.release()
+        await activity.close()
+        await cleanup.close()
+        await disk_monitor.close()
+        await session_timeouts.close()
+        await scheduler.close()
+        await base_checks.close()
+        await executor.close()
+        crash_files.close()
+
+
 def create_app(
     settings: Settings,
     executor: Executor,
     store: Store,
     *,
     last_status: int = -signal.SIGKILL,
-    worker: str | None = None,
+    parts: Callable[[], AbstractAsyncContextManager[Parts]] | None = None,
 ) -> FastAPI:
     """
     Build the application on an open store. Its lifespan starts and stops the scheduler.
 
-    `last_status` is the exit status of the last web process on this folder. `worker` is the name of
-    this process if it shares its database with others.
+    `last_status` is the exit status of the last web process on this folder. A web process of a
+    cluster has other `parts`.
     """
+    start = parts or functools.partial(
+        one_machine, settings, executor, store, last_status=last_status
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        results = Futures(store, retention_s=settings.result_kept_s)
-        base_checks = BaseModelChecks(
-            store, executor.served, folder=settings.folder, accept=settings.accept_changed_base
-        )
-        base_checks.start()
-        crash_files = CrashFiles(settings.folder)
-        scheduler = Scheduler(
-            store=store,
-            executor=executor,
-            futures=results,
-            gap_s=settings.gap_s,
-            snapshot_steps=settings.snapshot_steps,
-            snapshot_bytes=settings.snapshot_bytes,
-            max_training=settings.max_training,
-            max_sequences=settings.max_sequences,
-            crash_files=crash_files,
-            last_status=last_status,
-            base_checks=base_checks,
-            ownership=None if worker is None else store.ownership(worker),
-        )
-        activity = ActivityLog(executor, scheduler, every_s=settings.activity_s)
-        session_timeouts = SessionTimeouts(store, scheduler, grace_s=settings.session_grace_s)
-        app.state.context = Context(
-            settings=settings,
-            store=store,
-            executor=executor,
-            futures=results,
-            scheduler=scheduler,
-            session_timeouts=session_timeouts,
-            signer=Signer(store.secrets[LINKS]),
-        )
-        disk_monitor = DiskMonitor(settings, store)
-        await disk_monitor.start()
-        await session_timeouts.start()
-        # Last: requests run from now on, so a failure counts as a crash of this process.
-        await scheduler.start()
-        cleanup = Cleanup(settings=settings, store=store, scheduler=scheduler, futures=results)
-        cleanup.start()
-        app.state.cleanup = cleanup
-        activity.start()
-        try:
+        async with start() as running:
+            app.state.context = running.context
+            app.state.cleanup = running.cleanup
             yield
-        finally:
-            results.release()
-            await activity.close()
-            await cleanup.close()
-            await disk_monitor.close()
-            await session_timeouts.close()
-            await scheduler.close()
-            await base_checks.close()
-            await executor.close()
-            crash_files.close()
 
     app = FastAPI(
         title="tinkex",

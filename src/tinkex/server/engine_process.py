@@ -426,6 +426,8 @@ class _Engine:
                     # Standard output is reserved for the "ready" line.
                     stdout=sys.stderr.fileno(),
                     env=_environment(self._settings.threads),
+                    # Ctrl-C stops the server, which then stops its engines.
+                    process_group=0,
                 )
             self._process = process
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=READ_BUFFER_BYTES)

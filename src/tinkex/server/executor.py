@@ -34,10 +34,14 @@ class ServedModel:
     max_context_length: int | None = None
     #: How many engines it has. A request runs on one of them.
     replicas: int = 1
+    #: In a web process of a cluster: its live workers, which are its engines there.
+    workers: tuple[str, ...] = ()
 
     @property
     def engines(self) -> tuple[str, ...]:
         """The names of its engines."""
+        if self.workers:
+            return self.workers
         if self.replicas == 1:
             return (self.name,)
         return tuple(engine_name(self.name, number) for number in range(self.replicas))

@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 from tinkex.durable_files import write_file
 from tinkex.models.cache import line_progress
@@ -19,6 +20,7 @@ from tinkex.models.resolve import ModelNotFound, ModelSource, describe, resolve
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import EngineKilled, EngineRefused, ServedModel
 from tinkex.server.scheduler.scheduler import Scheduler
+from tinkex.server.scheduler.scheduler_port import SchedulerPort
 from tinkex.wire.engine_settings import EngineSettings
 
 log = logging.getLogger("tinkex.server.local_models")
@@ -80,7 +82,7 @@ class LocalModels:
         self._engine_settings = engine_settings
         executor.on_loaded = self._remember
 
-    async def add(self, spec: str, scheduler: Scheduler) -> ServedModel:
+    async def add(self, spec: str, scheduler: SchedulerPort) -> ServedModel:
         """Serve a NAME, FOLDER or NAME=FOLDER, and load it. CannotAdd if that is not possible."""
         model = await asyncio.to_thread(_find, spec)
         same = next((one for one in self._executor.served if one.name == model.name), None)
@@ -91,7 +93,7 @@ class LocalModels:
             )
         if same is None:
             self._executor.add(model, self._engine_settings(model))
-            scheduler.add_model(model)
+            cast(Scheduler, scheduler).add_model(model)
             log.info("a program adds the model %s (%s)", model.name, model.folder)
         try:
             await self._executor.load(model.name)

@@ -88,6 +88,10 @@ class QueuedRequest:
     prompt_start: bytes = b""
     #: The term under which a step runs (`store.ownership`); None on a server that is alone.
     term: int | None = None
+    #: The worker that runs it; None on a server that is alone, empty for that of its model.
+    home: str | None = None
+    #: How often it was lost because its engine ended by itself.
+    deaths: int = 0
     #: None while it waits, except for a refused step, which has its error from the start. An outcome
     #: that was read from the store has no result in it.
     outcome: Outcome | None = None

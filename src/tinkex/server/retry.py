@@ -7,6 +7,7 @@ Retries and periodic work of the server.
 | `engine_process` | an engine that crashed; the check for idle engines |
 | `web_process` | the checks at its start: whether it listens, whether the disk has space |
 | `process_setup` | garbage collection |
+| `fleet.worker_actor`, `cli.fleet` | a worker process that ended; the connection to a Ray cluster that starts |
 | `scheduler.results` | storing a result that the file store refused |
 | `scheduler.checkpoints` | a save on a full disk |
 | `scheduler.scheduler`, `scheduler.session_status` | looking for waiting requests, lost replicas and silent sessions |

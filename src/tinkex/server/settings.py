@@ -68,6 +68,11 @@ class Settings:
     db: str = ""
     #: Folder or fsspec URL of payloads and results; empty means the data folder.
     storage: str = ""
+    #: Name of a worker, unique in its cluster; empty is the name of the machine and a hash of the data
+    #: folder. A second worker of one name replaces the first.
+    name: str = ""
+    #: How long a worker may be silent before others take over its work.
+    takeover_s: float = 15.0
     #: Disk space for local copies of checkpoints and snapshots that are in an object store, in
     #: gigabytes. The least recently used ones are deleted; 0 is no limit.
     cache_gb: float = 50.0
@@ -264,10 +269,25 @@ class Settings:
         if not 0 < self.training_share < 1:
             hint = "Use a fraction between 0 and 1; 0.5 shares the time equally."
             yield "training_share", f"training_share is {self.training_share}.", hint
-        for name in ("jwt_s", "session_grace_s"):
+        for name in ("jwt_s", "session_grace_s", "takeover_s"):
             if getattr(self, name) == 0:
                 hint = "Give a number of seconds above 0."
                 yield name, f"{name} is 0; it must be a positive time.", hint
+
+    def check_shared(self, command: str) -> None:
+        """Refuse a web or worker process whose data the others cannot reach."""
+        if not self.db.startswith("postgresql"):
+            raise SettingsError(
+                f"`{command}` needs a PostgreSQL database, which all web and worker processes "
+                "share; SQLite has one server.",
+                hint="Give --db postgresql+psycopg://USER@HOST/NAME. For one machine: `tinkex "
+                "serve`.",
+            )
+        if not self.storage:
+            raise SettingsError(
+                f"`{command}` needs a storage that all web and worker processes share.",
+                hint="Give --storage s3://BUCKET/FOLDER, or a folder that all of them mount.",
+            )
 
     def check_reachable(self, *, has_keys: bool) -> None:
         """Refuse to start a server that other machines can reach without API keys."""

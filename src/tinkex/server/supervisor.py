@@ -68,13 +68,21 @@ ShowFetching = Callable[[], contextlib.AbstractContextManager[Progress]]
 
 
 def run(
-    settings: Settings, *, announce: Announce, show_fetching: ShowFetching, local: bool = False
+    settings: Settings,
+    *,
+    announce: Announce,
+    show_fetching: ShowFetching,
+    local: bool = False,
+    web: bool = False,
 ) -> int:
     """
     Serve until SIGTERM or SIGINT; return the exit status.
 
-    A `local` server stops by itself when no program has used it for a while.
+    A `local` server stops by itself when no program has used it for a while. With `web`, it has no
+    engines: workers on the same database do the work.
     """
+    if web:
+        settings.check_shared("tinkex web")
     process_setup.setup_logging()
     process_setup.set_log_level(settings.log_level)
     changed = settings.changed() or "default settings"
@@ -99,7 +107,7 @@ def run(
         # Before it is ready: a download, a large model or a full disk may take long.
         registration.publish(reachable_url(host, port), None)
         with show_fetching() as progress:
-            specs = settings.models or (DEFAULT_MODEL,)
+            specs = settings.models or (() if web else (DEFAULT_MODEL,))
             sources = [resolve(spec, progress=progress) for spec in specs]
         _check_names(sources)
         supervisor = Supervisor(
@@ -108,6 +116,7 @@ def run(
             listening,
             [one for one in locks if one],
             administration=registration.administration,
+            web=web,
         )
 
         def on_ready(facts: Facts) -> None:
@@ -128,7 +137,9 @@ class Supervisor:
         locks: Sequence[HeldLock],
         *,
         administration: Administration,
+        web: bool = False,
     ) -> None:
+        self._web = web
         self._settings = settings
         self._administration = administration
         self._sources = sources
@@ -224,6 +235,8 @@ class Supervisor:
             *("--report-fd", str(report_descriptor)),
             *("--lifeline-fd", str(lifeline)),
         ]
+        if self._web:
+            command.append("--web")
         if self._last_status is not None:
             command.append(f"--last-status={self._last_status}")
         for source in self._sources:

@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import resource
+import secrets
 import signal
 import socket
 import sys
@@ -36,6 +37,7 @@ from tinkex.server.announcement import Facts, LoadedModel
 from tinkex.server.api.connection_limits import LimitedProtocol, ReportingApp
 from tinkex.server.api.deps import Context
 from tinkex.server.app import create_app
+from tinkex.server.cluster.known_workers import KnownWorkers
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import EngineRefused, ServedModel
 from tinkex.server.local_models import LocalModels, remembered, served_model, with_remembered
@@ -43,7 +45,7 @@ from tinkex.server.process_setup import collect_periodically, tune_gc, use_singl
 from tinkex.server.registration import Administration
 from tinkex.server.retry import poll_async
 from tinkex.server.settings import GIGABYTE, NUMERICS, Settings
-from tinkex.server.store import DatabaseRefused, open_store
+from tinkex.server.store import DatabaseRefused, Store, open_store
 from tinkex.wire.engine_settings import DtypeName, EngineSettings
 from tinkex.wire.proto import frames_pb2
 
@@ -99,37 +101,32 @@ class Server(uvicorn.Server):
             context.futures.release()
 
 
-async def serve(
+class CannotServe(Exception):
+    """The server cannot start; the text says why, and the hint what to do."""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+def one_machine_app(
     settings: Settings,
     served: Sequence[ServedModel],
+    store: Store,
     *,
-    listening: socket.socket,
-    lifeline: int,
-    reporter: Reporter,
     last_status: int,
     administration: Administration,
-) -> bool:
-    """Serve until stopped; return False when the server could not start."""
-    try:
-        store = open_store(
-            db_url=settings.db_url,
-            storage_url=settings.storage_url,
-            folder=settings.folder,
-            exclusive=True,
-        )
-    except DatabaseRefused as refused:
-        reporter.failed(str(refused))
-        return False
+) -> tuple[FastAPI, LocalExecutor]:
+    """The application of a server with engines of its own, and its executor."""
     replicas = settings.replicas_of_each(len(served))
     served = [replace(model, replicas=replicas) for model in served]
     names = [engine for model in served for engine in model.engines]
     if len(set(names)) < len(names):
         twice = max(names, key=names.count)
-        reporter.failed(
+        raise CannotServe(
             f"two engines would have the name {twice}.",
             hint="Give a model another name: NAME=FOLDER.",
         )
-        return False
     # Engines that compute at the same time on one CPU only slow each other down. But replicas are
     # asked for, for example one for each socket.
     shares_device = replicas == 1 and (len(served) > 1 or administration.local)
@@ -148,13 +145,66 @@ async def serve(
         loaded_before=remembered(settings.folder) if administration.local else (),
     )
     app = create_app(settings, executor, store, last_status=last_status)
-    app.state.administration = administration
     if administration.local:
         app.state.local_models = LocalModels(
             executor,
             settings.folder,
             lambda model: engine_settings(settings, model, shares_device=True),
         )
+    return app, executor
+
+
+def cluster_app(
+    settings: Settings, served: Sequence[ServedModel], store: Store
+) -> tuple[FastAPI, KnownWorkers]:
+    """The application of a web process whose workers are elsewhere, and what it knows of them."""
+    name = f"web {socket.gethostname()} {os.getpid()} {secrets.token_hex(4)}"
+    folders = {model.name: model.folder for model in served}
+    workers = KnownWorkers(store, takeover_s=settings.takeover_s, folders=folders)
+    # In a function: it needs the driver of PostgreSQL, which a server on one machine may not have.
+    from tinkex.server.cluster.web import web_parts
+
+    parts = functools.partial(web_parts, settings, workers, store, name=name)
+    return create_app(settings, workers, store, parts=parts), workers
+
+
+async def serve(
+    settings: Settings,
+    served: Sequence[ServedModel],
+    *,
+    listening: socket.socket,
+    lifeline: int,
+    reporter: Reporter,
+    last_status: int,
+    administration: Administration,
+    web: bool,
+) -> bool:
+    """Serve until stopped; return False when the server could not start."""
+    try:
+        store = open_store(
+            db_url=settings.db_url,
+            storage_url=settings.storage_url,
+            folder=settings.folder,
+            exclusive=not web,
+            role="web" if web else "",
+        )
+    except DatabaseRefused as refused:
+        reporter.failed(str(refused))
+        return False
+    app: FastAPI
+    executor: LocalExecutor | KnownWorkers
+    try:
+        if web:
+            app, executor = cluster_app(settings, served, store)
+        else:
+            app, executor = one_machine_app(
+                settings, served, store, last_status=last_status, administration=administration
+            )
+    except CannotServe as refused:
+        reporter.failed(str(refused), hint=refused.hint)
+        store.close()
+        return False
+    app.state.administration = administration
     app.state.starting = "the server is starting"
     server = Server(uvicorn_config(app, settings), app)
     _raise_file_limit()
@@ -180,9 +230,12 @@ async def serve(
         store.close()
 
 
-async def _become_ready(server: Server, app: FastAPI, executor: LocalExecutor) -> Facts:
+async def _become_ready(
+    server: Server, app: FastAPI, executor: LocalExecutor | KnownWorkers
+) -> Facts:
     """Wait for the engine and for space on the disk; meanwhile the server answers requests."""
-    await executor.start()
+    if isinstance(executor, LocalExecutor):
+        await executor.start()
     # The disk is checked at the start of the application.
     await poll_async(lambda: server.started, every_s=START_POLL_S)
     context: Context = app.state.context
@@ -197,7 +250,11 @@ async def _become_ready(server: Server, app: FastAPI, executor: LocalExecutor) -
             LoadedModel(
                 name=model.name,
                 context=model.max_context_length,
-                **_engine_facts([executor.facts(engine) for engine in model.engines]),
+                **(
+                    _engine_facts([executor.facts(engine) for engine in model.engines])
+                    if isinstance(executor, LocalExecutor)
+                    else {"replicas": len(executor.that_take(model.name))}
+                ),
             )
             for model in executor.served
         ],
@@ -312,6 +369,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--report-fd", type=int, required=True)
     parser.add_argument("--lifeline-fd", type=int, required=True)
     parser.add_argument("--model", nargs=2, action="append", default=[])
+    parser.add_argument("--web", action="store_true")
     # Without a status, the supervisor is new: somebody or the system killed the last one.
     parser.add_argument("--last-status", type=int, default=-signal.SIGKILL)
     return parser
@@ -346,6 +404,7 @@ def main() -> None:
         reporter=reporter,
         last_status=options.last_status,
         administration=administration,
+        web=options.web,
     )
     if not asyncio.run(serving):
         sys.exit(1)

@@ -305,8 +305,8 @@ async def test_requests_of_owners_are_picked_up_in_turn_smallest_first(tmp_path:
         )
         waiting_of = store.requests.waiting_of
 
-        async def batch(owner: str, *, after: Any, limit: int) -> Any:
-            found = await waiting_of(owner, after=after, limit=limit)
+        async def batch(owner: str, *, after: Any, limit: int, home: str | None) -> Any:
+            found = await waiting_of(owner, after=after, limit=limit, home=home)
             read.append(len(found[0]))
             return found
 

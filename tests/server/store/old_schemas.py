@@ -5,13 +5,29 @@ import sqlalchemy as sa
 from tinkex.server.store.migrations import migrate
 
 
-def make_0012(engine: sa.Engine) -> None:
-    """Create the tables of version 0012: without the console's."""
+def make_0013(engine: sa.Engine) -> None:
+    """Create the tables of version 0013: without the console's."""
     migrate(engine)
     with engine.begin() as connection:
         connection.exec_driver_sql("DROP TABLE console_sessions")
         connection.exec_driver_sql("ALTER TABLE api_keys DROP COLUMN is_admin")
-        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0012'")
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0013'")
+
+
+def make_0012(engine: sa.Engine) -> None:
+    """Create the tables of version 0012: without workers."""
+    make_0013(engine)
+    statements = (
+        "DROP INDEX IF EXISTS ix_requests_home_base_model",
+        "ALTER TABLE requests DROP COLUMN home",
+        "ALTER TABLE requests DROP COLUMN cancel_s",
+        "DROP TABLE workers",
+        "DROP TABLE refused_steps",
+        "UPDATE alembic_version SET version_num = '0012'",
+    )
+    with engine.begin() as connection:
+        for statement in statements:
+            connection.exec_driver_sql(statement)
 
 
 def make_0011(engine: sa.Engine) -> None:

@@ -12,7 +12,14 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from postgres import Postgres
-from server.store.old_schemas import make_0009, make_0010, make_0011, make_0012, make_older
+from server.store.old_schemas import (
+    make_0009,
+    make_0010,
+    make_0011,
+    make_0012,
+    make_0013,
+    make_older,
+)
 from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.server.store.database import Database
 from tinkex.server.store.migrations import current_version, known_versions, migrate
@@ -31,6 +38,7 @@ def database_of(folder: Path, version: str) -> str:
         "0010": make_0010,
         "0011": make_0011,
         "0012": make_0012,
+        "0013": make_0013,
     }[version](engine)
     engine.dispose()
     return url
@@ -93,7 +101,7 @@ def test_a_postgresql_database_has_the_tables_of_the_schema(
     assert checks == {"ck_requests_error", "ck_requests_finished", "ck_requests_status"}
 
 
-@pytest.mark.parametrize("version", ["0008", "0009", "0010", "0011", "0012"])
+@pytest.mark.parametrize("version", ["0008", "0009", "0010", "0011", "0012", "0013"])
 def test_a_database_of_a_released_version_is_upgraded(tmp_path: Path, version: str) -> None:
     url = database_of(tmp_path, version)
     store = open_store(db_url=url, storage_url=str(tmp_path), folder=tmp_path, exclusive=True)

@@ -22,7 +22,7 @@ from tinkex.server.api.openai_prompts import Tokenizers
 from tinkex.server.executor import Executor, ServedModel
 from tinkex.server.scheduler.checkpoints import no_checkpoint
 from tinkex.server.scheduler.result_waiters import Futures
-from tinkex.server.scheduler.scheduler import Scheduler
+from tinkex.server.scheduler.scheduler_port import SchedulerPort
 from tinkex.server.scheduler.session_status import SessionTimeouts
 from tinkex.server.settings import Settings, is_loopback
 from tinkex.server.store import Model, Sampler, Session, Store, Version
@@ -35,6 +35,9 @@ _SDK_AGENT = re.compile(r"AsyncTinker/Python (\S+)")
 
 # Cached rows are evicted when they were not used for this long, or earlier when the cache is full.
 CACHE_TTL_S = 120.0
+# Sessions in a web process of a cluster: another process may finish them, and its notification may
+# be lost.
+SHARED_SESSION_TTL_S = 3.0
 MAX_CACHED_ROWS = 5_000
 
 
@@ -49,8 +52,12 @@ class Cache(Generic[T]):
         self,
         read: Callable[[str], Awaitable[T | None]],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        max_age_s: float | None = None,
     ) -> None:
+        """With `max_age_s`, a row is read again when it is older than twice that."""
         self._read = read
+        self._max_age_s = max_age_s
         self._clock = clock
         # Two dictionaries instead of a time for each row. A row that is used moves from the old one
         # to the new one; from time to time the old one is dropped, and the new one becomes the old
@@ -61,10 +68,13 @@ class Cache(Generic[T]):
         self._changes = 0
 
     async def get(self, key: str) -> T | None:
+        if self._max_age_s is not None and self._clock() - self._rotated_s > self._max_age_s:
+            self._old, self._new, self._rotated_s = self._new, {}, self._clock()
         if (found := self._new.get(key)) is not None:
             return found
         if (found := self._old.get(key)) is not None:
-            self._store(key, found)
+            if self._max_age_s is None:
+                self._store(key, found)
             return found
         changes = self._changes
         row = await self._read(key)
@@ -94,10 +104,12 @@ class Context:
     store: Store
     executor: Executor
     futures: Futures
-    scheduler: Scheduler
+    scheduler: SchedulerPort
     session_timeouts: SessionTimeouts
     #: Signs links to files and traces.
     signer: Signer
+    #: Whether other web processes change the same rows.
+    shared: bool = False
     #: Of the served models, for OpenAI's routes.
     tokenizers: Tokenizers = field(init=False, default_factory=Tokenizers)
     _sessions: Cache[Session] = field(init=False)
@@ -105,7 +117,9 @@ class Context:
     _samplers: Cache[Sampler] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_sessions", Cache(self.store.sessions.session))
+        max_age_s = SHARED_SESSION_TTL_S if self.shared else None
+        sessions = Cache(self.store.sessions.session, max_age_s=max_age_s)
+        object.__setattr__(self, "_sessions", sessions)
         object.__setattr__(self, "_models", Cache(self.store.models.model))
         object.__setattr__(self, "_samplers", Cache(self.store.models.sampler))
 

@@ -143,9 +143,13 @@ def _histograms(
 
 
 def _engine_metrics(executor: Executor) -> Iterable[Metric]:
-    """Each field of the engine statistics, labeled with the base model and the replica."""
+    """
+    Each field of the engine statistics, labeled with the base model and the replica.
+
+    In a cluster the replica is a worker, and every web process has the statistics of all of them.
+    """
     all_stats = [
-        ([model.name, str(number)], executor.stats(engine))
+        ([model.name, engine if model.workers else str(number)], executor.stats(engine))
         for model in executor.served
         for number, engine in enumerate(model.engines)
     ]

@@ -81,7 +81,7 @@ async def accept(
     """
     context = context_of(request)
     requests, health, scheduler = context.store.requests, context.store.health, context.scheduler
-    refusal = _over_limit(request, context, new)
+    refusal = await _over_limit(request, context, new)
     first = None
     if refusal is not None or health.problem is not None:
         first = await (find_repeat or requests.find_repeat)(new)
@@ -90,6 +90,7 @@ async def accept(
         if first is None:
             health.refuse_new_work()
     if first is None:
+        await scheduler.place(new)
         first = await (insert or requests.accept)(new)
     # Nothing may fail between the commit and the scheduler.
     if first.outcome is None:
@@ -102,22 +103,31 @@ async def accept(
     return first
 
 
-def _over_limit(request: Request, context: Context, new: QueuedRequest) -> str | None:
+async def _over_limit(request: Request, context: Context, new: QueuedRequest) -> str | None:
     """The limit that a request exceeds; None for a step that later steps of its model wait for."""
     caller = caller_of(request)
     limits = Limits.of(context.settings, caller.limits)
     context.scheduler.training_limits.set(caller.owner, limits.max_training)
-    load = context.futures.load(caller.owner)
-    refusal = over_limit(load, load_of(new), limits) or server_full(
-        len(context.futures),
-        context.settings.max_open,
-        own=load.requests,
-        owners=len({*context.futures.loads, caller.owner}),
-    )
-    if refusal is None or new.model_id is None:
-        return refusal
+    futures = context.futures
+
+    def refusal() -> str | None:
+        load = futures.load(caller.owner)
+        return over_limit(load, load_of(new), limits) or server_full(
+            futures.accepted,
+            context.settings.max_open,
+            own=load.requests,
+            owners=len({*futures.loads, caller.owner}),
+        )
+
+    if refusal() is None:
+        return None
+    await futures.refresh_loads()
+    found = refusal()
+    if found is None or new.model_id is None:
+        return found
     # Otherwise the later steps would wait forever.
-    return None if context.scheduler.is_blocked_by(new.model_id, new.seq_id or 0) else refusal
+    blocks = await context.scheduler.is_blocked_by(new.model_id, new.seq_id or 0)
+    return None if blocks else found
 
 
 def future_response(new: QueuedRequest, first: QueuedRequest) -> Response:

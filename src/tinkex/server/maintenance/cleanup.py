@@ -9,12 +9,12 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from tinkex.server.retry import Backoff, PeriodicTask
 from tinkex.server.scheduler.result_waiters import Futures
-from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.settings import GIGABYTE, Settings
 from tinkex.server.store import StorageError, Store
 from tinkex.server.store.retention import CheckpointName
@@ -74,6 +74,10 @@ def over_keep_last(names: Iterable[CheckpointName], *, keep_last: int) -> list[C
     return gone
 
 
+class TakesSnapshots(Protocol):
+    async def snapshot(self, model_id: str) -> bool: ...
+
+
 class Cleanup:
     """The cleanup task. Belongs to one event loop; call `start` first, `close` last."""
 
@@ -82,10 +86,18 @@ class Cleanup:
         *,
         settings: Settings,
         store: Store,
-        scheduler: Scheduler,
+        scheduler: TakesSnapshots,
         futures: Futures,
+        homes: Callable[[], Sequence[str] | None] = lambda: None,
+        is_first: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """
+        Among several processes of a database, one `is_first`: it deletes what belongs to all.
+
+        Each makes snapshots of the models of its `homes`; None is all models.
+        """
+        self._homes, self._is_first = homes, is_first
         self._settings = settings
         self._store = store
         self._scheduler = scheduler
@@ -112,8 +124,13 @@ class Cleanup:
     async def run_once(self) -> None:
         """Run all steps of the cleanup once."""
         until = cutoffs(self._settings, now_s=self._clock())
-        retention = self._store.retention
         await self._snapshot_inactive_models(until)
+        if self._is_first():
+            await self._drop_expired(until)
+        await self._trim_cache()
+
+    async def _drop_expired(self, until: Cutoffs) -> None:
+        retention = self._store.retention
         await retention.drop_older_snapshots(before_s=until.fallback_s)
         while dropped := await retention.drop_results(
             fetched_before_s=until.fetched_s,
@@ -143,9 +160,12 @@ class Cleanup:
 
     async def _snapshot_inactive_models(self, until: Cutoffs) -> None:
         """Snapshot models of inactive sessions, so that their logs can be deleted."""
+        if (homes := self._homes()) is not None and not homes:
+            return
         inactive = await self._store.retention.models_without_snapshot(
             inactive_before_s=until.inactive_s,
             abandoned_before_s=until.abandoned_s,
+            homes=homes,
             limit=(limit := SNAPSHOTS_PER_PASS + len(self._retry_at)),
         )
         if len(inactive) < limit:  # these are all: forget models that need no snapshot any more
@@ -181,6 +201,9 @@ class Cleanup:
                 )
             )
         await retention.drop_versions(abandoned_before_s=until.abandoned_s)
+
+    async def _trim_cache(self) -> None:
+        retention = self._store.retention
         self._store.checkpoints.clear_open_cache()
         limit_bytes = int(self._settings.cache_gb * GIGABYTE)
         if gone := await retention.trim_cache(limit_bytes=limit_bytes, now_s=self._clock()):

@@ -178,6 +178,10 @@ class EngineScheduler:
         await self.workers.run_between_batches(state, begin)
         return written is not None and await written
 
+    async def snapshot_now(self, state: ModelState) -> bool:
+        """Take a snapshot between two batches, and wait until it is stored."""
+        return await self._snapshots.write(state)
+
     def set_base_check(self, check: BaseModelCheck) -> None:
         """The base model is served from now on."""
         self.client.base_check = self._checkpoints.base_check = check

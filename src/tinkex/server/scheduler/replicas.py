@@ -122,6 +122,10 @@ class Replicas:
         engine, sequences = self._samples.pop(request_id)
         self._sequences[engine] -= sequences
 
+    @property
+    def has_samples(self) -> bool:
+        return bool(self._samples)
+
     def of_sample(self, request_id: str) -> "EngineScheduler | None":
         """Where a sample runs; None if it does not."""
         engine, _ = self._samples.get(request_id, (None, 0))

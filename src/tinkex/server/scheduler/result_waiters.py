@@ -88,6 +88,8 @@ class _Unfinished:
     request: QueuedRequest
     #: When this process accepted it, or read it from the store after a restart.
     since_s: float
+    #: Whether it counts as load of its owner, and in the metrics of this process.
+    counted: bool = True
     #: Whether an engine got it.
     started: bool = False
     #: How many polls have begun to wait for it.
@@ -113,13 +115,43 @@ class Futures:
         self.busy = asyncio.Event()
         self.completion_log = CompletionLog(store)
 
-    def track(self, request: QueuedRequest) -> None:
-        """This process will finish the request."""
+    def track(self, request: QueuedRequest, *, counted: bool = True) -> None:
+        """
+        This process will finish the request, or hear that it is finished.
+
+        One that another process accepted is not `counted`: that one counts it.
+        """
         if request.request_id in self._unfinished:
             return
-        self._unfinished[request.request_id] = _Unfinished(request, time.monotonic())
-        self._loads[request.owner] = self.load(request.owner) + load_of(request)
+        self._unfinished[request.request_id] = _Unfinished(request, time.monotonic(), counted)
+        if counted:
+            self._loads[request.owner] = self._loads.get(request.owner, NO_LOAD) + load_of(request)
         self.busy.set()
+
+    def _track_unknown(self, request: QueuedRequest) -> None:
+        """A poll waits for a request that this process did not know."""
+        self.track(request)
+
+    def untrack_model(self, model_id: str) -> None:
+        """Another process finishes the requests of this model."""
+        for unfinished in list(self._unfinished.values()):
+            if unfinished.request.model_id == model_id:
+                self._pop(unfinished.request)
+
+    def untrack(self, request: QueuedRequest) -> None:
+        """Another process finishes the request."""
+        self._pop(request)
+
+    def _pop(self, request: QueuedRequest) -> _Unfinished | None:
+        """Remove a request that is finished, or that another process finishes."""
+        unfinished = self._unfinished.pop(request.request_id, None)
+        if unfinished is not None and unfinished.counted:
+            self._loads[request.owner] -= load_of(unfinished.request)
+            if not self._loads[request.owner].requests:
+                del self._loads[request.owner]
+        if not self._unfinished:
+            self.busy.clear()
+        return unfinished
 
     def started(self, request: QueuedRequest) -> None:
         """An engine gets the request now; a later attempt does not count."""
@@ -131,17 +163,12 @@ class Futures:
 
     def finish(self, request: QueuedRequest) -> None:
         """Its outcome is stored: wake the polls that wait for it."""
-        unfinished = self._unfinished.pop(request.request_id, None)
-        if unfinished is not None:
-            waited_s = time.monotonic() - unfinished.since_s
-            self.timings.finish(request.kind.value, request.outcome, waited_s)
+        if (unfinished := self._pop(request)) is not None:
+            if unfinished.counted:
+                waited_s = time.monotonic() - unfinished.since_s
+                self.timings.finish(request.kind.value, request.outcome, waited_s)
             unfinished.request = request
             unfinished.waiters.wake()
-            self._loads[request.owner] -= load_of(request)
-            if not self._loads[request.owner].requests:
-                del self._loads[request.owner]
-            if not self._unfinished:
-                self.busy.clear()
         self._cache_result(request)
 
     async def wait(
@@ -178,6 +205,14 @@ class Futures:
 
     def load(self, owner: str) -> Load:
         return self._loads.get(owner, NO_LOAD)
+
+    @property
+    def accepted(self) -> int:
+        """The number of accepted and unfinished requests of all owners."""
+        return len(self._unfinished)
+
+    async def refresh_loads(self) -> None:
+        """Make `load` exact; other processes may have finished requests."""
 
     def is_cached(self, request_id: str) -> bool:
         """Whether it is finished and its result is in memory."""
@@ -233,7 +268,7 @@ class Futures:
             # It may have finished since it was read.
             if (cached := self._cache.get(request_id)) is not None:
                 return cached
-            self.track(request)
+            self._track_unknown(request)
             return request
         if request.outcome.error is None:
             try:

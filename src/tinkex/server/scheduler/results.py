@@ -191,7 +191,11 @@ class SessionFailures:
 class Execution:
     """What all engines of a server share. A result is committed before its polls are woken."""
 
-    def __init__(self, *, store: Store, executor: Executor, futures: Futures) -> None:
+    def __init__(
+        self, *, store: Store, executor: Executor, futures: Futures, home: str | None = None
+    ) -> None:
+        #: The name of this worker; None on a server that is alone.
+        self.home = home
         self.store = store
         self.executor = executor
         self.futures = futures

@@ -7,13 +7,14 @@ The scheduler: runs accepted requests.
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Self
 
 from tinkex.server.executor import Executor, ServedModel
 from tinkex.server.queued_request import Cause, Kind, Outcome, QueuedRequest
@@ -29,7 +30,9 @@ from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.results import Execution
 from tinkex.server.scheduler.sample_worker import CustomLossWorker, TokenStream
 from tinkex.server.scheduler.step_queue import model_deleted, number_of, restore_queue
-from tinkex.server.store import Ownership, StorageError, Store
+from tinkex.server.settings import Settings
+from tinkex.server.store import NotOwner, Ownership, StorageError, Store
+from tinkex.server.store.workers import NewHomes
 
 log = logging.getLogger("tinkex.server.scheduler")
 
@@ -37,6 +40,10 @@ log = logging.getLogger("tinkex.server.scheduler")
 STORE_TIMEOUT_S = 5.0
 #: How often the number of waiting rows is compared with the claimed requests.
 PICKUP_INTERVAL_S = 5.0
+#: The same on a worker, to which requests come by notifications that may be lost.
+WORKER_PICKUP_INTERVAL_S = 1.0
+#: A worker reads its waiting rows at least this often: it may have claimed what another finished.
+WORKER_LOOK_S = 15.0
 #: How often replicas that are down are looked for.
 REPLICA_CHECK_S = 1.0
 #: After a model could not be moved to another replica.
@@ -135,7 +142,12 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
-        self._execution = Execution(store=store, executor=executor, futures=futures)
+        self._execution = Execution(
+            store=store,
+            executor=executor,
+            futures=futures,
+            home=None if ownership is None else ownership.worker,
+        )
         self.usage = self._execution.usage
         #: How many models of each owner may train at once on one engine.
         self.training_limits = TrainingLimits(max_training)
@@ -151,6 +163,12 @@ class Scheduler:
             clock=clock,
             crash_files=crash_files,
         )
+        #: The worker that this scheduler belongs to; None on a server that is alone.
+        self.home = self._execution.home
+        #: A draining worker takes no more work.
+        self.draining = False
+        #: The names of all workers that run; a worker sets it.
+        self.live_workers: Callable[[], Awaitable[frozenset[str]]] | None = None
         self._crash_files = crash_files
         #: The exit status of the last web process.
         self._last_status = last_status
@@ -169,6 +187,18 @@ class Scheduler:
         #: Models whose steps are being read.
         self._opening: set[str] = set()
         self._losses = CustomLossWorker(self._execution, self._models, self.replicas)
+
+    @classmethod
+    def of(cls, settings: Settings, **parts: Any) -> Self:
+        """A scheduler with the limits of the settings; `parts` are the other arguments."""
+        return cls(
+            gap_s=settings.gap_s,
+            snapshot_steps=settings.snapshot_steps,
+            snapshot_bytes=settings.snapshot_bytes,
+            max_training=settings.max_training,
+            max_sequences=settings.max_sequences,
+            **parts,
+        )
 
     @property
     def busy(self) -> asyncio.Event:
@@ -227,19 +257,15 @@ class Scheduler:
 
     async def start(self) -> None:
         """Start, and schedule the requests that an earlier process accepted and did not finish."""
-        await self._execution.failures.start()
         # Set the limits before any work is scheduled. Later, each request updates the limits of its
-        # owner.
-        now_s = time.time()
-        for key in await self._store.keys.all():
-            if key.state(now_s) == "active" and "max_training" in key.limits:
-                self.training_limits.set(key.owner, key.limits["max_training"])
+        # owner; on a worker, `refresh` does.
+        await self.refresh()
         await self._restore_attempts()
         # In the background, so that new requests do not wait for the stored ones.
         self._execution.spawn(
             run_periodically(
-                Pickup(self._execution, self.submit, self._is_served).run,
-                PICKUP_INTERVAL_S,
+                Pickup(self._execution, self.submit, self._is_served, home=self.home).run,
+                PICKUP_INTERVAL_S if self.home is None else WORKER_PICKUP_INTERVAL_S,
                 what="reading the waiting requests",
                 log=log,
                 after_s=0.0,
@@ -255,6 +281,14 @@ class Scheduler:
                     log=log,
                 )
             )
+
+    async def refresh(self) -> None:
+        """Read what other processes may have changed: failed sessions, and limits of keys."""
+        await self._execution.failures.start()
+        now_s = time.time()
+        for key in await self._store.keys.all():
+            if key.state(now_s) == "active" and "max_training" in key.limits:
+                self.training_limits.set(key.owner, key.limits["max_training"])
 
     async def _share_work(self) -> None:
         """Move the work of replicas that stay down to the others, and back when they return."""
@@ -306,9 +340,9 @@ class Scheduler:
         files, stored = self._crash_files, self._store.attempts
         isolated = None if files is None else files.find_crash(self._last_status)
         if isolated is None:
-            counts = await stored.counted()
+            counts = await stored.counted(home=self.home)
         else:
-            counts = await stored.all_waiting()
+            counts = await stored.all_waiting(home=self.home)
             log.warning("the last web process crashed; waiting requests may have caused it")
         if isolated is not None:
             # Rebuilds have files too, by the ids of models; those are no requests.
@@ -317,7 +351,8 @@ class Scheduler:
             culprit = None
             if isolated is not None:
                 attempts, culprit = after_web_crash(attempts, isolated)
-                await (stored.set(attempts) if attempts else stored.clear(base_model))
+                clear = stored.clear(base_model, home=self.home)
+                await (stored.set(attempts) if attempts else clear)
             self.replicas(base_model).lost.restore(attempts, culprit)
         if files is not None:
             files.start()
@@ -337,6 +372,9 @@ class Scheduler:
                 engine.client.close()
         await self._execution.stop()
 
+    async def place(self, request: QueuedRequest) -> None:
+        """Choose where a new request runs. Here it runs in this process."""
+
     def submit(
         self,
         request: QueuedRequest,
@@ -350,13 +388,17 @@ class Scheduler:
         the stream as they are drawn.
         """
         request_id, execution = request.request_id, self._execution
-        if execution.futures.is_cached(request_id):
+        if execution.futures.is_cached(request_id) or self.draining:
             return
         # Even if it is known: `Pickup`, which has no stream, may have found the request first.
         if token_stream is not None:
             execution.token_streams[request_id] = token_stream
         if request_id in execution.claimed:
             return
+        if request.deaths:
+            # It may have been lost on another worker.
+            counts = self.replicas(request.base_model).lost.counts
+            counts.setdefault(request_id, request.deaths)
         # Before it is claimed: a step may have to wait until its model is read.
         execution.futures.track(request)
         match request.kind:
@@ -365,7 +407,7 @@ class Scheduler:
             case Kind.UNLOAD_MODEL:
                 self._run(request, self._unload(request))
             case Kind.CREATE_CUSTOM_LOSS:
-                self._run(request, self._losses.run(request))
+                self._run(request, self._create_loss(request))
             case _:
                 self._add_step(request)
 
@@ -378,6 +420,10 @@ class Scheduler:
         async def run() -> None:
             try:
                 outcome = await work
+            except NotOwner as lost:
+                self._execution.release(request)
+                await self._forward(lost.model_ids)
+                return
             except Exception:
                 self._execution.claimed.discard(request.request_id)
                 raise
@@ -385,6 +431,30 @@ class Scheduler:
                 await self._execution.finish(request, outcome)
 
         self._execution.spawn(run())
+
+    async def _create_loss(self, request: QueuedRequest) -> Outcome | None:
+        """
+        Register a custom loss here, then on the next worker that has a model of its session.
+
+        The request goes from worker to worker, in the order of their names; the last one finishes it.
+        """
+        if self.home is None:
+            return await self._losses.run(request)
+        if not self._is_served(request.base_model):
+            # Any base model will do, and this worker has another one.
+            request.base_model = self._execution.executor.served[0].name
+        outcome = await self._losses.run(request)
+        if outcome is None or outcome.error is not None:
+            return outcome
+        homes = await self._store.workers.homes_of_session(request.session_id or "")
+        live = await self.live_workers() if self.live_workers is not None else frozenset()
+        following = next((one for one in homes if one > self.home and one in live), None)
+        if following is None:
+            return outcome
+        await self._store.workers.rehome(NewHomes(requests={request.request_id: following}))
+        self._execution.release(request)
+        self._execution.futures.untrack(request)
+        return None
 
     async def _sample(self, request: QueuedRequest) -> Outcome | None:
         replicas = self.replicas(request.base_model)
@@ -419,8 +489,17 @@ class Scheduler:
             await self._open(model_id, first_seq=first_seq)
         except StorageError as error:
             log.info("the steps of %s cannot be read now; retrying later: %s", model_id, error)
+        except NotOwner as lost:
+            await self._forward(lost.model_ids)
         finally:
             self._opening.discard(model_id)
+
+    async def _forward(self, model_ids: Iterable[str]) -> None:
+        """These models have another home: their steps, which came here, go there."""
+        for model_id in model_ids:
+            log.info("%s is on another worker; its requests go there", model_id)
+            await self._store.workers.forward(model_id)
+            self._execution.futures.untrack_model(model_id)
 
     async def _open(self, model_id: str, *, first_seq: int = 0) -> ModelState:
         if (state := self._models.get(model_id)) is None:
@@ -441,7 +520,7 @@ class Scheduler:
         state = await self._open(step.model_id or "", first_seq=number_of(step))
         self._workers(state).refuse_step(state, step)
 
-    def is_blocked_by(self, model_id: str, seq_id: int) -> bool:
+    async def is_blocked_by(self, model_id: str, seq_id: int) -> bool:
         """Whether later steps of a model wait for this one."""
         state = self._models.get(model_id)
         return state is not None and state.queue.is_blocked_by(seq_id)
@@ -491,6 +570,7 @@ class Scheduler:
         steps = (*state.queue.waiting.values(), *state.queue.running.values())
         for step in (*steps, *(step for step, _, _ in state.unstored)):
             self._execution.release(step)
+        self._execution.futures.untrack_model(state.model.model_id)
         state.unstored.clear()
         self._models.forget(state)
         self._execution.spawn(self._drop_disowned(state))
@@ -500,6 +580,60 @@ class Scheduler:
             await asyncio.wait({state.worker})
         if state.loaded_in is not None:
             await state.home.recovery.drop(state, state.loaded_in)
+
+    def terms(self) -> dict[str, int]:
+        """The models that this worker has, each with its term."""
+        return {
+            state.model.model_id: state.term
+            for state in self._models.opened()
+            if state.term is not None
+        }
+
+    def disown(self, model_ids: Iterable[str]) -> None:
+        """Other workers have these models now."""
+        for model_id in model_ids:
+            if (state := self._models.get(model_id)) is not None:
+                self._disown(state)
+
+    def sessions(self) -> set[str]:
+        """The sessions that have a model here."""
+        return {state.model.session_id for state in self._models.opened()}
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether samples are running."""
+        return any(replicas.has_samples for replicas in self._replicas.values())
+
+    def models_with_gap(self) -> list[str]:
+        """Models whose next step is missing while later ones wait."""
+        return [
+            state.model.model_id for state in self._models.opened() if state.queue.gap() is not None
+        ]
+
+    async def hand_over(self, choose: Callable[[], str | None]) -> None:
+        """
+        Give all models to other workers, each after its current batch of steps.
+
+        `choose` returns the next worker to get one; None if there is none. Then the models stay, and
+        whichever worker starts next gets them.
+        """
+        self.draining = True
+
+        async def one(state: ModelState) -> None:
+            async def give() -> None:
+                await state.results_stored()
+                if state.steps_since_snapshot and state.loaded_in is not None:
+                    await state.home.snapshot_now(state)
+                if (to := choose()) is not None and state.term is not None:
+                    model_id = state.model.model_id
+                    await self._store.workers.hand_over(model_id, term=state.term, to=to)
+                    log.info("%s goes to the worker %s", model_id, to)
+                self._disown(state)
+
+            with contextlib.suppress(NotOwner):
+                await state.home.workers.run_between_batches(state, give)
+
+        await asyncio.gather(*(one(state) for state in list(self._models.opened())))
 
     def unload_session(self, session_id: str) -> None:
         """Unload the models of a session; the next step of each rebuilds it."""
@@ -516,8 +650,11 @@ class Scheduler:
 
     async def snapshot(self, model_id: str) -> bool:
         """Take a snapshot of a model now, between two steps; False if that is not possible."""
-        while (state := await self._open(model_id)).worker is not None:
-            await asyncio.wait({state.worker})
+        try:
+            while (state := await self._open(model_id)).worker is not None:
+                await asyncio.wait({state.worker})
+        except NotOwner:
+            return False
         if self._execution.closing or state.queue.creation_error is not None:
             return False
         was_loaded = state.loaded_in is not None
@@ -543,7 +680,12 @@ class Pickup:
         execution: Execution,
         submit: Callable[[QueuedRequest], None],
         is_served: Callable[[str], bool],
+        *,
+        home: str | None = None,
     ) -> None:
+        """On a worker, `home` is its name: it runs what waits for it, and nothing else."""
+        self._home = home
+        self._looked_s = time.monotonic()
         self._execution = execution
         self._submit = submit
         self._is_served = is_served
@@ -554,24 +696,31 @@ class Pickup:
         """Look once."""
         try:
             # One number from an index, while nothing is missing.
-            waiting = await self._execution.store.requests.count_waiting()
+            waiting = await self._execution.store.requests.count_waiting(home=self._home)
             if any(self._is_served(base_model) for base_model in self._unserved):
                 self._unserved.clear()  # it was added since
-            if waiting > len(self._execution.claimed) + self._unserved.total():
+            missing = waiting > len(self._execution.claimed) + self._unserved.total()
+            if missing or (self._home is not None and waiting and self._is_due()):
                 await self.look()
         except StorageError as error:
             log.info("cannot read the waiting requests now; retrying: %s", error)
 
+    def _is_due(self) -> bool:
+        return time.monotonic() - self._looked_s >= WORKER_LOOK_S
+
     async def look(self) -> None:
         """Submit waiting requests: one batch of each owner in turn, those with the fewest first."""
         requests = self._execution.store.requests
+        self._looked_s = time.monotonic()
         before, self._unserved = self._unserved, Counter()
-        positions = dict.fromkeys(await requests.waiting_owners())
+        positions = dict.fromkeys(await requests.waiting_owners(home=self._home))
         while positions and not self._execution.closing:
             for owner, after in list(positions.items()):
-                rows, last = await requests.waiting_of(owner, after=after, limit=PICKUP_BATCH)
+                rows, last = await requests.waiting_of(
+                    owner, after=after, limit=PICKUP_BATCH, home=self._home
+                )
                 for row in rows:
-                    if self._is_served(row.base_model):
+                    if self._home is not None or self._is_served(row.base_model):
                         self._submit(row)
                     else:
                         self._unserved[row.base_model] += 1

@@ -26,7 +26,7 @@ from tinkex.wire.sessions import (
 from tinkex.wire.text_format import format_utc
 
 if TYPE_CHECKING:
-    from tinkex.server.scheduler.scheduler import Scheduler
+    from tinkex.server.scheduler.scheduler_port import SchedulerPort
 
 log = logging.getLogger("tinkex.server.scheduler.session_status")
 
@@ -80,11 +80,14 @@ class SessionTimeouts:
     def __init__(
         self,
         store: Store,
-        scheduler: "Scheduler",
+        scheduler: "SchedulerPort",
         *,
         grace_s: float,
+        shared: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """With `shared`, other web processes hear of these sessions too; their rows decide then."""
+        self._shared = shared
         self._store = store
         self._scheduler = scheduler
         self._grace_s = grace_s
@@ -102,7 +105,7 @@ class SessionTimeouts:
         self.timed_out = set(await self._store.sessions.lapsed_sessions())
         self._task.start(
             self.check,
-            min(CHECK_INTERVAL_S, self._grace_s / 2),
+            self._interval_s,
             what="the check for session timeouts",
             log=log,
             # After an outage of the server itself, every session gets the whole grace period.
@@ -143,8 +146,18 @@ class SessionTimeouts:
         self.timed_out.discard(session_id)
         self._scheduler.unload_session(session_id)
 
+    @property
+    def _interval_s(self) -> float:
+        return min(CHECK_INTERVAL_S, self._grace_s / 2)
+
     async def check(self) -> None:
         """Mark the sessions whose grace period is over, and unload their models."""
+        now_s = self._clock()
+        if self._shared:
+            # Requests at this process count for all. Another one writes down its own within two
+            # intervals.
+            await self._store.sessions.mark_all_active(self.alive(2 * self._interval_s), now_s)
+            now_s -= 2 * self._interval_s
         oldest_s = time.monotonic() - self._grace_s
         self.last_request_s = {
             session_id: at_s for session_id, at_s in self.last_request_s.items() if at_s >= oldest_s
@@ -155,11 +168,11 @@ class SessionTimeouts:
             if session_id in self.last_request_s
         }
         # Rows outlive this process, so their times are of the system clock.
-        silent = await self._store.sessions.inactive_sessions(self._clock() - self._grace_s)
+        silent = await self._store.sessions.inactive_sessions(now_s - self._grace_s)
         timed_out = [one for one in silent if one not in self.last_request_s]
         if not timed_out:
             return
-        await self._store.sessions.mark_lapsed(timed_out)
+        await self._store.sessions.mark_lapsed(timed_out, before_s=now_s - self._grace_s)
         for session_id in timed_out:
             # A request may have come while the mark was written.
             if session_id in self.last_request_s:

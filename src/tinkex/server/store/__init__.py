@@ -41,6 +41,7 @@ from tinkex.server.store.storage_health import (
     StorageError,
 )
 from tinkex.server.store.usage import Usage
+from tinkex.server.store.workers import Workers
 
 __all__ = [
     "ApiKey",
@@ -109,6 +110,7 @@ class Store:
         self.snapshots = Snapshots(database, files, folder, cache)
         self.step_history = StepHistory(database)
         self.console_reads = ConsoleReads(database)
+        self.workers = Workers(database)
 
     @property
     def commits(self) -> int:
@@ -160,13 +162,14 @@ def open_store(
     storage_url: str,
     folder: Path,
     exclusive: bool = False,
+    role: str = "",
     writer: str = "",
 ) -> Store:
     """
     Open the store, or create it. Servers open it `exclusive`, which also upgrades its schema.
 
     Other programs refuse an older schema, because a server that uses it may be running. Several
-    processes that serve one database have different names as `writer`.
+    processes that serve one database have a `role`, and different names as `writer`.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _create_private(db_url)
@@ -174,6 +177,7 @@ def open_store(
     database = Database(
         db_url,
         exclusive=exclusive,
+        role=role,
         writer=writer,
         prepare=lambda reading, writing: signing_secrets.update(
             server_secrets.ensure_secrets(reading, writing, folder)
@@ -181,7 +185,7 @@ def open_store(
     )
     try:
         files = Files(storage_url)
-        if exclusive:
+        if exclusive or role:
             refuse_wrong_database(database, files)
             refuse_lost_keys(database, folder, files)
     except (ObjectStoreUnavailable, ImportError) as error:

@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 
 from tinkex.server.store import migrations, sql_dialects
+from tinkex.server.store.failover import watch_timeline
 from tinkex.server.store.schema import api_keys
 from tinkex.server.store.storage_health import (
     FAILING,
@@ -147,7 +148,9 @@ def _damaged(engine: sa.Engine, reason: str) -> DatabaseRefused:
     )
 
 
-def connection_pools(url: str, *, exclusive: bool, readers: int = 1) -> tuple[sa.Engine, sa.Engine]:
+def connection_pools(
+    url: str, *, exclusive: bool, role: str = "", readers: int = 1
+) -> tuple[sa.Engine, sa.Engine]:
     """The SQLAlchemy engine that writes, and the one that reads."""
     try:
         backend = sa.make_url(url).get_backend_name()
@@ -172,7 +175,9 @@ def connection_pools(url: str, *, exclusive: bool, readers: int = 1) -> tuple[sa
         _prepare_sqlite(writing, "BEGIN IMMEDIATE", writes=True)
         _prepare_sqlite(reading, "BEGIN", writes=False)
     else:
-        sql_dialects.prepare_writer(writing, exclusive=exclusive)
+        sql_dialects.prepare_writer(writing, exclusive=exclusive, role=role)
+        if exclusive or role:
+            watch_timeline(writing, reading)
         sql_dialects.replace_nul_characters(writing)
         sql_dialects.replace_nul_characters(reading)
         # All statements of one read see the same snapshot, as in SQLite.

@@ -84,16 +84,20 @@ class Database:
         url: str,
         *,
         exclusive: bool = False,
+        role: str = "",
         writer: str = "",
         prepare: Callable[[sa.Engine, sa.Engine], None] | None = None,
     ) -> None:
         """
-        `writer` names this process among those that write to one database (`usage.writer`).
+        `role` is what a process of a cluster does. `writer` names this process among those that write
+        to one database (`usage.writer`).
 
         `prepare` gets the engines that read and write once the tables are there.
         """
+        if role:
+            _upgrade_alone(url)
         self._writing, self._reading = connection_pools(
-            url, exclusive=exclusive, readers=READERS + KEY_READERS + REPORTERS
+            url, exclusive=exclusive, role=role, readers=READERS + KEY_READERS + REPORTERS
         )
         self._exclusive = exclusive
         #: Whether the current operation may not insert rows while new data is refused.
@@ -110,9 +114,10 @@ class Database:
                 check_integrity(self._writing)
             found = migrations.outdated(self._writing)
             if found is not None and not (found.is_empty or exclusive):
-                raise DatabaseRefused(
-                    f"{found}. Starting a server, or `tinkex doctor --repair`, upgrades it."
-                )
+                advice = "Starting a server, or `tinkex doctor --repair`, upgrades it."
+                if role:
+                    advice = "Stop all web and worker processes; the first that starts upgrades it."
+                raise DatabaseRefused(f"{found}. {advice}")
             if found is not None:
                 migrations.migrate(self._writing)
             if prepare is not None:
@@ -310,6 +315,24 @@ class Database:
             if (problem := self.health.record(error)) is not None:
                 raise StorageError(problem) from error
             raise
+
+
+def _upgrade_alone(url: str) -> None:
+    """Upgrade an older schema if no process of another version uses the database."""
+    writing, reading = connection_pools(url, exclusive=False)
+    alone = None
+    try:
+        with as_refusal(writing):
+            found = migrations.outdated(writing)
+            if found is None or found.is_empty:
+                return
+            alone, other = connection_pools(url, exclusive=True)
+            other.dispose()
+            migrations.migrate(alone)
+    finally:
+        for engine in (writing, reading, alone):
+            if engine is not None:
+                engine.dispose()
 
 
 def _write_effects(connection: sa.Connection) -> None:

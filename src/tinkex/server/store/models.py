@@ -96,7 +96,7 @@ class Models:
                 )
             ).first()
             if known is None:
-                row = {**values(model), "model_seq_id": model_seq_id}
+                row = {**values(model), "model_seq_id": model_seq_id, "home": request.home}
                 connection.execute(models.insert(), row)
             first = request_rows.insert(connection, request)
             if first is not request:

@@ -62,21 +62,21 @@ class Ownership:
         self._database = database
         self.worker = worker
 
-    async def take(self, model_id: str, *, term: int | None = None) -> int:
+    async def take(self, model_id: str) -> int:
         """
-        Become the home of a model; returns its new term.
+        Begin to run the steps of a model; returns its new term. NotOwner if another is its home.
 
-        With `term`, only if the model still has that one: of several workers that see the same dead
-        one, the first gets the model. The others get NotOwner.
+        `Workers.rehome` makes this worker the home of a model whose worker is dead.
         """
         statement = (
             models.update()
-            .where(models.c.model_id == model_id)
+            .where(
+                models.c.model_id == model_id,
+                sa.or_(models.c.home.is_(None), models.c.home == self.worker),
+            )
             .values(home=self.worker, term=models.c.term + 1)
             .returning(models.c.term)
         )
-        if term is not None:
-            statement = statement.where(models.c.term == term)
 
         def operation(connection: sa.Connection) -> int:
             taken: int | None = connection.execute(statement).scalar()

@@ -16,7 +16,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from tinkex.server.queued_request import PASSES, Cause, Kind, Outcome, QueuedRequest
 from tinkex.server.store.ownership import check_terms
-from tinkex.server.store.schema import Status, completions, requests, samplers, usage
+from tinkex.server.store.schema import Status, completions, models, requests, samplers, usage
 from tinkex.server.store.sql_dialects import in_list, list_parameter
 from tinkex.server.store.step_rows import RECORDED, record_step
 from tinkex.wire.errors import WireError
@@ -141,6 +141,8 @@ ROW = (
     requests.c.error,
     requests.c.category,
     requests.c.cause,
+    requests.c.home,
+    requests.c.deaths,
 )
 
 
@@ -182,11 +184,13 @@ _NEW = (
     "version_id",
     "tokens",
     "created_s",
+    "home",
 )
 
 # Built once: building a statement takes longer than SQLite takes to run it.
 # The unique constraints reject repeats; the ids of the new rows are returned.
-_INSERT = sqlite.insert(requests).on_conflict_do_nothing().returning(requests.c.request_id)
+_ADDED = (requests.c.request_id, requests.c.home)
+_INSERT = sqlite.insert(requests).on_conflict_do_nothing().returning(*_ADDED)
 # One array for each column: psycopg would take longer to bind thousands of single values than
 # PostgreSQL takes to store them. Text has no length here: a cast would truncate long values.
 _ARRAYS = sa.func.unnest(
@@ -200,11 +204,22 @@ _ARRAYS = sa.func.unnest(
         for name in _NEW
     )
 ).table_valued(*_NEW)
+_ROWS = _ARRAYS.render_derived()
+#: A step goes to the worker that has its model at this moment.
+_HOME = sa.case(
+    (
+        _ROWS.c.home == "",
+        sa.select(models.c.home).where(models.c.model_id == _ROWS.c.model_id).scalar_subquery(),
+    ),
+    else_=_ROWS.c.home,
+)
 _INSERT_ARRAYS = (
     postgresql.insert(requests)
-    .from_select(list(_NEW), sa.select(_ARRAYS.render_derived()))
+    .from_select(
+        list(_NEW), sa.select(*(_HOME if name == "home" else _ROWS.c[name] for name in _NEW))
+    )
     .on_conflict_do_nothing()
-    .returning(requests.c.request_id)
+    .returning(*_ADDED)
 )
 _BY_SEQ_ID = sa.select(*ROW).where(requests.c.seq_id == sa.bindparam("wanted_seq_id"))
 _STEP_BY_SEQ_ID = _BY_SEQ_ID.where(requests.c.model_id == sa.bindparam("parent_id"))
@@ -226,13 +241,15 @@ def insert_many(
     """Insert requests, each with the storage key of a large payload; repeats return the first."""
     rows = [_values(new, key) for new, key in group]
     if connection.dialect.name == "sqlite":
-        found = connection.scalars(_INSERT, [dict(zip(_NEW, row, strict=True)) for row in rows])
+        found = connection.execute(_INSERT, [dict(zip(_NEW, row, strict=True)) for row in rows])
     else:
         columns = zip(*rows, strict=True)
-        found = connection.scalars(
+        found = connection.execute(
             _INSERT_ARRAYS, {name: list(column) for name, column in zip(_NEW, columns, strict=True)}
         )
-    added = set(found)
+    added: dict[str, str | None] = dict(found.all())
+    for new, _ in group:
+        new.home = added.get(new.request_id, new.home)
     return [new if new.request_id in added else _existing(connection, new) for new, _ in group]
 
 
@@ -254,6 +271,7 @@ def _values(new: QueuedRequest, payload_key: str | None) -> tuple[object, ...]:
         new.version_id,
         new.tokens,
         time.time(),
+        new.home,
     )
 
 

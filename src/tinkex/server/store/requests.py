@@ -12,7 +12,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinkex.server.queued_request import Outcome, QueuedRequest
+from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.server.store.blobs import Files
 from tinkex.server.store.database import Database, columns, every, execute, scalar, scalars
 from tinkex.server.store.request_rows import (
@@ -28,6 +28,7 @@ from tinkex.server.store.request_rows import (
     request_of,
 )
 from tinkex.server.store.schema import Status, completions, requests, samplers
+from tinkex.server.store.sql_dialects import in_list, list_parameter
 from tinkex.server.store.storage_health import FILES, Damaged
 
 # Larger payloads and results are stored as files, so that rows stay small.
@@ -195,14 +196,84 @@ class Requests:
             return bytes(row.result)
         return await self._get(request_id, "result", row.result_place)
 
-    async def count_waiting(self) -> int:
-        """The number of accepted, unfinished requests."""
-        return await self._database.read(scalar(_COUNT_WAITING))
+    async def finished(
+        self, request_ids: Sequence[str], *, with_results: Sequence[str]
+    ) -> dict[str, tuple[QueuedRequest, bytes | None]]:
+        """These requests by id, some with their results if those are small."""
+        chosen = in_list(requests.c.request_id, sa.bindparam("wanted", type_=sa.Text))
+        rows = sa.select(*ROW).where(chosen)
+        results = sa.select(requests.c.request_id, requests.c.result).where(chosen)
 
-    async def waiting_owners(self) -> list[str]:
+        def operation(
+            connection: sa.Connection,
+        ) -> dict[str, tuple[QueuedRequest, bytes | None]]:
+            small = {}
+            if with_results:
+                given = {"wanted": list_parameter(with_results)}
+                small = dict(connection.execute(results, given).all())
+            found = {}
+            for row in connection.execute(rows, {"wanted": list_parameter(request_ids)}):
+                result = small.get(row.request_id)
+                found[row.request_id] = (
+                    request_of(row),
+                    None if result is None else bytes(result),
+                )
+            return found
+
+        return await self._database.read(operation)
+
+    async def look_at(self, request_ids: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Which of these do not wait any more, and which are to be cancelled unless polled."""
+        statement = sa.select(requests.c.request_id, requests.c.status, requests.c.cancel_s).where(
+            in_list(requests.c.request_id, request_ids)
+        )
+        rows = await self._database.read(lambda connection: connection.execute(statement).all())
+        waiting = {row.request_id for row in rows if row.status == Status.WAITING}
+        abandoned = [row.request_id for row in rows if row.cancel_s is not None]
+        return [one for one in request_ids if one not in waiting], abandoned
+
+    async def loads(self) -> dict[str, tuple[int, int, int]]:
+        """The unfinished requests of each owner, their tokens, and sequences of samples."""
+        sequences = sa.case((requests.c.kind == Kind.SAMPLE, requests.c.sequences), else_=0)
+        statement = (
+            sa.select(
+                requests.c.owner,
+                sa.func.count(),
+                sa.func.sum(requests.c.tokens),
+                sa.func.sum(sequences),
+            )
+            .where(requests.c.status == Status.WAITING)
+            .group_by(requests.c.owner)
+        )
+        rows = await self._database.read(lambda connection: connection.execute(statement).all())
+        return {owner: (int(one), int(two), int(three)) for owner, one, two, three in rows}
+
+    async def newest_events(self, sampling_session_ids: Sequence[str]) -> dict[str, int]:
+        """The position of the newest event of each sampler."""
+        statement = sa.select(samplers.c.sampling_session_id, samplers.c.events).where(
+            in_list(samplers.c.sampling_session_id, sampling_session_ids)
+        )
+        return await self._database.read(
+            lambda connection: dict(connection.execute(statement).all())
+        )
+
+    async def has_later_steps(self, model_id: str, seq_id: int) -> bool:
+        """Whether steps of a model wait behind this number."""
+        statement = (
+            sa.select(requests.c.request_id)
+            .where(requests.c.model_id == model_id, requests.c.seq_id > seq_id, _WAITING)
+            .limit(1)
+        )
+        return await self._database.read(scalar(statement)) is not None
+
+    async def count_waiting(self, *, home: str | None = None) -> int:
+        """The number of accepted, unfinished requests; with `home`, of that worker."""
+        return await self._database.read(scalar(_of_worker(_COUNT_WAITING, home)))
+
+    async def waiting_owners(self, *, home: str | None = None) -> list[str]:
         """Owners with waiting requests; those with the fewest first."""
         statement = (
-            sa.select(requests.c.owner)
+            _of_worker(sa.select(requests.c.owner), home)
             .where(requests.c.status == Status.WAITING)
             .group_by(requests.c.owner)
             .order_by(sa.func.count(), requests.c.owner)
@@ -210,12 +281,17 @@ class Requests:
         return await self._database.read(scalars(statement))
 
     async def waiting_of(
-        self, owner: str, *, after: tuple[float, str] | None, limit: int
+        self,
+        owner: str,
+        *,
+        after: tuple[float, str] | None,
+        limit: int,
+        home: str | None = None,
     ) -> tuple[list[QueuedRequest], tuple[float, str] | None]:
         """The next rows of one owner, oldest first, and the next `after`; None at the end."""
         position = sa.tuple_(requests.c.created_s, requests.c.request_id)
         statement = (
-            sa.select(requests.c.created_s, *ROW)
+            _of_worker(sa.select(requests.c.created_s, *ROW), home)
             .where(requests.c.status == Status.WAITING, requests.c.owner == owner)
             .order_by(requests.c.created_s, requests.c.request_id)
             .limit(limit)
@@ -298,6 +374,11 @@ class Requests:
         self._database.write_deferred(operation, on_dropped=not_pending)
 
 
+def _of_worker(statement: sa.Select[Any], home: str | None) -> sa.Select[Any]:
+    """Only what waits for this worker; everything on a server that is alone."""
+    return statement if home is None else statement.where(requests.c.home == home)
+
+
 _WAITING = requests.c.status == Status.WAITING
 _SET = (
     requests.update()
@@ -314,13 +395,13 @@ class Attempts:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def counted(self) -> dict[str, dict[str, int]]:
-        """By base model: the attempts of waiting requests that have any."""
-        return await self._read(_ALL.where(requests.c.deaths > 0))
+    async def counted(self, *, home: str | None = None) -> dict[str, dict[str, int]]:
+        """By base model: the attempts of waiting requests that have any; with `home`, of a worker."""
+        return await self._read(_of_worker(_ALL.where(requests.c.deaths > 0), home))
 
-    async def all_waiting(self) -> dict[str, dict[str, int]]:
+    async def all_waiting(self, *, home: str | None = None) -> dict[str, dict[str, int]]:
         """By base model: the attempts of all waiting requests."""
-        return await self._read(_ALL)
+        return await self._read(_of_worker(_ALL, home))
 
     async def _read(self, statement: sa.Select[Any]) -> dict[str, dict[str, int]]:
         found: defaultdict[str, dict[str, int]] = defaultdict(dict)
@@ -336,7 +417,9 @@ class Attempts:
         if rows:
             await self._database.write(execute(_SET, rows), required=True)
 
-    async def clear(self, base_model: str) -> None:
+    async def clear(self, base_model: str, *, home: str | None = None) -> None:
         """Reset the attempts of a base model: another request ended its engine."""
         statement = _CLEAR.where(requests.c.base_model == base_model)
+        if home is not None:
+            statement = statement.where(requests.c.home == home)
         await self._database.write(execute(statement), required=True)

@@ -183,9 +183,18 @@ class Retention:
     # -- snapshots ---------------------------------------------------------------------------
 
     async def models_without_snapshot(
-        self, *, inactive_before_s: float, abandoned_before_s: float, limit: int
+        self,
+        *,
+        inactive_before_s: float,
+        abandoned_before_s: float,
+        limit: int,
+        homes: Sequence[str] | None = None,
     ) -> list[str]:
-        """Models of inactive sessions that have steps after their newest snapshot."""
+        """
+        Models of inactive sessions that have steps after their newest snapshot.
+
+        With `homes`, only those of these workers.
+        """
         newest = sa.func.coalesce(snapshots.c.seq_id, -1)
         behind = (
             sa.select(requests.c.request_id)
@@ -208,6 +217,8 @@ class Retention:
             .order_by(sessions.c.seen_s)
             .limit(limit)
         )
+        if homes is not None:
+            statement = statement.where(in_list(models.c.home, homes))
         return await self._database.read(scalars(statement))
 
     async def drop_snapshots(self, *, abandoned_before_s: float) -> None:

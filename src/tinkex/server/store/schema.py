@@ -157,6 +157,10 @@ requests = sa.Table(
     sa.Column("tokens", sa.BigInteger, nullable=False, server_default="0"),
     # How often it was lost because its engine ended by itself.
     sa.Column("deaths", sa.Integer, nullable=False, server_default="0"),
+    # On several machines: the worker that runs it; of a step, the home of its model.
+    sa.Column("home", sa.String(200)),
+    # On several machines: cancel a sample at this time of the database's clock.
+    sa.Column("cancel_s", sa.Float),
     # A repeated step or sample returns the first one.
     sa.UniqueConstraint("model_id", "seq_id"),
     sa.UniqueConstraint("sampling_session_id", "seq_id"),
@@ -170,6 +174,43 @@ requests = sa.Table(
     sa.Index("ix_requests_status_created_s", "status", "created_s"),
     # Finds requests to delete without reading the rest.
     sa.Index("ix_requests_finished_s_fetched_s", "finished_s", "fetched_s"),
+)
+# What waits for each worker. SQLite has one server and no workers.
+sa.Index(
+    "ix_requests_home_base_model",
+    requests.c.home,
+    requests.c.base_model,
+    postgresql_where=requests.c.status == "waiting",
+).ddl_if(dialect="postgresql")
+
+workers = sa.Table(
+    "workers",
+    metadata,
+    # Processes that run the work of one base model (`tinkex worker`); unique in a cluster.
+    sa.Column("name", sa.String(200), primary_key=True),
+    sa.Column("base_model", sa.String(500), nullable=False),
+    # Grows with each process of this name: an older process sees that it was replaced.
+    sa.Column("term", sa.BigInteger, nullable=False),
+    sa.Column("state", sa.String(20), nullable=False),
+    # Times of the database's clock. `seen_s` is its last heartbeat.
+    sa.Column("started_s", sa.Float, nullable=False),
+    sa.Column("seen_s", sa.Float, nullable=False),
+    # The model as `ServedModel` has it.
+    sa.Column("model", sa.JSON, nullable=False),
+    # Its load, and the statistics of its engines.
+    sa.Column("stats", sa.JSON, nullable=False),
+    sa.CheckConstraint("state IN ('up', 'draining', 'gone')", name="state"),
+)
+
+refused_steps = sa.Table(
+    "refused_steps",
+    metadata,
+    # Steps that web processes refused, for the worker that has their model (`StepQueue.refuse`).
+    sa.Column("model_id", sa.ForeignKey("models.model_id"), primary_key=True),
+    sa.Column("seq_id", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("kind", sa.String(40), nullable=False),
+    sa.Column("error", sa.Text, nullable=False),
+    sa.Column("refused_s", sa.Float, nullable=False),
 )
 
 snapshots = sa.Table(

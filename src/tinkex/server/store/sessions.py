@@ -205,11 +205,21 @@ class Sessions:
         )
         return await self._database.read(scalars(statement))
 
-    async def mark_lapsed(self, session_ids: Sequence[str]) -> None:
-        """Mark sessions whose clients timed out."""
+    async def mark_all_active(self, session_ids: Sequence[str], now_s: float) -> None:
+        """The clients of these sessions sent something, at any web process."""
         statement = (
             sessions.update()
-            .where(sessions.c.session_id == sa.bindparam("lapsed"))
+            .where(in_list(sessions.c.session_id, session_ids))
+            .values(seen_s=now_s, lapsed_s=None)
+        )
+        if session_ids:
+            await self._database.write(execute(statement))
+
+    async def mark_lapsed(self, session_ids: Sequence[str], *, before_s: float) -> None:
+        """Mark sessions whose clients timed out, unless they sent something since then."""
+        statement = (
+            sessions.update()
+            .where(sessions.c.session_id == sa.bindparam("lapsed"), sessions.c.seen_s < before_s)
             .values(lapsed_s=time.time())
         )
         given = [{"lapsed": session_id} for session_id in session_ids]

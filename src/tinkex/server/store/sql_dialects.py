@@ -44,8 +44,8 @@ _TIMEOUTS = {
     "tcp_user_timeout": 30_000,
 }
 
-# The application name of a server that holds a database; PostgreSQL truncates it to 63 bytes.
-_NAME = "tinkex serve, process {process} on {host}"
+# The application name of a process that holds a database; PostgreSQL truncates it to 63 bytes.
+_NAME = "tinkex {role}, process {process} on {host}"
 
 _SETTINGS = (
     # A crash must not lose commits, whatever the default of the database is.
@@ -59,6 +59,7 @@ _SETTINGS = (
     "SET tcp_keepalives_count = 3",
 )
 _TAKE = f"SELECT pg_try_advisory_lock({LOCK}, hashtext(current_schema()))"
+_TAKE_SHARED = f"SELECT pg_try_advisory_lock_shared({LOCK}, hashtext(current_schema()))"
 _HOLDER = f"""
     SELECT a.application_name FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid
     WHERE l.locktype = 'advisory' AND l.classid = {LOCK} AND l.granted
@@ -72,13 +73,14 @@ def timeouts(url: sa.URL) -> dict[str, int]:
     return {name: value for name, value in _TIMEOUTS.items() if name not in url.query}
 
 
-def prepare_writer(engine: sa.Engine, *, exclusive: bool) -> None:
+def prepare_writer(engine: sa.Engine, *, exclusive: bool, role: str = "") -> None:
     """
     Makes commits durable; with `exclusive`, each writing connection holds the database's lock.
 
     The lock belongs to the writing connection, so a server that loses the connection also loses
     the lock, and cannot write any more. So two servers never write to one database, even if the
-    network fails.
+    network fails. Web and worker processes, which have a `role`, share the lock: they run together,
+    but not beside a server that is alone, nor beside a repair.
     """
 
     @event.listens_for(engine, "connect")
@@ -87,10 +89,12 @@ def prepare_writer(engine: sa.Engine, *, exclusive: bool) -> None:
             with connection.cursor() as cursor:
                 for statement in _SETTINGS:
                     cursor.execute(statement)
-                if exclusive:
-                    name = _NAME.format(process=os.getpid(), host=socket.gethostname())
+                if exclusive or role:
+                    name = _NAME.format(
+                        role=role or "serve", process=os.getpid(), host=socket.gethostname()
+                    )
                     cursor.execute("SELECT set_config('application_name', %s, false)", (name,))
-                    _take_lock(cursor)
+                    _take_lock(cursor, _TAKE if exclusive else _TAKE_SHARED)
             connection.commit()
         except BaseException:
             connection.close()
@@ -159,9 +163,9 @@ def _cleaned(value: object) -> object:
     return value.replace("\0", "\ufffd") if isinstance(value, str) else value
 
 
-def _take_lock(cursor: Any) -> None:
+def _take_lock(cursor: Any, statement: str) -> None:
     def take() -> bool:
-        return bool(cursor.execute(_TAKE).fetchone()[0])
+        return bool(cursor.execute(statement).fetchone()[0])
 
     if not poll(take, every_s=LOCK_RETRY_S, timeout_s=LOCK_WAIT_S):
         row = cursor.execute(_HOLDER).fetchone()

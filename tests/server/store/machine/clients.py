@@ -82,7 +82,7 @@ class Clients(Requests):
             and one.session_id not in busy
         }
         if inactive:
-            self.run(self.store.sessions.mark_lapsed(inactive))
+            self.run(self.store.sessions.mark_lapsed(inactive, before_s=now_s - age_s))
         for session_id in inactive:
             self.world.sessions[session_id].lapsed_s = now_s
         if inactive and comes_back:

@@ -1,0 +1,1 @@
+"""Web and worker processes of several machines on one PostgreSQL database."""

@@ -1,0 +1,364 @@
+"""
+A worker among others: its heartbeat, the work that comes to it, and that of workers that died.
+
+Everything that it does is decided by rows. Notifications make it look at once; without them it looks
+every second.
+"""
+
+import asyncio
+import base64
+import logging
+import time
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from tinkex.server.cluster import messages
+from tinkex.server.cluster.known_workers import LOOK_S, KnownWorkers, plan_homes
+from tinkex.server.executor import Executor, ServedModel
+from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
+from tinkex.server.retry import PeriodicTask, poll_async
+from tinkex.server.scheduler.result_waiters import CompletionLog, Futures
+from tinkex.server.scheduler.sample_worker import TokenStream
+from tinkex.server.scheduler.scheduler import Scheduler
+from tinkex.server.store import Completion, NotOwner, StorageError, Store
+from tinkex.server.store.notifier import MAX_BYTES, WEB, Notifier, channel_of
+from tinkex.server.store.workers import DRAINING, GONE, UP, NewHomes, Replaced
+from tinkex.wire.proto.frames_pb2 import Stats, Tokens
+
+log = logging.getLogger("tinkex.server.cluster")
+
+#: Requests of a dead worker that one look moves.
+STRANDED_BATCH = 500
+#: How often sessions of loaded models are looked at, and what else other processes change.
+SESSIONS_S = 5.0
+REFRESH_S = 30.0
+#: Refusals of models that had no later step are deleted after this time.
+REFUSED_KEPT_S = 24 * 3600.0
+#: The last heartbeat, which says that the worker is gone, may take this long.
+LEAVE_S = 5.0
+
+
+class PublishedResults(Futures):
+    """The requests of a worker. Nobody polls here: web processes are notified of results."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.completion_log: PublishedEvents = PublishedEvents(store)
+        self.notifier: Notifier | None = None
+
+    def finish(self, request: QueuedRequest) -> None:
+        if request.outcome is not None and request.outcome.result:
+            # Only that it is finished is remembered.
+            request.outcome = Outcome(compute_s=request.outcome.compute_s)
+        super().finish(request)
+        if self.notifier is not None:
+            self.notifier.send(WEB, messages.DONE, request.request_id)
+
+
+class PublishedEvents(CompletionLog):
+    """Tells web processes which samplers have new events."""
+
+    notifier: Notifier | None = None
+
+    def add(self, event: Completion) -> None:
+        if self.notifier is not None:
+            self.notifier.send(WEB, messages.EVENTS, event.sampling_session_id)
+
+
+class SentTokens(TokenStream):
+    """The tokens of a running sample, for the web process that streams them."""
+
+    def __init__(self, request_id: str, channel: str, notifier: Notifier) -> None:
+        super().__init__()
+        self._request_id, self._channel, self._notifier = request_id, channel, notifier
+
+    def add(self, tokens: Tokens) -> None:
+        text = base64.b64encode(tokens.SerializeToString()).decode()
+        if len(text) < MAX_BYTES - 200:
+            self._notifier.send(self._channel, messages.TOKENS, f"{self._request_id} {text}")
+            return
+        middle = len(tokens.tokens) // 2
+        if middle:
+            self.add(_part(tokens, 0, middle))
+            self.add(_part(tokens, middle, len(tokens.tokens)))
+
+
+def _part(tokens: Tokens, first: int, last: int) -> Tokens:
+    count = tokens.top_count
+    return Tokens(
+        sequence=tokens.sequence,
+        start=tokens.start + first,
+        tokens=tokens.tokens[first:last],
+        logprobs=tokens.logprobs[first:last],
+        top_count=count,
+        top_tokens=tokens.top_tokens[first * count : last * count],
+        top_logprobs=tokens.top_logprobs[first * count : last * count],
+    )
+
+
+class Worker:
+    """One worker of a cluster. Belongs to one event loop; `start` first, `drain` and `close` last."""
+
+    def __init__(
+        self,
+        name: str,
+        model: ServedModel,
+        *,
+        store: Store,
+        executor: Executor,
+        scheduler: Scheduler,
+        results: PublishedResults,
+        db_url: str,
+        takeover_s: float,
+    ) -> None:
+        self.name = name
+        self._model = model
+        self._store = store
+        self._executor = executor
+        self._scheduler = scheduler
+        self._takeover_s = takeover_s
+        self.known = KnownWorkers(store, takeover_s=takeover_s)
+        scheduler.live_workers = self._live
+        self._notifier = Notifier(db_url, [channel_of(name)], self._heard)
+        results.notifier = results.completion_log.notifier = self._notifier
+        self._term = 0
+        self._state = UP
+        self._beaten_s = time.monotonic()
+        self._sessions_s = self._refreshed_s = time.monotonic()
+        self._beat_task, self._look_task = PeriodicTask(), PeriodicTask()
+        self._tasks: set[asyncio.Task[None]] = set()
+        #: Set when another process has registered under this name.
+        self.replaced = asyncio.Event()
+
+    async def start(self) -> None:
+        """Register. Work comes once the scheduler is started."""
+        self._term = await self._store.workers.register(
+            self.name,
+            base_model=self._model.name,
+            model={
+                "folder": str(self._model.folder),
+                "arch": self._model.arch,
+                "max_context_length": self._model.max_context_length,
+            },
+        )
+        self._beaten_s = time.monotonic()
+        await self.known.look()
+        self._notifier.start()
+        self._beat_task.start(self._beat, LOOK_S, what="the heartbeat", log=log, after_s=0.0)
+        self._look_task.start(self._look, LOOK_S, what="looking at the tables", log=log)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether it does what one worker of its base model has to do for all."""
+        rows = self.known.that_take(self._model.name)
+        return bool(rows) and rows[0].name == self.name
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it does what one worker has to do for the whole database."""
+        return min(self.known.live(), default="") == self.name
+
+    # -- heartbeat -----------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        try:
+            await self._store.workers.beat(
+                self.name, self._term, state=self._state, stats=self._stats()
+            )
+            silent_s = time.monotonic() - self._beaten_s
+            self._beaten_s = time.monotonic()
+            if silent_s >= self._takeover_s:
+                await self._drop_lost(silent_s)
+        except Replaced:
+            log.error("another process has the name %s; this one ends", self.name)
+            self._scheduler.draining = True
+            self.replaced.set()
+        except StorageError as error:
+            log.info("no heartbeat now: %s", error)
+
+    async def _drop_lost(self, silent_s: float) -> None:
+        """This worker was not heard of for long: others may have taken its models."""
+        log.warning("no heartbeat for %.0f s; other workers may have its models", silent_s)
+        self._scheduler.disown(await self._store.workers.lost_models(self._scheduler.terms()))
+
+    def _stats(self) -> Mapping[str, Any]:
+        engines = [self._executor.stats(engine) for engine in self._model.engines]
+        reasons = [self._executor.waiting_for(engine) for engine in self._model.engines]
+        replicas = self._scheduler.replicas(self._model.name)
+        loads = replicas.loads()
+        return {
+            "models": sum(load.models for load in loads),
+            "sequences": sum(load.sequences for load in loads),
+            "waiting": self._scheduler.waiting,
+            "waiting_for": None if None in reasons else reasons[0],
+            "engines": [_fields(stats) for stats in engines if stats is not None],
+            "usage": self._scheduler.usage.by_task,
+        }
+
+    # -- work ----------------------------------------------------------------------------------------
+
+    def _heard(self, kind: str, items: list[str]) -> None:
+        match kind:
+            case messages.ACCEPTED:
+                self._spawn(self._submit(items, {}))
+            case messages.STREAMED:
+                channels = dict(item.split(" ", 1) for item in items)
+                self._spawn(self._submit(list(channels), channels))
+            case messages.CANCELLED:
+                self._spawn(self._cancel())
+            case messages.REFUSED:
+                self._spawn(self._refuse(items))
+
+    async def _submit(self, request_ids: list[str], channels: Mapping[str, str]) -> None:
+        for request in await self._store.workers.waiting_requests(request_ids, self.name):
+            stream = None
+            if (channel := channels.get(request.request_id)) is not None:
+                stream = SentTokens(request.request_id, channel, self._notifier)
+            self._scheduler.submit(request, token_stream=stream)
+
+    async def _cancel(self) -> None:
+        for request_id, owner in await self._store.workers.cancelled(self.name):
+            self._scheduler.cancel(request_id, owner=owner)
+
+    async def _refuse(self, model_ids: list[str]) -> None:
+        for step in await self._store.workers.take_refused(model_ids):
+            model = await self._store.models.model(step.model_id)
+            if model is None:
+                continue
+            refused = QueuedRequest(
+                owner=model.owner,
+                kind=Kind(step.kind),
+                base_model=model.base_model,
+                session_id=model.session_id,
+                model_id=step.model_id,
+                seq_id=step.seq_id,
+                outcome=Outcome(error=step.error, category="user"),
+            )
+            try:
+                await self._scheduler.refuse_step(refused)
+            except NotOwner:
+                await self._store.workers.refuse(step)
+
+    async def _look(self) -> None:
+        """What lost notifications did not tell, and what nobody else does."""
+        try:
+            await self.known.look()
+            await self._cancel()
+            if gaps := self._scheduler.models_with_gap():
+                await self._refuse(gaps)
+            if self.is_leader:
+                await self._adopt()
+            now_s = time.monotonic()
+            if now_s - self._sessions_s >= SESSIONS_S:
+                self._sessions_s = now_s
+                await self._unload_sessions()
+            if now_s - self._refreshed_s >= REFRESH_S:
+                self._refreshed_s = now_s
+                await self._scheduler.refresh()
+                if self.is_first:
+                    await self._store.workers.drop_refused(older_than_s=REFUSED_KEPT_S)
+        except StorageError as error:
+            log.info("the tables cannot be looked at now: %s", error)
+
+    async def _adopt(self) -> None:
+        """Find homes for the waiting requests of workers that are dead, or that have none."""
+        base_model = self._model.name
+        waiting = await self._store.workers.waiting_by_home(base_model)
+        # In this order: a worker that a request waits for has registered before.
+        live = await self._live()
+        for home in [home for home in waiting if home not in live]:
+            stranded = await self._store.workers.stranded(base_model, home, limit=STRANDED_BATCH)
+            homes = plan_homes(stranded, self.known.that_take(base_model), live, base_model)
+            if homes.models or homes.requests:
+                log.warning(
+                    "%s: %d models and %d requests go to other workers",
+                    "requests without a worker" if home is None else f"the worker {home} is gone",
+                    len(homes.models),
+                    len(homes.requests),
+                )
+                await self._store.workers.rehome(homes)
+                self._tell(homes, [one.request_id for one in stranded])
+
+    async def _live(self) -> frozenset[str]:
+        """The names of all workers that run at this moment."""
+        await self.known.look()
+        return self.known.live()
+
+    def _tell(self, homes: NewHomes, request_ids: list[str]) -> None:
+        targets = {home for _, home in homes.models.values()} | set(homes.requests.values())
+        for target in targets:
+            for request_id in request_ids:
+                self._notifier.send(channel_of(target), messages.ACCEPTED, request_id)
+
+    async def _unload_sessions(self) -> None:
+        if found := self._scheduler.sessions():
+            for session_id in await self._store.workers.silent_sessions(list(found)):
+                self._scheduler.unload_session(session_id)
+
+    def homes(self) -> list[str]:
+        """The workers whose idle models this one takes snapshots of."""
+        if not self.is_leader:
+            return [self.name]
+        live = self.known.live()
+        dead = (row for row in self.known.rows if row.base_model == self._model.name)
+        return [self.name, *(row.name for row in dead if row.name not in live)]
+
+    async def snapshot(self, model_id: str) -> bool:
+        """Take a snapshot of an idle model, here or of a worker that is gone."""
+        home, term = await self._store.ownership(self.name).home(model_id)
+        if home is not None and home not in self.known.live():
+            await self._store.workers.rehome(NewHomes(models={model_id: (term, self.name)}))
+        return await self._scheduler.snapshot(model_id)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.info("a notification was not followed; the table is looked at: %s", error)
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    async def drain(self, within_s: float) -> None:
+        """Give models and waiting samples to other workers; running samples may finish."""
+        self._state = DRAINING
+        self._scheduler.draining = True
+        await self._beat()
+
+        def next_home() -> str | None:
+            base = self._model.name
+            model = QueuedRequest(owner="", kind=Kind.CREATE_MODEL, base_model=base, model_id="-")
+            return self.known.choose_home(model, without=self.name)
+
+        try:
+            async with asyncio.timeout(within_s):
+                await self.known.look()
+                await self._scheduler.hand_over(next_home)
+                await poll_async(lambda: not self._scheduler.has_samples, every_s=0.05)
+        except TimeoutError:
+            log.warning("not everything was finished within %.0f s; other workers do it", within_s)
+        except StorageError as error:
+            log.warning("models were not handed over: %s", error)
+
+    async def close(self) -> None:
+        """Leave. What still waits here is taken by the others at once."""
+        await self._beat_task.close()
+        await self._look_task.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._state = GONE
+        if not self.replaced.is_set():
+            try:
+                async with asyncio.timeout(LEAVE_S):
+                    await self._beat()
+            except TimeoutError:
+                log.info("the database does not respond; others notice by the missing heartbeat")
+        await self._notifier.close()
+
+
+def _fields(stats: Stats) -> dict[str, int | float]:
+    return {field.name: getattr(stats, field.name) for field in Stats.DESCRIPTOR.fields}

@@ -1,0 +1,1 @@
+"""Workers placed by Ray: which ones are wanted, the process of one, and the Ray cluster."""
