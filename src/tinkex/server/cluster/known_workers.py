@@ -209,8 +209,11 @@ class KnownWorkers:
     ) -> asyncio.Future[Done]:
         raise NotImplementedError("a web process runs nothing")
 
-    def waiting_for(self, base_model: str, /) -> str | None:
-        """Why no worker of a base model makes progress; None if one does."""
+    def waiting_for(self, engine: str, /) -> str | None:
+        """Why a worker, or no worker of a base model, makes progress; None if it does."""
+        if (row := self.row(engine.partition("#")[0])) is not None:
+            return self.reason(row)
+        base_model = engine
         rows = [row for row in self._rows if row.base_model == base_model]
         reasons = [self.reason(row) for row in rows if row.is_live(self._takeover_s)]
         if not reasons:
@@ -224,16 +227,16 @@ class KnownWorkers:
         reason: str | None = row.stats.get("waiting_for")
         return reason
 
+    def facts(self, engine: str, /) -> Ready | None:
+        """Workers do not tell; their logs do."""
+        return None
+
     def stats(self, engine: str, /) -> Stats | None:
         """The last statistics of an engine, by the name of its worker."""
         for base_model in {row.base_model for row in self._rows}:
             for name, stats in self._engine_stats(base_model):
                 if name == engine:
                     return Stats(**stats)
-        return None
-
-    def facts(self, engine: str, /) -> Ready | None:
-        """None: heartbeats have the statistics of engines, not what they reported at their start."""
         return None
 
     def _engine_stats(self, base_model: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
