@@ -9,23 +9,33 @@ import shutil
 import subprocess
 import sys
 
+from chromium import browser_path
 from postgres import binaries
+
+#: What a test needs, how it is found, and the package of Debian that has it.
+NEEDED = (
+    ("PostgreSQL", binaries, "postgresql"),
+    ("Chromium", browser_path, "chromium"),
+)
 
 
 def main() -> int:
-    if binaries() is not None:
+    missing = [(name, package) for name, find, package in NEEDED if find() is None]
+    if not missing:
         return 0
+    packages = [package for _, package in missing]
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        sys.stderr.write(
-            "PostgreSQL is not installed, and some tests need it. Debian: apt install postgresql\n"
-        )
+        for name, package in missing:
+            sys.stderr.write(
+                f"{name} is not installed, and some tests need it. Debian: apt install {package}\n"
+            )
         return 0
-    sys.stderr.write("Installing Debian's postgresql for the tests ...\n")
+    sys.stderr.write(f"Installing Debian's {' and '.join(packages)} for the tests ...\n")
     quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    # Tests start their own servers; the package need not start one.
+    # Tests start their own servers; the packages need not start one.
     for arguments in (
         ["update", "-qq"],
-        ["install", "-qq", "--no-install-recommends", "postgresql"],
+        ["install", "-qq", "--no-install-recommends", *packages],
     ):
         done = subprocess.run(
             ["apt-get", *arguments], env=quiet, capture_output=True, text=True, check=False
