@@ -9,7 +9,7 @@ READY_DEV := $(VENV)/.ready-dev
 # The official SDKs that `make test` runs unmodified, each in its own cached environment.
 SDKS := 0.36.0 0.4.1
 
-.PHONY: help setup dev demo test matrix fuzz cookbook frameworks defects faults chaos cluster soak newcomer gguf check format bench proto stub clean
+.PHONY: help setup dev demo test matrix fuzz cookbook frameworks defects faults chaos cluster soak newcomer gguf check format bench proto stub vendor clean
 
 help:
 	@echo "make setup     create .venv with the client, the server and the command line (safe to repeat)"
@@ -32,6 +32,7 @@ help:
 	@echo "make gguf      export models as GGUF and read them with llama.cpp, built from source"
 	@echo "make proto     generate protobuf code from the .proto files"
 	@echo "make stub      generate src/tinkex/__init__.pyi from the table of public names"
+	@echo "make vendor    fetch the JavaScript libraries of the console from npm again"
 	@echo "make clean     delete .venv and caches"
 
 setup: $(READY)
@@ -127,6 +128,10 @@ proto:
 # Needed only after an edit of the table in src/tinkex/__init__.py.
 stub: dev
 	@$(BIN)/python -m qa.stub
+
+# Needed only after an edit of the versions in qa/vendor_console.py.
+vendor:
+	@$(PYTHON) -m qa.vendor_console
 
 clean:
 	rm -rf $(VENV) demo-output .mypy_cache .ruff_cache .pytest_cache

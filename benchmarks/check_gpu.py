@@ -398,7 +398,7 @@ class Check:
         self.add("sampled against forward: largest", "sampled max", float(gap.max()))
         self.add("sampled against forward: mean", "sampled mean", float(gap.mean()))
         if graphs is not None:
-            self.add("graphs: not used or refused", "exact", float(bool(graphs._refused)))
+            self.add("graphs: not used or refused", "exact", float(bool(graphs._compiler.refused)))
 
     def learning(self) -> None:
         """The fraction of the loss that remains after training a new adapter."""

@@ -21,7 +21,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 #: Folders and files that take longest. The files took 25 s of CPU time and more, on 2026-11-17.
 LONG = {
-    *("together", "chaos", "conformance", "defects", "docs", "faults", "numerics", "storage"),
+    *("together", "chaos", "conformance", "console", "defects", "docs", "faults", "numerics"),
+    "storage",
     *("test_engine_process.py", "test_golden.py", "test_stateful.py", "test_supervisor.py"),
 }
 

@@ -8,35 +8,44 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 
+from chromium import browser_path
 from postgres import binaries
 
 
-def missing() -> list[str]:
-    """Debian's names of what tests need and this machine does not have."""
-    programs = {"nginx-light": "nginx", "systemd": "systemd-analyze", "openssl": "openssl"}
-    path = f"{os.environ.get('PATH', '')}:/usr/sbin"
-    found = [] if binaries() is not None else ["postgresql"]
-    return found + [
-        package for package, program in programs.items() if not shutil.which(program, path=path)
-    ]
+def program(name: str) -> Callable[[], str | None]:
+    """Looks for a program, also where only root usually looks."""
+    return lambda: shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+
+
+#: What a test needs, how it is found, and the package of Debian that has it.
+NEEDED = (
+    ("PostgreSQL", binaries, "postgresql"),
+    ("Chromium", browser_path, "chromium"),
+    ("nginx", program("nginx"), "nginx-light"),
+    ("systemd-analyze", program("systemd-analyze"), "systemd"),
+    ("OpenSSL", program("openssl"), "openssl"),
+)
 
 
 def main() -> int:
-    wanted = missing()
-    if not wanted:
+    missing = [(name, package) for name, find, package in NEEDED if find() is None]
+    if not missing:
         return 0
+    packages = [package for _, package in missing]
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        sys.stderr.write(
-            f"Some tests need programs that are missing. Debian: apt install {' '.join(wanted)}\n"
-        )
+        for name, package in missing:
+            sys.stderr.write(
+                f"{name} is not installed, and some tests need it. Debian: apt install {package}\n"
+            )
         return 0
-    sys.stderr.write(f"Installing Debian's {', '.join(wanted)} for the tests ...\n")
+    sys.stderr.write(f"Installing Debian's {' and '.join(packages)} for the tests ...\n")
     quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    # Tests start their own servers; the packages need not start any.
+    # Tests start their own servers; the packages need not start one.
     for arguments in (
         ["update", "-qq"],
-        ["install", "-qq", "--no-install-recommends", *wanted],
+        ["install", "-qq", "--no-install-recommends", *packages],
     ):
         done = subprocess.run(
             ["apt-get", *arguments], env=quiet, capture_output=True, text=True, check=False

@@ -179,6 +179,9 @@ GOOD: Mapping[str, Sequence[Any]] = {
     "PUT sessions/{session}/project": ({"project_id": "p"},),
     "PUT sessions/none/project": ({"project_id": "p"},),
     "POST telemetry": ({"events": [], "platform": "x", "sdk_version": "1", "session_id": "s"},),
+    # A sign-in without the Origin of the server, and a server without keys.
+    "POST console/sign_in": ({"key": "tml-x"},),
+    "POST console/keys": ({"owner": "a", "name": "b", "expires_days": 1, "admin": False},),
     # Last: these end what the other bodies name.
     "POST unload_model": ({"model_id": "{model}"},),
     "POST sessions/{spent}/finish": ({"reason": {"type": "success"}, "detail": "x"},),
@@ -214,6 +217,10 @@ PLAIN: Sequence[str] = (
         for end in ("2026-11-15T12:00:00Z", "2027-11-15T12:00:00Z", "x")
     ),
     *("GET billing/usage/checkpoints/current?project_id=none", "GET optim_step"),
+    *(f"GET console/runs/{name}/requests?limit=0" for name in ("{model}", "none")),
+    *("GET console/runs/none/requests", "GET console/samplers?limit=501", "GET console/keys"),
+    *("GET console/usage?days=0", "GET console/live?run=none", "DELETE console/keys/1"),
+    f"GET training_runs?search={'x' * 201}",
 )
 
 ODD: Sequence[Any] = (None, True, -1, 10**400, 0.5, "x", [], {})

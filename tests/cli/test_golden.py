@@ -83,6 +83,8 @@ ELSEWHERE = {
     "ps": "its columns depend on the machine: test_servers.py",
     "stop": "ends a server: test_servers.py",
     "logs": "prints lines of a server: test_servers.py",
+    "web": "runs until it is stopped: tests/together/test_cluster.py",
+    "worker": "runs until it is stopped: tests/together/test_cluster.py",
     "fleet up": "needs a Ray cluster: tests/together/test_fleet.py",
     "fleet status": "needs a Ray cluster: tests/together/test_fleet.py",
     "fleet scale": "needs a Ray cluster: tests/together/test_fleet.py",

@@ -44,7 +44,7 @@ def test_the_console_of_the_hosted_service_is_its_own(fake):
 @pytest.mark.parametrize("host", ["thinkingmachines.dev.example.com", "evilthinkingmachines.ai"])
 def test_the_console_of_another_server_is_never_that_of_the_hosted_service(fake, host):
     service = fake.client(base_url=f"https://{host}/tinker")
-    assert service.get_console_url() == f"https://{host}/tinker/#/sessions"
+    assert service.get_console_url() == f"https://{host}/tinker/sessions"
     service.close("success").result(5)
 
 

@@ -28,7 +28,7 @@ from tinkex.server.executor import (
 )
 from tinkex.wire.codec import decode_json, encode_json
 from tinkex.wire.errors import UserFailure
-from tinkex.wire.proto.frames_pb2 import Done, Order, Stats
+from tinkex.wire.proto.frames_pb2 import Done, Order, Ready, Stats
 from tinkex.wire.protobuf import (
     decode_forward_backward_request,
     encode_forward_backward_output,
@@ -123,6 +123,9 @@ class EchoExecutor:
         return asyncio.create_task(self.run(base_model, order, incarnation=incarnation))
 
     def waiting_for(self, base_model: str) -> str | None:
+        return None
+
+    def facts(self, base_model: str) -> Ready | None:
         return None
 
     def stats(self, base_model: str) -> Stats | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from server.echo import BASE, EchoExecutor
 from tinkex.server.executor import OnTokens, ServedModel
-from tinkex.wire.proto.frames_pb2 import Done, Order, Stats
+from tinkex.wire.proto.frames_pb2 import Done, Order, Ready, Stats
 
 
 class ReplicatedExecutor:
@@ -46,6 +46,9 @@ class ReplicatedExecutor:
 
     def waiting_for(self, engine: str, /) -> str | None:
         return None if self.stats(engine) is not None else f"the engine of {engine} is starting"
+
+    def facts(self, engine: str, /) -> Ready | None:
+        return None
 
     def stats(self, engine: str, /) -> Stats | None:
         return Stats() if self._up[self._names.index(engine)].is_set() else None

@@ -60,7 +60,7 @@ def saved(server: Server) -> Iterator[Saved]:
             sampler.get_console_url(),
             sampler.get_playground_url(),
         ):
-            assert page.startswith(f"{server.url}/#/")
+            assert page.startswith(f"{server.url}/")
             with urllib.request.urlopen(page) as answer:
                 assert answer.status == 200
         assert service.get_telemetry() is training.get_telemetry() is service.holder.telemetry

@@ -41,6 +41,7 @@ def command() -> None:
         "tinkex key create               # owner: local",
         "tinkex key create --owner alice --name laptop --expires 90d",
         "tinkex key create --owner bob --max-training 2 --max-checkpoints 100",
+        "tinkex key create --admin       # may create and revoke keys in the console",
     ),
 )
 @click.option(
@@ -52,6 +53,7 @@ def command() -> None:
 @click.option("--project", metavar="ID", help="Project of sessions that do not name one.")
 @click.option("--name", default="", help="Purpose of the key; shown in lists.")
 @click.option("--expires", metavar="TIME", help="30d, 12h, or a date: 2027-01-31.")
+@click.option("--admin", is_flag=True, help="May manage the keys of all owners in the console.")
 @click.option("--max-requests", type=click.IntRange(0), help="Unfinished requests; 0: no limit.")
 @click.option("--max-queued-tokens", type=click.IntRange(0), help="Tokens in unfinished requests.")
 @click.option("--max-samples", type=click.IntRange(0), help="Sequences sampled at the same time.")
@@ -63,7 +65,9 @@ def command() -> None:
 @click.option("--max-runs", type=click.IntRange(0), help="Number of training runs.")
 @data_option
 @db_option
-def create(owner: str, project: str | None, name: str, expires: str | None, **options: Any) -> None:
+def create(
+    owner: str, project: str | None, name: str, expires: str | None, admin: bool, **options: Any
+) -> None:
     """Create a key. It is shown only once; the server stores a hash.
 
     All keys of an owner give access to the same data. The default owner, `local`, has everything
@@ -84,6 +88,7 @@ def create(owner: str, project: str | None, name: str, expires: str | None, **op
             name=name,
             limits={key: value for key, value in limits.items() if value is not None},
             expires_s=expires_s,
+            is_admin=admin,
         )
 
     key, secret = _with_keys(operation, data=options["data"], db=options["db"], create=True)
@@ -236,6 +241,7 @@ def _fields(key: "ApiKey") -> dict[str, Any]:
         "owner": key.owner,
         "project_id": key.project_id,
         "name": key.name,
+        "is_admin": key.is_admin,
         "limits": dict(key.limits),
         "created_at": _moment(key.created_s),
         "used_at": _moment(key.used_s),

@@ -138,8 +138,8 @@ class ServiceClient:
         """
         The console page of this session, or of all sessions before it exists.
 
-        For a server of your own this is its root page. With `base_url="local"` the server is started
-        if it does not run yet.
+        A server of your own has a console, too. With `base_url="local"` the server is started if it
+        does not run yet.
 
         Returns:
             The address of the page.

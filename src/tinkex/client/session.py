@@ -447,13 +447,13 @@ def console_of(url: str) -> str:
     """
     The console of a service: the address before `/sessions`, `/training_runs/RUN` and so on.
 
-    A server of one's own answers on its root page; the rest is a fragment, which browsers do not
-    send. Nothing about its runs may lead to the hosted service.
+    A server of one's own has a console with the same pages. Nothing about its runs may lead to the
+    hosted service.
     """
     host = urlsplit(url).hostname or ""
     if host.endswith((".thinkingmachines.dev", ".thinkingmachines.ai")):
         return CONSOLE_URL
-    return f"{url}/#"
+    return url
 
 
 def closed_error() -> RuntimeError:

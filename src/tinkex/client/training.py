@@ -551,7 +551,7 @@ class TrainingClient(TextMixin):
 
     def get_console_url(self) -> str:
         """
-        The page of this run in the console of its service; for your own server, its root page.
+        The page of this run in the console of its service, or of your own server.
 
         Returns:
             The address of the page.

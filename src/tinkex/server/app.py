@@ -11,6 +11,9 @@ from fastapi import FastAPI
 from tinkex.server.activity import ActivityLog
 from tinkex.server.api import (
     account,
+    console_data,
+    console_pages,
+    console_stream,
     docs_page,
     downloads,
     errors,
@@ -25,11 +28,16 @@ from tinkex.server.api import (
     sample_stream,
     sampling,
     sessions,
-    status_page,
     submit,
     weights,
 )
-from tinkex.server.api.auth import Authentication, Authenticator, Signer, Tokens
+from tinkex.server.api.auth import (
+    CONSOLE_PAGES,
+    Authentication,
+    Authenticator,
+    Signer,
+    Tokens,
+)
 from tinkex.server.api.bodies import BodyBudgets, ReleaseBodyMemory
 from tinkex.server.api.deps import Context
 from tinkex.server.api.response_limits import ReportSlots
@@ -67,6 +75,9 @@ ROUTERS = (
     operations.telemetry_router,
     sessions.router,
     runs_and_checkpoints.router,
+    console_pages.router,
+    console_data.router,
+    console_stream.router,
     local.router,
 )
 
@@ -174,6 +185,7 @@ def create_app(
     app.state.local_models = None
     app.state.body_budgets = BodyBudgets(settings)
     app.state.report_slots = ReportSlots()
+    app.state.console_streams = console_stream.OpenStreams()
     #: Why the server is not ready yet; the web process sets it until the engine is up.
     app.state.starting = None
     app.add_middleware(ReleaseBodyMemory)
@@ -184,7 +196,11 @@ def create_app(
         # Not `include_router`, which would call the routes through FastAPI.
         app.router.routes.extend(router.routes)
     app.add_route("/metrics", metrics.metrics, methods=["GET"])
-    app.add_route("/", status_page.status, methods=["GET"])
+    app.add_route("/", console_pages.home, methods=["GET"])
+    app.add_route("/console/{file:path}", console_pages.file, methods=["GET"])
+    for name in CONSOLE_PAGES:
+        app.add_route(f"/{name}", console_pages.page, methods=["GET"])
+        app.add_route(f"/{name}/{{rest:path}}", console_pages.page, methods=["GET"])
     app.add_route("/readyz", operations.readyz, methods=["GET"])
     app.add_route("/docs", docs_page.docs, methods=["GET"])
     openapi.describe(app)

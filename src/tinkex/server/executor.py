@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tinkex.wire.engine_settings import engine_name
-from tinkex.wire.proto.frames_pb2 import Done, Order, Stats, Tokens
+from tinkex.wire.proto.frames_pb2 import Done, Order, Ready, Stats, Tokens
 
 #: The fields of `Stats` that count up; the others are current values.
 COUNTERS = ("tokens_trained", "tokens_prefilled", "tokens_sampled")
@@ -134,6 +134,9 @@ class Executor(Protocol):
 
     def waiting_for(self, engine: str, /) -> str | None:
         """Why the engine does not make progress, as text for users; None when it does."""
+
+    def facts(self, engine: str, /) -> Ready | None:
+        """What the engine reported when it was ready; None if it was not started yet."""
 
     def stats(self, engine: str, /) -> Stats | None:
         """

@@ -25,6 +25,7 @@ LONG_ROUTES = frozenset(
         "/api/v1/retrieve_future",
         "/api/v1/retrieve_futures",
         "/api/v1/stream_sample",
+        "/api/v1/console/live",
         *("/v1/chat/completions", "/v1/completions"),
         *("/oai/api/v1/chat/completions", "/oai/api/v1/completions"),
         "/api/v1/downloads/{version_id}/{file}",

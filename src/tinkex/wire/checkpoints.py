@@ -141,7 +141,7 @@ class SaveWeightsForSamplerResponse(_Saved):
     type: Literal["save_weights_for_sampler"] | None = None
 
     def get_playground_url(self) -> str:
-        """This checkpoint in the playground of the hosted service; elsewhere the server's page."""
+        """This checkpoint in the playground of its service."""
         return f"{self._console}/playground?mode=checkpoint&checkpoint={quote(self.path, safe='')}"
 
 

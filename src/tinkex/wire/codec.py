@@ -94,6 +94,11 @@ def encode_json(message: Any) -> bytes:
     return body
 
 
+def encode_plain_json(value: Mapping[str, Any]) -> bytes:
+    """`encode_json` of plain values with finite numbers only: nothing is checked, for streams."""
+    return to_json(value)
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_none=True)

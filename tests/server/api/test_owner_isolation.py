@@ -22,7 +22,7 @@ from starlette.routing import BaseRoute, Route
 from server.echo import EchoExecutor, task_of
 from server.hosting import PROTOBUF, Api, hosted, pass_body
 from server.tenants import new_key, revoke, with_key
-from tinkex.server.api.auth import LOCAL_PATHS, OPEN_PATHS, OWN_CHECK_PREFIXES
+from tinkex.server.api.auth import CONSOLE_PAGES, LOCAL_PATHS, is_open
 from tinkex.server.api.errors import OPENAI_PREFIXES
 from tinkex.server.app import create_app
 from tinkex.server.settings import Settings
@@ -31,6 +31,7 @@ from tinkex.server.store import open_store
 pytestmark = pytest.mark.anyio
 
 V1 = "/api/v1"
+CONSOLE = f"{V1}/console"
 CHECKPOINT = f"{V1}/training_runs/{{run}}/checkpoints/{{kind}}/{{name}}"
 
 #: The access rule of a route. `open`: reveals nothing about owners. `signed`: the URL is signed.
@@ -87,6 +88,20 @@ EXPECTED: Mapping[tuple[str, str], Expected] = {
     ("GET", "/readyz"): Expected("open"),
     ("GET", "/docs"): Expected("open"),
     ("GET", "/openapi.json"): Expected("open"),
+    # The console: files without data, and a sign-in that needs the Origin of this server.
+    ("GET", "/console/{file:path}"): Expected("open"),
+    **{("GET", f"/{page}"): Expected("open") for page in CONSOLE_PAGES},
+    **{("GET", f"/{page}/{{rest:path}}"): Expected("open") for page in CONSOLE_PAGES},
+    ("POST", f"{CONSOLE}/sign_in"): Expected("open", 403, body={"key": "x"}),
+    ("POST", f"{CONSOLE}/sign_out"): Expected("caller"),
+    ("GET", f"{CONSOLE}/session"): Expected("caller"),
+    ("GET", f"{CONSOLE}/samplers"): Expected("caller"),
+    ("GET", f"{CONSOLE}/server"): Expected("caller"),
+    ("GET", f"{CONSOLE}/usage"): Expected("caller"),
+    ("GET", f"{CONSOLE}/keys"): Expected("caller"),
+    # These keys are not an administrator's.
+    ("POST", f"{CONSOLE}/keys"): Expected("caller", 403, body={"owner": "x"}),
+    ("DELETE", f"{CONSOLE}/keys/{{key_id}}"): Expected("caller", 403),
     ("GET", f"{V1}/signed/traces/{{session_id}}"): Expected(
         "signed", 403, query="expires=9999999999&signature=0"
     ),
@@ -117,6 +132,8 @@ EXPECTED: Mapping[tuple[str, str], Expected] = {
     ("POST", f"{V1}/telemetry"): Expected("caller", body={"events": []}),
     ("POST", f"{V1}/cancel_future"): Expected("silent", body={"request_id": "{request}"}),
     # Reading.
+    ("GET", f"{CONSOLE}/runs/{{run}}/requests"): Expected("owned"),
+    ("GET", f"{CONSOLE}/live"): Expected("owned", query="run={model}"),
     ("GET", f"{V1}/samplers/{{sampling_session_id}}"): Expected("owned"),
     ("GET", f"{V1}/sessions/{{session_id}}"): Expected("shared"),
     ("GET", f"{V1}/sessions/{{session_id}}/trace_export"): Expected("owned"),
@@ -210,6 +227,9 @@ IN_PATHS = {
     "version_id": "v",
     "file": "archive.tar",
     "model:path": "{path}",
+    "file:path": "index.html",
+    "rest:path": "anything/else",
+    "key_id": "1",
 }
 
 
@@ -252,8 +272,7 @@ def test_every_route_is_classified_and_every_classified_route_exists(app: FastAP
     assert not unclassified(app), "say in EXPECTED who may ask what of these routes"
     assert not EXPECTED.keys() - set(routes(app)), "these routes are gone"
     for (_, path), expected in EXPECTED.items():
-        gate_lets_in = path in OPEN_PATHS or path.startswith(OWN_CHECK_PREFIXES)
-        assert gate_lets_in == (expected.sort in ("open", "signed")), path
+        assert is_open(path) == (expected.sort in ("open", "signed")), path
         assert (path in LOCAL_PATHS) == (expected.sort == "machine"), path
 
 
@@ -313,7 +332,7 @@ async def call(
     else:
         data = json.dumps(filled(body or {}, things)).encode()
     path = address(route, things)
-    query = "&".join(filter(None, (expected.query, query)))
+    query = "&".join(filter(None, (expected.query.format(**things), query)))
     async with api.http.request(
         method,
         f"{path}?{query}" if query else path,
@@ -321,6 +340,8 @@ async def call(
         headers=headers,
         allow_redirects=False,
     ) as got:
+        if got.content_type == "text/event-stream" and method == "GET":
+            return got.status, ""  # a stream of the console does not end by itself
         return got.status, (await got.read()).decode(errors="replace")
 
 

@@ -5,8 +5,8 @@ import sqlalchemy as sa
 from tinkex.server.store.migrations import migrate
 
 
-def make_0012(engine: sa.Engine) -> None:
-    """Create the tables of version 0012: without workers."""
+def make_0020(engine: sa.Engine) -> None:
+    """Create the tables of version 0020: without workers."""
     migrate(engine)
     statements = (
         "DROP INDEX IF EXISTS ix_requests_home_base_model",
@@ -14,11 +14,20 @@ def make_0012(engine: sa.Engine) -> None:
         "ALTER TABLE requests DROP COLUMN cancel_s",
         "DROP TABLE workers",
         "DROP TABLE refused_steps",
-        "UPDATE alembic_version SET version_num = '0012'",
+        "UPDATE alembic_version SET version_num = '0020'",
     )
     with engine.begin() as connection:
         for statement in statements:
             connection.exec_driver_sql(statement)
+
+
+def make_0012(engine: sa.Engine) -> None:
+    """Create the tables of version 0012: without the console's."""
+    make_0020(engine)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("DROP TABLE console_sessions")
+        connection.exec_driver_sql("ALTER TABLE api_keys DROP COLUMN is_admin")
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0012'")
 
 
 def make_0011(engine: sa.Engine) -> None:

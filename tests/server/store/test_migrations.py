@@ -12,7 +12,14 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from postgres import Postgres
-from server.store.old_schemas import make_0009, make_0010, make_0011, make_0012, make_older
+from server.store.old_schemas import (
+    make_0009,
+    make_0010,
+    make_0011,
+    make_0012,
+    make_0020,
+    make_older,
+)
 from tinkex.server.store import DatabaseRefused, open_store
 from tinkex.server.store.database import Database
 from tinkex.server.store.migrations import current_version, known_versions, migrate
@@ -31,7 +38,8 @@ def database_of(folder: Path, version: str) -> str:
         "0010": make_0010,
         "0011": make_0011,
         "0012": make_0012,
-        "0013": migrate,
+        "0020": make_0020,
+        "0021": migrate,
     }[version](engine)
     engine.dispose()
     return url
@@ -76,7 +84,7 @@ def test_a_database_of_0_1_gets_the_tables_of_a_new_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "prepare", [migrate, make_older, make_0009, make_0010, make_0011, make_0012]
+    "prepare", [migrate, make_older, make_0009, make_0010, make_0011, make_0012, make_0020]
 )
 def test_a_postgresql_database_has_the_tables_of_the_schema(
     postgres: Postgres, prepare: Callable[[sa.Engine], None]
@@ -94,7 +102,7 @@ def test_a_postgresql_database_has_the_tables_of_the_schema(
     assert checks == {"ck_requests_error", "ck_requests_finished", "ck_requests_status"}
 
 
-@pytest.mark.parametrize("version", ["0008", "0009", "0010", "0011", "0012", "0013"])
+@pytest.mark.parametrize("version", ["0008", "0009", "0010", "0011", "0012", "0020", "0021"])
 def test_a_database_of_a_released_version_is_upgraded(tmp_path: Path, version: str) -> None:
     url = database_of(tmp_path, version)
     store = open_store(db_url=url, storage_url=str(tmp_path), folder=tmp_path, exclusive=True)

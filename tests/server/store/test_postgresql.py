@@ -21,6 +21,7 @@ from tinkex.server.store import (
     open_store,
     sql_dialects,
 )
+from tinkex.server.store.schema import usage
 
 pytestmark = pytest.mark.anyio
 
@@ -240,3 +241,35 @@ async def test_error_messages_do_not_contain_parameters(store: Store) -> None:
             lambda connection: connection.execute(statement, {"secret": "[]"})
         )
     assert "parameters hidden" in str(failed.value)
+
+
+async def test_the_reads_of_the_console_are_the_same_as_with_sqlite(store: Store) -> None:
+    model_id = await a_model(store)
+    reads, catalog = store.console_reads, store.checkpoint_catalog
+    found, total = await reads.requests(model_id, limit=5, offset=0)
+    assert (len(found), total) == (1, 1)
+    assert await reads.samplers("local", limit=5, offset=0) == ([], 0)
+    rows = [
+        {
+            "owner": "local",
+            "hour": hour,
+            "session_id": "",
+            "base_model": "m",
+            "what": "training",
+            "amount": 5,
+        }
+        for hour in (47, 48, 71, 72)
+    ]
+    await store._database.write(lambda connection: connection.execute(usage.insert(), rows))
+    used = await reads.usage_by_day(None, first_hour=48, limit=10)
+    assert [(one.day, int(one.amount)) for one in used] == [(3, 5), (2, 10)]
+    for text, count in ((model_id[-8:].upper(), 1), ("%", 0)):
+        _, total = await catalog.runs(
+            owner="local", project_id=None, limit=1, offset=0, search=text
+        )
+        assert total == count
+    key, _ = await store.keys.create(owner="alice", is_admin=True)
+    cookie = await store.keys.sign_in(key)
+    assert await store.keys.by_cookie(cookie) == key
+    await store.keys.sign_out(cookie)
+    assert await store.keys.by_cookie(cookie) is None

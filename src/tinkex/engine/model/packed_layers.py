@@ -84,11 +84,16 @@ class PackedLayers:
 
     @property
     def _temporary_bytes(self) -> int:
-        """What the backward pass of one layer needs beside that."""
+        """What the backward pass of one layer needs beside that, in the larger of its two halves."""
         layer, weights = self.weights.layers[0], self.weights
-        numbers = layer.down.weight.shape[1] + 2 * len(layer.qkv.weight)
-        numbers += 4 * weights.embedding.shape[1]
-        return numbers * weights.embedding.element_size()
+        hidden, qkv = weights.embedding.shape[1], len(layer.qkv.weight)
+        query, key = (
+            heads * weights.head_size for heads in (weights.query_heads, weights.key_heads)
+        )
+        mlp = layer.down.weight.shape[1] + 2 * qkv + 4 * hidden
+        # Gradients by queries, by keys and values of each query head, and a float32 sum.
+        attention = hidden + 6 * query + 2 * key + qkv
+        return max(mlp, attention) * weights.embedding.element_size()
 
     def hidden(self, ids_T: Tensor, packing: Packing, segments: Sequence[AdapterSegment]) -> Tensor:
         """The last hidden states [T, H] of a pass without gradients."""

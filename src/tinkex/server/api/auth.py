@@ -5,6 +5,9 @@ Authentication: API keys, tokens that stand for a key, and signed links.
 every look-up uses that owner. A server without API keys listens on loopback only, and every request
 belongs to the owner `local`. Once a key exists, each request needs a key or a token.
 
+A browser that has signed in to the console sends a cookie instead (`Keys.sign_in`). Browsers add
+it to every request, so a change also needs the `Origin` of this server: no other page can cause one.
+
 Links to files carry no key. They are signed for one path until a time:
 
     signer = Signer(store.secrets[LINKS])
@@ -35,9 +38,18 @@ log = logging.getLogger("tinkex.server.api.auth")
 LOCAL_OWNER = "local"
 WEIGHTS_TOKEN = "X-Tinker-Weights-Access-Token"
 
+#: The pages of the console, with the names that the hosted console has. They are one and the same
+#: HTML file without data.
+CONSOLE_PAGES = (
+    *("training_runs", "sessions", "checkpoints", "samplers", "playground", "server", "usage"),
+    "keys",
+)
 #: Paths that need no key: they reveal nothing about any owner.
 OPEN_PATHS = frozenset(
     {
+        *(f"/{page}" for page in CONSOLE_PAGES),
+        # Signs in with a key in its body.
+        "/api/v1/console/sign_in",
         "/",
         "/readyz",
         "/docs",
@@ -49,6 +61,7 @@ OPEN_PATHS = frozenset(
 #: Routes that check something else than a key: the signature of a link, or for local administration
 #: the token of the server's file (`api/local.py`).
 OWN_CHECK_PREFIXES: tuple[str, ...] = ("/api/v1/signed/", "/api/v1/downloads/", "/api/v1/local/")
+OPEN_PREFIXES = ("/console/", *(f"/{page}/" for page in CONSOLE_PAGES))
 #: Paths that need no key on a server that only this machine can reach.
 LOCAL_PATHS = frozenset({"/metrics"})
 
@@ -69,6 +82,8 @@ MAX_DRAINED_BYTES = 64 * 2**20
 MAX_JWT_BYTES = 4096
 # Official clients accept tokens whose issuer begins with `passport-`.
 ISSUER = "passport-tinkex"
+# Before a cookie where credentials are looked up: no header can contain this character.
+_COOKIE = "\n"
 # A signature of 32 bytes ends with a character that has two unused bits. Versions of PyJWT ignore
 # these bits, and padding; refuse other spellings of the same signature.
 _ONE_SPELLING = re.compile(r"\.[\w-]{42}[AEIMQUYcgkosw048]\Z", re.ASCII)
@@ -87,8 +102,10 @@ class Caller:
     project_id: str | None = None
     #: Limits of this key that override the server's.
     limits: Mapping[str, int] = field(default_factory=dict)
-    #: Whether the request came with a token instead of the key.
+    #: Whether the request came with a token or the console's cookie instead of the key.
     by_token: bool = False
+    #: Whether the key may manage the keys of all owners.
+    is_admin: bool = False
 
 
 LOCAL = Caller(owner=LOCAL_OWNER)
@@ -102,13 +119,13 @@ class Authentication:
         self._local_paths = LOCAL_PATHS if is_loopback(host) else frozenset()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not _is_open(scope["path"]):
+        if scope["type"] == "http" and not is_open(scope["path"]):
             request = HTTPConnection(scope)
             try:
                 if scope["path"] in self._local_paths:
                     refuse_cross_site(request.headers)
                 else:
-                    scope.setdefault("state", {})["caller"] = await _find_caller(request)
+                    scope.setdefault("state", {})["caller"] = await find_caller(request)
             except Refusal as refusal:
                 await _drain(receive)
                 await refused(request, refusal)(scope, receive, send)
@@ -120,15 +137,44 @@ class Authentication:
         await self._app(scope, receive, send)
 
 
-def _is_open(path: str) -> bool:
-    return path in OPEN_PATHS or path.startswith(OWN_CHECK_PREFIXES)
+def is_open(path: str) -> bool:
+    """Whether a path needs no key, or checks something else."""
+    return path in OPEN_PATHS or path.startswith((*OWN_CHECK_PREFIXES, *OPEN_PREFIXES))
 
 
-async def _find_caller(request: HTTPConnection) -> Caller:
-    caller = await authenticator_of(request).caller(_credential(request.headers))
+async def find_caller(request: HTTPConnection) -> Caller:
+    """The caller by the credentials of a request; a 401 or 403 without valid ones."""
+    authenticator = authenticator_of(request)
+    credential = _credential(request.headers)
+    cookie = None if credential else request.cookies.get(cookie_name(request))
+    if cookie and await authenticator.needs_keys():
+        if request.scope["method"] not in ("GET", "HEAD"):
+            require_own_origin(request)
+        return await authenticator.cookie_caller(cookie)
+    caller = await authenticator.caller(credential)
     if caller.key_id is None:
         refuse_cross_site(request.headers)
     return caller
+
+
+def cookie_name(request: HTTPConnection) -> str:
+    """The cookie of the console. Servers on other ports of a host share its cookies."""
+    return f"tinkex_console_{request.url.port or 'default'}"
+
+
+def require_own_origin(request: HTTPConnection) -> None:
+    """Refuse a change that a page of another site may have caused with a browser's cookie."""
+    origin = request.headers.get("origin", "")
+    own = {f"{request.url.scheme}://{request.headers.get('host', '')}"}
+    if public_url := request.app.state.context.settings.public_url:
+        public = urlsplit(public_url)
+        own.add(f"{public.scheme}://{public.netloc}")
+    if origin not in own:
+        raise Refusal(
+            403,
+            f"a change from the console needs the Origin of this server, and it is "
+            f"{origin[:200]!r}. Behind a proxy, start the server with --public-url.",
+        )
 
 
 def _credential(headers: Mapping[str, str]) -> str | None:
@@ -272,6 +318,19 @@ class Authenticator:
             )
         return await self._cached_caller(credential, "the API key")
 
+    async def cookie_caller(self, cookie: str) -> Caller:
+        """The caller of the console's cookie; a 401 if it has ended, or its key has."""
+        return await self._cached_caller(f"{_COOKIE}{cookie}", "the key of this browser")
+
+    async def key_to_sign_in(self, secret: str) -> ApiKey:
+        """The key with which a person signs in to the console; raises a 401."""
+        key = await self._keys.by_secret(secret)
+        if key is None:
+            raise Refusal(401, f"this key is not known on this server. {GET_KEY}")
+        if (state := key.state(self._moment())) != "active":
+            raise Refusal(401, f"the key {key.hint}… ({key.name or key.owner}) is {state}.")
+        return key
+
     async def shared_key_caller(self, token: str) -> Caller:
         """The caller of a key that another owner shared for reading; a 403 if it is not valid."""
         if not await self.needs_keys():
@@ -320,8 +379,14 @@ class Authenticator:
 
     async def _look_up(self, credential: str, now_s: float, moment_s: float) -> _CachedLookup:
         until_s, expires_s = now_s + KEY_CACHE_TTL_S, float("inf")
-        by_token = credential.startswith("eyJ")
-        if by_token:
+        is_cookie = credential.startswith(_COOKIE)
+        by_token = is_cookie or credential.startswith("eyJ")
+        if is_cookie:
+            key = await self._keys.by_cookie(credential.removeprefix(_COOKIE))
+            if key is None:
+                problem = "was signed out, or signed in more than a week ago. Sign in again"
+                return _CachedLookup(until_s=until_s, caller=None, problem=problem)
+        elif by_token:
             try:
                 claims = self.tokens.read(credential, now_s=moment_s)
             except BadToken as bad:
@@ -357,6 +422,7 @@ def _caller_for(key: ApiKey, *, by_token: bool) -> Caller:
         project_id=key.project_id,
         limits=key.limits,
         by_token=by_token,
+        is_admin=key.is_admin,
     )
 
 

@@ -75,7 +75,7 @@ async def retrieve_future(request: Request, message: FutureRetrieveRequest) -> R
     waited_s = time.monotonic() - started
     # Less if the client has disconnected, or the server is stopping.
     if finished.outcome is None and early_s < within_s and waited_s > 0.9 * early_s:
-        if _queue_state(context, message.request_id).state != "active":
+        if queue_state_of(context, message.request_id).state != "active":
             return _try_again(context, message.request_id)
         finished = await context.futures.wait(
             message.request_id,
@@ -168,7 +168,8 @@ def _queue_state_after(request: Request, within_s: float) -> float:
     return max(seconds, MIN_EARLY_S) if seconds < within_s else within_s
 
 
-def _queue_state(context: Context, request_id: str) -> QueueState:
+def queue_state_of(context: Context, request_id: str) -> QueueState:
+    """What an unfinished request waits for."""
     if (problem := context.store.health.problem) is not None:
         # The request may be done, with a result that cannot be stored now.
         return QueueState(state="paused_capacity", reason=problem.text)
@@ -176,7 +177,7 @@ def _queue_state(context: Context, request_id: str) -> QueueState:
 
 
 def _try_again(context: Context, request_id: str) -> Response:
-    waiting = _queue_state(context, request_id)
+    waiting = queue_state_of(context, request_id)
     return json_response(
         TryAgainResponse(
             request_id=request_id,

@@ -13,12 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic_core import to_json
-
 from tinkex.models.text_stream import TextStream, TokenTexts
 from tinkex.models.tokenizer import Tokenizer
 from tinkex.models.tool_calls import ToolCall, ToolCallReader, ToolFormat
 from tinkex.server.api.openai_prompts import stops_of
+from tinkex.wire.codec import encode_plain_json
 from tinkex.wire.openai import ChatRequest, CompletionRequest
 from tinkex.wire.partial_sample import SampledTokens
 from tinkex.wire.sampling import SampledSequence, SampleResponse
@@ -367,4 +366,4 @@ DONE = b"data: [DONE]\n\n"
 
 def event_of(data: dict[str, Any]) -> bytes:
     """An event of a stream: a chunk, or an error."""
-    return b"data: %s\n\n" % to_json(data)
+    return b"data: %s\n\n" % encode_plain_json(data)

@@ -54,6 +54,8 @@ router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=MessageRoute)
 MAX_POINTS = 10_000
 Points = Annotated[int, Query(ge=2, le=MAX_POINTS)]
 
+Search = Annotated[str | None, Query(max_length=200)]
+
 CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
@@ -65,8 +67,9 @@ async def list_training_runs(
     offset: Offset = 0,
     access_scope: Access = "owned",
     project_id: str | None = None,
+    search: Search = None,
 ) -> Response:
-    """Newest first."""
+    """Newest first. `search` finds a text in the ids, base models and metadata of your runs."""
     catalog = context_of(request).store.checkpoint_catalog
     runs, total = await catalog.runs(
         owner=owner_of(request),
@@ -74,6 +77,7 @@ async def list_training_runs(
         published=access_scope == "accessible",
         limit=limit,
         offset=offset,
+        search=search,
     )
     return await report(
         request,
@@ -104,7 +108,7 @@ async def get_training_run_metrics(request: Request, run: str, points: Points = 
     return await report(
         request,
         lambda: TrainingRunMetricsResponse(
-            training_run_id=run, points=[_step(point) for point in found]
+            training_run_id=run, points=[step_metrics(point) for point in found]
         ),
         advice="Request fewer with `points`.",
     )
@@ -263,7 +267,7 @@ def _run(run: RunSummary) -> TrainingRun:
     )
 
 
-def _step(point: StepPoint) -> StepMetrics:
+def step_metrics(point: StepPoint) -> StepMetrics:
     return StepMetrics(
         step=point.step,
         steps=point.steps,

@@ -23,7 +23,7 @@ from tinkex.server.scheduler.replicas import (
 )
 from tinkex.server.store import StorageError, Store
 from tinkex.server.store.workers import NewHomes, Stranded, WorkerRow
-from tinkex.wire.proto.frames_pb2 import Done, Order, Stats
+from tinkex.wire.proto.frames_pb2 import Done, Order, Ready, Stats
 
 log = logging.getLogger("tinkex.server.cluster")
 
@@ -209,8 +209,11 @@ class KnownWorkers:
     ) -> asyncio.Future[Done]:
         raise NotImplementedError("a web process runs nothing")
 
-    def waiting_for(self, base_model: str, /) -> str | None:
-        """Why no worker of a base model makes progress; None if one does."""
+    def waiting_for(self, engine: str, /) -> str | None:
+        """Why a worker, or no worker of a base model, makes progress; None if it does."""
+        if (row := self.row(engine.partition("#")[0])) is not None:
+            return self.reason(row)
+        base_model = engine
         rows = [row for row in self._rows if row.base_model == base_model]
         reasons = [self.reason(row) for row in rows if row.is_live(self._takeover_s)]
         if not reasons:
@@ -223,6 +226,10 @@ class KnownWorkers:
             return f"the worker {row.name} does not respond; its work goes to others"
         reason: str | None = row.stats.get("waiting_for")
         return reason
+
+    def facts(self, engine: str, /) -> Ready | None:
+        """Workers do not tell; their logs do."""
+        return None
 
     def stats(self, engine: str, /) -> Stats | None:
         """The last statistics of an engine, by the name of its worker."""

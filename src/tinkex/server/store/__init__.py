@@ -18,6 +18,7 @@ from tinkex.server.store.blob_cache import BlobCache
 from tinkex.server.store.blobs import Files
 from tinkex.server.store.checkpoint_catalog import CheckpointCatalog, NamedCheckpoint
 from tinkex.server.store.checkpoints import Checkpoints, Version
+from tinkex.server.store.console_reads import ConsoleReads
 from tinkex.server.store.database import Database, accepted_work
 from tinkex.server.store.database_identity import refuse_wrong_database
 from tinkex.server.store.events import Audit, Telemetry
@@ -109,6 +110,7 @@ class Store:
         self.snapshots = Snapshots(database, files, folder, cache)
         self.step_history = StepHistory(database)
         self.workers = Workers(database)
+        self.console_reads = ConsoleReads(database)
 
     @property
     def commits(self) -> int:

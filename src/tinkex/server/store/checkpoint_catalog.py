@@ -1,5 +1,6 @@
 """Lists of runs and checkpoints, and changes to checkpoint names: publish, expire, delete, copy."""
 
+import json
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -147,11 +148,13 @@ class CheckpointCatalog:
         limit: int,
         offset: int,
         published: bool = False,
+        search: str | None = None,
     ) -> tuple[list[RunSummary], int]:
         """
         A page, newest first, and the total.
 
-        With `published`, also runs with checkpoints that others published, except in a project.
+        With `published`, also runs with checkpoints that others published, except in a project. With
+        `search`, runs of the owner whose id, base model or metadata contain this text.
         """
         of_owner = models.c.owner == owner
         shared = published and project_id is None
@@ -163,6 +166,9 @@ class CheckpointCatalog:
             chosen = chosen.join(sessions, sessions.c.session_id == models.c.session_id).where(
                 sessions.c.project_id == project_id
             )
+        if search:
+            # Another owner's metadata is not shown, so it is not searched either.
+            chosen = chosen.where(of_owner, _contains(search))
         page = chosen.order_by(models.c.created_s.desc(), models.c.model_id)
         page = page.limit(limit).offset(offset)
         count = sa.select(sa.func.count()).select_from(chosen.subquery())
@@ -190,6 +196,14 @@ class CheckpointCatalog:
             return found
 
         return await self._database.read(operation)
+
+    async def own_runs(self, ids: Sequence[str], *, owner: str) -> list[RunSummary]:
+        """Those of these runs that are the owner's, in the same order."""
+        return await self._database.read_report(
+            lambda connection: [
+                run for run in _runs(connection, ids, owner) if run.model.owner == owner
+            ]
+        )
 
     async def delete(self, *, model_id: str, kind: str, name: str) -> bool:
         """Delete a name; whether it existed. The cleanup deletes unused files later."""
@@ -294,6 +308,17 @@ class CheckpointCatalog:
             return True
 
         return await self._database.write(operation, reserve=reserve)
+
+
+def _contains(text: str) -> sa.ColumnElement[bool]:
+    """Whether the id, the base model or the metadata of a run contain a text, in any case."""
+    # Metadata is stored as JSON, which escapes some characters.
+    escaped = json.dumps(text)[1:-1]
+    return sa.or_(
+        models.c.model_id.icontains(text, autoescape=True),
+        models.c.base_model.icontains(text, autoescape=True),
+        sa.cast(models.c.user_metadata, sa.Text).icontains(escaped, autoescape=True),
+    )
 
 
 def _earlier_copy(connection: sa.Connection, version: Version, fingerprint: str) -> Version | None:

@@ -10,7 +10,7 @@ from tinkex.server.store.blobs import is_key
 from tinkex.server.store.schema import metadata
 
 #: Not imported: keys, secrets and logs belong to a server, not to its runs.
-SKIPPED = frozenset({"api_keys", "audit", "server_secrets", "telemetry"})
+SKIPPED = frozenset({"api_keys", "audit", "console_sessions", "server_secrets", "telemetry"})
 
 # A sampler that was there keeps its row, and may have got events of the source: its next event
 # must not get the position of one of them.

@@ -1,5 +1,5 @@
 """
-API keys: shown once, stored as hashes.
+API keys: shown once, stored as hashes. So are the cookies of browsers that signed in with one.
 
 A server without keys accepts everyone on its machine. If the database is lost, so are its keys, and
 a new database has none. A marker shows that keys were created, so that the server does not start
@@ -23,7 +23,7 @@ import sqlalchemy as sa
 from tinkex.server.store.blobs import Files
 from tinkex.server.store.connections import any_key
 from tinkex.server.store.database import Database, every, execute, note_audit, one
-from tinkex.server.store.schema import api_keys
+from tinkex.server.store.schema import api_keys, console_sessions
 from tinkex.server.store.storage_health import DatabaseRefused
 
 log = logging.getLogger("tinkex.server.store")
@@ -33,6 +33,10 @@ PREFIX = "tml-"
 # 32 base-62 digits are 190 random bits: too many to guess, so one fast hash is enough.
 DIGITS = 32
 HINT_LENGTH = len(PREFIX) + 4
+#: How long a browser stays signed in to the console.
+SIGNED_IN_S = 7 * 24 * 3600.0
+#: Browsers that are signed in with one key. The oldest is signed out when there are more.
+MAX_BROWSERS = 50
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +54,8 @@ class ApiKey:
     expires_s: float | None
     used_s: float | None
     revoked_s: float | None
+    #: Whether it may manage the keys of all owners in the console.
+    is_admin: bool = False
 
     def state(self, now_s: float) -> str:
         """`active`, or why the key is not accepted."""
@@ -102,6 +108,7 @@ class Keys:
         name: str = "",
         limits: Mapping[str, int] | None = None,
         expires_s: float | None = None,
+        is_admin: bool = False,
     ) -> tuple[ApiKey, str]:
         """A new key: its row, and the secret, which is not stored."""
         secret = new_secret()
@@ -114,6 +121,7 @@ class Keys:
             "limits": dict(limits or {}),
             "created_s": time.time(),
             "expires_s": expires_s,
+            "is_admin": is_admin,
         }
 
         def operation(connection: sa.Connection) -> ApiKey:
@@ -162,10 +170,62 @@ class Keys:
 
         await self._database.write(operation, reserve=True)
 
+    async def of_owner(self, owner: str | None, *, limit: int) -> list[ApiKey]:
+        """The newest keys of an owner, or of all owners."""
+        statement = sa.select(*_KEY).order_by(api_keys.c.key_id.desc()).limit(limit)
+        if owner is not None:
+            statement = statement.where(api_keys.c.owner == owner)
+        return await self._database.read_report(every(ApiKey, statement))
+
     def mark_used(self, key_id: int) -> None:
         """Record, with a deferred write, that a key was used."""
         statement = api_keys.update().where(api_keys.c.key_id == key_id).values(used_s=time.time())
         self._database.write_deferred(execute(statement), key=("key", key_id))
+
+    async def sign_in(self, key: ApiKey) -> str:
+        """A new cookie for a browser; it is not stored. Expired ones of the key are deleted."""
+        cookie = secrets.token_urlsafe(32)
+        now_s = time.time()
+        of_key = console_sessions.c.key_id == key.key_id
+        newest = (
+            sa.select(console_sessions.c.hash)
+            .where(of_key)
+            .order_by(console_sessions.c.created_s.desc())
+            .limit(MAX_BROWSERS - 1)
+        )
+        over = sa.or_(console_sessions.c.expires_s <= now_s, console_sessions.c.hash.not_in(newest))
+        row = {
+            "hash": hashed(cookie),
+            "key_id": key.key_id,
+            "created_s": now_s,
+            "expires_s": now_s + SIGNED_IN_S,
+        }
+
+        def operation(connection: sa.Connection) -> None:
+            connection.execute(console_sessions.delete().where(of_key, over))
+            connection.execute(console_sessions.insert(), row)
+            note_audit(
+                connection, owner=key.owner, event="key.signed_in", details=_audit_details(key)
+            )
+
+        await self._database.write(operation)
+        return cookie
+
+    async def by_cookie(self, cookie: str) -> ApiKey | None:
+        """The key of a browser that is signed in. The key itself may be revoked."""
+        statement = (
+            sa.select(*_KEY)
+            .join(console_sessions, console_sessions.c.key_id == api_keys.c.key_id)
+            .where(
+                console_sessions.c.hash == hashed(cookie),
+                console_sessions.c.expires_s > time.time(),
+            )
+        )
+        return await self._database.read_key(one(ApiKey, statement))
+
+    async def sign_out(self, cookie: str) -> None:
+        statement = console_sessions.delete().where(console_sessions.c.hash == hashed(cookie))
+        await self._database.write(execute(statement), reserve=True)
 
     async def _one(self, which: sa.ColumnElement[bool]) -> ApiKey | None:
         statement = sa.select(*_KEY).where(which)

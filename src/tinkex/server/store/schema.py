@@ -315,7 +315,22 @@ api_keys = sa.Table(
     sa.Column("expires_s", sa.Float),
     sa.Column("used_s", sa.Float),
     sa.Column("revoked_s", sa.Float),
+    # Whether it may manage the keys of all owners in the console.
+    sa.Column("is_admin", sa.Boolean, nullable=False, server_default=sa.false()),
     sa.UniqueConstraint("hash"),
+)
+
+console_sessions = sa.Table(
+    "console_sessions",
+    metadata,
+    # SHA-256 of the cookie of a browser that has signed in. The cookie itself is not stored.
+    sa.Column("hash", sa.String(64), primary_key=True),
+    # The key that the person signed in with; without it the cookie is not valid.
+    sa.Column("key_id", sa.ForeignKey("api_keys.key_id"), nullable=False),
+    sa.Column("created_s", sa.Float, nullable=False),
+    sa.Column("expires_s", sa.Float, nullable=False),
+    # Counts the sessions of a key.
+    sa.Index("ix_console_sessions_key_id", "key_id"),
 )
 
 # SQLite assigns row numbers only in a column of exactly this type.

@@ -93,6 +93,47 @@ class StepHistory:
             lambda connection: read_points(connection, model_id, limit)
         )
 
+    async def news(
+        self, after: Mapping[str, int | None], *, limit: int
+    ) -> dict[str, tuple[NewestStep, list[StepPoint]]]:
+        """
+        How far each of these runs is, and its steps after the given number, the oldest `limit` first.
+
+        Runs without a step are left out. None as the number asks for no steps.
+        """
+
+        def operation(
+            connection: sa.Connection,
+        ) -> dict[str, tuple[NewestStep, list[StepPoint]]]:
+            return {
+                model_id: (newest, _points_after(connection, model_id, after[model_id], limit))
+                for model_id, newest in newest_steps(connection, list(after)).items()
+            }
+
+        return await self._database.read(operation)
+
+
+def _points_after(
+    connection: sa.Connection, model_id: str, number: int | None, limit: int
+) -> list[StepPoint]:
+    if number is None:
+        return []
+    rows = connection.execute(
+        sa.select(
+            step_metrics.c.number.label("step"),
+            sa.literal(1).label("steps"),
+            step_metrics.c.finished_s,
+            _LOSS.label("loss_min"),
+            _LOSS.label("loss_max"),
+            step_metrics.c.more,
+            *(value.label(f"mean_{name}") for name, value in _COLUMNS.items()),
+        )
+        .where(step_metrics.c.model_id == model_id, _FINISHED, step_metrics.c.number > number)
+        .order_by(step_metrics.c.number)
+        .limit(limit)
+    )
+    return [_point(row, row.more or {}) for row in rows]
+
 
 def read_points(connection: sa.Connection, model_id: str, limit: int) -> list[StepPoint]:
     of_run = sa.and_(step_metrics.c.model_id == model_id, _FINISHED)

@@ -1,0 +1,59 @@
+"""The console's files: vendored libraries with their sums and licenses, and no markup from text."""
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONSOLE = ROOT / "src" / "tinkex" / "server" / "console"
+VENDORED = [CONSOLE / "vendor", ROOT / "tests" / "data" / "axe"]
+OWN = sorted([*CONSOLE.glob("*.js"), *CONSOLE.glob("*.html"), *CONSOLE.glob("*.css")])
+
+
+@pytest.mark.parametrize("folder", VENDORED, ids=lambda folder: folder.name)
+def test_every_vendored_file_has_its_sum_and_its_license(folder: Path) -> None:
+    listed = {"packages.json"}
+    for package in json.loads((folder / "packages.json").read_text()):
+        assert package["name"]
+        assert re.fullmatch(r"\d+\.\d+\.\d+", package["version"])
+        license_file = folder / package["license_file"]
+        assert package["license"].partition("-")[0].lower() in license_file.read_text().lower()
+        listed.add(package["license_file"])
+        for entry in package["files"]:
+            found = hashlib.sha256((folder / entry["file"]).read_bytes()).hexdigest()
+            assert found == entry["sha256"], f"{entry['file']} is not that of {package['name']}"
+            listed.add(entry["file"])
+    assert {file.name for file in folder.iterdir()} == listed
+
+
+def test_text_never_becomes_markup_and_nothing_is_loaded_from_elsewhere() -> None:
+    assert len(OWN) > 10
+    for file in OWN:
+        text = file.read_text()
+        for forbidden in ("innerHTML", "outerHTML", "insertAdjacentHTML", "dangerouslySet"):
+            assert forbidden not in text, file.name
+        for forbidden in ("eval(", "new Function", "document.write", "javascript:"):
+            assert forbidden not in text, file.name
+        elsewhere = re.findall(r"(?:https?:)?//[a-z][\w.-]+\.[a-z]{2,}", text)
+        assert elsewhere == [], file.name
+    index = (CONSOLE / "index.html").read_text()
+    assert re.findall(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", index) == []
+
+
+def test_the_wheel_has_the_console_with_the_licenses(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        names = set(packed.namelist())
+    files = [file for file in CONSOLE.rglob("*") if file.is_file()]
+    assert {str(file.relative_to(ROOT / "src")) for file in files} <= names
+    assert any(name.endswith("vendor/LICENSE-preact") for name in names)
+    assert not [name for name in names if "axe" in name]
+    assert wheel.stat().st_size < 3_000_000
