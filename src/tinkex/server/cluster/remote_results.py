@@ -31,8 +31,6 @@ log = logging.getLogger("tinkex.server.cluster")
 BATCH = 500
 #: Unfinished requests that one look compares with their rows; the next look takes the next ones.
 MAX_LOOKED_AT = 2_000
-#: How old the load of an owner may be when a request is refused because of it.
-FRESH_S = 0.1
 
 
 class RemoteFutures(Futures):
@@ -48,7 +46,8 @@ class RemoteFutures(Futures):
         self._position = 0
         #: What other processes accepted, by owner, at the last look.
         self._others: Mapping[str, Load] = {}
-        self._others_read_s = float("-inf")
+        self._load_reads = 0
+        self._load_lock = asyncio.Lock()
 
     # -- results -----------------------------------------------------------------------------------
 
@@ -144,12 +143,14 @@ class RemoteFutures(Futures):
             owner: _others(own.get(owner, NO_LOAD), *total)
             for owner, total in (await self._store.requests.loads()).items()
         }
-        self._others_read_s = time.monotonic()
 
     async def refresh_loads(self) -> None:
-        """Read the loads again unless they are fresh: a request is about to be refused."""
-        if time.monotonic() - self._others_read_s > FRESH_S:
-            await self._read_loads()
+        """Read the loads again: a request is about to be refused. Those that wait share a read."""
+        wanted = self._load_reads + 1
+        async with self._load_lock:
+            if self._load_reads < wanted:
+                self._load_reads = wanted
+                await self._read_loads()
 
     @property
     def loads(self) -> Mapping[str, Load]:
