@@ -390,7 +390,7 @@ class Engine:
             adapters_on_disk=tiers[Tier.DISK].count,
             adapters_on_disk_bytes=tiers[Tier.DISK].size,
             batch_tokens=self.max_batch_tokens,
-            activation_bytes_per_token=self.model.bytes_per_token,
+            activation_bytes_per_token=self.model.planned_bytes_per_token,
         )
         if self._sampler is not None:
             adapters = self._sampler.adapter_residents()
