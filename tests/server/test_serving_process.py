@@ -157,6 +157,24 @@ def activity(terminal: Terminal) -> list[str]:
     return [line.partition(" tinkex.server.activity ")[2] for line in lines if ".activity " in line]
 
 
+def logged_tokens(terminal: Terminal) -> int:
+    """The trained tokens of all lines about the end of some work."""
+    found = re.findall(
+        r"^idle: ([\d,]+) tokens trained", "\n".join(activity(terminal)), re.MULTILINE
+    )
+    return sum(int(count.replace(",", "")) for count in found)
+
+
+async def trained_tokens(api: Api) -> int:
+    text = (await api.get("/metrics")).body.decode()
+    return sum(
+        int(sample.value)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "tinkex_engine_tokens_trained_total"
+    )
+
+
 async def test_the_log_has_a_line_while_it_is_busy_and_one_when_it_is_idle(
     terminal: Terminal,
 ) -> None:
@@ -164,8 +182,9 @@ async def test_the_log_has_a_line_while_it_is_busy_and_one_when_it_is_idle(
         return not activity(terminal) or activity(terminal)[-1].startswith("idle: ")
 
     async with connected(terminal.url, TINY) as open_api, with_key(open_api, terminal.key) as api:
-        # Other tests may have begun before this one.
-        await until_async(is_idle)
+        # Work of earlier tests may not be logged yet.
+        done = await trained_tokens(api)
+        await until_async(lambda: is_idle() and logged_tokens(terminal) == done)
         earlier = len(activity(terminal))
         await work(api)
         await until_async(lambda: len(activity(terminal)) > earlier and is_idle())

@@ -9,6 +9,7 @@ as without all that. `make cluster` runs longer.
 import asyncio
 import os
 import signal
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from postgres import Postgres
 from processes import children
 from server.hosting import Api, connected
 from serving import TINY
-from waiting import until_async
+from waiting import until, until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -40,7 +41,16 @@ def running(
             found.web()
             for worker in workers:
                 assert found.said(worker) == f"tinkex worker {worker.said} ready", worker.log
+            for url in webs(found):
+                until(lambda url=url: TINY in served(url))
             yield found
+
+
+def served(url: str) -> str:
+    """What a web process serves: it reads the rows of workers once a second."""
+    request = urllib.request.Request(f"{url}/api/v1/get_server_capabilities")
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return str(answer.read().decode())
 
 
 def webs(running: Cluster) -> list[str]:

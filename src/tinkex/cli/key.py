@@ -41,7 +41,7 @@ def command() -> None:
         "tinkex key create               # owner: local",
         "tinkex key create --owner alice --name laptop --expires 90d",
         "tinkex key create --owner bob --max-training 2 --max-checkpoints 100",
-        "tinkex key create --admin       # may create and revoke keys in the console",
+        "tinkex key create --admin       # may manage keys in the console",
     ),
 )
 @click.option(

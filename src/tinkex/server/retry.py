@@ -7,13 +7,16 @@ Retries and periodic work of the server.
 | `engine_process` | an engine that crashed; the check for idle engines |
 | `web_process` | the checks at its start: whether it listens, whether the disk has space |
 | `process_setup` | garbage collection |
-| `fleet.worker_actor`, `cli.fleet` | a worker process that ended; the connection to a Ray cluster that starts |
+| `worker_process` | the checks at its start: the lock of the data, whether its engine is up |
+| `cluster.worker`, `cluster.known_workers`, `cluster.remote_scheduler` | heartbeats; reading the rows of workers and requests; waiting for current steps |
+| `fleet.worker_actor` | a worker process that ended |
 | `scheduler.results` | storing a result that the file store refused |
 | `scheduler.checkpoints` | a save on a full disk |
 | `scheduler.scheduler`, `scheduler.session_status` | looking for waiting requests, lost replicas and silent sessions |
 | `store.database` | reads and files of accepted work while storage has a problem |
 | `store.group_commit` | a transaction after the connection was lost |
 | `store.sql_dialects` | taking PostgreSQL's lock |
+| `store.notifier` | the connection for notifications after it was lost |
 | `maintenance.cleanup`, `maintenance.disk_monitor` | deleting old data; checking the disk |
 
 These wait elsewhere, because something else may end the wait, or because nothing is repeated:
