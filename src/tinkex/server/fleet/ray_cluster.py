@@ -30,6 +30,8 @@ ANSWER_S = 5.0
 #: How long to wait for a worker to drain; longer than the actor itself waits.
 STOP_S = 330.0
 CONNECT_S = 5.0
+#: How long to wait for new workers: they may have to fetch their base model.
+READY_S = 900.0
 
 Say = Callable[[str], object]
 
@@ -75,11 +77,14 @@ class RayFleet:
         self.stop(needed.stop)
         for name, group in needed.start.items():
             self.start(name, group)
-        # One after the other, so that the others serve meanwhile.
+        # One after the other, so that the others serve meanwhile. Before that, the workers that have
+        # the new options already must be ready, perhaps since a command that failed.
+        kept = {name: group for name, group in found.items() if name not in needed.stop}
         for name, group in needed.replace.items():
+            self._expect_ready(other for other, had in kept.items() if had and had.runs_like(group))
             self.stop([name])
             self.start(name, group)
-            self.wait_until_ready([name])
+            self._expect_ready([name])
         return needed
 
     def scale(self, model: str, replicas: int) -> Changes:
@@ -145,11 +150,21 @@ class RayFleet:
             self._ray.kill(handle, no_restart=True)
             self._say(f"{name}: ended" if done else f"{name}: ended without draining")
 
-    def wait_until_ready(self, names: Iterable[str], timeout_s: float = 900.0) -> bool:
+    def _expect_ready(self, names: Iterable[str]) -> None:
+        """Refuse to replace more workers by ones that may not run."""
+        for name in names:
+            if not self.wait_until_ready([name]):
+                raise FleetError(
+                    f"{name} is not ready; the workers with other options were left as they are.",
+                    hint="`tinkex fleet status` says why. Correct the file or the node, and run the "
+                    "command again.",
+                )
+
+    def wait_until_ready(self, names: Iterable[str]) -> bool:
         """Wait for workers, and say what each of them does; False if one is not ready in time."""
         said: dict[str, str] = {}
         waiting = set(names)
-        until_s = time.monotonic() + timeout_s
+        until_s = time.monotonic() + READY_S
         while waiting:
             reports = self.workers()
             for name in sorted(waiting):
@@ -170,6 +185,8 @@ class RayFleet:
 
     def _check_created(self, name: str) -> None:
         """Raise what an actor said that ended while it was created: Ray does not try again."""
+        if name not in self._created:
+            return  # another command has ended it
         try:
             self._ray.get(self._created[name].report.remote(), timeout=ANSWER_S)
         except self._ray.exceptions.GetTimeoutError:
