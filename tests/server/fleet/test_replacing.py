@@ -64,7 +64,9 @@ def test_workers_are_replaced_one_after_the_other():
 
 def test_options_that_a_worker_cannot_run_with_do_not_reach_the_others():
     fleet = Fleet(*(report(f"tiny#{number}", OLD) for number in range(3)), new_state="failing")
-    with pytest.raises(FleetError, match=r"tiny#0 is not ready; .* were left as they are") as raised:
+    with pytest.raises(
+        FleetError, match=r"tiny#0 is not ready; .* were left as they are"
+    ) as raised:
         fleet.apply([NEW])
     assert "tinkex fleet status" in raised.value.hint
     assert fleet.actions() == ["stop tiny#0", "start tiny#0"]
@@ -72,6 +74,10 @@ def test_options_that_a_worker_cannot_run_with_do_not_reach_the_others():
     with pytest.raises(FleetError, match="tiny#0 is not ready"):
         fleet.apply([NEW])
     assert fleet.actions() == ["stop tiny#0", "start tiny#0"]
+    # Nor if it ended because another process has its name.
+    fleet.reports["tiny#0"] = report("tiny#0", NEW, "replaced")
+    with pytest.raises(FleetError, match="tiny#0 ended: another process"):
+        fleet.apply([NEW])
     # The old options replace it.
     fleet.new_state = "ready"
     assert list(fleet.apply([OLD]).replace) == ["tiny#0"]

@@ -22,7 +22,13 @@ from tinkex.server.fleet.plan import (
     model_of,
     number_of,
 )
-from tinkex.server.fleet.worker_actor import FAILING, READY, WorkerActor, WorkerReport
+from tinkex.server.fleet.worker_actor import (
+    FAILING,
+    READY,
+    REPLACED,
+    WorkerActor,
+    WorkerReport,
+)
 
 NAMESPACE = "tinkex"
 #: An actor that does not answer for this long has no node, or a node that is lost.
@@ -177,6 +183,12 @@ class RayFleet:
                     said[name] = words
                 if report is not None and report.state == READY:
                     waiting.discard(name)
+                if report is not None and report.state == REPLACED:
+                    raise FleetError(
+                        f"{name} ended: another process on the same database has its name.",
+                        hint="End that process (another fleet, or `tinkex worker --name`), then "
+                        "`tinkex fleet scale` to 0 and back, or `down` and `up`.",
+                    )
             if waiting:
                 if time.monotonic() > until_s:
                     return False
@@ -212,9 +224,11 @@ def in_words(report: WorkerReport | None) -> str:
     """What a worker does, for people."""
     if report is None:
         return "waiting for a node"
+    last = report.log.rpartition("\n")[2]
     if report.state == FAILING:
-        last = report.log.rpartition("\n")[2]
         return f"failing on {report.node}, and started again: {last}"
+    if report.state == REPLACED:
+        return f"ended on {report.node}, because another process has its name"
     return f"{report.state} on {report.node}"
 
 
