@@ -81,3 +81,20 @@ def test_options_that_a_worker_cannot_run_with_do_not_reach_the_others():
     # The old options replace it.
     fleet.new_state = "ready"
     assert list(fleet.apply([OLD]).replace) == ["tiny#0"]
+
+
+def test_workers_that_an_interrupted_command_has_drained_do_not_count():
+    def fleet():
+        states = ("ended", "ready", "draining")
+        return Fleet(*(report(f"tiny#{number}", OLD, one) for number, one in enumerate(states)))
+
+    again = fleet()
+    again.apply([OLD])
+    assert again.actions() == ["stop tiny#0", "stop tiny#2", "start tiny#0", "start tiny#2"]
+    # One that runs does not leave for one that has ended.
+    fewer = fleet()
+    fewer.scale("tiny", 1)
+    assert fewer.actions() == ["stop tiny#0", "stop tiny#2"]
+    more = fleet()
+    more.scale("tiny", 2)
+    assert more.actions() == ["stop tiny#0", "stop tiny#2", "start tiny#0"]

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tinkex.server.fleet.plan import (
@@ -23,6 +23,8 @@ from tinkex.server.fleet.plan import (
     number_of,
 )
 from tinkex.server.fleet.worker_actor import (
+    DRAINING,
+    ENDED,
     FAILING,
     READY,
     REPLACED,
@@ -77,7 +79,7 @@ class RayFleet:
         """Start, replace and stop workers until they are the wanted ones; returns what changed."""
         found = {
             name: None if report is None else report.group
-            for name, report in self.workers().items()
+            for name, report in self._without_leaving(self.workers()).items()
         }
         needed = changes(wanted, found)
         self.stop(needed.stop)
@@ -111,11 +113,23 @@ class RayFleet:
             )
         group = groups[0] if groups else WorkerGroup(model=model)
         wanted = group.model_copy(update={"replicas": replicas})
-        needed = changes([wanted], dict.fromkeys(of_model))
+        needed = changes([wanted], dict.fromkeys(self._without_leaving(of_model)))
         self.stop(needed.stop)
         for name, its_group in needed.start.items():
             self.start(name, its_group)
         return needed
+
+    def _without_leaving(
+        self, reports: Mapping[str, WorkerReport | None]
+    ) -> dict[str, WorkerReport | None]:
+        """End the workers that an interrupted command has drained or begun to; the others."""
+        leaving = [
+            name
+            for name, report in reports.items()
+            if report is not None and report.state in (DRAINING, ENDED)
+        ]
+        self.stop(leaving)
+        return {name: report for name, report in reports.items() if name not in leaving}
 
     def start(self, name: str, group: WorkerGroup) -> None:
         """Create an actor. If no node has what it needs, Ray keeps it waiting and may add a node."""
