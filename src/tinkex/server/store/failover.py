@@ -35,16 +35,14 @@ def end_process() -> None:
 
 def watch_timeline(*engines: sa.Engine, on_change: Callable[[], object] = end_process) -> None:
     """Compare the timeline of each new connection with that of the first one."""
-    # Here, because a server on SQLite may not have it.
-    import psycopg
-
+    refused = engines[0].dialect.loaded_dbapi.DatabaseError
     first: list[str] = []
 
     def _connected(connection: Any, _record: object) -> None:
         try:
             with connection.cursor() as cursor:
                 timeline = cursor.execute(_TIMELINE).fetchone()[0]
-        except psycopg.DatabaseError as error:
+        except refused as error:
             if first or connection.closed:
                 raise
             # The service does not have these functions, or this user may not call them.
