@@ -131,7 +131,7 @@ async def _work(
                 # A worker that was silent for a day was forgotten; it may start again.
                 names = {row.name for row in await store.workers.all()}
                 return REPLACED_STATUS if name in names else 1
-            log.info("draining: models and samples go to other workers")
+            log.info("draining: models go to other workers; what still waits follows")
             await worker.drain(settings.drain_s)
             return 0
     finally:

@@ -157,7 +157,7 @@ class RayFleet:
             handle = self._actor(name)
             if handle is None:
                 continue
-            self._say(f"{name}: draining; its models and samples go to other workers")
+            self._say(f"{name}: draining; its models go to other workers")
             draining[name] = (handle, handle.drain.remote())
         until_s = time.monotonic() + STOP_S
         for name, (handle, drained) in draining.items():
