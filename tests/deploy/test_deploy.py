@@ -18,6 +18,7 @@ import yaml
 
 from serving import Server
 from tinkex.server.fleet.plan import read_fleet_file
+from tinkex.server.process_end import REPLACED_STATUS
 from waiting import until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -110,6 +111,11 @@ def test_ray_needs_a_token_has_no_dashboard_and_gets_no_secret_of_the_database()
             assert "IPAddressDeny=any" in text
         if "--head" in text:
             assert "--include-dashboard=false" in text
+
+
+def test_a_worker_whose_name_another_process_has_is_not_started_again():
+    unit = (DEPLOY / "systemd" / "tinkex-worker@.service").read_text()
+    assert f"\nRestartPreventExitStatus={REPLACED_STATUS}\n" in unit
 
 
 def test_the_fleet_files_can_be_read(tmp_path):

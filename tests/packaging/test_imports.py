@@ -64,7 +64,7 @@ ALLOWED_IMPORTS = {
     "server.api.connection_limits": "starlette httptools",
     "server.api.local": "local wire server.api server.local_models fastapi starlette",
     "server.executor": "wire",
-    "server.fleet": "local server.retry server.fleet pydantic",
+    "server.fleet": "local server.process_end server.retry server.settings server.fleet pydantic",
     "server.fleet.ray_cluster": "server.fleet ~ray",
     "server.engine_process": "wire server.executor server.process_end server.retry",
     "server.api.openai_guides": "extras models wire server.api ~llguidance",

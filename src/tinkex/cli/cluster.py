@@ -88,7 +88,9 @@ def web(models: tuple[str, ...], **flags: Any) -> None:
 @click.argument("model", metavar="NAME|FOLDER|NAME=FOLDER")
 @click.option("--name", help="Name of the worker.  [default: machine and data folder]")
 @click.option(
-    "--takeover-s", type=float, help="Silence after which others take its work.  [default: 15]"
+    "--takeover-s",
+    type=float,
+    help="Silence of another worker after which this one takes its work.  [default: 15]",
 )
 def worker(model: str, **flags: Any) -> None:
     """Train and sample one base model for the web processes of the same database.

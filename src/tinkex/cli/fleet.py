@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tinkex.server.fleet.ray_cluster import RayFleet
     from tinkex.server.fleet.worker_actor import WorkerReport
 
-STYLES = {"ready": "green", "failing": "red", "waiting": "yellow"}
+STYLES = {"ready": "green", "failing": "red", "replaced": "red", "waiting": "yellow"}
 #: How often `--watch` compares the fleet with its file.
 WATCH_S = 10.0
 

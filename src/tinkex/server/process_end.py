@@ -7,6 +7,9 @@ from pathlib import Path
 
 from tinkex.wire import engine_protocol
 
+#: The exit status of a worker whose name another process has taken. Whoever starts it again would
+#: replace that one, and so on in turn.
+REPLACED_STATUS = 3
 #: Signals that end a process from outside. Others, such as SIGSEGV, come from a crash.
 _EXTERNAL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 

@@ -408,27 +408,29 @@ def _read_file(file: Path, *, in_data: Path) -> dict[str, tuple[Any, str]]:
         raise SettingsError(
             f"{file} is not TOML: {error}.", hint="Write lines like: port = 8000"
         ) from None
-    kinds = {field.name: type(field.default) for field in fields(Settings)}
     found = {}
     for name, value in values.items():
         source = f"{file} line {_line(text, name)}"
-        if name not in kinds or name == "config":
-            near = difflib.get_close_matches(name, set(kinds) - {"config"}, n=1)
-            raise SettingsError(
-                f"{source}: {name} is not a setting.",
-                hint=f"Did you mean {near[0]}?" if near else "See docs/reference/settings.md.",
-            )
         if name == "data" and file == in_data.expanduser().absolute() / CONFIG_FILE:
             raise SettingsError(
                 f"{source}: the settings file in a data folder cannot set another data folder.",
                 hint="Remove `data`, or give the file with --config.",
             )
-        found[name] = (_checked(source, name, value, kinds[name]), source)
+        found[name] = (checked_value(source, name, value), source)
     return found
 
 
-def _checked(source: str, name: str, value: Any, kind: type) -> Any:
-    """A value from the file in the type of its setting; an integer is a valid float."""
+def checked_value(source: str, name: str, value: Any) -> Any:
+    """A value from a TOML file in the type of its setting; an integer is a valid float."""
+    kinds = {field.name: type(field.default) for field in fields(Settings)}
+    del kinds["config"]  # a file does not name another one
+    if name not in kinds:
+        near = difflib.get_close_matches(name, kinds, n=1)
+        raise SettingsError(
+            f"{source}: {name} is not a setting.",
+            hint=f"Did you mean {near[0]}?" if near else "See docs/reference/settings.md.",
+        )
+    kind = kinds[name]
     if kind is float and type(value) is int:
         return float(value)
     if kind is tuple and isinstance(value, list) and all(isinstance(one, str) for one in value):

@@ -30,6 +30,7 @@ from tinkex.server.folder_lock import lock_folder
 from tinkex.server.local_models import served_model
 from tinkex.server.maintenance.cleanup import Cleanup
 from tinkex.server.maintenance.disk_monitor import DiskMonitor
+from tinkex.server.process_end import REPLACED_STATUS
 from tinkex.server.retry import poll_async
 from tinkex.server.scheduler.base_model_check import BaseModelChecks
 from tinkex.server.scheduler.crash_files import CrashFiles
@@ -65,7 +66,7 @@ def run_worker(
     """
     Work until SIGTERM, SIGINT or `stop`, then hand everything over to other workers.
 
-    Returns 0, or 1 if another process has taken the name. `on_ready` is called with the name of the
+    Returns 0, or REPLACED_STATUS if another process has taken the name. `on_ready` is called with the name of the
     worker once its engine is up. Outside the main thread only `stop` ends it.
     """
     settings.check_shared("tinkex worker")
@@ -127,8 +128,10 @@ async def _work(
             if on_ready is not None:
                 on_ready(name)
             if await _before_stop(stopping, stop, worker.replaced.wait()):
-                return 1
-            log.info("draining: models and samples go to other workers")
+                # A worker that was silent for a day was forgotten; it may start again.
+                names = {row.name for row in await store.workers.all()}
+                return REPLACED_STATUS if name in names else 1
+            log.info("draining: models go to other workers; what still waits follows")
             await worker.drain(settings.drain_s)
             return 0
     finally:

@@ -69,6 +69,19 @@ def test_a_file_is_read(tmp_path):
             "gpus = 2 is not allowed: .* less than or equal to 1",
         ),
         ('[[workers]]\nmodle = "a"', "model = .* is not allowed: Field required"),
+        (
+            '[[workers]]\nmodel = "a"\nsettings = { db = "x" }',
+            "settings of a: db is not allowed: it may have a password, which would pass through Ray",
+        ),
+        ('[[workers]]\nmodel = "a"\nsettings = { storage = "x" }', "storage is not allowed"),
+        ('[[workers]]\nmodel = "a"\nsettings = { data = "x" }', "data is not allowed: each worker"),
+        (
+            '[[workers]]\nmodel = "a"\nsettings = { port = 1 }',
+            "port is not allowed: only web processes use it",
+        ),
+        ('[[workers]]\nmodel = "a"\nsettings = { thread = 1 }', "thread is not a setting"),
+        ('[[workers]]\nmodel = "a"\nsettings = { threads = "2" }', "'2' is not an integer"),
+        ('[[workers]]\nmodel = "a"\nsettings = { memory_gb = -1 }', "memory_gb -1.0 is negative"),
         ('[[workers]]\nmodel = "a"\n[[workers]]\nmodel = "a=/b"', "several tables for a"),
     ],
 )

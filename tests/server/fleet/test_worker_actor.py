@@ -20,6 +20,9 @@ import signal, sys, time
 print("loading", flush=True)
 if sys.argv[1] == "bad":
     sys.exit("error: no such model")
+if sys.argv[1] == "taken":
+    print("another process has the name", flush=True)
+    sys.exit(3)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit("drained"))
 print(f"tinkex worker {sys.argv[2]} ready", flush=True)
 time.sleep(600)
@@ -53,6 +56,15 @@ def test_a_worker_that_cannot_start_says_why_and_can_be_drained():
     assert actor.report().state in ("starting", "failing")
     until(lambda: actor.report().log.endswith("error: no such model"))
     assert actor.drain()
+
+
+def test_a_worker_whose_name_another_process_has_is_not_started_again():
+    actor = WorkerActor("taken#0", WorkerGroup(model="taken"))
+    until(lambda: actor.report().state == "replaced")
+    assert (actor.report().pid, actor.report().crashes) == (None, 0)
+    assert actor.report().log.endswith("another process has the name")
+    assert actor.drain()
+    assert actor.report().state == "replaced"
 
 
 def test_a_worker_ends_with_its_actor():

@@ -36,3 +36,17 @@ def test_a_new_timeline_is_noticed_before_anything_else_happens_on_the_connectio
             assert connection.exec_driver_sql("SELECT number FROM kept").all() == []
         assert seen == ["connected", "connected", "timeline changed", "connected"]
         engine.dispose()
+
+
+@pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed")
+def test_a_service_that_does_not_tell_its_timeline_can_be_used(postgres, caplog):
+    url = sa.make_url(postgres.database())
+    with postgres.connect(url.database) as connection:
+        connection.execute("CREATE ROLE plain LOGIN PASSWORD 'plain'")
+        connection.execute("REVOKE EXECUTE ON FUNCTION pg_current_wal_lsn() FROM PUBLIC")
+    engine = sa.create_engine(url.set(username="plain", password="plain"))
+    watch_timeline(engine)
+    with engine.connect() as connection:
+        assert connection.exec_driver_sql("SELECT current_user").scalar() == "plain"
+    assert "permission denied for function pg_current_wal_lsn" in caplog.text
+    engine.dispose()

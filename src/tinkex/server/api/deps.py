@@ -39,6 +39,8 @@ CACHE_TTL_S = 120.0
 # be lost.
 SHARED_SESSION_TTL_S = 3.0
 MAX_CACHED_ROWS = 5_000
+# The first worker of a cluster loads its base model before it registers.
+NO_MODEL_RETRY_S = 5
 
 
 class Cache(Generic[T]):
@@ -169,13 +171,29 @@ class Context:
         served = {model.name: model for model in self.executor.served}
         found = served.get(name) or served.get(name.partition(":")[0])
         if found is None:
-            names = ", ".join(sorted(served))
+            names = ", ".join(sorted(served)) or "none"
             raise Refusal(
                 400,
                 f"base model {name[:200]!r} is not served here. Served: {names}. To add it, "
-                "start the server with `tinkex serve NAME=FOLDER`.",
+                f"start {self._server_of_models}.",
             )
         return found
+
+    def any_base_model(self) -> str:
+        """The name of a served model, for work that any engine can do."""
+        if not self.executor.served:
+            raise Refusal(
+                503,
+                f"no base model is served yet. Start {self._server_of_models}.",
+                headers={"Retry-After": str(NO_MODEL_RETRY_S)},
+            )
+        return self.executor.served[0].name
+
+    @property
+    def _server_of_models(self) -> str:
+        if self.shared:
+            return "a worker of the same database with `tinkex worker NAME`"
+        return "the server with `tinkex serve NAME=FOLDER`"
 
     def tokenizer_id(self, base_model: str) -> str:
         """

@@ -8,7 +8,7 @@ The HTTP response for each exception.
 * 422  malformed: the detail lists each field with its path
 * 429  over a limit of the owner or the server; retry a little later
 * 500  a bug, with an id that is also in the log
-* 503  the disk or the database cannot store anything now; retry
+* 503  the disk or the database cannot store anything now, or no base model is served yet; retry
 
 A request that fails after it was accepted is not in this table: its failure arrives through its
 future.

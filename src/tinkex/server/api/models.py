@@ -161,12 +161,11 @@ async def create_custom_loss(request: Request, message: CreateCustomLossRequest)
         raise Refusal(
             413, f"the loss has {len(payload)} bytes as JSON; at most {MAX_LOSS_BYTES} are allowed."
         )
-    # Any engine can check a graph.
-    base_model = context.executor.served[0].name
     new = QueuedRequest(
         owner=session.owner,
         kind=Kind.CREATE_CUSTOM_LOSS,
-        base_model=base_model,
+        # Any engine can check a graph.
+        base_model=context.any_base_model(),
         payload=payload,
         session_id=session.session_id,
     )

@@ -19,6 +19,28 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tinkex.server.settings import Settings, SettingsError, checked_value
+
+_SECRET = "it may have a password, which would pass through Ray"
+#: Settings that a group may not have, and why.
+_REFUSED = {
+    "db": _SECRET,
+    "storage": _SECRET,
+    "models": "the table has `model` for that",
+    "name": "the fleet names its workers",
+    "data": "each worker gets a folder of its own in the data folder of its node",
+    **dict.fromkeys(
+        (
+            *("host", "port", "public_url", "link_s", "jwt", "jwt_s", "prices", "price_gb_month"),
+            *("max_body_bytes", "max_decoded_bytes", "max_message_bytes", "max_arriving_bytes"),
+            *("arriving_wait_s", "long_poll_s", "stream_grace_s", "metadata_only_bytes"),
+            *("max_requests", "max_queued_tokens", "max_samples", "max_checkpoint_bytes"),
+            *("max_checkpoints", "max_runs", "max_open", "max_connections", "head_s", "stall_s"),
+        ),
+        "only web processes use it",
+    ),
+}
+
 
 class FleetError(ValueError):
     """The fleet file or its cluster cannot be used; `hint` says what to do."""
@@ -41,7 +63,7 @@ class WorkerGroup(BaseModel):
     cpus: float = Field(default=1.0, ge=0)
     #: Custom resources that a node must have, such as a kind of GPU.
     resources: dict[str, float] = {}
-    #: Settings of `tinkex worker`, by name.
+    #: Settings of `tinkex worker`, by name, except `_REFUSED`.
     settings: dict[str, str | int | float | bool] = {}
 
     @property
@@ -87,6 +109,8 @@ def read_fleet_file(path: Path) -> list[WorkerGroup]:
             f"{path}: {field} = {first['input']!r} is not allowed: {first['msg']}.",
             hint="docs/guides/scale-out.md lists the fields of [[workers]].",
         ) from None
+    for group in found_groups:
+        _check_settings(path, group)
     names = [group.name for group in found_groups]
     for name in names:
         if names.count(name) > 1:
@@ -94,6 +118,26 @@ def read_fleet_file(path: Path) -> list[WorkerGroup]:
                 f"{path} has several tables for {name}.", hint="Write one, with `replicas`."
             )
     return found_groups
+
+
+def _check_settings(path: Path, group: WorkerGroup) -> None:
+    """Refuse what every worker would refuse, and what must not pass through Ray."""
+    source = f"{path}, settings of {group.name}"
+    for name in group.settings:
+        if name in _REFUSED:
+            raise FleetError(
+                f"{source}: {name} is not allowed: {_REFUSED[name]}.",
+                hint=f"Set TINKEX_{name.upper()} in the environment of each node."
+                if _REFUSED[name] == _SECRET
+                else "Remove it.",
+            )
+    try:
+        values = {
+            name: checked_value(source, name, value) for name, value in group.settings.items()
+        }
+        Settings(**values).check(dict.fromkeys(values, source))
+    except SettingsError as error:
+        raise FleetError(str(error), hint=error.hint) from None
 
 
 def worker_name(group: WorkerGroup, number: int) -> str:

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tinkex.server.fleet.plan import (
@@ -22,7 +22,15 @@ from tinkex.server.fleet.plan import (
     model_of,
     number_of,
 )
-from tinkex.server.fleet.worker_actor import FAILING, READY, WorkerActor, WorkerReport
+from tinkex.server.fleet.worker_actor import (
+    DRAINING,
+    ENDED,
+    FAILING,
+    READY,
+    REPLACED,
+    WorkerActor,
+    WorkerReport,
+)
 
 NAMESPACE = "tinkex"
 #: An actor that does not answer for this long has no node, or a node that is lost.
@@ -30,6 +38,8 @@ ANSWER_S = 5.0
 #: How long to wait for a worker to drain; longer than the actor itself waits.
 STOP_S = 330.0
 CONNECT_S = 5.0
+#: How long to wait for new workers: they may have to fetch their base model.
+READY_S = 900.0
 
 Say = Callable[[str], object]
 
@@ -69,17 +79,20 @@ class RayFleet:
         """Start, replace and stop workers until they are the wanted ones; returns what changed."""
         found = {
             name: None if report is None else report.group
-            for name, report in self.workers().items()
+            for name, report in self._without_leaving(self.workers()).items()
         }
         needed = changes(wanted, found)
         self.stop(needed.stop)
         for name, group in needed.start.items():
             self.start(name, group)
-        # One after the other, so that the others serve meanwhile.
+        # One after the other, so that the others serve meanwhile. Before that, the workers that have
+        # the new options already must be ready, perhaps since a command that failed.
+        kept = {name: group for name, group in found.items() if name not in needed.stop}
         for name, group in needed.replace.items():
+            self._expect_ready(other for other, had in kept.items() if had and had.runs_like(group))
             self.stop([name])
             self.start(name, group)
-            self.wait_until_ready([name])
+            self._expect_ready([name])
         return needed
 
     def scale(self, model: str, replicas: int) -> Changes:
@@ -100,11 +113,23 @@ class RayFleet:
             )
         group = groups[0] if groups else WorkerGroup(model=model)
         wanted = group.model_copy(update={"replicas": replicas})
-        needed = changes([wanted], dict.fromkeys(of_model))
+        needed = changes([wanted], dict.fromkeys(self._without_leaving(of_model)))
         self.stop(needed.stop)
         for name, its_group in needed.start.items():
             self.start(name, its_group)
         return needed
+
+    def _without_leaving(
+        self, reports: Mapping[str, WorkerReport | None]
+    ) -> dict[str, WorkerReport | None]:
+        """End the workers that an interrupted command has drained or begun to; the others."""
+        leaving = [
+            name
+            for name, report in reports.items()
+            if report is not None and report.state in (DRAINING, ENDED)
+        ]
+        self.stop(leaving)
+        return {name: report for name, report in reports.items() if name not in leaving}
 
     def start(self, name: str, group: WorkerGroup) -> None:
         """Create an actor. If no node has what it needs, Ray keeps it waiting and may add a node."""
@@ -132,7 +157,7 @@ class RayFleet:
             handle = self._actor(name)
             if handle is None:
                 continue
-            self._say(f"{name}: draining; its models and samples go to other workers")
+            self._say(f"{name}: draining; its models go to other workers")
             draining[name] = (handle, handle.drain.remote())
         until_s = time.monotonic() + STOP_S
         for name, (handle, drained) in draining.items():
@@ -145,11 +170,21 @@ class RayFleet:
             self._ray.kill(handle, no_restart=True)
             self._say(f"{name}: ended" if done else f"{name}: ended without draining")
 
-    def wait_until_ready(self, names: Iterable[str], timeout_s: float = 900.0) -> bool:
+    def _expect_ready(self, names: Iterable[str]) -> None:
+        """Refuse to replace more workers by ones that may not run."""
+        for name in names:
+            if not self.wait_until_ready([name]):
+                raise FleetError(
+                    f"{name} is not ready; the workers with other options were left as they are.",
+                    hint="`tinkex fleet status` says why. Correct the file or the node, and run the "
+                    "command again.",
+                )
+
+    def wait_until_ready(self, names: Iterable[str]) -> bool:
         """Wait for workers, and say what each of them does; False if one is not ready in time."""
         said: dict[str, str] = {}
         waiting = set(names)
-        until_s = time.monotonic() + timeout_s
+        until_s = time.monotonic() + READY_S
         while waiting:
             reports = self.workers()
             for name in sorted(waiting):
@@ -162,6 +197,12 @@ class RayFleet:
                     said[name] = words
                 if report is not None and report.state == READY:
                     waiting.discard(name)
+                if report is not None and report.state == REPLACED:
+                    raise FleetError(
+                        f"{name} ended: another process on the same database has its name.",
+                        hint="End that process (another fleet, or `tinkex worker --name`), then "
+                        "`tinkex fleet scale` to 0 and back, or `down` and `up`.",
+                    )
             if waiting:
                 if time.monotonic() > until_s:
                     return False
@@ -170,6 +211,8 @@ class RayFleet:
 
     def _check_created(self, name: str) -> None:
         """Raise what an actor said that ended while it was created: Ray does not try again."""
+        if name not in self._created:
+            return  # another command has ended it
         try:
             self._ray.get(self._created[name].report.remote(), timeout=ANSWER_S)
         except self._ray.exceptions.GetTimeoutError:
@@ -195,9 +238,11 @@ def in_words(report: WorkerReport | None) -> str:
     """What a worker does, for people."""
     if report is None:
         return "waiting for a node"
+    last = report.log.rpartition("\n")[2]
     if report.state == FAILING:
-        last = report.log.rpartition("\n")[2]
         return f"failing on {report.node}, and started again: {last}"
+    if report.state == REPLACED:
+        return f"ended on {report.node}, because another process has its name"
     return f"{report.state} on {report.node}"
 
 

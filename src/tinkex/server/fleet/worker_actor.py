@@ -25,6 +25,7 @@ from pathlib import Path
 
 from tinkex.local.registry import default_data_folder
 from tinkex.server.fleet.plan import WorkerGroup
+from tinkex.server.process_end import REPLACED_STATUS
 from tinkex.server.retry import Backoff, Crashed, retry_blocking
 
 BACKOFF = Backoff(first_s=1.0, max_s=30.0)
@@ -37,6 +38,8 @@ DRAIN_S = 300.0
 _PR_SET_PDEATHSIG = 1
 
 STARTING, READY, FAILING, DRAINING, ENDED = "starting", "ready", "failing", "draining", "ended"
+#: Another process has its name; this one is not started again.
+REPLACED = "replaced"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +52,7 @@ class WorkerReport:
     pid: int | None
     #: How often the process ended by itself.
     crashes: int
-    #: The last lines of its log, if it is failing.
+    #: The last lines of its log, if it is failing or was replaced.
     log: str
     group: WorkerGroup
 
@@ -83,7 +86,7 @@ class WorkerActor:
             node=platform.node(),
             pid=None if process is None or process.poll() is not None else process.pid,
             crashes=self._crashes,
-            log="\n".join(self._log) if self._state == FAILING else "",
+            log="\n".join(self._log) if self._state in (FAILING, REPLACED) else "",
             group=self._group,
         )
 
@@ -91,7 +94,7 @@ class WorkerActor:
         """Ask the worker to hand over what it has, and wait for its end; False if that takes too long."""
         with self._lock:
             self._drain.set()
-            if self._state != ENDED:
+            if self._state not in (ENDED, REPLACED):
                 self._state = DRAINING
             if self._process is not None and self._process.poll() is None:
                 self._process.send_signal(signal.SIGTERM)
@@ -106,10 +109,12 @@ class WorkerActor:
         retry_blocking(
             self._run, BACKOFF, on_retry=failed, sleep=lambda wait_s: self._drain.wait(wait_s)
         )
-        self._state = ENDED
+        replaced = self._process is not None and self._process.returncode == REPLACED_STATUS
+        with self._lock:
+            self._state = REPLACED if replaced else ENDED
 
     def _run(self) -> None:
-        """Run one process until it ends; raises Crashed unless it was drained."""
+        """Run one process until it ends; raises Crashed unless it was drained or replaced."""
         with self._lock:
             if self._drain.is_set():
                 return
@@ -134,8 +139,8 @@ class WorkerActor:
                     self._state = DRAINING if self._drain.is_set() else READY
                 else:
                     self._log.append(line.rstrip())
-        self._process.wait()
-        if not self._drain.is_set():
+        status = self._process.wait()
+        if status != REPLACED_STATUS and not self._drain.is_set():
             stable = ready_s is not None and time.monotonic() - ready_s >= STABLE_S
             raise Crashed(stable=stable)
 

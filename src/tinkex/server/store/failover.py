@@ -35,14 +35,22 @@ def end_process() -> None:
 
 def watch_timeline(*engines: sa.Engine, on_change: Callable[[], object] = end_process) -> None:
     """Compare the timeline of each new connection with that of the first one."""
+    refused = engines[0].dialect.loaded_dbapi.DatabaseError
     first: list[str] = []
 
     def _connected(connection: Any, _record: object) -> None:
-        with connection.cursor() as cursor:
-            timeline = cursor.execute(_TIMELINE).fetchone()[0]
+        try:
+            with connection.cursor() as cursor:
+                timeline = cursor.execute(_TIMELINE).fetchone()[0]
+        except refused as error:
+            if first or connection.closed:
+                raise
+            # The service does not have these functions, or this user may not call them.
+            log.warning("a fail-over of the database would not be noticed: %s", error)
+            timeline = None
         connection.rollback()
         if timeline is None:
-            return  # whoever writes to it gets an error
+            return  # unknown, or a standby: whoever writes to that gets an error
         if not first:
             first.append(timeline)
         if timeline != first[0]:
