@@ -208,6 +208,26 @@ async def test_only_administrators_see_and_manage_the_keys_of_others(
             assert (await alice.post(f"{CONSOLE}/keys", wrong)).status == 422
 
 
+async def test_a_token_of_an_administrator_does_not_manage_keys(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    key = await new_key(tmp_path, "alice", is_admin=True)
+    async with hosted(echo, tmp_path) as api, with_key(api, key) as alice, browser(api) as http:
+        token = (await alice.post("auth/token", {})).json["jwt"]
+        async with with_key(api, token) as short_lived:
+            refused = await short_lived.post(f"{CONSOLE}/keys", {"owner": "alice", "admin": True})
+            assert refused.status == 403
+            assert "Send the API key itself" in refused.json["detail"]
+            assert await short_lived.call("DELETE", "console/keys/1") == 403
+        assert (await sign_in(http, token)).status == 401
+        assert len((await alice.get(f"{CONSOLE}/keys")).json["keys"]) == 1
+        # The cookie of a browser is given for the key itself.
+        assert (await sign_in(http, key)).status == 200
+        async with http.delete(f"{CONSOLE}/keys/1") as got:
+            assert got.status == 204
+        assert (await alice.get(f"{CONSOLE}/session")).status == 401
+
+
 async def test_browsers_of_one_key_are_limited(echo: EchoExecutor, tmp_path: Path) -> None:
     key = await new_key(tmp_path, "alice")
     async with hosted(echo, tmp_path) as api, browser(api) as first:
