@@ -288,6 +288,18 @@ async def test_a_stream_has_the_steps_after_the_given_one_and_new_ones(api: Api)
     assert (await api.get(f"{CONSOLE}/live?run={model}&after=1&after=2")).status == 400
 
 
+async def test_only_runs_with_new_steps_share_the_points_of_a_tick(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console_stream, "MAX_POINTS", 2)
+    one, other = await trained(api, 3), await trained(api, 1)
+    query = f"run={one}&after=0&run={other}&after=1"
+    async with api.http.get(f"{CONSOLE}/live?{query}") as stream:
+        found = [(run["training_run_id"], run["points"]) for _, run in await events(stream, 3)]
+    steps = [[point["step"] for point in points] for run, points in found if run == one]
+    assert steps == [[1, 2], [3]]
+
+
 async def test_the_number_of_streams_is_limited(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console_stream, "MAX_STREAMS_PER_OWNER", 1)
     async with api.http.get(f"{CONSOLE}/live") as first:
