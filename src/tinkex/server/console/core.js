@@ -82,10 +82,10 @@ export function useStreamState() {
 /**
  * Follow the server's events until the returned function is called.
  *
+ * `queryOf` is called for every connection: a later one asks only for what the page does not have yet.
  * A hidden page closes its stream, because a browser has few connections to one server for all tabs.
  */
-export function live(query, handlers) {
-  const url = address(`api/v1/console/live?${query}`);
+export function live(queryOf, handlers) {
   let source = null;
   let isOpen = false;
   let timer = 0;
@@ -102,13 +102,11 @@ export function live(query, handlers) {
   };
   const open = () => {
     if (source || isOver || document.hidden) return;
-    source = new EventSource(url);
+    source = new EventSource(address(`api/v1/console/live?${queryOf()}`));
     source.onopen = () => mark(true);
     source.onerror = () => {
-      mark(false);
-      if (source?.readyState !== EventSource.CLOSED) return; // the browser tries again by itself
-      close();
-      // Refused: if the key has ended, this shows the sign-in.
+      close(); // the browser itself would try again with the same address
+      // If the key has ended, this shows the sign-in.
       const again = () => { timer = setTimeout(open, 3000); };
       api('api/v1/console/session').then(again, (error) => error.status !== 401 && again());
     };

@@ -15,11 +15,11 @@ export function Run({ id }) {
   const [change, setChange] = useState({});
   const [version, setVersion] = useState(0);
   const ids = useMemo(() => (run ? [id] : []), [run?.training_run_id]);
-  const { curves, add, loaded } = useCurves(ids);
+  const { curves, latest, add, loaded } = useCurves(ids);
   const points = curves[id] ?? [];
   useEffect(() => {
     if (!run || !loaded) return undefined;
-    return live(new URLSearchParams({ run: id, after: lastStep(curves[id]) }), {
+    return live(() => new URLSearchParams({ run: id, after: lastStep(latest.current[id]) }), {
       run: ({ points: fresh, ...now }) => {
         setChange(now);
         setVersion((one) => one + 1);

@@ -19,9 +19,11 @@ const COLUMNS = [
   { name: 'Last request', width: '110px', kind: 'wide' },
 ];
 
-/** The points of some runs: loaded once, then extended by live events. */
+/** The points of some runs: loaded once, then extended by live events. `latest` is a ref to them. */
 export function useCurves(ids) {
   const [curves, setCurves] = useState({});
+  const latest = useRef(curves);
+  latest.current = curves;
   const [loaded, setLoaded] = useState('');
   const key = ids.join();
   useEffect(() => {
@@ -43,7 +45,7 @@ export function useCurves(ids) {
     const fresh = points.filter((point) => point.step > last);
     return fresh.length ? { ...old, [id]: [...old[id], ...fresh] } : old;
   });
-  return { curves, add, loaded: loaded === key ? key : null };
+  return { curves, latest, add, loaded: loaded === key ? key : null };
 }
 
 export const lastStep = (points) => points?.at(-1)?.step ?? 0;
@@ -63,7 +65,7 @@ export function Runs() {
   // Without a choice, the chart shows the newest runs that have steps.
   const [automatic, setAutomatic] = useState([]);
   const shown = chosen.length ? chosen : automatic;
-  const { curves, add, loaded } = useCurves(shown);
+  const { curves, latest, add, loaded } = useCurves(shown);
 
   useEffect(() => {
     const timer = setTimeout(() => setQuery({ search: typed }), 250);
@@ -82,14 +84,17 @@ export function Runs() {
   const isReady = loaded !== null;
   useEffect(() => {
     if (!isReady) return undefined;
-    const params = new URLSearchParams({ runs: 'true' });
-    for (const id of ids) {
-      params.append('run', id);
-      // Rows without a curve need no points: of them, only what follows a step far away.
-      params.append('after', shown.includes(id) ? lastStep(curves[id]) : Number.MAX_SAFE_INTEGER);
-    }
+    const queryOf = () => {
+      const params = new URLSearchParams({ runs: 'true' });
+      for (const id of ids) {
+        params.append('run', id);
+        // Rows without a curve need no points: of them, only what follows a step far away.
+        params.append('after', shown.includes(id) ? lastStep(latest.current[id]) : Number.MAX_SAFE_INTEGER);
+      }
+      return params;
+    };
     let before = null;
-    return live(params, {
+    return live(queryOf, {
       runs: (event) => {
         if (before !== null && before !== event.total) setVersion((one) => one + 1);
         before = event.total;

@@ -74,7 +74,7 @@ export function Server({ session }) {
   const [history, setHistory] = useState([]);
   useEffect(() => {
     let before = null;
-    return live('server=true', {
+    return live(() => 'server=true', {
       server: (now) => {
         setState(now);
         const old = before;
