@@ -18,9 +18,10 @@ export function smoothed(values, weight) {
   });
 }
 
-/** The metrics that any of the runs has, the most useful first. */
+/** The metrics that any of the points has, the most useful first. Steps may differ in theirs. */
 export function metricsOf(series) {
-  const names = new Set(series.flatMap((one) => (one.points.length ? Object.keys(one.points.at(-1).metrics) : [])));
+  const names = new Set();
+  for (const { points } of series) for (const { metrics } of points) for (const name in metrics) names.add(name);
   const first = ['loss', 'entropy', 'grad_norm', 'update_norm', 'learning_rate', 'tokens', 'seconds'];
   return [...first.filter((name) => names.has(name)), ...[...names].filter((name) => !first.includes(name)).sort()];
 }
@@ -178,7 +179,7 @@ export function Chart({ series, title = 'Curves', height = 320, name = 'runs', o
   const [axis, setAxis] = useStored('chart.axis', 'step');
   const [cursor, setCursor] = useState(null);
   const plot = useRef(null);
-  const metrics = metricsOf(series);
+  const metrics = useMemo(() => metricsOf(series), [series]);
   const shown = metrics.includes(metric) ? metric : metrics[0] ?? 'loss';
   const points = series.reduce((sum, one) => sum + one.points.length, 0);
   const label = `${shown} of ${series.length === 1 ? series[0].label : `${series.length} runs`}, ${points} points`;

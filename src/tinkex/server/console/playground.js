@@ -116,6 +116,9 @@ export function Playground() {
   const [prompt, setPrompt] = useState('');
   const [turns, setTurns] = useState([]);
   const [running, setRunning] = useState(null);
+  const sampling = useRef(null);
+  // A page that is left samples nothing more.
+  useEffect(() => () => sampling.current?.abort(), []);
   const end = useRef(null);
   useEffect(() => {
     if (!models || left) return;
@@ -131,6 +134,7 @@ export function Playground() {
     event?.preventDefault();
     if (running || !prompt || !sides.length) return;
     const stop = new AbortController();
+    sampling.current = stop;
     setRunning(stop);
     const turn = { prompt, answers: sides.map((model) => ({ ...EMPTY, model, busy: true })) };
     const before = mode === 'chat' ? turns.filter((one) => one.mode === 'chat') : [];

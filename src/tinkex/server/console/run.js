@@ -7,6 +7,7 @@ import { Cell, VirtualList } from './list.js';
 import { lastStep, useCurves } from './runs.js';
 
 const SMALL = 5;
+const NONE = [];
 
 export function Run({ id }) {
   useClock();
@@ -16,7 +17,7 @@ export function Run({ id }) {
   const [version, setVersion] = useState(0);
   const ids = useMemo(() => (run ? [id] : []), [run?.training_run_id]);
   const { curves, latest, add, loaded } = useCurves(ids);
-  const points = curves[id] ?? [];
+  const points = curves[id] ?? NONE;
   useEffect(() => {
     if (!run || !loaded) return undefined;
     return live(() => new URLSearchParams({ run: id, after: lastStep(latest.current[id]) }), {
@@ -28,11 +29,11 @@ export function Run({ id }) {
     });
   }, [run?.training_run_id, loaded]);
   const series = useMemo(() => (run ? [{ id, label: runName(run), color: COLORS[0], points }] : []), [run, points]);
+  const small = useMemo(() => metricsOf(series).filter((one) => one !== 'loss').slice(0, SMALL), [series]);
   if (error) return html`<h1>Training run</h1><${Problem} error=${error} />`;
   if (!run) return html`<${Loading} />`;
   const now = { ...run, ...change };
   const tab = place().query.get('tab') || 'steps';
-  const small = metricsOf(series).filter((one) => one !== 'loss').slice(0, SMALL);
   return html`
     <header class="page-head"><h1><${Text} max=${160}>${runName(run)}</${Text}></h1><${Badge} kind=${now.status ?? 'idle'} />
       <span class="grow"></span>
