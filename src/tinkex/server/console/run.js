@@ -117,12 +117,11 @@ function Requests({ id, version }) {
 }
 
 function RunCheckpoints({ id, version, onChange }) {
-  const { data, error, reload } = useLoaded((signal) => api(`api/v1/training_runs/${encodeURIComponent(id)}/checkpoints`, { signal }), [id, version]);
-  if (error) return html`<${Problem} error=${error} />`;
-  if (!data) return html`<${Loading} />`;
-  const rows = data.checkpoints;
-  return html`<${CheckpointTable} source=${`of ${id} ${rows.length}`} fetchPage=${async (offset, limit) => ({ rows: rows.slice(offset, offset + limit), total: rows.length })}
-    onChange=${() => { reload(); onChange(); }} />`;
+  const fetchPage = async (offset, limit) => {
+    const { checkpoints } = await api(`api/v1/training_runs/${encodeURIComponent(id)}/checkpoints`);
+    return { rows: checkpoints.slice(offset, offset + limit), total: checkpoints.length };
+  };
+  return html`<${CheckpointTable} source=${`of ${id}`} version=${version} fetchPage=${fetchPage} onChange=${onChange} />`;
 }
 
 function Metadata({ metadata }) {
