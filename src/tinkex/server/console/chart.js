@@ -74,13 +74,14 @@ function optionsOf({ series, axis, isLog, weight, width, height, compact, hooks 
   };
 }
 
+/** Where a point is the mean over several `steps`, `step` is the last of them. */
 function csvOf(series) {
   const metrics = metricsOf(series);
   const quoted = (text) => `"${String(text).replaceAll('"', '""')}"`;
   const rows = series.flatMap((one) => one.points.map((point) => [
-    quoted(one.id), point.step, point.time, ...metrics.map((name) => point.metrics[name] ?? ''),
+    quoted(one.id), point.step, point.steps, point.time, ...metrics.map((name) => point.metrics[name] ?? ''),
   ].join(',')));
-  return [['run', 'step', 'time', ...metrics.map(quoted)].join(','), ...rows, ''].join('\n');
+  return [['run', 'step', 'steps', 'time', ...metrics.map(quoted)].join(','), ...rows, ''].join('\n');
 }
 
 /** The picture of a chart with its title and the names of its curves. */

@@ -130,11 +130,20 @@ export function live(queryOf, handlers) {
 
 const ROOT = new URL(document.baseURI).pathname;
 
+/** A part of an address. What cannot be decoded is no name of anything, and is then not found. */
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
 /** The page and its parameters, from the address. */
 export function place() {
   const path = location.pathname.startsWith(ROOT) ? location.pathname.slice(ROOT.length) : '';
   return {
-    parts: path.split('/').filter(Boolean).map(decodeURIComponent),
+    parts: path.split('/').filter(Boolean).map(decoded),
     query: new URLSearchParams(location.search),
   };
 }
@@ -246,7 +255,12 @@ export function Tabs({ tabs, current, name = 'tab' }) {
 /** A dialog above the page. `onClose` is called for Escape, too. */
 export function Dialog({ title, onClose, children }) {
   const element = useRef(null);
-  useEffect(() => element.current?.showModal(), []);
+  useEffect(() => {
+    const before = document.activeElement;
+    element.current.showModal();
+    // A browser gives the focus back only when a dialog closes, not when it is removed.
+    return () => before?.focus();
+  }, []);
   return html`<dialog ref=${element} aria-label=${title} onClose=${onClose}>
     <h2>${title}</h2>${children}
   </dialog>`;

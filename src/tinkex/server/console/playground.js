@@ -85,7 +85,7 @@ function Answer({ answer, colored }) {
       : answer.content}
     ${answer.busy && html`<span class="caret" aria-hidden="true"></span>`}
   </div>
-  <p class="muted small" role="status">${answer.busy && !answer.tokens.length ? 'Waiting for the first token…' : `${answer.tokens.length} tokens`}
+  <p class="muted small" role="status" aria-live=${answer.busy && answer.tokens.length ? 'off' : 'polite'}>${answer.busy && !answer.tokens.length ? 'Waiting for the first token…' : `${answer.tokens.length} tokens`}
     ${answer.rate && !answer.busy ? `, ${answer.rate.toFixed(1)} tokens/s` : ''}${answer.mean !== undefined ? `, mean logprob ${number(answer.mean, 3)}` : ''}
     ${answer.reason === 'length' ? ', stopped at the limit' : ''}</p>
   <${Problem} error=${answer.error} />`;

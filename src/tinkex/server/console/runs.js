@@ -19,7 +19,19 @@ const COLUMNS = [
   { name: 'Last request', width: '110px', kind: 'wide' },
 ];
 
-/** The points of some runs: loaded once, then extended by live events. `latest` is a ref to them. */
+const loadPoints = async (id) => (await api(`api/v1/training_runs/${encodeURIComponent(id)}/metrics?points=${POINTS}`)).points;
+
+const extended = (points, fresh) => {
+  const last = lastStep(points);
+  const later = fresh.filter((point) => point.step > last);
+  return later.length ? [...points, ...later] : points;
+};
+
+/**
+ * The points of some runs: loaded once, then extended by live events. `latest` is a ref to them.
+ *
+ * A curve that has become long is loaded again, so that a page that stays open does not grow.
+ */
 export function useCurves(ids) {
   const [curves, setCurves] = useState({});
   const latest = useRef(curves);
@@ -30,8 +42,8 @@ export function useCurves(ids) {
     let isCurrent = true;
     const missing = ids.filter((id) => !curves[id]);
     Promise.all(missing.map(async (id) => {
-      const found = await api(`api/v1/training_runs/${encodeURIComponent(id)}/metrics?points=${POINTS}`).catch(() => ({ points: [] }));
-      return [id, found.points];
+      const points = await loadPoints(id).catch(() => []);
+      return [id, points];
     })).then((found) => {
       if (!isCurrent) return;
       setCurves((old) => ({ ...old, ...Object.fromEntries(found) }));
@@ -41,10 +53,20 @@ export function useCurves(ids) {
   }, [key]);
   const add = (id, points) => setCurves((old) => {
     if (!old[id]) return old;
-    const last = old[id].at(-1)?.step ?? 0;
-    const fresh = points.filter((point) => point.step > last);
-    return fresh.length ? { ...old, [id]: [...old[id], ...fresh] } : old;
+    const all = extended(old[id], points);
+    return all === old[id] ? old : { ...old, [id]: all };
   });
+  const reloading = useRef(new Set());
+  useEffect(() => {
+    for (const id of ids) {
+      if (!(curves[id]?.length > 2 * POINTS) || reloading.current.has(id)) continue;
+      reloading.current.add(id);
+      loadPoints(id)
+        .then((points) => setCurves((old) => ({ ...old, [id]: extended(points, old[id]) })))
+        .catch(() => null) // the next step tries again
+        .then(() => reloading.current.delete(id));
+    }
+  }, [curves]);
   return { curves, latest, add, loaded: loaded === key ? key : null };
 }
 
