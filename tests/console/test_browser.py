@@ -277,6 +277,28 @@ def test_curves_move_while_a_run_goes_on(world: World) -> None:
     page.close()
 
 
+def test_a_curve_that_became_long_is_loaded_again(world: World) -> None:
+    page = world.page()
+    point = {"steps": 1, "time": "2026-01-01T00:00:00Z", "metrics": {"loss": 1.0}}
+    long = [{**point, "step": 3 - number} for number in reversed(range(1201))]
+    asked: list[str] = []
+
+    def answer(route: Route) -> None:
+        asked.append(route.request.url)
+        if len(asked) == 1:
+            route.fulfill(json={"points": long})
+        else:
+            route.continue_()
+
+    page.route("**/metrics?points=*", answer)
+    page.goto(f"{world.url}/training_runs/{world.run}")
+    expect(page.locator(".chart .plot")).to_have_attribute(
+        "aria-label", "loss of first try, 3 points"
+    )
+    assert len(asked) == 2
+    page.close()
+
+
 def test_a_chart_is_saved_as_a_picture_and_a_table_and_can_be_zoomed(world: World) -> None:
     page = world.page()
     page.goto(f"{world.url}/training_runs/{world.run}")
