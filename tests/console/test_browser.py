@@ -62,6 +62,11 @@ document.addEventListener('securitypolicyviolation', (event) => {
 });
 """
 
+SET_HIDDEN = """(hidden) => {
+  Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });
+  document.dispatchEvent(new Event('visibilitychange'));
+}"""
+
 
 @dataclass
 class World:
@@ -210,6 +215,7 @@ def test_every_page_shows_its_data_and_nothing_is_blocked_or_fails(world: World)
         f"sessions/{world.session}": world.run,
         f"checkpoints/{quote(world.run)}/weights%2Fstate-1": "tinker://",
         f"playground?mode=checkpoint&checkpoint={quote(world.sampler, safe='')}": "sampler-1",
+        "training_runs/%E0": "Not found",
     }.items():
         page.goto(f"{world.url}/{path}")
         expect(page.locator("main")).to_contain_text(text)
@@ -256,6 +262,11 @@ def test_curves_move_while_a_run_goes_on(world: World) -> None:
             seen.add(points(page))
         assert len(seen) == 4
         expect(page.locator(".facts")).to_contain_text("Steps4")
+        # A hidden page is disconnected. Then it asks for what follows the steps that it has.
+        page.evaluate(SET_HIDDEN, True)
+        with page.expect_request("**/console/live?*") as asked:
+            page.evaluate(SET_HIDDEN, False)
+        assert asked.value.url.endswith("&after=4")
         # In the list, too, and beside another run.
         page.goto(f"{world.url}/training_runs?compare={training.model_id},{world.run}")
         row = page.get_by_role("row").filter(has_text="moving")
@@ -266,6 +277,28 @@ def test_curves_move_while_a_run_goes_on(world: World) -> None:
     page.close()
 
 
+def test_a_curve_that_became_long_is_loaded_again(world: World) -> None:
+    page = world.page()
+    point = {"steps": 1, "time": "2026-01-01T00:00:00Z", "metrics": {"loss": 1.0}}
+    long = [{**point, "step": 3 - number} for number in reversed(range(1201))]
+    asked: list[str] = []
+
+    def answer(route: Route) -> None:
+        asked.append(route.request.url)
+        if len(asked) == 1:
+            route.fulfill(json={"points": long})
+        else:
+            route.continue_()
+
+    page.route("**/metrics?points=*", answer)
+    page.goto(f"{world.url}/training_runs/{world.run}")
+    expect(page.locator(".chart .plot")).to_have_attribute(
+        "aria-label", "loss of first try, 3 points"
+    )
+    assert len(asked) == 2
+    page.close()
+
+
 def test_a_chart_is_saved_as_a_picture_and_a_table_and_can_be_zoomed(world: World) -> None:
     page = world.page()
     page.goto(f"{world.url}/training_runs/{world.run}")
@@ -273,7 +306,7 @@ def test_a_chart_is_saved_as_a_picture_and_a_table_and_can_be_zoomed(world: Worl
     with page.expect_download() as csv:
         chart.get_by_role("button", name="CSV").click()
     lines = Path(csv.value.path()).read_text().splitlines()
-    assert lines[0].startswith('run,step,time,"loss"')
+    assert lines[0].startswith('run,step,steps,time,"loss"')
     assert len(lines) == 4
     with page.expect_download() as png:
         chart.get_by_role("button", name="PNG").click()
@@ -452,9 +485,50 @@ def test_a_checkpoint_is_downloaded_published_kept_for_a_while_and_deleted(world
         expect(dialog).to_have_count(0)
         expect(page.get_by_role("button", name="Delete…")).to_be_visible()
         page.get_by_role("button", name="Delete…").click()
+        dialog.get_by_role("button", name="Cancel").click()
+        expect(page.get_by_role("button", name="Delete…")).to_be_focused()
+        page.keyboard.press("Enter")
         dialog.get_by_role("button", name="Delete").click()
         expect(page.get_by_role("alert")).to_contain_text("Not found")
         page.close()
+
+
+def test_the_checkpoints_of_a_run_show_a_change(world: World) -> None:
+    page = world.page()
+    page.goto(f"{world.url}/training_runs/{quote(world.run)}?tab=checkpoints")
+    row = page.get_by_role("row").filter(has_text="state-1")
+    for change in ("Publish…", "Unpublish"):
+        row.get_by_role("button", name="Actions").click()
+        page.get_by_role("dialog").get_by_role("button", name=change).click()
+        if change == "Publish…":
+            confirm = page.get_by_role("dialog", name="Publish this checkpoint?")
+            confirm.get_by_role("button", name="Publish").click()
+        expect(row.locator(".badge.public")).to_have_count(1 if change == "Publish…" else 0)
+        expect(row.get_by_role("button", name="Actions")).to_be_focused()
+    page.close()
+
+
+def test_a_sign_out_that_fails_is_not_shown_as_one(world: World) -> None:
+    with signed_in(world, "bob") as page:
+        page.route("**/console/sign_out", lambda route: route.abort())
+        page.get_by_role("button", name="Sign out").click()
+        expect(page.get_by_role("alert")).to_contain_text("You are still signed in")
+        page.get_by_role("button", name="Try again").click()
+        expect(page.get_by_role("heading", name="Training runs")).to_be_visible()
+
+
+def test_a_playground_that_is_left_samples_nothing_more(world: World) -> None:
+    page = world.page()
+    page.goto(f"{world.url}/playground")
+    page.get_by_role("button", name="Prompt", exact=True).click()
+    page.get_by_label("Tokens").fill("300")
+    page.get_by_label("Prompt", exact=True).fill("Once upon a time")
+    page.keyboard.press("Control+Enter")
+    page.locator(".answer.busy .token").first.wait_for()
+    with page.expect_event("requestfailed") as ended:
+        page.get_by_role("link", name="Usage").click()
+    assert ended.value.url.endswith("/v1/completions")
+    page.close()
 
 
 def test_people_who_use_the_keyboard_reach_everything(world: World) -> None:

@@ -208,6 +208,26 @@ async def test_only_administrators_see_and_manage_the_keys_of_others(
             assert (await alice.post(f"{CONSOLE}/keys", wrong)).status == 422
 
 
+async def test_a_token_of_an_administrator_does_not_manage_keys(
+    echo: EchoExecutor, tmp_path: Path
+) -> None:
+    key = await new_key(tmp_path, "alice", is_admin=True)
+    async with hosted(echo, tmp_path) as api, with_key(api, key) as alice, browser(api) as http:
+        token = (await alice.post("auth/token", {})).json["jwt"]
+        async with with_key(api, token) as short_lived:
+            refused = await short_lived.post(f"{CONSOLE}/keys", {"owner": "alice", "admin": True})
+            assert refused.status == 403
+            assert "Send the API key itself" in refused.json["detail"]
+            assert await short_lived.call("DELETE", "console/keys/1") == 403
+        assert (await sign_in(http, token)).status == 401
+        assert len((await alice.get(f"{CONSOLE}/keys")).json["keys"]) == 1
+        # The cookie of a browser is given for the key itself.
+        assert (await sign_in(http, key)).status == 200
+        async with http.delete(f"{CONSOLE}/keys/1") as got:
+            assert got.status == 204
+        assert (await alice.get(f"{CONSOLE}/session")).status == 401
+
+
 async def test_browsers_of_one_key_are_limited(echo: EchoExecutor, tmp_path: Path) -> None:
     key = await new_key(tmp_path, "alice")
     async with hosted(echo, tmp_path) as api, browser(api) as first:
@@ -266,6 +286,18 @@ async def test_a_stream_has_the_steps_after_the_given_one_and_new_ones(api: Api)
     streams = api.app.state.console_streams
     await until_async(lambda: not streams.owners)
     assert (await api.get(f"{CONSOLE}/live?run={model}&after=1&after=2")).status == 400
+
+
+async def test_only_runs_with_new_steps_share_the_points_of_a_tick(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console_stream, "MAX_POINTS", 2)
+    one, other = await trained(api, 3), await trained(api, 1)
+    query = f"run={one}&after=0&run={other}&after=1"
+    async with api.http.get(f"{CONSOLE}/live?{query}") as stream:
+        found = [(run["training_run_id"], run["points"]) for _, run in await events(stream, 3)]
+    steps = [[point["step"] for point in points] for run, points in found if run == one]
+    assert steps == [[1, 2], [3]]
 
 
 async def test_the_number_of_streams_is_limited(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

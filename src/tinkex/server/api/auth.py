@@ -104,6 +104,8 @@ class Caller:
     limits: Mapping[str, int] = field(default_factory=dict)
     #: Whether the request came with a token or the console's cookie instead of the key.
     by_token: bool = False
+    #: Whether it was the cookie, which only the key itself gets.
+    by_cookie: bool = False
     #: Whether the key may manage the keys of all owners.
     is_admin: bool = False
 
@@ -403,7 +405,7 @@ class Authenticator:
             return _CachedLookup(until_s=until_s, caller=None, problem=problem)
         self._write_last_used(key, now_s)
         expires_s = min(expires_s, key.expires_s or expires_s)
-        caller = _caller_for(key, by_token=by_token)
+        caller = _caller_for(key, by_token=by_token, by_cookie=is_cookie)
         return _CachedLookup(until_s=until_s, caller=caller, problem="", expires_s=expires_s)
 
     def _write_last_used(self, key: ApiKey, now_s: float) -> None:
@@ -414,7 +416,7 @@ class Authenticator:
             self._keys.mark_used(key.key_id)
 
 
-def _caller_for(key: ApiKey, *, by_token: bool) -> Caller:
+def _caller_for(key: ApiKey, *, by_token: bool, by_cookie: bool) -> Caller:
     return Caller(
         owner=key.owner,
         key_id=key.key_id,
@@ -422,6 +424,7 @@ def _caller_for(key: ApiKey, *, by_token: bool) -> Caller:
         project_id=key.project_id,
         limits=key.limits,
         by_token=by_token,
+        by_cookie=by_cookie,
         is_admin=key.is_admin,
     )
 

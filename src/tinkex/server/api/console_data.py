@@ -307,6 +307,11 @@ def _require_admin(request: Request) -> None:
         )
     if not caller.is_admin:
         raise Refusal(403, NOT_ADMIN)
+    if caller.by_token and not caller.by_cookie:
+        # A token is valid for an hour; a key that it creates may be valid forever.
+        raise Refusal(
+            403, "a token cannot manage keys. Send the API key itself (tml-…), or sign in with it."
+        )
 
 
 def _key(key: ApiKey, now_s: float) -> dict[str, Any]:

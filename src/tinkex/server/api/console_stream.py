@@ -7,8 +7,8 @@ What changes while a page of the console is open, as server-sent events.
              its points are the steps since the last event
 
 The page names the runs it shows, and the last step that it has of each. Nothing is lost while it is
-disconnected: a browser asks again with the same address, and steps are numbered. A stream ends when
-the key of its browser does.
+disconnected: it connects again with the steps that it has by then. A stream ends within three seconds
+of the key of its browser.
 """
 
 import asyncio
@@ -199,7 +199,7 @@ class _Watch:
     async def _new_steps(self, *, reads_all: bool) -> list[bytes]:
         """Events of the runs that have new steps, and of all that changed otherwise."""
         store = context_of(self.request).store
-        found = await store.step_history.news(self.after, limit=MAX_POINTS // len(self.after))
+        found = await store.step_history.news(self.after, limit=MAX_POINTS)
         moved = [one for one, (newest, _) in found.items() if self._newest.get(one) != newest]
         moved += [one for one, (_, points) in found.items() if points and one not in moved]
         ids = list(self.after) if reads_all else moved

@@ -147,8 +147,12 @@ function App() {
     return () => window.removeEventListener('signed-out', ended);
   }, []);
   const signOut = async () => {
-    await api('api/v1/console/sign_out', { method: 'POST' }).catch(() => null);
-    setSession({ signedOut: true });
+    try {
+      await api('api/v1/console/sign_out', { method: 'POST' });
+    } catch (failure) {
+      if (failure.status !== 401) return setError(new Error(`You are still signed in. ${failure.message}`));
+    }
+    return setSession({ signedOut: true });
   };
   if (error) return html`<main class="sign-in"><div class="card"><h1>tinkex</h1><${Problem} error=${error} /><button onClick=${check}>Try again</button></div></main>`;
   if (!session) return html`<p class="muted pad" role="status">Loading…</p>`;

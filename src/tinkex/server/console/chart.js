@@ -18,9 +18,10 @@ export function smoothed(values, weight) {
   });
 }
 
-/** The metrics that any of the runs has, the most useful first. */
+/** The metrics that any of the points has, the most useful first. Steps may differ in theirs. */
 export function metricsOf(series) {
-  const names = new Set(series.flatMap((one) => (one.points.length ? Object.keys(one.points.at(-1).metrics) : [])));
+  const names = new Set();
+  for (const { points } of series) for (const { metrics } of points) for (const name in metrics) names.add(name);
   const first = ['loss', 'entropy', 'grad_norm', 'update_norm', 'learning_rate', 'tokens', 'seconds'];
   return [...first.filter((name) => names.has(name)), ...[...names].filter((name) => !first.includes(name)).sort()];
 }
@@ -73,13 +74,14 @@ function optionsOf({ series, axis, isLog, weight, width, height, compact, hooks 
   };
 }
 
+/** Where a point is the mean over several `steps`, `step` is the last of them. */
 function csvOf(series) {
   const metrics = metricsOf(series);
   const quoted = (text) => `"${String(text).replaceAll('"', '""')}"`;
   const rows = series.flatMap((one) => one.points.map((point) => [
-    quoted(one.id), point.step, point.time, ...metrics.map((name) => point.metrics[name] ?? ''),
+    quoted(one.id), point.step, point.steps, point.time, ...metrics.map((name) => point.metrics[name] ?? ''),
   ].join(',')));
-  return [['run', 'step', 'time', ...metrics.map(quoted)].join(','), ...rows, ''].join('\n');
+  return [['run', 'step', 'steps', 'time', ...metrics.map(quoted)].join(','), ...rows, ''].join('\n');
 }
 
 /** The picture of a chart with its title and the names of its curves. */
@@ -178,7 +180,7 @@ export function Chart({ series, title = 'Curves', height = 320, name = 'runs', o
   const [axis, setAxis] = useStored('chart.axis', 'step');
   const [cursor, setCursor] = useState(null);
   const plot = useRef(null);
-  const metrics = metricsOf(series);
+  const metrics = useMemo(() => metricsOf(series), [series]);
   const shown = metrics.includes(metric) ? metric : metrics[0] ?? 'loss';
   const points = series.reduce((sum, one) => sum + one.points.length, 0);
   const label = `${shown} of ${series.length === 1 ? series[0].label : `${series.length} runs`}, ${points} points`;

@@ -17,14 +17,14 @@ const DAY = 86400;
 const parts = (path) => path.replace('tinker://', '').split('/');
 const canDownload = (one) => one.checkpoint_type !== 'external';
 
-export function CheckpointTable({ fetchPage, source, onChange }) {
+export function CheckpointTable({ fetchPage, source, version = 0, onChange }) {
   const [opened, setOpened] = useState(null);
-  const [version, setVersion] = useState(0);
+  const [changes, setChanges] = useState(0);
   const changed = () => {
-    setVersion((one) => one + 1);
+    setChanges((one) => one + 1);
     onChange?.();
   };
-  return html`<section class="card flush"><${VirtualList} label="Checkpoints" columns=${COLUMNS} fetchPage=${fetchPage} source=${source} version=${version}
+  return html`<section class="card flush"><${VirtualList} label="Checkpoints" columns=${COLUMNS} fetchPage=${fetchPage} source=${source} version=${version + changes}
     rowKey=${(one) => one.tinker_path} minHeight=${240}
     empty=${html`<${Empty} title="No checkpoints"><p>save_state and save_weights_for_sampler create them.</p></${Empty}>`}
     renderRow=${(one) => html`

@@ -82,10 +82,10 @@ export function useStreamState() {
 /**
  * Follow the server's events until the returned function is called.
  *
+ * `queryOf` is called for every connection: a later one asks only for what the page does not have yet.
  * A hidden page closes its stream, because a browser has few connections to one server for all tabs.
  */
-export function live(query, handlers) {
-  const url = address(`api/v1/console/live?${query}`);
+export function live(queryOf, handlers) {
   let source = null;
   let isOpen = false;
   let timer = 0;
@@ -102,13 +102,11 @@ export function live(query, handlers) {
   };
   const open = () => {
     if (source || isOver || document.hidden) return;
-    source = new EventSource(url);
+    source = new EventSource(address(`api/v1/console/live?${queryOf()}`));
     source.onopen = () => mark(true);
     source.onerror = () => {
-      mark(false);
-      if (source?.readyState !== EventSource.CLOSED) return; // the browser tries again by itself
-      close();
-      // Refused: if the key has ended, this shows the sign-in.
+      close(); // the browser itself would try again with the same address
+      // If the key has ended, this shows the sign-in.
       const again = () => { timer = setTimeout(open, 3000); };
       api('api/v1/console/session').then(again, (error) => error.status !== 401 && again());
     };
@@ -132,11 +130,20 @@ export function live(query, handlers) {
 
 const ROOT = new URL(document.baseURI).pathname;
 
+/** A part of an address. What cannot be decoded is no name of anything, and is then not found. */
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
 /** The page and its parameters, from the address. */
 export function place() {
   const path = location.pathname.startsWith(ROOT) ? location.pathname.slice(ROOT.length) : '';
   return {
-    parts: path.split('/').filter(Boolean).map(decodeURIComponent),
+    parts: path.split('/').filter(Boolean).map(decoded),
     query: new URLSearchParams(location.search),
   };
 }
@@ -248,7 +255,12 @@ export function Tabs({ tabs, current, name = 'tab' }) {
 /** A dialog above the page. `onClose` is called for Escape, too. */
 export function Dialog({ title, onClose, children }) {
   const element = useRef(null);
-  useEffect(() => element.current?.showModal(), []);
+  useEffect(() => {
+    const before = document.activeElement;
+    element.current.showModal();
+    // A browser gives the focus back only when a dialog closes, not when it is removed.
+    return () => before?.focus();
+  }, []);
   return html`<dialog ref=${element} aria-label=${title} onClose=${onClose}>
     <h2>${title}</h2>${children}
   </dialog>`;

@@ -15,6 +15,8 @@ export function VirtualList({ label, columns, fetchPage, source, version = 0, ro
   const [view, setView] = useState({ top: 0, height: 600 });
   const element = useRef(null);
   const requests = useRef(0);
+  const isReloading = useRef(false);
+  const isStale = useRef(false);
   const latest = useRef(state);
   latest.current = state;
   const fetcher = useRef(fetchPage);
@@ -32,8 +34,20 @@ export function VirtualList({ label, columns, fetchPage, source, version = 0, ro
     const end = Math.min(last, total ?? last);
     let missing = forced;
     for (let index = first; index < end && !missing; index += 1) missing = !rows.has(index);
-    if (missing) request(Math.max(0, first - MARGIN), last - first + 2 * MARGIN, forced);
+    return missing ? request(Math.max(0, first - MARGIN), last - first + 2 * MARGIN, forced) : null;
   }, [source]);
+
+  // Changes may come faster than answers: those during a reload lead to one more after it.
+  const reload = async () => {
+    isStale.current = true;
+    if (isReloading.current) return;
+    isReloading.current = true;
+    while (isStale.current) {
+      isStale.current = false;
+      await load(true);
+    }
+    isReloading.current = false;
+  };
 
   const request = async (offset, limit, replaces) => {
     requests.current += 1;
@@ -64,7 +78,7 @@ export function VirtualList({ label, columns, fetchPage, source, version = 0, ro
     if (element.current) element.current.scrollTop = 0;
     request(0, 100);
   }, [source]);
-  useEffect(() => { if (version) load(true); }, [version]);
+  useEffect(() => { if (version) reload(); }, [version]);
 
   useEffect(() => {
     const box = element.current;

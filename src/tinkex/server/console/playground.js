@@ -85,7 +85,7 @@ function Answer({ answer, colored }) {
       : answer.content}
     ${answer.busy && html`<span class="caret" aria-hidden="true"></span>`}
   </div>
-  <p class="muted small" role="status">${answer.busy && !answer.tokens.length ? 'Waiting for the first token…' : `${answer.tokens.length} tokens`}
+  <p class="muted small" role="status" aria-live=${answer.busy && answer.tokens.length ? 'off' : 'polite'}>${answer.busy && !answer.tokens.length ? 'Waiting for the first token…' : `${answer.tokens.length} tokens`}
     ${answer.rate && !answer.busy ? `, ${answer.rate.toFixed(1)} tokens/s` : ''}${answer.mean !== undefined ? `, mean logprob ${number(answer.mean, 3)}` : ''}
     ${answer.reason === 'length' ? ', stopped at the limit' : ''}</p>
   <${Problem} error=${answer.error} />`;
@@ -116,6 +116,9 @@ export function Playground() {
   const [prompt, setPrompt] = useState('');
   const [turns, setTurns] = useState([]);
   const [running, setRunning] = useState(null);
+  const sampling = useRef(null);
+  // A page that is left samples nothing more.
+  useEffect(() => () => sampling.current?.abort(), []);
   const end = useRef(null);
   useEffect(() => {
     if (!models || left) return;
@@ -131,6 +134,7 @@ export function Playground() {
     event?.preventDefault();
     if (running || !prompt || !sides.length) return;
     const stop = new AbortController();
+    sampling.current = stop;
     setRunning(stop);
     const turn = { prompt, answers: sides.map((model) => ({ ...EMPTY, model, busy: true })) };
     const before = mode === 'chat' ? turns.filter((one) => one.mode === 'chat') : [];

@@ -7,6 +7,7 @@ import { Cell, VirtualList } from './list.js';
 import { lastStep, useCurves } from './runs.js';
 
 const SMALL = 5;
+const NONE = [];
 
 export function Run({ id }) {
   useClock();
@@ -15,11 +16,11 @@ export function Run({ id }) {
   const [change, setChange] = useState({});
   const [version, setVersion] = useState(0);
   const ids = useMemo(() => (run ? [id] : []), [run?.training_run_id]);
-  const { curves, add, loaded } = useCurves(ids);
-  const points = curves[id] ?? [];
+  const { curves, latest, add, loaded } = useCurves(ids);
+  const points = curves[id] ?? NONE;
   useEffect(() => {
     if (!run || !loaded) return undefined;
-    return live(new URLSearchParams({ run: id, after: lastStep(curves[id]) }), {
+    return live(() => new URLSearchParams({ run: id, after: lastStep(latest.current[id]) }), {
       run: ({ points: fresh, ...now }) => {
         setChange(now);
         setVersion((one) => one + 1);
@@ -28,11 +29,11 @@ export function Run({ id }) {
     });
   }, [run?.training_run_id, loaded]);
   const series = useMemo(() => (run ? [{ id, label: runName(run), color: COLORS[0], points }] : []), [run, points]);
+  const small = useMemo(() => metricsOf(series).filter((one) => one !== 'loss').slice(0, SMALL), [series]);
   if (error) return html`<h1>Training run</h1><${Problem} error=${error} />`;
   if (!run) return html`<${Loading} />`;
   const now = { ...run, ...change };
   const tab = place().query.get('tab') || 'steps';
-  const small = metricsOf(series).filter((one) => one !== 'loss').slice(0, SMALL);
   return html`
     <header class="page-head"><h1><${Text} max=${160}>${runName(run)}</${Text}></h1><${Badge} kind=${now.status ?? 'idle'} />
       <span class="grow"></span>
@@ -116,12 +117,11 @@ function Requests({ id, version }) {
 }
 
 function RunCheckpoints({ id, version, onChange }) {
-  const { data, error, reload } = useLoaded((signal) => api(`api/v1/training_runs/${encodeURIComponent(id)}/checkpoints`, { signal }), [id, version]);
-  if (error) return html`<${Problem} error=${error} />`;
-  if (!data) return html`<${Loading} />`;
-  const rows = data.checkpoints;
-  return html`<${CheckpointTable} source=${`of ${id} ${rows.length}`} fetchPage=${async (offset, limit) => ({ rows: rows.slice(offset, offset + limit), total: rows.length })}
-    onChange=${() => { reload(); onChange(); }} />`;
+  const fetchPage = async (offset, limit) => {
+    const { checkpoints } = await api(`api/v1/training_runs/${encodeURIComponent(id)}/checkpoints`);
+    return { rows: checkpoints.slice(offset, offset + limit), total: checkpoints.length };
+  };
+  return html`<${CheckpointTable} source=${`of ${id}`} version=${version} fetchPage=${fetchPage} onChange=${onChange} />`;
 }
 
 function Metadata({ metadata }) {

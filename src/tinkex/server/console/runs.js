@@ -19,17 +19,31 @@ const COLUMNS = [
   { name: 'Last request', width: '110px', kind: 'wide' },
 ];
 
-/** The points of some runs: loaded once, then extended by live events. */
+const loadPoints = async (id) => (await api(`api/v1/training_runs/${encodeURIComponent(id)}/metrics?points=${POINTS}`)).points;
+
+const extended = (points, fresh) => {
+  const last = lastStep(points);
+  const later = fresh.filter((point) => point.step > last);
+  return later.length ? [...points, ...later] : points;
+};
+
+/**
+ * The points of some runs: loaded once, then extended by live events. `latest` is a ref to them.
+ *
+ * A curve that has become long is loaded again, so that a page that stays open does not grow.
+ */
 export function useCurves(ids) {
   const [curves, setCurves] = useState({});
+  const latest = useRef(curves);
+  latest.current = curves;
   const [loaded, setLoaded] = useState('');
   const key = ids.join();
   useEffect(() => {
     let isCurrent = true;
     const missing = ids.filter((id) => !curves[id]);
     Promise.all(missing.map(async (id) => {
-      const found = await api(`api/v1/training_runs/${encodeURIComponent(id)}/metrics?points=${POINTS}`).catch(() => ({ points: [] }));
-      return [id, found.points];
+      const points = await loadPoints(id).catch(() => []);
+      return [id, points];
     })).then((found) => {
       if (!isCurrent) return;
       setCurves((old) => ({ ...old, ...Object.fromEntries(found) }));
@@ -39,11 +53,21 @@ export function useCurves(ids) {
   }, [key]);
   const add = (id, points) => setCurves((old) => {
     if (!old[id]) return old;
-    const last = old[id].at(-1)?.step ?? 0;
-    const fresh = points.filter((point) => point.step > last);
-    return fresh.length ? { ...old, [id]: [...old[id], ...fresh] } : old;
+    const all = extended(old[id], points);
+    return all === old[id] ? old : { ...old, [id]: all };
   });
-  return { curves, add, loaded: loaded === key ? key : null };
+  const reloading = useRef(new Set());
+  useEffect(() => {
+    for (const id of ids) {
+      if (!(curves[id]?.length > 2 * POINTS) || reloading.current.has(id)) continue;
+      reloading.current.add(id);
+      loadPoints(id)
+        .then((points) => setCurves((old) => ({ ...old, [id]: extended(points, old[id]) })))
+        .catch(() => null) // the next step tries again
+        .then(() => reloading.current.delete(id));
+    }
+  }, [curves]);
+  return { curves, latest, add, loaded: loaded === key ? key : null };
 }
 
 export const lastStep = (points) => points?.at(-1)?.step ?? 0;
@@ -63,7 +87,7 @@ export function Runs() {
   // Without a choice, the chart shows the newest runs that have steps.
   const [automatic, setAutomatic] = useState([]);
   const shown = chosen.length ? chosen : automatic;
-  const { curves, add, loaded } = useCurves(shown);
+  const { curves, latest, add, loaded } = useCurves(shown);
 
   useEffect(() => {
     const timer = setTimeout(() => setQuery({ search: typed }), 250);
@@ -82,14 +106,17 @@ export function Runs() {
   const isReady = loaded !== null;
   useEffect(() => {
     if (!isReady) return undefined;
-    const params = new URLSearchParams({ runs: 'true' });
-    for (const id of ids) {
-      params.append('run', id);
-      // Rows without a curve need no points: of them, only what follows a step far away.
-      params.append('after', shown.includes(id) ? lastStep(curves[id]) : Number.MAX_SAFE_INTEGER);
-    }
+    const queryOf = () => {
+      const params = new URLSearchParams({ runs: 'true' });
+      for (const id of ids) {
+        params.append('run', id);
+        // Rows without a curve need no points: of them, only what follows a step far away.
+        params.append('after', shown.includes(id) ? lastStep(latest.current[id]) : Number.MAX_SAFE_INTEGER);
+      }
+      return params;
+    };
     let before = null;
-    return live(params, {
+    return live(queryOf, {
       runs: (event) => {
         if (before !== null && before !== event.total) setVersion((one) => one + 1);
         before = event.total;

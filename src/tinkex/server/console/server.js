@@ -9,8 +9,8 @@ const RATES = [['tokens_trained', 'trained'], ['tokens_sampled', 'sampled'], ['t
 /** Tokens per second between two states of an engine. */
 function ratesOf(before, now) {
   const seconds = (new Date(now.time) - new Date(before.time)) / 1000;
-  return Object.fromEntries(now.engines.map((engine, index) => {
-    const old = before.engines[index]?.stats;
+  return Object.fromEntries(now.engines.map((engine) => {
+    const old = before.engines.find((one) => one.engine === engine.engine)?.stats;
     const rate = (name) => (engine.stats && old ? Math.max(0, (engine.stats[name] - old[name]) / seconds) : 0);
     return [engine.engine, Object.fromEntries(RATES.map(([name]) => [name, rate(name)]))];
   }));
@@ -74,7 +74,7 @@ export function Server({ session }) {
   const [history, setHistory] = useState([]);
   useEffect(() => {
     let before = null;
-    return live('server=true', {
+    return live(() => 'server=true', {
       server: (now) => {
         setState(now);
         const old = before;

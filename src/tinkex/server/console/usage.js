@@ -49,6 +49,7 @@ export function Usage({ session }) {
       <label>Last <select value=${days} onChange=${(event) => setDays(Number(event.target.value))}><option value="7">7 days</option><option value="30">30 days</option><option value="90">90 days</option></select></label></header>
     <${Problem} error=${error} />
     ${!data && !error && html`<${Loading} />`}
+    ${data && !data.is_complete && html`<p class="problem" role="alert">This is too much for one answer: the oldest days are missing. Choose fewer days.</p>`}
     ${data && !rows.length && html`<${Empty} title="No tokens in this time" />`}
     ${rows.length > 0 && html`<${Days} rows=${rows} days=${days} />
       <section class="card"><h2>By ${session.is_admin ? 'owner and model' : 'model'}</h2>

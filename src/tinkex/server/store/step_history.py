@@ -97,27 +97,37 @@ class StepHistory:
         self, after: Mapping[str, int | None], *, limit: int
     ) -> dict[str, tuple[NewestStep, list[StepPoint]]]:
         """
-        How far each of these runs is, and its steps after the given number, the oldest `limit` first.
+        How far each of these runs is, and its steps after the given number, the oldest first.
 
-        Runs without a step are left out. None as the number asks for no steps.
+        Runs without a step are left out. None as the number asks for no steps. The runs that have
+        such steps share `limit` equally, with at least one step each.
         """
 
         def operation(
             connection: sa.Connection,
         ) -> dict[str, tuple[NewestStep, list[StepPoint]]]:
+            found = newest_steps(connection, list(after))
+            # Most runs of a page have nothing new, and cost no query of their own.
+            behind = {
+                model_id: number
+                for model_id, number in after.items()
+                if number is not None and model_id in found and found[model_id].number > number
+            }
+            share = max(1, limit // max(1, len(behind)))
+            points = {
+                model_id: _points_after(connection, model_id, number, share)
+                for model_id, number in behind.items()
+            }
             return {
-                model_id: (newest, _points_after(connection, model_id, after[model_id], limit))
-                for model_id, newest in newest_steps(connection, list(after)).items()
+                model_id: (newest, points.get(model_id, [])) for model_id, newest in found.items()
             }
 
         return await self._database.read(operation)
 
 
 def _points_after(
-    connection: sa.Connection, model_id: str, number: int | None, limit: int
+    connection: sa.Connection, model_id: str, number: int, limit: int
 ) -> list[StepPoint]:
-    if number is None:
-        return []
     rows = connection.execute(
         sa.select(
             step_metrics.c.number.label("step"),
