@@ -23,6 +23,7 @@ from tinkex.models.cache import line_progress
 from tinkex.models.resolve import ModelSource, resolve
 from tinkex.server import process_setup
 from tinkex.server.activity import ActivityLog
+from tinkex.server.cluster.known_workers import LOOK_S
 from tinkex.server.cluster.worker import PublishedResults, Worker
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import EngineRefused, Executor
@@ -124,6 +125,8 @@ async def _work(
             return 0
         async with running_worker(settings, name, executor, store) as worker:
             process_setup.tune_gc()
+            # Web processes read the rows of workers at this interval: now they know this one.
+            await asyncio.sleep(1.5 * LOOK_S)
             log.info("the worker %s of %s is ready", name, model.name)
             if on_ready is not None:
                 on_ready(name)
