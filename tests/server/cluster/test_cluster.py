@@ -131,6 +131,23 @@ async def test_a_second_worker_of_one_name_replaces_the_first(parts: Parts) -> N
         assert model in executor.models
 
 
+async def test_a_name_with_another_base_model_leaves_the_old_models_to_others(
+    parts: Parts,
+) -> None:
+    web = parts.webs[0]
+    model = await web.model()
+    name = parts.having(model)
+    (other,) = set(parts.workers) - {name}
+    assert await train(parts.webs, model, 1, 2) == [1, 3]
+    executor = EchoExecutor("test/another")
+    async with a_worker(parts.db, parts.folder, name, executor) as renamed:
+        await asyncio.wait_for(parts.workers[name].replaced.wait(), 10)
+        assert await train(parts.webs, model, 5, 2) == [7, 15]
+        assert model in parts.executors[other].models
+        assert model not in executor.models
+        assert name not in renamed.known.live(BASE)
+
+
 async def test_requests_wait_while_no_worker_runs(db: str, tmp_path: Path) -> None:
     async with a_web(db, tmp_path) as web:
         async with a_worker(db, tmp_path, "first", EchoExecutor()) as worker:

@@ -223,7 +223,7 @@ class Worker:
     async def _refuse(self, model_ids: list[str]) -> None:
         for step in await self._store.workers.take_refused(model_ids):
             model = await self._store.models.model(step.model_id)
-            if model is None:
+            if model is None or model.base_model != self._model.name:
                 continue
             refused = QueuedRequest(
                 owner=model.owner,
@@ -265,9 +265,13 @@ class Worker:
         base_model = self._model.name
         waiting = await self._store.workers.waiting_by_home(base_model)
         # In this order: a worker that a request waits for has registered before.
-        live = await self._live()
+        running = await self._live()
+        live = self.known.live(base_model)
         for home in [home for home in waiting if home not in live]:
             stranded = await self._store.workers.stranded(base_model, home, limit=STRANDED_BATCH)
+            if home in running:
+                # It serves another base model now. It registers custom losses all the same.
+                stranded = [one for one in stranded if one.kind != Kind.CREATE_CUSTOM_LOSS]
             homes = plan_homes(stranded, self.known.that_take(base_model), live, base_model)
             if homes.models or homes.requests:
                 log.warning(
@@ -296,17 +300,16 @@ class Worker:
                 self._scheduler.unload_session(session_id)
 
     def homes(self) -> list[str]:
-        """The workers whose idle models this one takes snapshots of."""
+        """The workers whose idle models of its base model this one takes snapshots of."""
         if not self.is_leader:
             return [self.name]
-        live = self.known.live()
-        dead = (row for row in self.known.rows if row.base_model == self._model.name)
-        return [self.name, *(row.name for row in dead if row.name not in live)]
+        live = self.known.live(self._model.name)
+        return [self.name, *(row.name for row in self.known.rows if row.name not in live)]
 
     async def snapshot(self, model_id: str) -> bool:
         """Take a snapshot of an idle model, here or of a worker that is gone."""
         home, term = await self._store.ownership(self.name).home(model_id)
-        if home is not None and home not in self.known.live():
+        if home is not None and home not in self.known.live(self._model.name):
             await self._store.workers.rehome(NewHomes(models={model_id: (term, self.name)}))
         return await self._scheduler.snapshot(model_id)
 
