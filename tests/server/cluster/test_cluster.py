@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tinkex.server.store import DatabaseRefused, open_store
 from waiting import until_async
 
 pytestmark = pytest.mark.anyio
+log = logging.getLogger(__name__)
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
 
@@ -105,6 +107,30 @@ async def test_a_dead_worker_is_replaced_by_another(parts: Parts) -> None:
     parts.executors[dead].open.set()
     await until_async(lambda: scheduler._models.get(model) is None)
     assert await train(parts.webs, model, 7, 2) == [15, 31]
+
+
+async def test_after_an_outage_the_first_worker_leaves_the_models_to_those_that_return(
+    parts: Parts,
+) -> None:
+    web = parts.webs[0]
+    model = await web.model()
+    home = parts.having(model)
+    (other,) = set(parts.workers) - {home}
+    workers = [parts.workers[other], parts.workers[home]]
+    parts.executors[home].open.clear()
+    step = await web.optim_step(model, 1)
+    # Nobody writes a heartbeat for longer than it takes until a worker counts as dead.
+    for worker in workers:
+        await worker._beat_task.close()
+        await worker._look_task.close()
+    await asyncio.sleep(2.2)
+    for worker in workers:
+        worker._beat_task.start(worker._beat, 1.0, what="the heartbeat", log=log, after_s=0.0)
+        worker._look_task.start(worker._look, 0.1, what="looking at the tables", log=log)
+        await asyncio.sleep(1.0)
+    parts.executors[home].open.set()
+    assert await web.value(step) == 0
+    assert parts.having(model) == home
 
 
 async def test_a_draining_worker_hands_its_models_over(parts: Parts) -> None:
