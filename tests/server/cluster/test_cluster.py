@@ -275,6 +275,25 @@ async def test_a_refused_step_does_not_block_later_ones(parts: Parts) -> None:
             assert await parts.webs[1].value(later) == 0
 
 
+async def test_a_refused_step_goes_with_its_model_to_another_worker(parts: Parts) -> None:
+    web = parts.webs[0]
+    model = await web.model()
+    leaving = parts.workers[parts.having(model)]
+    body = {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": []}}
+    assert (await web.post("optim_step", body)).status in (400, 422)
+
+    def is_known() -> bool:
+        state = leaving._scheduler._models.get(model)
+        return state is not None and 1 in state.queue.refused
+
+    await until_async(is_known)
+    await leaving.drain(5.0)
+    later = await web.optim_step(model, 2)
+    async with asyncio.timeout(10):  # gap_s is 30
+        assert await web.value(later) == 0
+    assert await leaving._store.workers.refused([model]) == []
+
+
 async def test_a_finished_session_is_finished_everywhere(parts: Parts) -> None:
     session = await parts.webs[0].session()
     model = await parts.webs[0].model(session)

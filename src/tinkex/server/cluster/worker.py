@@ -7,6 +7,7 @@ every second.
 
 import asyncio
 import base64
+import contextlib
 import logging
 import time
 from collections.abc import Coroutine, Mapping
@@ -32,7 +33,7 @@ STRANDED_BATCH = 500
 #: How often sessions of loaded models are looked at, and what else other processes change.
 SESSIONS_S = 5.0
 REFRESH_S = 30.0
-#: Refusals of models that had no later step are deleted after this time.
+#: Refusals that no later step followed, or whose step was sent again, are deleted after this time.
 REFUSED_KEPT_S = 24 * 3600.0
 #: The last heartbeat, which says that the worker is gone, may take this long.
 LEAVE_S = 5.0
@@ -256,7 +257,8 @@ class Worker:
             self._scheduler.cancel(request_id, owner=owner)
 
     async def _refuse(self, model_ids: list[str]) -> None:
-        for step in await self._store.workers.take_refused(model_ids):
+        """Refused steps of these models. Their rows stay until the logs of the models have them."""
+        for step in await self._store.workers.refused(model_ids):
             model = await self._store.models.model(step.model_id)
             if model is None or model.base_model != self._model.name:
                 continue
@@ -269,10 +271,9 @@ class Worker:
                 seq_id=step.seq_id,
                 outcome=Outcome(error=step.error, category="user"),
             )
-            try:
+            # The worker that has the model reads it.
+            with contextlib.suppress(NotOwner):
                 await self._scheduler.refuse_step(refused)
-            except NotOwner:
-                await self._store.workers.refuse(step)
 
     async def _look(self) -> None:
         """What lost notifications did not tell, and what nobody else does."""
