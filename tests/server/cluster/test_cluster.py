@@ -24,6 +24,8 @@ from waiting import until_async
 pytestmark = pytest.mark.anyio
 log = logging.getLogger(__name__)
 
+#: A pass of so many tokens has a result that is in a file.
+MANY_TOKENS = 20_000
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
 
 
@@ -70,6 +72,37 @@ async def test_a_poll_at_another_web_process_is_held(parts: Parts) -> None:
     began_s = time.monotonic()
     await waiting
     assert time.monotonic() - began_s < 1.0
+
+
+async def test_a_large_result_that_is_read_slowly_holds_up_no_other(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    web = parts.webs[0]
+    models = [await web.model() for _ in range(2)]
+    assert web.app is not None
+    requests = web.app.state.context.store.requests
+    read, reading, readable = requests._get, asyncio.Event(), asyncio.Event()
+
+    async def slowly(request_id: str, what: str, *given: Any, **named: Any) -> bytes:
+        reading.set()
+        await readable.wait()
+        return bytes(await read(request_id, what, *given, **named))
+
+    monkeypatch.setattr(requests, "_get", slowly)
+    for executor in parts.executors.values():
+        executor.open.clear()
+    large = asyncio.create_task(
+        web.passed(await web.forward_backward(models[0], 1, tokens=MANY_TOKENS))
+    )
+    small = asyncio.create_task(web.passed(await web.forward_backward(models[1], 1)))
+    await asyncio.sleep(0.2)  # until both are polled
+    parts.executors[parts.having(models[0])].open.set()
+    await asyncio.wait_for(reading.wait(), 10)
+    parts.executors[parts.having(models[1])].open.set()
+    await asyncio.wait_for(small, 5)
+    assert not large.done()
+    readable.set()
+    await asyncio.wait_for(large, 10)
 
 
 async def test_events_of_samples_arrive_at_any_web_process(parts: Parts) -> None:
