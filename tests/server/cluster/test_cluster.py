@@ -180,6 +180,26 @@ async def test_a_draining_worker_hands_its_models_over(parts: Parts) -> None:
     assert [parts.having(one) for one in later] == [other, other]
 
 
+async def test_a_draining_worker_does_not_wait_for_a_model_that_it_lost(parts: Parts) -> None:
+    web = parts.webs[0]
+    model = await web.model()
+    name = parts.having(model)
+    leaving, executor = parts.workers[name], parts.executors[name]
+    executor.open.clear()
+    step = await web.optim_step(model, 1)
+    await until_async(lambda: executor.entered._value > 1)
+    drained = asyncio.create_task(leaving.drain(60.0))
+    state = leaving._scheduler._models.get(model)
+    assert state is not None
+    await until_async(lambda: bool(state.between))
+    (other,) = set(parts.workers) - {name}
+    await leaving._store.workers.hand_over(model, term=state.term or 0, to=other)
+    leaving._scheduler.disown([model])
+    executor.open.set()
+    await asyncio.wait_for(drained, 10)
+    assert await web.value(step) == 0
+
+
 async def test_a_second_worker_of_one_name_replaces_the_first(parts: Parts) -> None:
     model = await parts.webs[0].model()
     name = parts.having(model)

@@ -577,6 +577,8 @@ class Scheduler:
 
     def _disown(self, state: ModelState) -> None:
         """Another worker has the model: it finishes the steps that were here."""
+        if state.disowned:
+            return
         state.disowned = True
         if state.gap_timer is not None:
             state.gap_timer.cancel()
@@ -591,6 +593,8 @@ class Scheduler:
     async def _drop_disowned(self, state: ModelState) -> None:
         while state.worker is not None:
             await asyncio.wait({state.worker})
+        while state.between:
+            await state.between.popleft()()  # whoever waits for it gets NotOwner
         if state.loaded_in is not None:
             await state.home.recovery.drop(state, state.loaded_in)
 
