@@ -180,6 +180,7 @@ async def running_worker(
         scheduler=worker,
         futures=results,
         homes=worker.homes,
+        base_model=executor.served[0].name,
         is_first=lambda: worker.is_first,
     )
     try:

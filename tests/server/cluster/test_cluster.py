@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ from tinkex.server.store import DatabaseRefused, open_store
 from waiting import until_async
 
 pytestmark = pytest.mark.anyio
+log = logging.getLogger(__name__)
 
+#: A pass of so many tokens has a result that is in a file.
+MANY_TOKENS = 20_000
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
 
 
@@ -70,6 +74,37 @@ async def test_a_poll_at_another_web_process_is_held(parts: Parts) -> None:
     assert time.monotonic() - began_s < 1.0
 
 
+async def test_a_large_result_that_is_read_slowly_holds_up_no_other(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    web = parts.webs[0]
+    models = [await web.model() for _ in range(2)]
+    assert web.app is not None
+    requests = web.app.state.context.store.requests
+    read, reading, readable = requests._get, asyncio.Event(), asyncio.Event()
+
+    async def slowly(request_id: str, what: str, *given: Any, **named: Any) -> bytes:
+        reading.set()
+        await readable.wait()
+        return bytes(await read(request_id, what, *given, **named))
+
+    monkeypatch.setattr(requests, "_get", slowly)
+    for executor in parts.executors.values():
+        executor.open.clear()
+    large = asyncio.create_task(
+        web.passed(await web.forward_backward(models[0], 1, tokens=MANY_TOKENS))
+    )
+    small = asyncio.create_task(web.passed(await web.forward_backward(models[1], 1)))
+    await asyncio.sleep(0.2)  # until both are polled
+    parts.executors[parts.having(models[0])].open.set()
+    await asyncio.wait_for(reading.wait(), 10)
+    parts.executors[parts.having(models[1])].open.set()
+    await asyncio.wait_for(small, 5)
+    assert not large.done()
+    readable.set()
+    await asyncio.wait_for(large, 10)
+
+
 async def test_events_of_samples_arrive_at_any_web_process(parts: Parts) -> None:
     sampler = await a_sampler(parts.webs[0])
     with Forgetful():
@@ -107,6 +142,30 @@ async def test_a_dead_worker_is_replaced_by_another(parts: Parts) -> None:
     assert await train(parts.webs, model, 7, 2) == [15, 31]
 
 
+async def test_after_an_outage_the_first_worker_leaves_the_models_to_those_that_return(
+    parts: Parts,
+) -> None:
+    web = parts.webs[0]
+    model = await web.model()
+    home = parts.having(model)
+    (other,) = set(parts.workers) - {home}
+    workers = [parts.workers[other], parts.workers[home]]
+    parts.executors[home].open.clear()
+    step = await web.optim_step(model, 1)
+    # Nobody writes a heartbeat for longer than it takes until a worker counts as dead.
+    for worker in workers:
+        await worker._beat_task.close()
+        await worker._look_task.close()
+    await asyncio.sleep(2.2)
+    for worker in workers:
+        worker._beat_task.start(worker._beat, 1.0, what="the heartbeat", log=log, after_s=0.0)
+        worker._look_task.start(worker._look, 0.1, what="looking at the tables", log=log)
+        await asyncio.sleep(1.0)
+    parts.executors[home].open.set()
+    assert await web.value(step) == 0
+    assert parts.having(model) == home
+
+
 async def test_a_draining_worker_hands_its_models_over(parts: Parts) -> None:
     model = await parts.webs[0].model()
     leaving = parts.having(model)
@@ -121,6 +180,26 @@ async def test_a_draining_worker_hands_its_models_over(parts: Parts) -> None:
     assert [parts.having(one) for one in later] == [other, other]
 
 
+async def test_a_draining_worker_does_not_wait_for_a_model_that_it_lost(parts: Parts) -> None:
+    web = parts.webs[0]
+    model = await web.model()
+    name = parts.having(model)
+    leaving, executor = parts.workers[name], parts.executors[name]
+    executor.open.clear()
+    step = await web.optim_step(model, 1)
+    await until_async(lambda: executor.entered._value > 1)
+    drained = asyncio.create_task(leaving.drain(60.0))
+    state = leaving._scheduler._models.get(model)
+    assert state is not None
+    await until_async(lambda: bool(state.between))
+    (other,) = set(parts.workers) - {name}
+    await leaving._store.workers.hand_over(model, term=state.term or 0, to=other)
+    leaving._scheduler.disown([model])
+    executor.open.set()
+    await asyncio.wait_for(drained, 10)
+    assert await web.value(step) == 0
+
+
 async def test_a_second_worker_of_one_name_replaces_the_first(parts: Parts) -> None:
     model = await parts.webs[0].model()
     name = parts.having(model)
@@ -129,6 +208,23 @@ async def test_a_second_worker_of_one_name_replaces_the_first(parts: Parts) -> N
         await asyncio.wait_for(parts.workers[name].replaced.wait(), 10)
         assert await train(parts.webs, model, 1, 2) == [1, 3]
         assert model in executor.models
+
+
+async def test_a_name_with_another_base_model_leaves_the_old_models_to_others(
+    parts: Parts,
+) -> None:
+    web = parts.webs[0]
+    model = await web.model()
+    name = parts.having(model)
+    (other,) = set(parts.workers) - {name}
+    assert await train(parts.webs, model, 1, 2) == [1, 3]
+    executor = EchoExecutor("test/another")
+    async with a_worker(parts.db, parts.folder, name, executor) as renamed:
+        await asyncio.wait_for(parts.workers[name].replaced.wait(), 10)
+        assert await train(parts.webs, model, 5, 2) == [7, 15]
+        assert model in parts.executors[other].models
+        assert model not in executor.models
+        assert name not in renamed.known.live(BASE)
 
 
 async def test_requests_wait_while_no_worker_runs(db: str, tmp_path: Path) -> None:
@@ -230,6 +326,25 @@ async def test_a_refused_step_does_not_block_later_ones(parts: Parts) -> None:
         later = await parts.webs[1].optim_step(model, 2)
         async with asyncio.timeout(10):  # gap_s is 30
             assert await parts.webs[1].value(later) == 0
+
+
+async def test_a_refused_step_goes_with_its_model_to_another_worker(parts: Parts) -> None:
+    web = parts.webs[0]
+    model = await web.model()
+    leaving = parts.workers[parts.having(model)]
+    body = {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": []}}
+    assert (await web.post("optim_step", body)).status in (400, 422)
+
+    def is_known() -> bool:
+        state = leaving._scheduler._models.get(model)
+        return state is not None and 1 in state.queue.refused
+
+    await until_async(is_known)
+    await leaving.drain(5.0)
+    later = await web.optim_step(model, 2)
+    async with asyncio.timeout(10):  # gap_s is 30
+        assert await web.value(later) == 0
+    assert await leaving._store.workers.refused([model]) == []
 
 
 async def test_a_finished_session_is_finished_everywhere(parts: Parts) -> None:

@@ -79,7 +79,11 @@ def choose_home(
 def plan_homes(
     stranded: Iterable[Stranded], rows: Sequence[WorkerRow], live: frozenset[str], base_model: str
 ) -> NewHomes:
-    """Where work of a dead worker goes: to the home of its model if that is alive, or to a new one."""
+    """
+    Where work of a dead worker goes: to the home of its model if that is alive, or to a new one.
+
+    `live` are the workers of this base model that run.
+    """
     models: dict[str, tuple[int, str]] = {}
     requests: dict[str, str] = {}
     extra: defaultdict[str, Extra] = defaultdict(Extra)
@@ -158,9 +162,17 @@ class KnownWorkers:
     def row(self, name: str | None) -> WorkerRow | None:
         return next((row for row in self._rows if row.name == name), None)
 
-    def live(self) -> frozenset[str]:
-        """The names of all workers that run."""
-        return frozenset(row.name for row in self._rows if row.is_live(self._takeover_s))
+    def live(self, base_model: str | None = None) -> frozenset[str]:
+        """
+        The names of all workers that run; with a base model, only of those that serve it.
+
+        A worker may start again under its name with another base model.
+        """
+        return frozenset(
+            row.name
+            for row in self._rows
+            if row.is_live(self._takeover_s) and base_model in (None, row.base_model)
+        )
 
     def that_take(self, base_model: str) -> list[WorkerRow]:
         """The workers of a base model that take new work, by name."""

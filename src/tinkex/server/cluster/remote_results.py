@@ -22,8 +22,7 @@ from tinkex.server.scheduler.result_waiters import (
     Waiters,
     WakeEarly,
 )
-from tinkex.server.store import Completion, Damaged, StorageError, Store
-from tinkex.server.store.requests import ResultGone
+from tinkex.server.store import Completion, StorageError, Store
 
 log = logging.getLogger("tinkex.server.cluster")
 
@@ -51,6 +50,21 @@ class RemoteFutures(Futures):
 
     # -- results -----------------------------------------------------------------------------------
 
+    async def wait(
+        self,
+        request_id: str,
+        *,
+        owner: str,
+        within_s: float,
+        wake_early: WakeEarly | None = None,
+    ) -> QueuedRequest:
+        found = await super().wait(
+            request_id, owner=owner, within_s=within_s, wake_early=wake_early
+        )
+        if found.outcome is None and request_id not in self._unfinished:
+            return await self._read(request_id, owner)
+        return found
+
     def heard(self, request_ids: Iterable[str]) -> None:
         """These requests are finished, or may be."""
         self._to_read.update((one, None) for one in request_ids if one in self._unfinished)
@@ -76,23 +90,7 @@ class RemoteFutures(Futures):
             request, result = found.get(request_id, (None, None))
             if request is not None and request.outcome is None:
                 continue  # it still waits
-            if request is not None and result is None and self.is_polled(request_id):
-                result = await self._result(request)
             self._finished(request_id, request, result)
-
-    async def _result(self, request: QueuedRequest) -> bytes | None:
-        """The result of a request, if it is large or its poll came just now; None for a failure."""
-        if request.outcome is None or request.outcome.error is not None:
-            return None
-        try:
-            return await self._store.requests.result(request.request_id)
-        except ResultGone:
-            return None
-        except Damaged as damaged:
-            log.error("%s", damaged)
-            text = f"{damaged}. The work was done."
-            request.outcome = Outcome(error=text, category="server")
-            return None
 
     def _finished(
         self, request_id: str, request: QueuedRequest | None, result: bytes | None
@@ -107,7 +105,8 @@ class RemoteFutures(Futures):
                 gone.waiters.wake()
             return
         if request.outcome.error is None and result is None:
-            # Nobody waits for it here: the next poll reads it.
+            # It is large, or nobody waited for it: a poll reads it in its own task (`wait`), so that
+            # it does not hold up other results.
             if (unread := self._pop(known)) is not None:
                 if unread.counted:
                     waited_s = time.monotonic() - unread.since_s

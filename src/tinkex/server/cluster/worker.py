@@ -7,6 +7,7 @@ every second.
 
 import asyncio
 import base64
+import contextlib
 import logging
 import time
 from collections.abc import Coroutine, Mapping
@@ -32,7 +33,7 @@ STRANDED_BATCH = 500
 #: How often sessions of loaded models are looked at, and what else other processes change.
 SESSIONS_S = 5.0
 REFRESH_S = 30.0
-#: Refusals of models that had no later step are deleted after this time.
+#: Refusals that no later step followed, or whose step was sent again, are deleted after this time.
 REFUSED_KEPT_S = 24 * 3600.0
 #: The last heartbeat, which says that the worker is gone, may take this long.
 LEAVE_S = 5.0
@@ -123,7 +124,7 @@ class Worker:
         results.notifier = results.completion_log.notifier = self._notifier
         self._term = 0
         self._state = UP
-        self._beaten_s = time.monotonic()
+        self._beaten_s = self._steady_since_s = time.monotonic()
         self._sessions_s = self._refreshed_s = time.monotonic()
         self._beat_task, self._look_task = PeriodicTask(), PeriodicTask()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -141,7 +142,7 @@ class Worker:
                 "max_context_length": self._model.max_context_length,
             },
         )
-        self._beaten_s = time.monotonic()
+        self._beaten_s = self._steady_since_s = time.monotonic()
         await self.known.look()
         self._notifier.start()
         self._beat_task.start(self._beat, LOOK_S, what="the heartbeat", log=log, after_s=0.0)
@@ -167,6 +168,8 @@ class Worker:
             )
             silent_s = time.monotonic() - self._beaten_s
             self._beaten_s = time.monotonic()
+            if silent_s >= self._interruption_s:
+                self._steady_since_s = self._beaten_s
             if silent_s >= self._takeover_s:
                 await self._drop_lost(silent_s)
         except Replaced:
@@ -175,6 +178,39 @@ class Worker:
             self.replaced.set()
         except StorageError as error:
             log.info("no heartbeat now: %s", error)
+
+    @property
+    def _interruption_s(self) -> float:
+        """Heartbeats that are this far apart were interrupted."""
+        return max(self._takeover_s / 2, 2 * LOOK_S)
+
+    @property
+    def _is_steady(self) -> bool:
+        """
+        Whether its own heartbeats came without interruption for the time that makes others dead.
+
+        After an outage of the database, and when the whole cluster starts, the others are silent too
+        and about to return.
+        """
+        now_s = time.monotonic()
+        steady_s = now_s - self._steady_since_s
+        return now_s - self._beaten_s < self._interruption_s and steady_s >= self._takeover_s
+
+    def _takes_from(self, home: str | None) -> bool:
+        """Whether the work of this home goes to other workers now; None is no home."""
+        base_model = self._model.name
+        if home in self.known.live(base_model):
+            return False
+        if self._is_steady:
+            return True
+        row = self.known.row(home)
+        if row is not None and row.base_model == base_model and row.state != GONE:
+            return False  # it may be about to return
+        # It does not return. If others are about to start, they share its work.
+        others = [
+            row for row in self.known.rows if row.base_model == base_model and row.name != self.name
+        ]
+        return not others or any(row.takes_work(self._takeover_s) for row in others)
 
     async def _drop_lost(self, silent_s: float) -> None:
         """This worker was not heard of for long: others may have taken its models."""
@@ -221,9 +257,10 @@ class Worker:
             self._scheduler.cancel(request_id, owner=owner)
 
     async def _refuse(self, model_ids: list[str]) -> None:
-        for step in await self._store.workers.take_refused(model_ids):
+        """Refused steps of these models. Their rows stay until the logs of the models have them."""
+        for step in await self._store.workers.refused(model_ids):
             model = await self._store.models.model(step.model_id)
-            if model is None:
+            if model is None or model.base_model != self._model.name:
                 continue
             refused = QueuedRequest(
                 owner=model.owner,
@@ -234,10 +271,9 @@ class Worker:
                 seq_id=step.seq_id,
                 outcome=Outcome(error=step.error, category="user"),
             )
-            try:
+            # The worker that has the model reads it.
+            with contextlib.suppress(NotOwner):
                 await self._scheduler.refuse_step(refused)
-            except NotOwner:
-                await self._store.workers.refuse(step)
 
     async def _look(self) -> None:
         """What lost notifications did not tell, and what nobody else does."""
@@ -265,9 +301,13 @@ class Worker:
         base_model = self._model.name
         waiting = await self._store.workers.waiting_by_home(base_model)
         # In this order: a worker that a request waits for has registered before.
-        live = await self._live()
-        for home in [home for home in waiting if home not in live]:
+        running = await self._live()
+        live = self.known.live(base_model)
+        for home in filter(self._takes_from, waiting):
             stranded = await self._store.workers.stranded(base_model, home, limit=STRANDED_BATCH)
+            if home in running:
+                # It serves another base model now. It registers custom losses all the same.
+                stranded = [one for one in stranded if one.kind != Kind.CREATE_CUSTOM_LOSS]
             homes = plan_homes(stranded, self.known.that_take(base_model), live, base_model)
             if homes.models or homes.requests:
                 log.warning(
@@ -296,17 +336,15 @@ class Worker:
                 self._scheduler.unload_session(session_id)
 
     def homes(self) -> list[str]:
-        """The workers whose idle models this one takes snapshots of."""
+        """The workers whose idle models of its base model this one takes snapshots of."""
         if not self.is_leader:
             return [self.name]
-        live = self.known.live()
-        dead = (row for row in self.known.rows if row.base_model == self._model.name)
-        return [self.name, *(row.name for row in dead if row.name not in live)]
+        return [self.name, *filter(self._takes_from, (row.name for row in self.known.rows))]
 
     async def snapshot(self, model_id: str) -> bool:
         """Take a snapshot of an idle model, here or of a worker that is gone."""
         home, term = await self._store.ownership(self.name).home(model_id)
-        if home is not None and home not in self.known.live():
+        if home is not None and self._takes_from(home):
             await self._store.workers.rehome(NewHomes(models={model_id: (term, self.name)}))
         return await self._scheduler.snapshot(model_id)
 

@@ -89,15 +89,16 @@ class Cleanup:
         scheduler: TakesSnapshots,
         futures: Futures,
         homes: Callable[[], Sequence[str] | None] = lambda: None,
+        base_model: str | None = None,
         is_first: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """
         Among several processes of a database, one `is_first`: it deletes what belongs to all.
 
-        Each makes snapshots of the models of its `homes`; None is all models.
+        Each makes snapshots of the models of its `homes` and its base model; None is all models.
         """
-        self._homes, self._is_first = homes, is_first
+        self._homes, self._base_model, self._is_first = homes, base_model, is_first
         self._settings = settings
         self._store = store
         self._scheduler = scheduler
@@ -166,6 +167,7 @@ class Cleanup:
             inactive_before_s=until.inactive_s,
             abandoned_before_s=until.abandoned_s,
             homes=homes,
+            base_model=self._base_model,
             limit=(limit := SNAPSHOTS_PER_PASS + len(self._retry_at)),
         )
         if len(inactive) < limit:  # these are all: forget models that need no snapshot any more

@@ -23,7 +23,7 @@ from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers
 from tinkex.server.scheduler.recovery import RebuildQueue, Recovery, Snapshots
 from tinkex.server.scheduler.results import Execution, failure_outcome
 from tinkex.server.scheduler.sample_worker import SampleWorker
-from tinkex.server.store import Damaged, StorageError
+from tinkex.server.store import Damaged, NotOwner, StorageError
 from tinkex.wire.codec import encode_json
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import UnloadModelResponse
@@ -34,6 +34,16 @@ log = logging.getLogger("tinkex.server.scheduler")
 CLOSE_STEPS = 2
 # How often a model that is to be unloaded is checked while its steps wait for a missing number.
 GAP_POLL_S = 1.0
+#: Why a model may not be moved.
+NOT_MOVED = (
+    EngineLost,
+    EngineRefused,
+    WorkFailed,
+    UserFailure,
+    Damaged,
+    StorageError,
+    NotOwner,
+)
 
 
 class EngineScheduler:
@@ -145,7 +155,7 @@ class EngineScheduler:
                     behind, before = state.queue.next_seq - 1 - position, behind
                 hand_over = functools.partial(self._hand_over, state, origin, incarnation, position)
                 await origin.workers.run_between_batches(state, hand_over)
-        except (EngineLost, EngineRefused, WorkFailed, UserFailure, Damaged, StorageError) as error:
+        except NOT_MOVED as error:
             log.info("%s was not moved to %s: %s", model_id, self.name, error)
         if state.home is self:
             await origin.recovery.drop(state, left)

@@ -50,7 +50,7 @@ from tinkex.server.scheduler.step_queue import (
     arrived_late,
     number_of,
 )
-from tinkex.server.store import Damaged, Model, StorageError
+from tinkex.server.store import Damaged, Model, NotOwner, StorageError
 from tinkex.wire.codec import encode_json
 from tinkex.wire.proto.frames_pb2 import Done, Order
 from tinkex.wire.training import CreateModelResponse
@@ -334,16 +334,26 @@ class ModelWorkers:
     async def run_between_batches(
         self, state: ModelState, work: Callable[[], Awaitable[None]]
     ) -> None:
-        """Run `work` after the current batch, also if more steps wait; raises what it raises."""
+        """
+        Run `work` after the current batch, also if more steps wait; raises what it raises.
+
+        NotOwner if another worker has the model before that.
+        """
+        if state.disowned:
+            raise NotOwner([state.model.model_id])
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         async def run() -> None:
             try:
+                if state.disowned:
+                    raise NotOwner([state.model.model_id])
                 await work()
             except Exception as error:  # noqa: BLE001  the caller gets it
-                done.set_exception(error)
+                if not done.done():
+                    done.set_exception(error)
             else:
-                done.set_result(None)
+                if not done.done():
+                    done.set_result(None)
 
         state.between.append(run)
         self.start(state)

@@ -158,7 +158,11 @@ class SessionFailures:
         self._failed = set(await self._store.sessions.failed_sessions())
 
     def update(self, request: QueuedRequest, outcome: Outcome) -> None:
-        """Called for each outcome before it is stored, so that both are written together."""
+        """
+        Called for each outcome before it is stored, so that both are written together.
+
+        On a worker, called for steps after it is stored, which another worker may prevent.
+        """
         session_id = request.session_id
         if session_id is None:
             return
@@ -342,7 +346,7 @@ class ResultWriter:
         step.term = state.term
         if step.request_id:
             self._execution.payloads.forget(step)
-            if outcome.commit is None:
+            if outcome.commit is None and step.term is None:
                 self._execution.failures.update(step, outcome)
         state.unstored.append((step, outcome, gradient_error))
         if state.storing is None:
@@ -383,6 +387,9 @@ class ResultWriter:
         for step, outcome, _ in group:
             state.unstored.popleft()
             if step.request_id:
+                if outcome.commit is None and step.term is not None:
+                    # Not before: if another worker has the model, nothing that happened here counts.
+                    self._execution.failures.update(step, outcome)
                 self._execution.wake(step, outcome)
 
     async def _commit(self, group: Sequence[Unstored]) -> None:

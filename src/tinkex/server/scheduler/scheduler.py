@@ -335,6 +335,19 @@ class Scheduler:
     def _is_served(self, base_model: str) -> bool:
         return any(model.name == base_model for model in self._execution.executor.served)
 
+    def _takes(self, request: QueuedRequest) -> bool:
+        """
+        Whether a request may run here.
+
+        A worker that started again with another base model leaves the requests of the old one to
+        the workers that serve it. Custom losses need no base model.
+        """
+        return (
+            self.home is None
+            or request.kind is Kind.CREATE_CUSTOM_LOSS
+            or self._is_served(request.base_model)
+        )
+
     async def _restore_attempts(self) -> None:
         """Restore the attempts of waiting requests; count the crash of the last web process too."""
         files, stored = self._crash_files, self._store.attempts
@@ -388,7 +401,7 @@ class Scheduler:
         the stream as they are drawn.
         """
         request_id, execution = request.request_id, self._execution
-        if execution.futures.is_cached(request_id) or self.draining:
+        if execution.futures.is_cached(request_id) or self.draining or not self._takes(request):
             return
         # Even if it is known: `Pickup`, which has no stream, may have found the request first.
         if token_stream is not None:
@@ -564,6 +577,8 @@ class Scheduler:
 
     def _disown(self, state: ModelState) -> None:
         """Another worker has the model: it finishes the steps that were here."""
+        if state.disowned:
+            return
         state.disowned = True
         if state.gap_timer is not None:
             state.gap_timer.cancel()
@@ -578,6 +593,8 @@ class Scheduler:
     async def _drop_disowned(self, state: ModelState) -> None:
         while state.worker is not None:
             await asyncio.wait({state.worker})
+        while state.between:
+            await state.between.popleft()()  # whoever waits for it gets NotOwner
         if state.loaded_in is not None:
             await state.home.recovery.drop(state, state.loaded_in)
 
@@ -720,7 +737,8 @@ class Pickup:
                     owner, after=after, limit=PICKUP_BATCH, home=self._home
                 )
                 for row in rows:
-                    if self._home is not None or self._is_served(row.base_model):
+                    any_model = self._home is not None and row.kind is Kind.CREATE_CUSTOM_LOSS
+                    if any_model or self._is_served(row.base_model):
                         self._submit(row)
                     else:
                         self._unserved[row.base_model] += 1
@@ -731,8 +749,8 @@ class Pickup:
         for base_model, count in self._unserved.items():
             if before[base_model] != count:
                 log.warning(
-                    "%d requests wait for %s, which this server does not serve. They run when a "
-                    "server of this data folder serves it.",
+                    "%d requests wait for %s, which this server does not serve. They run when "
+                    "another one on this database serves it.",
                     count,
                     base_model,
                 )

@@ -27,7 +27,7 @@ from tinkex.server.store.request_rows import (
     new_request_id,
     request_of,
 )
-from tinkex.server.store.schema import Status, completions, requests, samplers
+from tinkex.server.store.schema import Status, completions, refused_steps, requests, samplers
 from tinkex.server.store.sql_dialects import in_list, list_parameter
 from tinkex.server.store.storage_health import FILES, Damaged
 
@@ -75,12 +75,16 @@ class Requests:
 
     async def store_refused(self, refused: QueuedRequest, outcome: Outcome) -> None:
         """Store a refused step as failed, so that its seq_id is used up."""
+        noted = refused_steps.delete().where(
+            refused_steps.c.model_id == refused.model_id, refused_steps.c.seq_id == refused.seq_id
+        )
 
         def operation(connection: sa.Connection) -> None:
             # A copy, so that a step which could not be stored still has no id.
             new = replace(refused)
             if insert(connection, new) is new:
                 finish(connection, new, outcome)
+            connection.execute(noted)
 
         await self._database.write(operation, required=True)
 

@@ -189,11 +189,12 @@ class Retention:
         abandoned_before_s: float,
         limit: int,
         homes: Sequence[str] | None = None,
+        base_model: str | None = None,
     ) -> list[str]:
         """
         Models of inactive sessions that have steps after their newest snapshot.
 
-        With `homes`, only those of these workers.
+        With `homes`, only those of these workers; with a base model, only those of it.
         """
         newest = sa.func.coalesce(snapshots.c.seq_id, -1)
         behind = (
@@ -219,6 +220,8 @@ class Retention:
         )
         if homes is not None:
             statement = statement.where(in_list(models.c.home, homes))
+        if base_model is not None:
+            statement = statement.where(models.c.base_model == base_model)
         return await self._database.read(scalars(statement))
 
     async def drop_snapshots(self, *, abandoned_before_s: float) -> None:

@@ -339,22 +339,18 @@ class Workers:
 
         return await self._database.write(operation)
 
-    async def take_refused(self, model_ids: Sequence[str]) -> list[RefusedStep]:
-        """The refused steps of these models, which are forgotten here."""
-        statement = (
-            refused_steps.delete()
-            .where(in_list(refused_steps.c.model_id, model_ids))
-            .returning(
-                refused_steps.c.model_id,
-                refused_steps.c.seq_id,
-                refused_steps.c.kind,
-                refused_steps.c.error,
-            )
-        )
-        return await self._database.write(every(RefusedStep, statement))
+    async def refused(self, model_ids: Sequence[str]) -> list[RefusedStep]:
+        """The refused steps of these models. `Requests.store_refused` deletes them."""
+        statement = sa.select(
+            refused_steps.c.model_id,
+            refused_steps.c.seq_id,
+            refused_steps.c.kind,
+            refused_steps.c.error,
+        ).where(in_list(refused_steps.c.model_id, model_ids))
+        return await self._database.read(every(RefusedStep, statement))
 
     async def drop_refused(self, *, older_than_s: float) -> None:
-        """Delete refusals whose model had no later step since."""
+        """Delete refusals that are not in the log of their model."""
         statement = refused_steps.delete().where(refused_steps.c.refused_s < _NOW - older_than_s)
         await self._database.write(execute(statement))
 
