@@ -389,6 +389,10 @@ async def test_work_at_another_web_process_keeps_a_session(db: str, tmp_path: Pa
         while await store.sessions.lapsed_sessions() != [session]:
             assert time.monotonic() < end_s
             await asyncio.sleep(0.2)
+        for web in (first, second):
+            assert web.app is not None
+            timeouts = web.app.state.context.session_timeouts
+            await until_async(lambda: session in timeouts.timed_out)  # noqa: B023
         # And it comes back.
         await second.passed(await second.forward_backward(model, 8))
         while await store.sessions.lapsed_sessions():
