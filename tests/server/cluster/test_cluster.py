@@ -134,6 +134,11 @@ async def test_a_dead_worker_is_replaced_by_another(parts: Parts) -> None:
     await parts.workers[dead]._look_task.close()
     await web.forward_backward(model, 5, tokens=1)
     lost = await web.optim_step(model, 6)
+    assert web.app is not None
+    futures = web.app.state.context.futures
+    parts.executors[other].open.clear()
+    await until_async(lambda: futures.unfinished_request(lost).home == other)
+    parts.executors[other].open.set()
     assert await web.value(lost) == 7
     assert model in parts.executors[other].models
     scheduler = parts.workers[dead]._scheduler
@@ -384,6 +389,10 @@ async def test_work_at_another_web_process_keeps_a_session(db: str, tmp_path: Pa
         while await store.sessions.lapsed_sessions() != [session]:
             assert time.monotonic() < end_s
             await asyncio.sleep(0.2)
+        for web in (first, second):
+            assert web.app is not None
+            timeouts = web.app.state.context.session_timeouts
+            await until_async(lambda: session in timeouts.timed_out)  # noqa: B023
         # And it comes back.
         await second.passed(await second.forward_backward(model, 8))
         while await store.sessions.lapsed_sessions():

@@ -3,7 +3,7 @@
 # To all web processes.
 DONE = "done"  # requests whose results are stored
 EVENTS = "events"  # samplers with new events
-CHANGED_SESSIONS = "changed sessions"  # sessions that are finished
+CHANGED_SESSIONS = "changed sessions"  # sessions that are finished or have timed out
 
 # To one web process.
 TOKENS = "tokens"  # "REQUEST-ID TOKENS-AS-BASE64": tokens of a running sample

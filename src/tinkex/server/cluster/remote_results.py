@@ -124,7 +124,10 @@ class RemoteFutures(Futures):
             start = self._position % len(held)
             self._position = start + MAX_LOOKED_AT
             some = (held[start:] + held[:start])[:MAX_LOOKED_AT]
-            ended, abandoned = await self._store.requests.look_at(some)
+            ended, abandoned, homes = await self._store.requests.look_at(some)
+            for request_id, home in homes.items():
+                if (request := self.unfinished_request(request_id)) is not None:
+                    request.home = home  # another worker may have it now
             self.heard(ended)
             if kept := [one for one in abandoned if self.is_polled(one)]:
                 await self._store.workers.keep(kept)

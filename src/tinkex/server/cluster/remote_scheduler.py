@@ -8,7 +8,7 @@ notification after it only saves the time until the worker looks.
 import asyncio
 import base64
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from tinkex.server.cluster import messages
@@ -46,8 +46,8 @@ class RemoteScheduler:
         self._tasks: set[asyncio.Task[None]] = set()
         self._look_task = PeriodicTask()
         futures.on_finished = self._finished
-        #: Called with a session that another web process finished.
-        self.on_changed_session: Callable[[str], None] = lambda _: None
+        #: Called with sessions that another web process finished, or whose clients timed out.
+        self.on_changed_sessions: Callable[[list[str]], Awaitable[None]] | None = None
 
     async def start(self) -> None:
         await self._failures.start()
@@ -75,13 +75,19 @@ class RemoteScheduler:
             case messages.EVENTS:
                 self._futures.completion_log.heard(items)
             case messages.CHANGED_SESSIONS:
-                for session_id in items:
-                    self.on_changed_session(session_id)
+                self._spawn(self._changed_sessions(items))
             case messages.TOKENS:
                 for item in items:
                     request_id, _, text = item.partition(" ")
                     if (stream := self._streams.get(request_id)) is not None:
                         stream.add(Tokens.FromString(base64.b64decode(text)))
+
+    async def _changed_sessions(self, session_ids: list[str]) -> None:
+        if self.on_changed_sessions is not None:
+            try:
+                await self.on_changed_sessions(session_ids)
+            except StorageError as error:
+                log.info("changed sessions cannot be read now: %s", error)
 
     def _finished(self, request_id: str) -> None:
         self._streams.pop(request_id, None)

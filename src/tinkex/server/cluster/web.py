@@ -37,7 +37,13 @@ async def web_parts(
         signer=Signer(store.secrets[LINKS]),
         shared=True,
     )
-    scheduler.on_changed_session = context.forget_session
+
+    async def changed(session_ids: list[str]) -> None:
+        for session_id in session_ids:
+            context.forget_session(session_id)
+        await session_timeouts.changed(session_ids)
+
+    scheduler.on_changed_sessions = changed
     disk_monitor = DiskMonitor(settings, store)
     # Workers delete what has expired. Local copies of files are those of this process.
     cleanup = Cleanup(

@@ -9,7 +9,7 @@ cannot continue.
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tinkex.server.retry import PeriodicTask
@@ -137,6 +137,16 @@ class SessionTimeouts:
         self.timed_out.discard(session_id)
         self._store.sessions.mark_active(session_id)
         log.info("session %s is active again", session_id)
+
+    async def changed(self, session_ids: Sequence[str]) -> None:
+        """Another web process may have marked these sessions: their next request removes it."""
+        alive = set(self.alive(2 * self._interval_s))
+        for session_id in await self._store.sessions.lapsed_sessions(session_ids):
+            if session_id in alive:
+                # It sent a request here, which the other one did not know of.
+                self._store.sessions.mark_active(session_id)
+            else:
+                self.timed_out.add(session_id)
 
     def finish(self, session_id: str) -> None:
         """The client of a session finished it."""

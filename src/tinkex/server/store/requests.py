@@ -226,15 +226,22 @@ class Requests:
 
         return await self._database.read(operation)
 
-    async def look_at(self, request_ids: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Which of these do not wait any more, and which are to be cancelled unless polled."""
-        statement = sa.select(requests.c.request_id, requests.c.status, requests.c.cancel_s).where(
-            in_list(requests.c.request_id, request_ids)
-        )
+    async def look_at(
+        self, request_ids: Sequence[str]
+    ) -> tuple[list[str], list[str], dict[str, str | None]]:
+        """
+        What became of these requests.
+
+        Returns those that do not wait any more, those that are to be cancelled unless polled, and
+        the workers that the others wait for.
+        """
+        statement = sa.select(
+            requests.c.request_id, requests.c.status, requests.c.cancel_s, requests.c.home
+        ).where(in_list(requests.c.request_id, request_ids))
         rows = await self._database.read(lambda connection: connection.execute(statement).all())
-        waiting = {row.request_id for row in rows if row.status == Status.WAITING}
+        homes = {row.request_id: row.home for row in rows if row.status == Status.WAITING}
         abandoned = [row.request_id for row in rows if row.cancel_s is not None]
-        return [one for one in request_ids if one not in waiting], abandoned
+        return [one for one in request_ids if one not in homes], abandoned, homes
 
     async def loads(self) -> dict[str, tuple[int, int, int]]:
         """The unfinished requests of each owner, their tokens, and sequences of samples."""

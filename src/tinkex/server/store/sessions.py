@@ -225,10 +225,13 @@ class Sessions:
         given = [{"lapsed": session_id} for session_id in session_ids]
         await self._database.write(execute(statement, given))
 
-    async def lapsed_sessions(self) -> list[str]:
+    async def lapsed_sessions(self, among: Sequence[str] | None = None) -> list[str]:
+        """The sessions whose clients timed out: all, or some of these."""
         statement = sa.select(sessions.c.session_id).where(
             sessions.c.lapsed_s.is_not(None), sessions.c.finished_s.is_(None)
         )
+        if among is not None:
+            statement = statement.where(in_list(sessions.c.session_id, among))
         return await self._database.read(scalars(statement))
 
     def mark_active(self, session_id: str) -> None:
