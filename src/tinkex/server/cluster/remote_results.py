@@ -62,6 +62,7 @@ class RemoteFutures(Futures):
             request_id, owner=owner, within_s=within_s, wake_early=wake_early
         )
         if found.outcome is None and request_id not in self._unfinished:
+            # It was finished meanwhile, without its result.
             return await self._read(request_id, owner)
         return found
 

@@ -146,8 +146,7 @@ class RemoteScheduler:
         if request is None:
             return QueueState(state="active")
         row = self._workers.row(request.home)
-        serves = row is not None and row.base_model == request.base_model
-        if row is None or not serves or not self._workers.live():
+        if row is None or row.base_model != request.base_model or not self._workers.live():
             reason = self._workers.waiting_for(request.base_model)
         else:
             reason = self._workers.reason(row)
