@@ -304,6 +304,6 @@ def test_notebook_tables_have_what_a_person_looks_for():
 def test_a_repr_of_a_large_batch_takes_no_time():
     datum = types.Datum(model_input=types.ModelInput.from_ints(range(100)))
     output = types.ForwardBackwardInput([datum] * 100_000, "cross_entropy")
-    started = time.perf_counter()
+    started = time.thread_time()
     repr(output)
-    assert time.perf_counter() - started < 0.1
+    assert time.thread_time() - started < 0.1

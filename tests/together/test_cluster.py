@@ -155,3 +155,5 @@ async def test_a_killed_web_process_and_a_drained_worker_lose_nothing(
         }
         sampled = await api.result((await other.post("asample", body)).json["request_id"])
         assert len(sampled["sequences"]) == 2
+    # The other test needs two workers, and may come after this one.
+    running.worker("three", "--deterministic")
