@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from tinkex.engine import machine_memory
 from tinkex.models.cache import cache_folder
 from tinkex.wire.engine_settings import EngineSettings
 
@@ -164,11 +165,7 @@ def available_bytes(device: torch.device) -> int:
         # Memory that torch's caching allocator holds but does not use counts as free.
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free) + cached
-    limits = [size for size in (_machine_bytes(), _container_bytes()) if size is not None]
-    if limits:
-        return min(limits)
-    # Not Linux: assume that half of the physical memory is free.
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return machine_memory.free_bytes()
 
 
 def release_cached(device: torch.device) -> None:
@@ -181,9 +178,7 @@ def total_bytes(device: torch.device) -> int:
     """All memory of the device, used or not; on a CPU at most the container's limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _container_limit()
-    return machine if limit is None else min(machine, limit)
+    return machine_memory.total_bytes()
 
 
 def used_bytes(device: torch.device) -> int:
@@ -195,38 +190,3 @@ def used_bytes(device: torch.device) -> int:
     except OSError:
         # Not Linux: the peak so far, in bytes on macOS.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def _machine_bytes() -> int | None:
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
-
-
-def _container_limit() -> int | None:
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        return None if limit == "max" else int(limit)
-    except (OSError, ValueError):
-        return None
-
-
-def _container_bytes() -> int | None:
-    """Free memory within the container's limit, which /proc/meminfo does not include."""
-    if (limit := _container_limit()) is None:
-        return None
-    try:
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        # The kernel reclaims inactive file pages when memory is needed.
-        files = 0
-        for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines():
-            if line.startswith("inactive_file "):
-                files = int(line.split()[1])
-    except (OSError, ValueError):
-        return None
-    return max(0, limit - used + files)

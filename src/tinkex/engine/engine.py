@@ -27,13 +27,12 @@ from tinkex.engine.adapters.adapters import (
     seed_of,
 )
 from tinkex.engine.adapters.memory_plan import (
-    FRACTIONS,
     MIN_TOKENS,
-    MemoryPlan,
     Tier,
-    memory_plan,
-    reserved_bytes,
+    idle_bytes,
+    plan_memory,
 )
+from tinkex.engine.adapters.model_needs import ModelNeeds, predicted_needs, read_shape
 from tinkex.engine.device import (
     available_bytes,
     choose_device,
@@ -43,10 +42,12 @@ from tinkex.engine.device import (
     used_bytes,
 )
 from tinkex.engine.model.base_model import BaseModel
-from tinkex.engine.model.lora import make_layout
+from tinkex.engine.model.model_shape import UnknownShape
+from tinkex.engine.model.step_memory import PLANNED_RANK
+from tinkex.engine.model.targets import make_layout
+from tinkex.engine.model_fit import refuse_too_large
 from tinkex.engine.numerics import check_numerics, numerics
 from tinkex.engine.sampling.interface import Finished, PartialOutput, Sampler
-from tinkex.engine.sampling.model_runner import GATHERED_BYTES
 from tinkex.engine.sampling.sampler import BatchingSampler
 from tinkex.engine.training.batch import count_fitting
 from tinkex.engine.training.custom_loss_graph import Graph
@@ -54,12 +55,14 @@ from tinkex.engine.training.losses import CustomLoss
 from tinkex.engine.training.optimizer import optimizer_step
 from tinkex.engine.training.passes import Pass, PassSlice, run_micro_batch
 from tinkex.engine.training.request_checks import Limits, check_request
+from tinkex.models.gguf import GgufError
+from tinkex.models.weight_file_checks import RefusedFolder
 from tinkex.wire.custom_loss import CustomLossGraph, CustomLossInput
 from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.proto import frames_pb2
 from tinkex.wire.sampling import SampleRequest
-from tinkex.wire.text_format import memory_text
+from tinkex.wire.text_format import format_bytes, memory_text
 from tinkex.wire.training import (
     ForwardBackwardInput,
     ForwardBackwardOutput,
@@ -70,17 +73,6 @@ from tinkex.wire.training import (
 )
 
 log = logging.getLogger(__name__)
-
-#: Fraction of the memory that the plan leaves unused: fragmentation, libraries, other programs.
-SLACK_FRACTION = 0.05
-
-#: Fraction of the memory free at start that the plan divides if no limit is set.
-FREE_FRACTION = {"cpu": 0.5, "cuda": 1.0}
-
-#: Default maximum of tokens in one forward pass: more do not increase the throughput.
-BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
-#: In deterministic mode the batch boundaries determine the bits, so this value must never change.
-DETERMINISTIC_BATCH_TOKENS = 8192
 
 
 class NoSuchModel(UserFailure):
@@ -112,6 +104,7 @@ class Engine:
                 numerics(device, dtype, batch_tokens=settings.max_batch_tokens),
                 accept=settings.accept_changed_numerics,
             )
+        check_size(settings, device, dtype)
         self.model = BaseModel(
             settings.folder,
             device=device,
@@ -129,7 +122,7 @@ class Engine:
         self.limits = Limits(
             vocab_size=self.model.vocab_size, max_context_length=self.model.max_context_length
         )
-        self.plan = plan_memory(self.model, settings)
+        self.plan = plan_memory(measured_needs(self.model), settings, free=available_bytes(device))
         self.facts.memory_used_bytes = used_bytes(device)
         self.facts.memory_bytes = self.plan.total
         self.facts.device_bytes = total_bytes(device)
@@ -141,6 +134,7 @@ class Engine:
         # A record is one line of the log.
         for line in (f"memory: {memory}", *self.plan.table().splitlines()):
             log.info("%s", line)
+        log.info("adapters: %s", self.plan.adapters_text())
         #: Maximum tokens of one forward pass. A longer sequence runs alone.
         self.max_batch_tokens = self.plan.batch_tokens
         self._use_count = itertools.count(1)
@@ -151,6 +145,7 @@ class Engine:
             folder=settings.spill_folder,
             host_bytes=settings.host_bytes,
             limit_bytes=settings.memory_bytes,
+            disk_reserve=settings.disk_reserve_bytes,
             clock=self._use_count.__next__,
         )
         self._losses: dict[str, CustomLoss] = {}
@@ -290,7 +285,11 @@ class Engine:
     def save(self, model_id: str, folder: Path, *, optimizer: bool) -> int:
         """Writes an immutable checkpoint atomically and returns its size in bytes."""
         return checkpoints.save(
-            self._adapter(model_id), folder, base_model=self.settings.name, optimizer=optimizer
+            self._adapter(model_id),
+            folder,
+            base_model=self.settings.name,
+            optimizer=optimizer,
+            reserve=self.settings.disk_reserve_bytes,
         )
 
     def load(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
@@ -301,10 +300,13 @@ class Engine:
         """
         checkpoints.load(self._adapter(model_id), folder, optimizer=optimizer)
 
-    def copy_snapshot(self, model_id: str) -> checkpoints.Files:
-        """Copies the contents of a snapshot, so that another thread can write them later."""
-        adapter = self._adapter(model_id)
-        return checkpoints.copied(checkpoints.snapshot_files(adapter, self.settings.name))
+    def snapshot_files(self, model_id: str) -> checkpoints.Files:
+        """The contents of a snapshot. They change with the model, unless they are copied."""
+        return checkpoints.snapshot_files(self._adapter(model_id), self.settings.name)
+
+    def snapshot_bytes(self, model_id: str) -> int:
+        """What a snapshot takes on the disk, without gradients."""
+        return self._adapter(model_id).snapshot_bytes
 
     def restore(self, model_id: str, folder: Path) -> None:
         """Restores a snapshot, creating the model if necessary."""
@@ -339,7 +341,9 @@ class Engine:
                 self.model,
                 self.settings,
                 max_batch_tokens=self.max_batch_tokens,
+                idle_bytes=idle_bytes(self.plan, self.settings),
                 kv_tokens=self.plan.kv_tokens,
+                states=self.plan.states,
                 must_wait=self._adapters.must_wait,
                 make_room=self._adapters.make_adapter_room,
                 explain_full=self._adapters.explain_full,
@@ -412,34 +416,40 @@ class Engine:
             raise NoSuchModel(f"model {model_id!r} does not exist in this engine.") from None
 
 
-def plan_memory(model: BaseModel, settings: EngineSettings) -> MemoryPlan:
-    """The memory plan from sizes measured after loading and from the settings."""
-    base, kind, free = model.size_bytes, model.device.type, available_bytes(model.device)
-    max_batch_tokens = settings.max_batch_tokens or (
-        DETERMINISTIC_BATCH_TOKENS if settings.deterministic else BATCH_TOKENS[kind]
-    )
-    logit_bytes = 4 * model.vocab_size
-    if settings.memory_bytes is not None:
-        total = min(base + free, settings.memory_bytes)
-    else:
-        total = base + int(FREE_FRACTION[kind] * free)
-    return memory_plan(
-        total=total,
-        base=base,
-        reserved=reserved_bytes(
-            free=total - base,
-            slack=SLACK_FRACTION,
-            logits=logit_bytes * min(model.head.chunk_tokens, max_batch_tokens),
-            gathered=GATHERED_BYTES if kind == "cuda" else 0,
-            decode_logits=logit_bytes * settings.max_sequences if model.fused is not None else 0,
-        ),
-        activation_bytes_per_token=model.planned_bytes_per_token,
-        max_batch_tokens=max_batch_tokens,
+def measured_needs(model: BaseModel) -> ModelNeeds:
+    """What a loaded model takes."""
+    return ModelNeeds(
+        device=model.device.type,
+        element=model.dtype.itemsize,
+        weights=model.size_bytes,
+        vocabulary=model.vocab_size,
+        context=model.max_context_length,
         kv_bytes_per_token=model.cache_bytes_per_token,
-        max_kv_tokens=settings.max_sequences * model.max_context_length,
-        fractions=FRACTIONS[kind],
-        # In deterministic mode batch boundaries depend on the request alone.
-        fixed_batch=settings.deterministic,
-        kv_tokens=settings.kv_tokens,
-        adapter_bytes=settings.adapter_bytes,
+        activation_bytes_per_token=model.planned_bytes_per_token,
+        rank=PLANNED_RANK,
+        adapter_numbers=make_layout(model.targets, PLANNED_RANK).size,
+        state_bytes=model.state_bytes,
+        graphs=model.fused is not None,
     )
+
+
+def check_size(settings: EngineSettings, device: torch.device, dtype: torch.dtype) -> None:
+    """Logs what a model needs, before it is loaded. Raises `DoesNotFit` if it is too large."""
+    try:
+        shape = read_shape(settings.folder)
+        needs = predicted_needs(
+            shape,
+            device=device.type,
+            element=dtype.itemsize,
+            kernels=settings.compiles and not settings.deterministic,
+        )
+    except (UnknownShape, RefusedFolder, GgufError) as unknown:
+        # If the folder is damaged or its family unknown, loading it says so.
+        log.info("needs: not known before loading: %s", unknown)
+        return
+    free = available_bytes(device)
+    form = str(dtype).removeprefix("torch.")
+    log.info("needs of %s in %s, with %s free:", settings.name, form, format_bytes(free))
+    for line in needs.table().splitlines():
+        log.info("%s", line)
+    refuse_too_large(needs, settings, free=free)

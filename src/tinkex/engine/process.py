@@ -1,7 +1,7 @@
 """
 Runs an engine as its own process: orders arrive over a socket, reports go back.
 
-    python -m tinkex.engine.process --fd N --settings JSON
+    python -m tinkex.engine --fd N --settings JSON
 
 One thread reads the socket (`connection`), another computes (`worker`). When the web process closes
 the socket, this process exits at once, even in the middle of a computation; saves are atomic.
@@ -20,7 +20,7 @@ from tinkex.engine import Engine
 from tinkex.engine.adapters.memory_plan import DoesNotFit
 from tinkex.engine.connection import Connection
 from tinkex.engine.device import UnusableDevice
-from tinkex.engine.model.base_model import UnsupportedModel
+from tinkex.engine.model.unsupported import UnsupportedModel
 from tinkex.engine.numerics import NumericsChanged
 from tinkex.engine.worker import Worker
 from tinkex.models.gguf import GgufError
@@ -86,7 +86,3 @@ def main() -> None:
     # Engines on the CPU share a lock, so that only one of them computes at a time.
     compute_lock = settings.compute_lock if engine.facts.device.startswith("cpu") else None
     Worker(engine, connection, compute_lock=compute_lock).run()
-
-
-if __name__ == "__main__":
-    main()

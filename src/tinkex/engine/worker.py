@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tinkex.engine import Engine
-from tinkex.engine.adapters.checkpoints import Files, memory_bytes
+from tinkex.engine.adapters.checkpoints import HOST, Files, copied, memory_bytes
 from tinkex.engine.adapters.checkpoints import write as write_files
 from tinkex.engine.connection import (
     Connection,
@@ -33,7 +33,7 @@ from tinkex.engine.connection import (
     partial_output_report,
     shared_failure_report,
 )
-from tinkex.engine.device import is_device_lost, is_out_of_memory
+from tinkex.engine.device import available_bytes, is_device_lost, is_out_of_memory
 from tinkex.engine.training.batch_mixer import BatchMixer, ModelQueue
 from tinkex.engine.training.passes import Pass
 from tinkex.engine.training.request_checks import unknown_custom_loss
@@ -48,6 +48,7 @@ from tinkex.wire.protobuf import (
     encode_sample_response,
 )
 from tinkex.wire.sample_controls import StoredSampleRequest
+from tinkex.wire.text_format import format_bytes
 from tinkex.wire.training import (
     ForwardBackwardInput,
     LoraConfig,
@@ -73,6 +74,8 @@ MIN_BATCH_TOKENS = 256
 
 #: No snapshot is copied while the copies that wait to be written take this much host memory.
 MAX_PENDING_SNAPSHOT_BYTES = 256 * 2**20
+#: A larger snapshot is copied only if its copy takes at most this fraction of the free host memory.
+MAX_COPY_FRACTION = 0.5
 
 
 def sampling_time(trained_s: float, training_share: float) -> float:
@@ -285,23 +288,46 @@ class Worker:
             self._finish(model_id, job, done_report(job.order.ticket, result, compute_s))
 
     def _snapshot(self, model_id: str, job: Job) -> None:
-        """Copies the model now. Another thread writes the copy while other work continues."""
+        """
+        Copies the model now. Another thread writes the copy while other work continues.
+
+        Without host memory for a copy, the model itself is written now, and other work waits.
+        """
+        ticket, folder = job.order.ticket, Path(job.order.snapshot.folder)
         try:
-            copied = self._engine.copy_snapshot(model_id)
+            files = self._engine.snapshot_files(model_id)
+            size = memory_bytes(files)
+            if copies := self._may_copy(size):
+                files = copied(files)
         except Exception as error:  # noqa: BLE001  reported as the failure of this order
             self._fail(model_id, job, error)
             return
-        folder = Path(job.order.snapshot.folder)
-        written = self._writer.submit(self._write, job.order.ticket, folder, copied)
-        self._copies[written] = memory_bytes(copied)
-        written.add_done_callback(self._connection.wake)
+        if copies:
+            written = self._writer.submit(self._write, ticket, folder, files)
+            self._copies[written] = size
+            written.add_done_callback(self._connection.wake)
+        else:
+            log.info(
+                "no host memory for a copy of model %s: its snapshot (%s) is written while other "
+                "work waits",
+                *(model_id, format_bytes(size)),
+            )
+            self._write(ticket, folder, files)
         self._remove(model_id, job)
 
-    def _write(self, ticket: int, folder: Path, copied: Files) -> None:
-        """Writes a copy and reports on the order, in the thread of the writer."""
+    def _may_copy(self, size: int) -> bool:
+        """Whether a copy of this size leaves enough host memory."""
+        if size <= MAX_PENDING_SNAPSHOT_BYTES:
+            return True
+        return size <= MAX_COPY_FRACTION * available_bytes(HOST)
+
+    def _write(self, ticket: int, folder: Path, files: Files) -> None:
+        """Writes a snapshot and reports on the order."""
         began_s = time.perf_counter()
         try:
-            result = json.dumps({"size_bytes": write_files(copied, folder)}).encode()
+            reserve = self._engine.settings.disk_reserve_bytes
+            size = write_files(files, folder, reserve=reserve)
+            result = json.dumps({"size_bytes": size}).encode()
         except Exception as error:  # noqa: BLE001  reported as the failure of this order
             self._connection.send(failure_report(ticket, error))
         else:
@@ -460,7 +486,7 @@ class Worker:
         order = job.order
         match order.WhichOneof("work"):
             case "create":
-                self._create(order.create)
+                return self._create(order.create)
             case "optim_step":
                 return self._optim_step(order.optim_step)
             case "save":
@@ -481,13 +507,16 @@ class Worker:
                     engine.drop(order.drop.model_id)
         return b"{}"
 
-    def _create(self, create: frames_pb2.Create) -> None:
+    def _create(self, create: frames_pb2.Create) -> bytes:
+        """The result has the size of a snapshot, so that large ones are written rarely."""
         # A model that is rebuilt from its log starts from scratch.
         if self._engine.has(create.model_id):
             self._engine.drop(create.model_id)
         lora = decode_json(LoraConfig, create.lora_config)
         optimizer = optimizer_config_from(json.loads(create.optimizer_config))
         self._engine.create(create.model_id, lora, optimizer)
+        size = self._engine.snapshot_bytes(create.model_id)
+        return json.dumps({"snapshot_bytes": size}).encode()
 
     def _optim_step(self, work: frames_pb2.OptimStep) -> bytes:
         try:

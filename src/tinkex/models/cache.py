@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from tinkex import file_locks
+
 #: Called as `progress(done, total, what)`: bytes so far, total bytes, and a description.
 Progress = Callable[[int, int, str], None]
 
@@ -44,11 +46,9 @@ def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Holds the lock file `path`. The system releases the lock if the process is killed."""
-    import fcntl  # missing on Windows, where only the client is supported
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with path.open("ab") as file:
+        file_locks.lock(file)
         yield
 
 

@@ -71,19 +71,63 @@ def check_layers(layers: int, names: Collection[str], folder: Path) -> None:
         )
 
 
+def check_complete(missing: Collection[str], folder: Path) -> None:
+    """Raises RefusedFolder if weights that the model needs are in no file."""
+    if missing:
+        raise RefusedFolder(
+            f"the weights of {folder} lack {len(missing)} that its config.json needs, such as "
+            f"{min(missing)}: they would be random. Download the model again, or correct "
+            "config.json."
+        )
+
+
 def tensor_names(folder: Path) -> Iterator[str]:
     """The tensor names in the headers of a folder's safetensors files, without reading weights."""
     for file in sorted(folder.glob("*.safetensors")):
+        yield from _header(file)
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """
+    Names and shapes of the tensors that are loaded from a folder, without reading weights.
+
+    Those of a GGUF file have the names of a Llama checkpoint.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files and (ggufs := sorted(folder.glob("*.gguf"))):
+        from tinkex.models.gguf import hf_name, read_gguf
+
+        tensors = read_gguf(ggufs[0]).tensors
+        return {
+            new_name: tensors.info(name).shape
+            for name in tensors
+            if (new_name := hf_name(name)) is not None
+        }
+    if index := next(folder.glob("*.safetensors.index.json"), None):
+        # Some folders have the same weights again under other names.
+        files = [folder / name for name in sorted(check_index(index))]
+    elif (single := folder / "model.safetensors") in files:
+        files = [single]
+    found: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        for name, entry in _header(file).items():
+            shape = entry.get("shape") if isinstance(entry, dict) else None
+            if isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape):
+                found[name] = tuple(shape)
+    return found
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The header of a safetensors file; empty if it is none, which loading it reports."""
+    try:
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
             if size > min(MAX_HEADER_BYTES, file.stat().st_size):
-                continue  # not a safetensors file; loading it reports the error
-            try:
-                header = json.loads(opened.read(size))
-            except ValueError:
-                continue
-        if isinstance(header, dict):
-            yield from header
+                return {}
+            header = json.loads(opened.read(size))
+    except (OSError, ValueError):
+        return {}
+    return header if isinstance(header, dict) else {}
 
 
 def _is_plain(name: object, endings: tuple[str, ...]) -> bool:

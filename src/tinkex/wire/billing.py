@@ -25,6 +25,8 @@ __all__ = [
     "SamplingSampleBillingEvent",
     "StorageBillingEvent",
     "TrainingBillingEvent",
+    "UsageByKeyItem",
+    "UsageByKeyResponse",
 ]
 
 
@@ -129,3 +131,28 @@ class CurrentCheckpointStorageUsageItem(LenientModel):
 class CurrentCheckpointStorageUsageResponse(LenientModel):
     effective_rate_usd_per_gigabyte_month: float | None = None
     data: list[CurrentCheckpointStorageUsageItem]
+
+
+class UsageByKeyItem(LenientModel):
+    """Tokens that the requests of one key used, on one base model. Only of a tinkex server."""
+
+    owner: str
+    #: None for usage without a key: from before the server had keys, or stored them with usage.
+    key_id: int | None = None
+    #: The first characters of the key.
+    hint: str | None = None
+    name: str | None = None
+    #: `active`, `revoked` or `expired`.
+    state: str | None = None
+    base_model: str
+    training: int = 0
+    sampled: int = 0
+    #: Prompt tokens that were computed, and those from the prefix cache.
+    prefill: int = 0
+    cached: int = 0
+    estimated_cost_usd: float | None = None
+
+
+class UsageByKeyResponse(LenientModel):
+    #: Empty on a server without keys.
+    data: list[UsageByKeyItem]

@@ -41,8 +41,10 @@ class EngineSettings:
     max_sequences: int = 256
     #: Fraction of the time for training while there is sampling to do too, between 0 and 1.
     training_share: float = 0.5
-    #: Sampler adapters kept in memory while no request uses them.
+    #: Sampler adapters kept in memory while no request uses them: how many, and their bytes. None is
+    #: half of the part for adapters.
     idle_adapters: int = 16
+    idle_adapter_bytes: int | None = None
     #: Maximum memory of the device for everything together. None is all memory that is free at
     #: start; on a CPU, which other programs share, the base model and half of the remaining free
     #: memory. A single long sequence may exceed it.
@@ -51,6 +53,8 @@ class EngineSettings:
     adapter_bytes: int | None = None
     #: Host memory for adapters evicted from a GPU. None is half of the free host memory.
     host_bytes: int | None = None
+    #: Checkpoints, snapshots and evicted adapters leave this much of the disk free.
+    disk_reserve_bytes: int = 64 * 2**20
     #: Folder for adapters evicted to disk, emptied at start. None is a temporary folder.
     spill_folder: Path | None = None
     #: The same request gives the same bits on the same machine: no pass depends on timing, on free

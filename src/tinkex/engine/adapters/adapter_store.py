@@ -69,6 +69,7 @@ class AdapterStore:
         folder: Path | None,
         host_bytes: int | None,
         limit_bytes: int | None,
+        disk_reserve: int = 0,
         clock: Callable[[], int],
     ) -> None:
         self._plan = plan
@@ -77,6 +78,8 @@ class AdapterStore:
         self._host_bytes = host_bytes
         #: Memory limit for everything together, if one is set.
         self._limit_bytes = limit_bytes
+        #: Free space on the disk that adapters leave.
+        self._disk_reserve = disk_reserve
         #: Counts uses, together with those of the sampler's adapters.
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
@@ -251,7 +254,13 @@ class AdapterStore:
         self._spills += 1
         folder = self._spill_folder() / str(self._spills)
         log.info("adapter of model %s written to disk (%s)", model_id, format_bytes(entry.size))
-        checkpoints.write(checkpoints.snapshot_files(entry.adapter, self._base_model), folder)
+        try:
+            files = checkpoints.snapshot_files(entry.adapter, self._base_model)
+            checkpoints.write(files, folder, reserve=self._disk_reserve)
+        except checkpoints.WriteFailed as error:
+            raise checkpoints.WriteFailed(
+                f"the adapter of model {model_id} cannot leave the memory for others: {error}"
+            ) from error
         entry.adapter.release()
         entry.tier, entry.folder = Tier.DISK, folder
 

@@ -8,15 +8,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tinkex.engine.model.lora import (
-    ALPHA,
-    Layout,
-    Pair,
-    Target,
-    initial_weights,
-    make_layout,
-    make_pairs,
-)
+from tinkex.engine.adapters.model_needs import training_bytes
+from tinkex.engine.model.lora import ALPHA, Pair, initial_weights, make_pairs
+from tinkex.engine.model.targets import Layout, Target, make_layout
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import LoraConfig, OptimizerConfig
 
@@ -81,6 +75,11 @@ class TrainingAdapter:
         self.pairs: Mapping[str, Pair]
         self._connect()
 
+    @property
+    def snapshot_bytes(self) -> int:
+        """What a snapshot takes on the disk, without gradients."""
+        return 4 * sum(self._size_of(name) for name in FLAT_VECTORS if name != "grad")
+
     def refresh_live(self) -> None:
         """Call after the master weights changed."""
         if self.live is not self.master:
@@ -118,9 +117,8 @@ class TrainingAdapter:
 
 
 def adapter_bytes(size: int, model_dtype: torch.dtype) -> int:
-    """Memory of a training adapter: four float32 vectors, and the live copy if there is one."""
-    live = 0 if model_dtype == torch.float32 else torch.finfo(model_dtype).bits // 8
-    return size * (4 * 4 + live)
+    """Memory of a training adapter of this many numbers."""
+    return training_bytes(size, model_dtype.itemsize)
 
 
 def check_lora(lora: LoraConfig) -> None:

@@ -12,11 +12,15 @@ of a sampler cannot change.
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Mapping
+import os
+import shutil
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,10 +30,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tinkex.durable_files import atomic_folder
+from tinkex.engine.adapters import expert_files
 from tinkex.engine.adapters.adapters import TrainingAdapter
-from tinkex.engine.model.lm_head import HEAD
-from tinkex.engine.model.lora import ALPHA, Layout, matrices
+from tinkex.engine.model.lora import ALPHA, matrices
+from tinkex.engine.model.targets import HEAD, Layout, Target, make_layout
 from tinkex.wire.errors import UserFailure
+from tinkex.wire.text_format import format_bytes
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -40,8 +46,16 @@ SNAPSHOT = "snapshot.json"
 HOST = torch.device("cpu")
 
 PREFIX = "base_model.model."
+#: Characters of a tensor's name: more than any has. Errors show the name.
+MAX_NAME = 500
 #: Names of the output projection in files of other exporters. Read, never written.
-HEAD_ALIASES = ("model.unembed_tokens", "unembed_tokens")
+HEAD_ALIASES = ("model.unembed_tokens", "unembed_tokens", "model.lm_head")
+#: Parts of names that other exporters write in another way. Read, never written.
+NAME_ALIASES = ((".attn.", ".self_attn."), ("language_model.", ""))
+
+#: Number formats of matrices, and of the number of steps.
+FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+STEP_FORMATS = (torch.int64, torch.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +67,14 @@ class SavedAdapter:
     pairs: Mapping[str, tuple[Tensor, Tensor]]
 
 
-def save(adapter: TrainingAdapter, folder: Path, *, base_model: str, optimizer: bool) -> int:
-    """Writes the folder and returns its size in bytes."""
+def save(
+    adapter: TrainingAdapter, folder: Path, *, base_model: str, optimizer: bool, reserve: int = 0
+) -> int:
+    """Writes the folder and returns its size in bytes; see `write`."""
     files = {WEIGHTS: _weights(adapter), CONFIG: _config(adapter, base_model)}
     if optimizer:
         files[OPTIMIZER] = _optimizer(adapter)
-    return write(files, folder)
+    return write(files, folder, reserve=reserve)
 
 
 def copied(files: Files) -> Files:
@@ -74,9 +90,15 @@ class WriteFailed(Exception):
     """
 
 
-def write(files: Files, folder: Path) -> int:
-    """Writes the folder and returns its size in bytes."""
+def write(files: Files, folder: Path, *, reserve: int = 0) -> int:
+    """
+    Writes the folder and returns its size in bytes.
+
+    Nothing is written if less than `reserve` bytes of the disk would stay free: other files need
+    them, and a large checkpoint would take them for a moment before it fails.
+    """
     try:
+        _check_free(folder, memory_bytes(files), reserve)
         with atomic_folder(folder) as part:
             for name, file in files.items():
                 file.write(part / name)
@@ -86,6 +108,18 @@ def write(files: Files, folder: Path) -> int:
             raise
         raise WriteFailed(f"the checkpoint could not be written: {error}") from error
     return size_bytes(folder)
+
+
+def _check_free(folder: Path, size: int, reserve: int) -> None:
+    """Raises `OSError` if files of this size do not fit on the disk."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free
+    if size + reserve > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"{os.strerror(errno.ENOSPC)}: it takes {format_bytes(size)}, and {format_bytes(free)} "
+            f"are free, of which {format_bytes(reserve)} are reserved",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +184,7 @@ def snapshot_files(adapter: TrainingAdapter, base_model: str) -> Files:
 
 def load(adapter: TrainingAdapter, folder: Path, *, optimizer: bool) -> None:
     """Loads the weights of a checkpoint, and with `optimizer` its optimizer state."""
-    saved = read_adapter(folder)
+    saved = read_adapter(folder, adapter.layout.placements)
     weights = _check_fits(adapter, saved, folder)
     moments = _read_optimizer(adapter, folder) if optimizer else None
     # Everything has been read and fits, so the load cannot fail halfway.
@@ -173,7 +207,10 @@ def restore(adapter: TrainingAdapter, folder: Path) -> None:
     info = read_snapshot_info(folder)
     # Snapshots of older versions always have gradients and do not have this key.
     has_gradients = info.get("gradients", True)
-    gradients = from_peft_names(_tensors(folder, GRADIENTS)) if has_gradients else None
+    gradients = None
+    if has_gradients:
+        gradients = from_peft_names(_tensors(folder, GRADIENTS), adapter.layout.placements)
+        _check_shapes(adapter.layout, gradients, f"{folder.name}: {GRADIENTS}")
     load(adapter, folder, optimizer=True)
     if gradients is not None:
         copy_pairs(adapter.grad, adapter.layout, gradients)
@@ -183,69 +220,135 @@ def read_snapshot_info(folder: Path) -> dict[str, Any]:
     return _json(folder, SNAPSHOT)
 
 
-def read_adapter(folder: Path) -> SavedAdapter:
-    """Reads a PEFT LoRA folder. Raises `UserFailure` for settings that are not supported."""
+def read_adapter(folder: Path, known: Iterable[str] = ()) -> SavedAdapter:
+    """
+    Reads a PEFT LoRA folder. Raises `UserFailure` for settings that are not supported.
+
+    `known` are the names of the model's layers, to which names of other exporters are translated.
+    """
     config = _json(folder, CONFIG)
     if config.get("peft_type", "LORA") != "LORA":
-        raise UserFailure(f"{folder.name}: peft_type {config['peft_type']!r} is not LORA.")
+        raise UserFailure(f"{folder.name}: peft_type {_shown(config['peft_type'])} is not LORA.")
     for key, usual in (
         ("use_rslora", False),
         ("use_dora", False),
         ("bias", "none"),
-        ("rank_pattern", {}),
-        ("alpha_pattern", {}),
         ("modules_to_save", None),
     ):
         if (found := config.get(key)) and found != usual:
             raise UserFailure(
-                f"{folder.name}: adapter_config.json has {key} = {found!r}, which is not "
+                f"{folder.name}: adapter_config.json has {key} = {_shown(found)}, which is not "
                 f"supported; it must be {usual!r}."
             )
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+    rank: Any = config.get("r")
+    alpha: Any = config.get("lora_alpha")
+    if not _is_number(rank) or rank != int(rank) or rank < 1 or not _is_number(alpha):
         raise UserFailure(
-            f"{folder.name}: adapter_config.json has r = {rank!r} and lora_alpha = {alpha!r}; "
-            "both must be numbers."
+            f"{folder.name}: adapter_config.json has r = {_shown(rank)} and lora_alpha = "
+            f"{_shown(alpha)}; both must be numbers, and r at least 1."
         )
-    pairs = from_peft_names(_tensors(folder, WEIGHTS))
+    _check_patterns(config, rank, alpha, folder)
+    pairs = from_peft_names(_tensors(folder, WEIGHTS), known, rank=int(rank))
     for name, (A, B) in pairs.items():
-        if A.shape[0] != rank or B.shape[1] != rank:
+        if A.shape[-2] != rank or B.shape[-1] != rank:
             raise UserFailure(
                 f"{folder.name}: {name} has matrices {list(A.shape)} and {list(B.shape)}, and "
                 f"adapter_config.json says rank {rank}."
             )
-    return SavedAdapter(rank=rank, scale=alpha / rank, pairs=pairs)
+    return SavedAdapter(rank=int(rank), scale=alpha / rank, pairs=pairs)
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a finite number; integers beyond the range of floats are none."""
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
+    )
+
+
+#: Of rank and alpha: more than any adapter has, and less than what overflows.
+MAX_NUMBER = 1e15
+
+
+def _shown(value: object) -> str:
+    """A value of a config, shortened: it may be anything."""
+    return textwrap.shorten(repr(value), 100, placeholder=" ...")
+
+
+def _check_patterns(config: Mapping[str, Any], rank: float, alpha: float, folder: Path) -> None:
+    """Single layers may have another rank if their scale alpha / rank is that of the others."""
+    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+    if isinstance(ranks, dict) and isinstance(alphas, dict) and ranks.keys() == alphas.keys():
+        both = [(ranks[name], alphas[name]) for name in ranks]
+        if all(_is_number(r) and _is_number(a) and r * alpha == a * rank != 0 for r, a in both):
+            return
+    raise UserFailure(
+        f"{folder.name}: adapter_config.json has rank_pattern = {_shown(ranks)} and alpha_pattern "
+        f"= {_shown(alphas)}. All layers must have the same alpha / rank."
+    )
 
 
 # -- tensors and their names ----------------------------------------------------------------------
 
 
 def to_peft_names(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
-    """The matrices of a flat vector by PEFT name, as views."""
+    """
+    The matrices of a flat vector by PEFT name, as views.
+
+    A factor that experts share has a first dimension of 1, as in Tinker's files.
+    """
     tensors = {}
     for name, placement in layout.placements.items():
         A, B = matrices(flat, placement)
+        most = max(A.dim(), B.dim())
         for letter, matrix in (("A", A), ("B", B)):
-            tensors[f"{PREFIX}{name}.lora_{letter}.weight"] = matrix
+            tensors[f"{PREFIX}{name}.lora_{letter}.weight"] = matrix[
+                (None,) * (most - matrix.dim())
+            ]
     return tensors
 
 
-def from_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """The (A, B) pairs by module name, from tensors by PEFT name."""
+def from_peft_names(
+    tensors: Mapping[str, Tensor], known: Iterable[str] = (), *, rank: int | None = None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """
+    The (A, B) pairs by module name, from tensors by PEFT name.
+
+    Names of other exporters are translated, to those of `known` if it has them. `rank` is needed
+    for layouts of experts from whose shapes it cannot be told.
+    """
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         module, _, letter = key.removesuffix(".weight").rpartition(".lora_")
-        if not module or letter not in ("A", "B"):
+        if not module or letter not in ("A", "B") or len(key) > MAX_NAME:
             raise UserFailure(
-                f"the checkpoint has a tensor {key!r}; only lora_A and lora_B weights are "
+                f"the checkpoint has a tensor {_shown(key)}; only lora_A and lora_B weights are "
                 "supported."
             )
-        module = module.removeprefix(PREFIX)
-        halves.setdefault(HEAD if module in HEAD_ALIASES else module, {})[letter] = tensor
+        if tensor.dtype not in FORMATS:
+            raise UserFailure(f"the checkpoint's {key} has numbers of type {tensor.dtype}.")
+        if tensor.numel():  # the hosted service writes an empty w3 for experts without a gate
+            half = halves.setdefault(usual_name(module), {})
+            if letter in half:
+                raise UserFailure(
+                    f"the checkpoint has lora_{letter} of {usual_name(module)} under two names."
+                )
+            half[letter] = tensor
     for module, half in halves.items():
         if len(half) != 2:
             raise UserFailure(f"the checkpoint has only one of lora_A and lora_B for {module}.")
-    return {module: (half["A"], half["B"]) for module, half in halves.items()}
+    pairs = expert_files.shared_pairs(
+        {name: (half["A"], half["B"]) for name, half in halves.items()}, rank
+    )
+    own = {usual_name(name): name for name in known}
+    return {own.get(name, name): pair for name, pair in pairs.items()}
+
+
+def usual_name(module: str) -> str:
+    """One name for what exporters call in different ways: the module's path in most models."""
+    module = module.removeprefix(PREFIX)
+    for theirs, usual in NAME_ALIASES:
+        module = module.replace(theirs, usual)
+    return HEAD if module in HEAD_ALIASES else module
 
 
 def copy_pairs(flat: Tensor, layout: Layout, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
@@ -278,15 +381,46 @@ def _check_fits(
             f"{describe_difference(missing, extra)}. Create the model with the same base model "
             "and the same train_attn, train_mlp and train_unembed."
         )
+    _check_shapes(layout, saved.pairs, folder.name)
+    return saved.pairs
+
+
+def fitted_layout(targets: Sequence[Target], saved: SavedAdapter, folder: Path) -> Layout:
+    """The layout of a saved adapter. Raises `UserFailure` if it does not fit the base model."""
+    known = {target.name: target for target in targets}
+    if extra := saved.pairs.keys() - known.keys():
+        raise UserFailure(
+            f"{folder.name}: does not fit the base model: {describe_difference(set(), extra)}."
+        )
+    for name, (A, B) in saved.pairs.items():
+        target = known[name]
+        needed = target.shape_A(saved.rank), target.shape_B(saved.rank)
+        if (tuple(A.shape), tuple(B.shape)) == needed:
+            continue
+        if target.experts is None and A.dim() == B.dim() == 2:
+            raise UserFailure(
+                f"{folder.name}: {name} maps {A.shape[1]} to {B.shape[0]} features, but in this "
+                f"base model it maps {target.inputs} to {target.outputs}."
+            )
+        raise UserFailure(
+            f"{folder.name}: {name} has matrices {list(A.shape)} and {list(B.shape)}, but in this "
+            f"base model they are {list(needed[0])} and {list(needed[1])}."
+        )
+    return make_layout([known[name] for name in known if name in saved.pairs], saved.rank)
+
+
+def _check_shapes(layout: Layout, pairs: Mapping[str, tuple[Tensor, Tensor]], where: str) -> None:
+    """Raises `UserFailure` unless `copy_pairs` can copy every matrix."""
+    if pairs.keys() != layout.placements.keys():
+        raise UserFailure(f"{where} is for other layers than this model's.")
     for name, placement in layout.placements.items():
-        A, B = saved.pairs[name]
+        A, B = pairs[name]
         if tuple(A.shape) != placement.shape_A or tuple(B.shape) != placement.shape_B:
             raise UserFailure(
-                f"{folder.name}: {name} has matrices {list(A.shape)} and {list(B.shape)}, but this "
+                f"{where}: {name} has matrices {list(A.shape)} and {list(B.shape)}, but this "
                 f"model has {list(placement.shape_A)} and {list(placement.shape_B)}. The "
                 "checkpoint belongs to another base model."
             )
-    return saved.pairs
 
 
 def describe_difference(missing: set[str], extra: set[str]) -> str:
@@ -363,17 +497,22 @@ def _read_optimizer(adapter: TrainingAdapter, folder: Path) -> Moments:
             f"{adapter.optimizer}. Load it without the optimizer, or create the model with "
             f"optimizer_config type {family!r}."
         )
-    step = int(tensors.pop("step"))
+    step = tensors.pop("step", None)
+    if step is None or step.numel() != 1 or step.dtype not in STEP_FORMATS or int(step) < 0:
+        raise UserFailure(f"{folder.name}: {OPTIMIZER} has no number of steps.")
     by_kind: dict[str, dict[str, Tensor]] = {"m": {}, "v": {}}
     for key, tensor in tensors.items():
         kind, _, name = key.partition(":")
+        if kind not in by_kind:
+            raise UserFailure(f"{folder.name}: {OPTIMIZER} has a tensor {key!r}.")
         by_kind[kind][name] = tensor
-    m = from_peft_names(by_kind["m"])
-    v = from_peft_names(by_kind["v"]) if len(adapter.v) else None
+    names = adapter.layout.placements
+    m = from_peft_names(by_kind["m"], names)
+    v = from_peft_names(by_kind["v"], names) if len(adapter.v) else None
     for moments in (m, v):
-        if moments is not None and moments.keys() != adapter.layout.placements.keys():
-            raise UserFailure(f"{folder.name}: its optimizer state is for other layers.")
-    return Moments(m=m, v=v, step=step)
+        if moments is not None:
+            _check_shapes(adapter.layout, moments, f"{folder.name}: its optimizer state")
+    return Moments(m=m, v=v, step=int(step))
 
 
 def _family(file: Path) -> str:
@@ -392,9 +531,11 @@ def _tensors(folder: Path, name: str) -> dict[str, Tensor]:
 
 def _json(folder: Path, name: str) -> dict[str, Any]:
     try:
-        value: dict[str, Any] = json.loads((folder / name).read_text())
+        value: Any = json.loads((folder / name).read_text())
     except FileNotFoundError:
         raise UserFailure(f"{folder.name}: has no {name}; it is not a checkpoint.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserFailure(f"{folder.name}: {name} cannot be read: {error}") from None
-    return value
+    if not isinstance(value, dict):
+        raise UserFailure(f"{folder.name}: {name} is not a JSON object.")
+    return cast(dict[str, Any], value)

@@ -1,25 +1,29 @@
 """Divides the memory of the device, and chooses which adapters to evict. Only numbers, no tensors.
 
-    total = base model + reserved + activations of a pass + KV cache + adapters
+    total = base model + reserved + activations of a pass + KV cache + states + adapters
 
-`adapter_store` moves the adapters.
+A plan of predicted needs shows before a model is loaded whether it fits, and a plan of measured
+needs is what the engine uses. `adapter_store` moves the adapters.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tinkex.engine.adapters.model_needs import ModelNeeds
+from tinkex.engine.model.step_memory import GATHERED_BYTES, PLANNED_RANK, logit_tokens
+from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.text_format import format_bytes
 
 
 class DoesNotFit(ValueError):
-    """The base model leaves too little memory for passes and the KV cache."""
+    """The base model leaves too little memory for passes and the KV cache; the hint says what helps."""
 
-    hint = (
-        "Serve a smaller model, use --dtype bfloat16, free memory, or allow more with --memory-gb."
-    )
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
 
 
 class Tier(enum.IntEnum):
@@ -44,8 +48,26 @@ FRACTIONS = {
     "cuda": MemoryFractions(activations=0.25, cache=0.5),
 }
 
+#: Fraction of the memory that the plan leaves unused: fragmentation, libraries, other programs.
+SLACK_FRACTION = 0.05
+
+#: Fraction of the memory free at start that the plan divides if no limit is set.
+FREE_FRACTION = {"cpu": 0.5, "cuda": 1.0}
+
+#: Default maximum of tokens in one forward pass: more do not increase the throughput.
+BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
+#: In deterministic mode the batch boundaries determine the bits, so this value must never change.
+DETERMINISTIC_BATCH_TOKENS = 8192
+
 #: Minimum tokens of a pass and of the KV cache.
 MIN_TOKENS = 16
+
+#: Idle adapters of samplers may take this fraction of the part for adapters.
+IDLE_FRACTION = 0.5
+
+#: The part of the cache's memory for the states of recurrent layers, and the fewest of them.
+STATE_FRACTION = 0.5
+MIN_STATES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +81,14 @@ class MemoryPlan:
     #: Tokens of the KV cache, and their memory.
     kv_tokens: int
     cache: int
+    #: How many states of recurrent layers there are, and their memory. None in most models.
+    states: int = 0
+    state_memory: int = 0
     #: Memory for training and sampler adapters together.
     adapters: int
+    #: One adapter of PLANNED_RANK, in training and for sampling.
+    training_adapter: int = 0
+    sampler_adapter: int = 0
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
@@ -69,6 +97,7 @@ class MemoryPlan:
             ("reserved", self.reserved),
             (f"passes of {self.batch_tokens:,} tokens", self.activations),
             (f"KV cache of {self.kv_tokens:,} tokens", self.cache),
+            *([(f"{self.states:,} recurrent states", self.state_memory)] if self.states else []),
             ("adapters", self.adapters),
         )
 
@@ -81,6 +110,77 @@ class MemoryPlan:
         rows = [*self.parts, ("total", self.total)]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"  {name:{width}} {format_bytes(size):>9}" for name, size in rows)
+
+    def adapters_text(self) -> str:
+        """How many adapters fit, as one sentence."""
+        count = self.adapters // max(1, self.training_adapter)
+        how = f"{count:,} fit" if count != 1 else "1 fits"
+        if not count:
+            how = f"none fits in {format_bytes(self.adapters)}: use a smaller rank"
+        return (
+            f"an adapter of rank {PLANNED_RANK} on all layers takes "
+            f"{format_bytes(self.training_adapter)} in training ({how}) and "
+            f"{format_bytes(self.sampler_adapter)} for sampling"
+        )
+
+
+def plan_memory(needs: ModelNeeds, settings: EngineSettings, *, free: int) -> MemoryPlan:
+    """
+    The plan for a model; `free` is the memory that the weights leave, or would leave.
+
+    Raises `DoesNotFit`.
+    """
+    device = needs.device
+    max_batch_tokens = settings.max_batch_tokens or (
+        DETERMINISTIC_BATCH_TOKENS if settings.deterministic else BATCH_TOKENS[device]
+    )
+    if settings.memory_bytes is not None:
+        total = min(needs.weights + free, settings.memory_bytes)
+    else:
+        total = needs.weights + int(FREE_FRACTION[device] * free)
+    plan = memory_plan(
+        total=total,
+        base=needs.weights,
+        reserved=reserved_of(needs, settings, max_batch_tokens, beside=total - needs.weights),
+        activation_bytes_per_token=needs.activation_bytes_per_token,
+        max_batch_tokens=max_batch_tokens,
+        kv_bytes_per_token=needs.kv_bytes_per_token,
+        state_bytes=needs.state_bytes,
+        # One for each sequence, and as many that are kept for prefixes.
+        max_states=2 * settings.max_sequences,
+        max_kv_tokens=settings.max_sequences * needs.context,
+        fractions=FRACTIONS[device],
+        one_adapter=needs.training_adapter + needs.sampler_adapter,
+        # In deterministic mode batch boundaries depend on the request alone.
+        fixed_batch=settings.deterministic,
+        kv_tokens=settings.kv_tokens,
+        adapter_bytes=settings.adapter_bytes,
+    )
+    return replace(
+        plan, training_adapter=needs.training_adapter, sampler_adapter=needs.sampler_adapter
+    )
+
+
+def reserved_of(
+    needs: ModelNeeds, settings: EngineSettings, max_batch_tokens: int, *, beside: int
+) -> int:
+    """What is reserved of the memory `beside` the weights."""
+    logits = 4 * needs.vocabulary
+    chunk = min(logit_tokens(needs.device, needs.vocabulary), max_batch_tokens)
+    return reserved_bytes(
+        free=max(0, beside),
+        slack=SLACK_FRACTION,
+        logits=logits * chunk,
+        gathered=GATHERED_BYTES if needs.device == "cuda" else 0,
+        decode_logits=logits * settings.max_sequences if needs.graphs else 0,
+    )
+
+
+def idle_bytes(plan: MemoryPlan, settings: EngineSettings) -> int:
+    """The maximum memory of samplers' adapters that no request uses."""
+    if settings.idle_adapter_bytes is not None:
+        return settings.idle_adapter_bytes
+    return int(IDLE_FRACTION * plan.adapters)
 
 
 def reserved_bytes(
@@ -107,23 +207,30 @@ def memory_plan(
     kv_bytes_per_token: int,
     max_kv_tokens: int,
     fractions: MemoryFractions,
+    one_adapter: int = 0,
     fixed_batch: bool = False,
     kv_tokens: int | None = None,
     adapter_bytes: int | None = None,
+    state_bytes: int = 0,
+    max_states: int = 0,
 ) -> MemoryPlan:
     """
     Divides the whole memory, once at start.
 
     `kv_tokens`, `adapter_bytes` and `fixed_batch` are taken as given; `fractions` apply to the
-    memory that they leave.
+    memory that they leave. If the rest for adapters were smaller than `one_adapter`, which is the
+    size of a usual one, passes and cache give up what it lacks, unless nothing would be left.
     """
     left = total - base - reserved
     smallest = MIN_TOKENS * (activation_bytes_per_token + kv_bytes_per_token)
+    smallest += MIN_STATES * state_bytes
     if left < smallest:
         raise DoesNotFit(
             f"the base model takes {format_bytes(base)} of {format_bytes(total)}, and "
             f"{format_bytes(reserved)} are reserved: {format_bytes(max(0, left))} are left, and at "
-            f"least {format_bytes(smallest)} are needed."
+            f"least {format_bytes(smallest)} are needed.",
+            hint="Serve a smaller model, use --dtype bfloat16, free memory, or allow more with "
+            "--memory-gb.",
         )
     free = left
     if kv_tokens is not None:
@@ -133,25 +240,50 @@ def memory_plan(
     if fixed_batch:
         free -= max_batch_tokens * activation_bytes_per_token
     free = max(0, free)
-    batch_tokens = max_batch_tokens
-    if not fixed_batch:
-        fitting = int(free * fractions.activations) // activation_bytes_per_token
-        batch_tokens = min(max_batch_tokens, max(MIN_TOKENS, fitting))
-    if kv_tokens is None:
-        # A cache larger than all sequences at full length would never be used.
-        kv_tokens = int(free * fractions.cache) // kv_bytes_per_token
-        kv_tokens = min(max_kv_tokens, max(MIN_TOKENS, kv_tokens))
-    activations, cache = batch_tokens * activation_bytes_per_token, kv_tokens * kv_bytes_per_token
+
+    def divided(passes_share: float, cache_share: float, most: int) -> tuple[int, int, int]:
+        """Tokens of a pass, tokens of the KV cache, and recurrent states: of `most` memory."""
+        passes, cached, states = max_batch_tokens, kv_tokens, 0
+        cache_memory = int(most * cache_share)
+        if not fixed_batch:
+            fitting = int(most * passes_share) // activation_bytes_per_token
+            passes = min(max_batch_tokens, max(MIN_TOKENS, fitting))
+            cache_memory = min(cache_memory, max(0, most - passes * activation_bytes_per_token))
+        if state_bytes:
+            fitting = int(cache_memory * STATE_FRACTION) // state_bytes
+            states = min(max_states, max(MIN_STATES, fitting))
+            cache_memory = max(0, cache_memory - states * state_bytes)
+        if cached is None:
+            # A cache larger than all sequences at full length would never be used.
+            cached = min(max_kv_tokens, max(MIN_TOKENS, cache_memory // kv_bytes_per_token))
+        return passes, cached, states
+
+    def taken(passes: int, cached: int, states: int) -> tuple[int, int, int]:
+        return (
+            passes * activation_bytes_per_token,
+            cached * kv_bytes_per_token,
+            states * state_bytes,
+        )
+
+    counts = divided(fractions.activations, fractions.cache, free)
+    if adapter_bytes is None and left - sum(taken(*counts)) < one_adapter <= free - smallest:
+        # Passes and cache share the rest as before.
+        both = fractions.activations + fractions.cache
+        shares = fractions.activations / both, fractions.cache / both
+        counts = divided(*shares, free - one_adapter)
+    activations, cache, state_memory = taken(*counts)
     if adapter_bytes is None:
-        adapter_bytes = max(0, left - activations - cache)
+        adapter_bytes = max(0, left - activations - cache - state_memory)
     return MemoryPlan(
         total=total,
         base=base,
         reserved=reserved,
-        batch_tokens=batch_tokens,
+        batch_tokens=counts[0],
         activations=activations,
-        kv_tokens=kv_tokens,
+        kv_tokens=counts[1],
         cache=cache,
+        states=counts[2],
+        state_memory=state_memory,
         adapters=adapter_bytes,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from tinkex.durable_files import atomic_folder
-from tinkex.engine.adapters.checkpoints import SavedAdapter, read_adapter, size_bytes
-from tinkex.engine.model.base_model import load, quiet_transformers
-from tinkex.engine.model.lm_head import HEAD
+from tinkex.engine.adapters.checkpoints import SavedAdapter, read_adapter, size_bytes, usual_name
+from tinkex.engine.model import recurrent_layers
+from tinkex.engine.model.base_model import dequantized, load, quiet_transformers
+from tinkex.engine.model.experts import ExpertWeights, is_experts
+from tinkex.engine.model.lora import Columns
+from tinkex.engine.model.targets import HEAD
 from tinkex.wire.errors import UserFailure
 
 #: Maximum size of one weight file.
@@ -49,7 +53,9 @@ def merge(
     with atomic_folder(out_folder) as part:
         copy_other_files(base_folder, part)
         with quiet_transformers():
-            model.save_pretrained(part, max_shard_size=SHARD)
+            # Weights that were in MXFP4 are plain numbers now, for which it had other names.
+            plain = dequantized(AutoConfig.from_pretrained(base_folder)) is not None
+            model.save_pretrained(part, max_shard_size=SHARD, save_original_format=not plain)
         # Replace the file that save_pretrained derives from the config.
         generation = base_folder / "generation_config.json"
         if generation.exists():
@@ -90,23 +96,70 @@ def untie(model: Any) -> bool:
 
 
 def add(model: Any, saved: SavedAdapter, adapter: str) -> None:
-    modules = dict(model.named_modules())
+    modules = {usual_name(name): module for name, module in model.named_modules()}
     modules[HEAD] = model.get_output_embeddings()
     for name, (A, B) in saved.pairs.items():
-        module = modules.get(name)
+        if A.dim() != B.dim():
+            path, _, part = name.rpartition(".")
+            add_to_experts(modules.get(path), part, A, B, saved.scale, f"{adapter}: {name}")
+            continue
+        module, columns = find_linear(modules, name)
         if not isinstance(module, nn.Linear):
             raise UserFailure(
                 f"{adapter}: has LoRA weights for {name}, but this base model has no such linear "
                 "layer. Merge it with the base model it was trained on."
             )
         weight: Tensor = module.weight
-        if (B.shape[0], A.shape[1]) != tuple(weight.shape):
+        outputs = weight.shape[0] if columns is None else columns.outputs
+        if (B.shape[0], A.shape[1]) != (outputs, weight.shape[1]):
             raise UserFailure(
                 f"{adapter}: {name} maps {A.shape[1]} to {B.shape[0]} features, but in this base "
-                f"model it maps {weight.shape[1]} to {weight.shape[0]}. Merge it with the base "
+                f"model it maps {weight.shape[1]} to {outputs}. Merge it with the base "
                 "model it was trained on."
             )
-        weight.copy_(weight.float().addmm_(B.float(), A.float(), alpha=saved.scale))
+        if columns is None:
+            weight.copy_(weight.float().addmm_(B.float(), A.float(), alpha=saved.scale))
+        else:
+            own = columns.of(weight)
+            own.copy_(own.float() + (B.float() @ A.float() * saved.scale).view_as(own))
+
+
+def find_linear(modules: Mapping[str, Any], name: str) -> tuple[Any, Columns | None]:
+    """The linear layer that makes a projection; with the columns if it makes others too."""
+    path, _, leaf = name.rpartition(".")
+    parent = modules.get(path)
+    if parent is not None and name not in modules:
+        for joint, layer in parent.named_children():
+            columns = (recurrent_layers.joint_projections(parent, joint) or {}).get(leaf)
+            if columns is not None:
+                return layer, columns
+    return modules.get(name), None
+
+
+def add_to_experts(module: Any, part: str, A: Tensor, B: Tensor, scale: float, where: str) -> None:
+    """Adds the product of each expert to its weights. `part` is w1, w2 or w3."""
+    if module is None or not is_experts(module):
+        raise UserFailure(
+            f"{where}: this base model has no such experts. Merge it with the base model it was "
+            "trained on."
+        )
+    weights = ExpertWeights.of(module)
+    if part == "w2":
+        merged_EIO = weights.down_EIH
+    elif part in weights.columns:
+        merged_EIO = weights.in_EHO[:, :, weights.columns[part]]
+    else:
+        raise UserFailure(f"{where}: the experts of this base model have no gate, so no {part}.")
+    needed = tuple(merged_EIO.shape)
+    if (max(len(each) for each in (A, B) if each.dim() == 3), A.shape[-1], B.shape[-2]) != needed:
+        raise UserFailure(
+            f"{where} has matrices {list(A.shape)} and {list(B.shape)}, but this base model has "
+            f"{needed[0]} experts that map {needed[1]} to {needed[2]} features. Merge it with the "
+            "base model it was trained on."
+        )
+    for expert, own_IO in enumerate(merged_EIO):
+        A_RI, B_OR = (each[expert] if each.dim() == 3 else each for each in (A, B))
+        own_IO.copy_(own_IO.float().addmm_(A_RI.float().t(), B_OR.float().t(), alpha=scale))
 
 
 def equalize_modes(folder: Path) -> None:

@@ -11,7 +11,8 @@ import contextlib
 import importlib.util
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,23 +26,53 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.utils import logging as transformers_logging
+from transformers.utils.quantization_config import Mxfp4Config
 
 from tinkex.engine.device import is_device_lost, prepare_kernels
-from tinkex.engine.model import attention
-from tinkex.engine.model.attention import Packing, PackingLost
+from tinkex.engine.model import attention, model_experts, recurrent_layers
+from tinkex.engine.model.attention import (
+    CacheShapes,
+    Packing,
+    PackingLost,
+    SeenLayer,
+    StateShapes,
+    UnsupportedAttention,
+)
+from tinkex.engine.model.attention_scores import Scoring
+from tinkex.engine.model.experts import Experts, RoutedTokens
 from tinkex.engine.model.fused_decoder import FusedDecoder
-from tinkex.engine.model.lm_head import HEAD, Head
+from tinkex.engine.model.lm_head import Head
 from tinkex.engine.model.lora import (
     AdapterContext,
     AdapterSegment,
+    Columns,
     LoraLinear,
-    Target,
-    TargetKind,
-    make_layout,
+    WrongRows,
     make_pairs,
 )
 from tinkex.engine.model.stacked_weights import StackedWeights
-from tinkex.models.weight_file_checks import check_layers, check_weight_files, tensor_names
+from tinkex.engine.model.step_memory import (
+    PEAK_FACTOR,
+    PLANNED_RANK,
+    PROBE_RANK,
+)
+from tinkex.engine.model.targets import (
+    NOT_ADAPTED,
+    ROUTERS,
+    Target,
+    TargetKind,
+    head_target,
+    is_attention,
+    linear_target,
+    make_layout,
+)
+from tinkex.engine.model.unsupported import UnsupportedModel
+from tinkex.models.weight_file_checks import (
+    check_complete,
+    check_layers,
+    check_weight_files,
+    tensor_names,
+)
 
 if TYPE_CHECKING:
     from tinkex.engine.model.packed_layers import PackedLayers
@@ -55,17 +86,13 @@ log = logging.getLogger(__name__)
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2}
 
 
-#: Lengths and rank of the passes that measure the activation memory of training.
+#: Layers that are nothing but an MLP or a mixture, where a model's config lists them (Nemotron-H).
+TOKEN_BY_TOKEN = {"mlp", "moe"}
+
+#: Lengths of the passes that measure the activation memory of training.
 PROBE_LENGTHS = (16, 48)
-PROBE_RANK = 8
-
-#: Peak memory of a backward pass relative to the saved activations. Measured on a 135M model on a
-#: CPU with 512 and 1024 tokens: 1.7 MB per token at the peak, 1.2 MB saved.
-PEAK_FACTOR = 1.4
-
-
-class UnsupportedModel(ValueError):
-    """The folder holds a model that this engine cannot compute correctly."""
+#: The same for models with recurrent layers, which pad sequences to full chunks.
+RECURRENT_PROBE_LENGTHS = (recurrent_layers.CHUNK, 3 * recurrent_layers.CHUNK)
 
 
 class BaseModel:
@@ -79,24 +106,17 @@ class BaseModel:
         model = model.to(device).eval().requires_grad_(False)
         self.config: PretrainedConfig = model.config
         self.device, self.dtype = device, dtype
-        self.max_context_length = context_length(model.config)
         self.eos_token_ids = eos_token_ids(folder, model.config)
-        expected = original_logits(model)
+        with model_experts.recorded_routing(model) as routed:
+            expected = original_logits(model)
         self._context = AdapterContext()
         self._decoder: Any = model.get_decoder()
         self._embed: nn.Module = model.get_input_embeddings()
         output: Any = model.get_output_embeddings()
-        self.head = Head(output.weight, output.bias)
-        self.targets = replace_linears(model, self._context)
-        self.targets.append(
-            Target(
-                name=HEAD,
-                kind="unembed",
-                inputs=output.weight.shape[1],
-                outputs=output.weight.shape[0],
-                group=HEAD,
-            )
-        )
+        self.head = Head(output.weight, output.bias, softcap=logits_softcap(model.config))
+        #: What can be adapted, and the mixtures of experts, layer by layer; none in a dense model.
+        self.targets, self.experts = adapted(model, self._context)
+        recurrent_layers.replace_recurrent_layers(model)
         model.set_attn_implementation(attention.NAME)
         #: Decodes faster on a GPU; None if there is no such code for the model.
         self.fused: FusedDecoder | None = None
@@ -106,12 +126,22 @@ class BaseModel:
             self.stacked = StackedWeights.of(self._decoder, self._embed, self.head)
             # The weights were moved, and their old memory is in pieces.
             torch.cuda.empty_cache()
-        if self.stacked is not None and attention.varlen_attn is not None:
-            self.fused = FusedDecoder(self.stacked, self.head)
         #: A few tokens, and the original model's logits after them.
         self.probed = (probe(self.vocab_size).to(device), expected[-1].clone())
-        #: (key heads, head size) of every layer, for the KV cache.
-        self.cache_shapes = self._check(expected)
+        seen = self._check(expected, routed)
+        self.max_context_length = context_length(model.config, seen)
+        #: Of the keys and values of every layer, for the KV cache.
+        self.cache_shapes: list[CacheShapes] = [layer.shapes for layer in seen]
+        #: Of the recurrent layers, which keep a state for each sequence instead; by layer.
+        self.state_shapes: dict[int, StateShapes] = {
+            at: layer.state for at, layer in enumerate(seen) if layer.state is not None
+        }
+        #: How many keys a token sees in layers that do not see all.
+        self.windows = sorted({w for layer in seen if (w := layer.scoring.window) is not None})
+        if self.stacked is not None:
+            self.stacked = self.stacked.with_attention(seen, self.max_context_length)
+        if self.stacked is not None and attention.varlen_attn is not None:
+            self.fused = FusedDecoder(self.stacked, self.head)
         #: Runs packed passes faster; None before its kernels are compiled, and if it cannot.
         self._packed: PackedLayers | None = None
         #: The same, set by the thread that compiles.
@@ -160,7 +190,7 @@ class BaseModel:
         gradients: bool,
     ) -> Tensor:
         """With the code of transformers."""
-        self._context.segments = segments
+        self._context.segments, self._context.tokens = segments, len(ids_T)
         try:
             with torch.set_grad_enabled(gradients):
                 embedded = self._embed(ids_T.unsqueeze(0))
@@ -175,7 +205,7 @@ class BaseModel:
                 )
         finally:
             # Segments reference adapter memory, which may be dropped or evicted after the pass.
-            self._context.segments = ()
+            self._context.segments, self._context.tokens = (), None
         hidden_1TH: Tensor = output.last_hidden_state
         return hidden_1TH[0]
 
@@ -224,30 +254,39 @@ class BaseModel:
     @property
     def cache_bytes_per_token(self) -> int:
         size = torch.finfo(self.dtype).bits // 8
-        return 2 * size * sum(heads * width for heads, width in self.cache_shapes)
+        return size * sum(heads * width for shapes in self.cache_shapes for heads, width in shapes)
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of the states of one sequence in all recurrent layers; 0 if there are none."""
+        size = torch.finfo(self.dtype).bits // 8
+        return sum(
+            size * math.prod(shapes.conv) + 4 * math.prod(shapes.matrix)
+            for shapes in self.state_shapes.values()
+        )
 
     @property
     def bytes_per_token(self) -> int:
         """Peak activation memory of a training pass per token."""
         if self._packed is None:
             return self._original_bytes_per_token
-        return self._packed.bytes_per_token
+        return self.planned_bytes_per_token
 
     @property
     def planned_bytes_per_token(self) -> int:
         """The same once the kernels of the packed layers are compiled."""
         if self.stacked is None:
-            return self.bytes_per_token
-        from tinkex.engine.model.packed_layers import PackedLayers
-
-        return PackedLayers(self.stacked).bytes_per_token
+            return self._original_bytes_per_token
+        element = self.stacked.embedding.element_size()
+        return self.stacked.shape.bytes_per_token(rank=PLANNED_RANK, element=element)
 
     @property
     def checkpoint_bytes_per_token(self) -> int:
         """The same with checkpointing, if that is implemented."""
-        if self._packed is None:
+        if self._packed is None or self.stacked is None:
             return self.bytes_per_token
-        return self._packed.checkpoint_bytes_per_token
+        element = self.stacked.embedding.element_size()
+        return self.stacked.shape.checkpoint_bytes_per_token(rank=PLANNED_RANK, element=element)
 
     def _saved_per_token(self) -> float:
         """
@@ -260,7 +299,8 @@ class BaseModel:
         pairs = make_pairs(layout, live, scale=1.0)
         weights = distinct_storages([*self._decoder.parameters(), live])
         sizes = []
-        for length in PROBE_LENGTHS:
+        lengths = RECURRENT_PROBE_LENGTHS if self.state_shapes else PROBE_LENGTHS
+        for length in lengths:
             saved: list[Tensor] = []
 
             def save(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
@@ -274,36 +314,53 @@ class BaseModel:
                 output = self._original_hidden(ids_T, packing, segments, gradients=True)
             found = distinct_storages([*saved, output])
             sizes.append(sum(size for at, size in found.items() if at not in weights))
-        few, many = PROBE_LENGTHS
+        few, many = lengths
         return (sizes[1] - sizes[0]) / (many - few)
 
-    def _check(self, expected_TV: Tensor) -> list[tuple[int, int]]:
+    def _check(self, expected_TV: Tensor, routed: Mapping[str, RoutedTokens]) -> list[SeenLayer]:
         """
         Refuses a model whose logits differ from those of the original.
 
-        Returns (key heads, head size) of every layer.
+        Returns what the attention of every layer computes.
         """
         ids_T = probe(self.vocab_size).to(self.device)
-        shapes: dict[int, tuple[int, int]] = {}
+        shapes: dict[int, SeenLayer] = {}
         # A second sequence before it shows whether tokens attend across the boundary.
         before = len(ids_T) // 2
-        packing = Packing.of([before, len(ids_T)], device=self.device, shapes_seen=shapes)
+        packing = Packing.of([before, len(ids_T)], device=self.device, layers_seen=shapes)
         try:
-            hidden_TH = self._original_hidden(
-                torch.cat([ids_T[before:], ids_T]), packing, (), gradients=False
-            )
+            with model_experts.replayed_routing(self.experts, routed, before):
+                hidden_TH = self._original_hidden(
+                    torch.cat([ids_T[before:], ids_T]), packing, (), gradients=False
+                )
             found_TV = self.head.logits(hidden_TH[before:])
         except PackingLost:
             raise UnsupportedModel(
                 f"transformers' code for {self.config.model_type} models does not support custom "
                 "attention functions. Serve another model."
             ) from None
-        layers = self.config.get_text_config().num_hidden_layers
+        except WrongRows as error:
+            raise UnsupportedModel(
+                f"transformers' code for {self.config.model_type} models hands a linear layer other "
+                f"rows than the tokens of the pass ({error}), so adapters would be added to the "
+                "wrong tokens. Serve another model."
+            ) from None
+        except UnsupportedAttention as error:
+            raise UnsupportedModel(
+                f"{self.config.model_type} models use {error}, which this engine does not "
+                "support. Serve another model."
+            ) from None
+        text = self.config.get_text_config()
+        layers = text.num_hidden_layers
+        for at, kind in enumerate(getattr(text, "layer_types", None) or ()):
+            if kind in TOKEN_BY_TOKEN:
+                shapes[at] = SeenLayer(recurrent_layers.NO_KEYS, Scoring(1.0))
         if len(shapes) != layers:
             raise UnsupportedModel(
                 f"{layers - len(shapes)} of the {layers} layers of this {self.config.model_type} "
-                "model are not attention but recurrent, convolutional or similar layers, which "
-                "this engine does not support. Serve another model."
+                "model are neither attention nor the gated delta rule nor Mamba 2 but other "
+                "recurrent, convolutional or similar layers, which this engine does not support. "
+                "Serve another model."
             )
         gap = (found_TV - expected_TV).abs().max() / expected_TV.abs().max().clamp(min=1e-6)
         if not gap < TOLERANCE[self.dtype]:  # NaN is refused too
@@ -311,6 +368,12 @@ class BaseModel:
                 f"this engine does not compute {self.config.model_type} models correctly: they do "
                 f"more than layers and output projection (logits differ by {gap:.1e}). "
                 "Serve another model."
+            )
+        agreement = model_experts.agreement(self.experts, routed, before)
+        if agreement < model_experts.MIN_AGREEMENT:
+            raise UnsupportedModel(
+                f"this engine does not compute {self.config.model_type} models correctly: routers "
+                f"choose {agreement:.0%} of the experts that they should. Serve another model."
             )
         return [shapes[layer] for layer in sorted(shapes)]
 
@@ -347,6 +410,9 @@ def load(
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     refuse_unsupported(config)
     check_weight_files(folder, config.to_dict())
+    model: PreTrainedModel
+    found: dict[str, Any]
+    auto: Any = AutoModelForCausalLM
     ggufs = sorted(folder.glob("*.gguf"))
     with quiet_transformers():
         if ggufs and not any(folder.glob("*.safetensors")):
@@ -354,10 +420,12 @@ def load(
         layers = config.get_text_config().num_hidden_layers
         check_layers(layers, {*tensor_names(folder)}, folder)
         try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            model, found = auto.from_pretrained(
                 folder,
+                output_loading_info=True,
                 dtype=dtype,
-                attn_implementation="sdpa",
+                attn_implementation=original_attention(config),
+                quantization_config=dequantized(config),
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
@@ -370,6 +438,7 @@ def load(
                 f"transformers' code for {config.model_type} models does not support custom "
                 "attention functions. Serve another model."
             ) from None
+    check_complete(found["missing_keys"], folder)
     return model
 
 
@@ -381,10 +450,32 @@ def load_gguf(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTr
     }
     check_layers(config.get_text_config().num_hidden_layers, tensors.keys(), path.parent)
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    model: PreTrainedModel = family.from_pretrained(
-        None, config=config, state_dict=tensors, dtype=dtype, attn_implementation="sdpa"
+    model: PreTrainedModel
+    found: dict[str, Any]
+    model, found = family.from_pretrained(
+        None,
+        config=config,
+        state_dict=tensors,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        output_loading_info=True,
     )
+    check_complete(found["missing_keys"], path.parent)
     return model
+
+
+def original_attention(config: PretrainedConfig) -> str:
+    """The attention of transformers with which logits are compared."""
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    # gpt-oss and Gemma 2 have more in their attention than the faster function computes.
+    return "eager" if family._supports_attention_backend and not family._supports_sdpa else "sdpa"
+
+
+def dequantized(config: PretrainedConfig) -> Mxfp4Config | None:
+    """For weights in MXFP4 (gpt-oss): training and the kernels need them in 16 or 32 bits."""
+    found: Any = getattr(config, "quantization_config", None) or {}
+    method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
+    return Mxfp4Config(dequantize=True) if method == "mxfp4" else None
 
 
 @contextlib.contextmanager
@@ -400,7 +491,6 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def refuse_unsupported(config: PretrainedConfig) -> None:
-    text = config.get_text_config()
     # Not in its keys(): they would import the configuration modules of all model families.
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         images = getattr(config, "vision_config", None) is not None
@@ -409,26 +499,29 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
             f"{config.model_type} {what}, and transformers does not load it as a causal language "
             "model; this engine serves text only. Serve a text model, or the saved text part."
         )
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if getattr(text, key, None):
-            raise UnsupportedModel(
-                f"{config.model_type} is a mixture of experts ({key} = {getattr(text, key)}); "
-                "this engine serves dense models."
-            )
-    if getattr(text, "attn_logit_softcapping", None):
-        raise UnsupportedModel(
-            f"{config.model_type} uses soft-capped attention scores, which this engine does not "
-            "support. Serve another model."
-        )
+    if model_experts.expert_count(config):
+        model_experts.check_version(config)
 
 
-def context_length(config: PretrainedConfig) -> int:
+def logits_softcap(config: PretrainedConfig) -> float | None:
+    """Whether it is applied shows in the comparison of logits."""
+    found = getattr(config.get_text_config(), "final_logit_softcapping", None)
+    return None if found is None else float(found)
+
+
+def context_length(config: PretrainedConfig, layers: Sequence[SeenLayer]) -> int:
+    """`layers` is what the attention of each layer was asked for."""
     text = config.get_text_config()
     length = int(text.max_position_embeddings)
     window = getattr(text, "sliding_window", None)
-    kinds = getattr(text, "layer_types", None) or []
-    if window and (not kinds or "sliding_attention" in kinds) and window < length:
-        # Within one window, sliding attention equals full attention.
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * len(layers)
+    ignored = any(
+        kind == "sliding_attention" and layer.scoring.window != window
+        for kind, layer in zip(kinds, layers, strict=False)
+    )
+    if window and ignored and window < length:
+        # The model's code did not ask for the window of its config. Within one window, sliding
+        # attention equals full attention.
         log.warning("context limited to the sliding window", extra={"tokens": window, "of": length})
         return int(window)
     return length
@@ -447,14 +540,30 @@ def eos_token_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]:
     return frozenset([found] if isinstance(found, int) else found)
 
 
-#: Projections that read the same input, so that their A matrices are adjacent in the layout.
-GROUPS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up"} | {
-    "up_proj": "gate_up"
-}
+def adapted(model: Any, context: AdapterContext) -> tuple[list[Target], list[Experts]]:
+    """Makes a model of transformers adaptable. Returns what can be adapted, and its experts."""
+    targets = replace_linears(model, context)
+    experts, of_experts = model_experts.replace_experts(model, context)
+    vocabulary, hidden = model.get_output_embeddings().weight.shape
+    return [*targets, *of_experts, head_target(hidden=hidden, vocabulary=vocabulary)], experts
+
+
+def without_weights(folder: Path) -> Any:
+    """The model of a folder with the shapes of its weights only."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    refuse_unsupported(config)
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        return auto.from_config(config)
+
+
+def mixes_tokens(module: nn.Module, path: str) -> bool:
+    """Whether a module is attention or takes its place."""
+    return is_attention(path, dir(module)) or recurrent_layers.is_recurrent(module)
 
 
 def replace_linears(model: Any, context: AdapterContext) -> list[Target]:
-    """Replaces every linear layer in the decoder's layers by one that can add adapters."""
+    """Replaces the linear layers in the decoder's layers by ones that can add adapters."""
     layers = getattr(model.get_decoder(), "layers", None)
     if layers is None:
         raise UnsupportedModel(
@@ -463,20 +572,27 @@ def replace_linears(model: Any, context: AdapterContext) -> list[Target]:
         )
     prefix = next(name for name, module in model.named_modules() if module is layers)
     targets = []
+    routers = ROUTERS if model_experts.experts_modules(model) else frozenset()
     for path, module in list(layers.named_modules()):
-        if not isinstance(module, nn.Linear):
-            continue
         parent_path, _, leaf = path.rpartition(".")
-        name = f"{prefix}.{path}"
-        setattr(layers.get_submodule(parent_path), leaf, LoraLinear(module, name, context))
-        kind: TargetKind = "attn" if "attn" in parent_path or "attention" in parent_path else "mlp"
-        targets.append(
-            Target(
-                name=name,
+        if not isinstance(module, nn.Linear) or leaf in NOT_ADAPTED:
+            continue
+        if not routers.isdisjoint(path.split(".")):
+            continue
+        parent = layers.get_submodule(parent_path)
+        own: Mapping[str, Columns | None] = {leaf: None}
+        own = recurrent_layers.joint_projections(parent, leaf) or own
+        projections = {f"{prefix}.{parent_path}.{each}": own[each] for each in own}
+        linear = LoraLinear(module, f"{prefix}.{path}", context, projections)
+        setattr(parent, leaf, linear)
+        kind: TargetKind = "attn" if mixes_tokens(parent, parent_path) else "mlp"
+        targets += [
+            linear_target(
+                name,
                 kind=kind,
                 inputs=module.in_features,
-                outputs=module.out_features,
-                group=f"{prefix}.{parent_path}.{GROUPS.get(leaf, leaf)}",
+                outputs=module.out_features if columns is None else columns.outputs,
             )
-        )
+            for name, columns in projections.items()
+        ]
     return targets

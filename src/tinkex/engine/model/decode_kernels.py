@@ -367,7 +367,9 @@ def attend_kernel(
     table_stride,
     Out,
     Lse,
+    Sinks,
     scaling,
+    softcap,
     G: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
@@ -376,13 +378,23 @@ def attend_kernel(
     PAGE: tl.constexpr,
     N: tl.constexpr,
     SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    CAPPED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """The query heads that share a key head, over one part of the sequence's keys."""
     row, key_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.minimum(tl.load(Position + row), tl.load(Last + row)) + 1
-    per = tl.cdiv(tl.cdiv(length, SPLITS), N) * N
-    start = part * per
+    if WINDOW:
+        # From the block of keys in which the window begins: a block is in one page.
+        first = tl.maximum(length - WINDOW, 0)
+        begin = first // N * N
+        per = tl.cdiv(tl.cdiv(length - begin, SPLITS), N) * N
+        start = begin + part * per
+    else:
+        per = tl.cdiv(tl.cdiv(length, SPLITS), N) * N
+        start = part * per
     stop = tl.minimum(length, start + per)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK), tl.arange(0, N)
     real, inside = g[:, None] < G, d < D
@@ -404,10 +416,16 @@ def attend_kernel(
         page = tl.load(Table + row * table_stride + s // PAGE).to(tl.int64)
         at = (page * PAGE + s % PAGE + t) * K + key_head
         ok = s + t < stop
+        if WINDOW:
+            ok = ok & (s + t >= first)
         k = tl.load(
             Keys + at[None, :] * D + d[:, None], mask=ok[None, :] & inside[:, None], other=0.0
         )
-        score = tl.where(ok[None, :], tl.dot(q, k) * scaling, -1e30)
+        score = tl.dot(q, k) * scaling
+        if CAPPED:
+            # softcap · tanh(score / softcap)
+            score = softcap * (1 - 2 / (tl.exp(score * (2 / softcap)) + 1))
+        score = tl.where(ok[None, :], score, -1e30)
         now = tl.maximum(largest, tl.max(score, 1))
         power, shift = tl.exp(score - now[:, None]), tl.exp(largest - now)
         v = tl.load(
@@ -419,6 +437,9 @@ def attend_kernel(
     total = tl.maximum(total, 1e-30)
     out = out / total[:, None]
     if SPLITS == 1:
+        if SINKS:
+            sink = tl.load(Sinks + key_head * G + g, mask=g < G, other=0.0).to(tl.float32)
+            out = out / (1 + tl.exp(sink - largest - tl.log(total)))[:, None]
         to = ((row * K + key_head) * G + g[:, None]) * D + d[None, :]
         tl.store(Out + to, out.to(Out.dtype.element_ty), mask=real & inside[None, :])
     else:
@@ -432,11 +453,14 @@ def merge_kernel(
     Out,
     Lse,
     Y,
+    Sinks,
     G: tl.constexpr,
     GROUP: tl.constexpr,
+    K: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    SINKS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Combines the parts of a sequence by their log-sum-exp."""
@@ -446,9 +470,12 @@ def merge_kernel(
     line = (head * SPLITS + s) * GROUP + g
     lse = tl.load(Lse + line)
     weight = tl.exp(lse - tl.max(lse, 0))
+    total = tl.sum(weight, 0)
+    if SINKS:
+        total += tl.exp(tl.load(Sinks + head % K * G + g).to(tl.float32) - tl.max(lse, 0))
     inside = d < D
     out = tl.load(Out + line[:, None] * D + d[None, :], mask=inside[None, :], other=0.0)
-    y = tl.sum(out * weight[:, None], 0) / tl.sum(weight, 0)
+    y = tl.sum(out * weight[:, None], 0) / total
     tl.store(Y + (head * G + g) * D + d, y.to(Y.dtype.element_ty), mask=inside)
 
 

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from tinkex.engine.model import decode_kernels, lora_kernels
+from tinkex.engine.model.attention_scores import Scoring
 from tinkex.engine.model.early_start import FEW_ROWS, launch_options
 
 # B rows, R rank rounded up, P projections that read the same input, I inputs, O outputs, H query
@@ -294,7 +295,7 @@ def attend(
     last_B: Tensor,
     table: Tensor,
     page: int,
-    scaling: float,
+    scoring: Scoring,
     splits: int | None = None,
     early: bool = False,
 ) -> Tensor:
@@ -306,19 +307,22 @@ def attend(
     block = max(16, triton.next_power_of_2(size))
     splits = attention_splits(rows, key_heads) if splits is None else splits
     y = torch.empty_like(q_BHD)
-    out, lse = y, y
+    out, lse, sinks = y, y, y if scoring.sinks is None else scoring.sinks
     if splits > 1:
         shape = (rows, key_heads, splits, padded)
         out = torch.empty(*shape, size, dtype=torch.float32, device=q_BHD.device)
         lse = torch.empty(shape, dtype=torch.float32, device=q_BHD.device)
     decode_kernels.attend_kernel[(rows, key_heads, splits)](
         q_BHD, keys, values, positions_B, last_B, table, table.stride(0), out, lse,
-        scaling, groups, padded, key_heads, size, block, page, min(KEYS, page), splits, early,
+        sinks, scoring.scaling, scoring.softcap or 0.0, groups, padded, key_heads, size, block,
+        page, min(KEYS, page), splits, scoring.window or 0, scoring.sinks is not None,
+        scoring.softcap is not None, early,
         num_warps=4, **launch_options(early),
     )  # fmt: skip
     if splits > 1:
         decode_kernels.merge_kernel[(rows * key_heads, groups)](
-            out, lse, y, groups, padded, size, block, splits, early,
+            out, lse, y, sinks, groups, padded, key_heads, size, block, splits,
+            scoring.sinks is not None, early,
             num_warps=4, **launch_options(early),
         )  # fmt: skip
     return y

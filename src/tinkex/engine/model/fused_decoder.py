@@ -22,6 +22,8 @@ from torch import Tensor
 
 from tinkex.engine.model import attention
 from tinkex.engine.model.attention import CacheLayer
+from tinkex.engine.model.attention_scores import Scoring
+from tinkex.engine.model.flash_attention import Segments
 from tinkex.engine.model.lm_head import Head
 from tinkex.engine.model.stacked_weights import ATTENTION, MLP, StackedLinear, StackedWeights
 
@@ -126,8 +128,8 @@ class FusedDecoder:
             self._join()
             return y, shrunk
 
-        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            return ops.attend(q, keys=keys, values=values, scaling=self._weights.scaling, **places)
+        def attend(q: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
+            return ops.attend(q, keys=keys, values=values, scoring=scoring, **places)
 
         def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, shrunk: Shrunk | None) -> Tensor:
             return ops.add_norm(x, y, weight, self._weights.eps, shrunk=shrunk, early=early)
@@ -152,8 +154,8 @@ class FusedDecoder:
             y = F.linear(x, layer.weight, layer.bias)
             return y, None if lora is None else ops.shrink(x, lora, target, projections)
 
-        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            return attend_from_cache(q, keys, values, inputs.reads, self._weights.scaling)
+        def attend(q: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
+            return attend_from_cache(q, keys, values, inputs.reads, scoring)
 
         def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, shrunk: Shrunk | None) -> Tensor:
             return ops.add_norm(x, y, weight, self._weights.eps, shrunk=shrunk)
@@ -166,7 +168,7 @@ class FusedDecoder:
         ids_B: Tensor,
         cache: Sequence[CacheLayer],
         linear: Callable[..., tuple[Tensor, Shrunk | None]],
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        attend: Callable[[Tensor, Tensor, Tensor, Scoring], Tensor],
         add_norm: Callable[[Tensor, Tensor | None, Tensor, Shrunk | None], Tensor],
         places: dict[str, Any],
     ) -> Tensor:
@@ -193,7 +195,7 @@ class FusedDecoder:
                 shrunk=shrunk,
                 **places,
             )
-            attended = attend(q, keys, values)
+            attended = attend(q, keys, values, layer.scoring)
             y, shrunk = linear(attended.flatten(1), layer.output, target + 3, 1, parts=True)
             normed = add_norm(x, y, layer.mlp_norm, shrunk)
             gate_up, shrunk = linear(normed, layer.gate_up, target + 4, 2)
@@ -270,7 +272,7 @@ def _probe_prefill(ids: Tensor, positions: Tensor, start: int, stop: int) -> Pre
 
 
 def attend_from_cache(
-    q_THD: Tensor, keys: Tensor, values: Tensor, reads: Sequence[KeyReads], scaling: float
+    q_THD: Tensor, keys: Tensor, values: Tensor, reads: Sequence[KeyReads], scoring: Scoring
 ) -> Tensor:
     """Causal attention of segments over their cached keys, which are gathered from their pages."""
     parts = []
@@ -285,11 +287,8 @@ def attend_from_cache(
                 q_THD[read.queries],
                 k,
                 v,
-                read.query_starts,
-                read.key_starts,
-                read.max_queries,
-                read.max_keys,
-                scaling,
+                Segments(read.query_starts, read.key_starts, read.max_queries, read.max_keys),
+                scoring,
             )
         )
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -15,14 +15,10 @@ from torch import Tensor
 
 from tinkex.engine.model.lora import AdapterSegment, LoraSlice, lora_slices_of
 from tinkex.engine.model.matmul import add_mm_float32, linear, mm_float32
+from tinkex.engine.model.step_memory import logit_tokens
+from tinkex.engine.model.targets import HEAD
 
 # T packed tokens, t tokens of one chunk, H hidden size, V vocabulary, K targets of a token, R rank
-
-#: PEFT's name of the output projection, and of its LoRA pair.
-HEAD = "lm_head"
-
-#: Maximum bytes of float32 logits of one chunk.
-CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 
 #: Maps a span of tokens and their logprobs [t, K] to the derivative of the loss by each logprob.
 LossGradient = Callable[[slice, Tensor], Tensor]
@@ -56,14 +52,18 @@ class HeadGradient(NamedTuple):
 
 
 class Head:
-    def __init__(self, weight_VH: Tensor, bias_V: Tensor | None) -> None:
+    def __init__(
+        self, weight_VH: Tensor, bias_V: Tensor | None, *, softcap: float | None = None
+    ) -> None:
+        """With `softcap` logits are softcap · tanh(logit / softcap)."""
         # On a CPU the product is always in float32: bfloat16 logits are too coarse for importance
         # ratios, and this copy is cheaper than converting the weight at every step.
         keep = weight_VH.dtype if weight_VH.is_cuda else torch.float32
         self.weight_VH = weight_VH.detach().to(keep)
         self.bias_V = None if bias_V is None else bias_V.detach().float()
+        self.softcap = softcap
         self.vocab_size = weight_VH.shape[0]
-        self.chunk_tokens = max(16, CHUNK_BYTES[weight_VH.device.type] // (4 * self.vocab_size))
+        self.chunk_tokens = logit_tokens(weight_VH.device.type, self.vocab_size)
         #: Whether the softmax and its gradient are one kernel each. Set when they are compiled.
         self.fused = False
 
@@ -71,7 +71,7 @@ class Head:
         return self._project(hidden_TH.to(self.weight_VH.dtype), lora_slices_of(segments, HEAD))
 
     def write_logits(self, hidden_TH: Tensor, out_TV: Tensor) -> None:
-        """The logits of the base model, into memory that stays where it is."""
+        """The logits of the base model without a soft cap, into memory that stays where it is."""
         mm_float32(hidden_TH, self.weight_VH.t(), out=out_TV)
         if self.bias_V is not None:
             out_TV += self.bias_V
@@ -118,11 +118,12 @@ class Head:
         entropy_T = torch.empty(len(hidden_TH), device=hidden_TH.device)
         for chunk in self.chunks(hidden_TH, segments):
             targets_tK = targets_TK[chunk.span]
+            capped_tV = None if self.softcap is None else chunk.logits_tV.clone()
             softmax = self._softmax(chunk.logits_tV, targets_tK)
             logprobs_tK = softmax.logprobs_tK
             logprobs_TK[chunk.span] = logprobs_tK
             g_tK = loss_gradient(chunk.span, logprobs_tK)
-            gradient_tH, slope_t = self._backward(chunk, targets_tK, softmax, g_tK)
+            gradient_tH, slope_t = self._backward(chunk, targets_tK, softmax, g_tK, capped_tV)
             gradient_TH[chunk.span] = gradient_tH
             # dL/dlogits = onehot·g - softmax·Σg, and its product with the logits is the slope.
             # Solved for the mean logit, this gives the entropy without another computation over
@@ -140,10 +141,12 @@ class Head:
             logits_tV = mm_float32(hidden_tH, self.weight_VH.t())
         if self.bias_V is not None:
             logits_tV += self.bias_V
-        for start, stop, pair in lora_slices:
+        for start, stop, pair, _ in lora_slices:
             h_tR = mm_float32(hidden_tH[start:stop], pair.A_RI.t().to(hidden_tH.dtype))
             h_tR = h_tR.mul_(pair.scale).to(self._format)
             add_mm_float32(logits_tV[start:stop], h_tR, pair.B_OR.t().to(self._format))
+        if self.softcap is not None:
+            logits_tV.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits_tV
 
     @property
@@ -189,15 +192,30 @@ class Head:
         return dlogits_uV.scatter_add_(1, targets_tK, g_tK)
 
     def _backward(
-        self, chunk: Chunk, targets_tK: Tensor, softmax: Softmax, g_tK: Tensor
+        self,
+        chunk: Chunk,
+        targets_tK: Tensor,
+        softmax: Softmax,
+        g_tK: Tensor,
+        capped_tV: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """dL/dhidden of one chunk, and Σ dL/dlogit · logit of each token."""
+        """
+        dL/dhidden of one chunk, and Σ dL/dlogit · logit of each token.
+
+        `capped_tV` are the logits of a head with a soft cap.
+        """
         # Prompt tokens have weight zero in most batches: exclude them from both products.
         used_u = (g_tK != 0).any(dim=1).nonzero().squeeze(1)
         everything = len(used_u) == len(g_tK)
         dlogits_uV = self._logits_gradient(
             softmax, None if everything else used_u, targets_tK, g_tK
         )
+        capped_slope_u = None
+        if capped_tV is not None and self.softcap is not None:
+            capped_uV = capped_tV if everything else capped_tV[used_u]
+            capped_slope_u = (dlogits_uV * capped_uV).sum(dim=1)
+            # The derivative by the logits before the cap, of which the rest is made.
+            dlogits_uV = dlogits_uV * (1 - (capped_uV / self.softcap).square_())
         gradient_tH = mm_float32(dlogits_uV.to(self.weight_VH.dtype), self.weight_VH)
         if not everything:
             used = gradient_tH
@@ -205,6 +223,10 @@ class Head:
             gradient_tH[used_u] = used
         if chunk.lora_slices:
             self._backward_lora_slices(chunk, used_u, dlogits_uV, gradient_tH)
+        if capped_slope_u is not None:
+            slope_t = capped_slope_u.new_zeros(len(g_tK))
+            slope_t[used_u] = capped_slope_u
+            return gradient_tH, slope_t
         # Except for the bias, the logits are linear in the hidden states.
         slope_t = (chunk.hidden_tH * gradient_tH).sum(dim=1)
         if self.bias_V is not None:
@@ -215,7 +237,7 @@ class Head:
         self, chunk: Chunk, used_u: Tensor, dlogits_uV: Tensor, gradient_tH: Tensor
     ) -> None:
         form = self._format
-        for start, stop, pair in chunk.lora_slices:
+        for start, stop, pair, _ in chunk.lora_slices:
             tokens_m, dlogits_mV = used_u, dlogits_uV
             if (start, stop) != (0, len(chunk.hidden_tH)):
                 mine = (used_u >= start) & (used_u < stop)

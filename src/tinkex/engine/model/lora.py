@@ -1,94 +1,34 @@
-"""LoRA adapters: their layout in a flat vector, and the linear layer that adds them.
+"""LoRA adapters as flat vectors, and the linear layer that adds them.
 
-An adapter is one flat vector. The layout says where A and B of every target begin, so an optimizer
-step, a gradient norm or a copy is one operation over the whole adapter.
+An adapter is one flat vector. Its layout (`targets`) says where A and B of every target begin, so an
+optimizer step, a gradient norm or a copy is one operation over the whole adapter.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tinkex.engine.model.matmul import add_mm_float32, linear
+from tinkex.engine.model.targets import Layout, Placement
 
 # T packed tokens, I inputs of a linear layer, O its outputs, R rank
 
 #: LoRA alpha, independent of the rank: the scale is ALPHA / rank.
 ALPHA = 32.0
 
-TargetKind = Literal["attn", "mlp", "unembed"]
-
-#: Matrices begin at multiples of this many elements: 16 bytes in bfloat16, which GPU kernels need.
-ALIGNMENT = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """A linear layer of the base model that can be adapted."""
-
-    #: The module's path in the model, such as `model.layers.0.self_attn.q_proj`.
-    name: str
-    kind: TargetKind
-    inputs: int
-    outputs: int
-    #: Targets of one group read the same input. Their A matrices are adjacent, so that one product
-    #: can project the input for all of them.
-    group: str
-
-
-class Placement(NamedTuple):
-    """Offsets and shapes of the two matrices of a target in the flat vector."""
-
-    offset_A: int
-    shape_A: tuple[int, int]
-    offset_B: int
-    shape_B: tuple[int, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    rank: int
-    size: int
-    placements: Mapping[str, Placement]
-
-
-def make_layout(targets: Iterable[Target], rank: int) -> Layout:
-    groups: dict[str, list[Target]] = {}
-    for target in targets:
-        groups.setdefault(target.group, []).append(target)
-    placements: dict[str, Placement] = {}
-    end = 0
-    for members in groups.values():
-        starts_A: dict[str, int] = {}
-        for target in members:
-            starts_A[target.name] = end
-            end += rank * target.inputs
-        end = aligned(end)
-        for target in members:
-            shape_A, shape_B = (rank, target.inputs), (target.outputs, rank)
-            placements[target.name] = Placement(starts_A[target.name], shape_A, end, shape_B)
-            end = aligned(end + target.outputs * rank)
-    return Layout(rank=rank, size=end, placements=placements)
-
-
-def aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
-
 
 def matrices(flat: Tensor, placement: Placement) -> tuple[Tensor, Tensor]:
     """A and B of one target as views of the flat vector."""
-    A = flat[placement.offset_A :][: placement.shape_A[0] * placement.shape_A[1]].view(
-        placement.shape_A
-    )
-    B = flat[placement.offset_B :][: placement.shape_B[0] * placement.shape_B[1]].view(
-        placement.shape_B
-    )
+    offset_A, shape_A, offset_B, shape_B = placement
+    A = flat[offset_A:][: math.prod(shape_A)].view(shape_A)
+    B = flat[offset_B:][: math.prod(shape_B)].view(shape_B)
     return A, B
 
 
@@ -104,14 +44,18 @@ def initial_weights(layout: Layout, seed: int) -> Tensor:
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         bound = (
-            placement.shape_A[1] ** -0.5
+            placement.shape_A[-1] ** -0.5
         )  # kaiming_uniform_ with a = sqrt(5), as in nn.Linear and PEFT
         matrices(flat, placement)[0].uniform_(-bound, bound, generator=generator)
     return flat
 
 
 class Pair(NamedTuple):
-    """The matrices of one adapter for one linear layer. Sampler adapters have no gradients."""
+    """
+    The matrices of one adapter for one linear layer. Sampler adapters have no gradients.
+
+    For a projection of experts one of the two has another dimension in front, for the experts.
+    """
 
     A_RI: Tensor
     B_OR: Tensor
@@ -143,6 +87,45 @@ class AdapterContext:
 
     def __init__(self) -> None:
         self.segments: Sequence[AdapterSegment] = ()
+        #: Packed tokens of the pass; None outside of passes.
+        self.tokens: int | None = None
+
+
+class WrongRows(RuntimeError):
+    """
+    A linear layer got other rows than the tokens of the pass, so adapters would be added to others.
+
+    Code that gives each expert its own tokens would do this, for example.
+    """
+
+
+class Columns(NamedTuple):
+    """
+    Some outputs of a linear layer that makes several projections at once.
+
+    The outputs are `blocks` of equal size, and these are `start` to `stop` of each block.
+    """
+
+    blocks: int
+    start: int
+    stop: int
+
+    @property
+    def outputs(self) -> int:
+        return self.blocks * (self.stop - self.start)
+
+    def of(self, weight_OI: Tensor) -> Tensor:
+        """Their rows of the weights, as a view [blocks, stop - start, I]."""
+        return weight_OI.view(self.blocks, -1, weight_OI.shape[1])[:, self.start : self.stop]
+
+    def add(self, y_TO: Tensor, change_TC: Tensor) -> None:
+        self._own(y_TO).add_(change_TC.view(len(y_TO), self.blocks, -1))
+
+    def select(self, y_TO: Tensor) -> Tensor:
+        return self._own(y_TO).flatten(1)
+
+    def _own(self, y_TO: Tensor) -> Tensor:
+        return y_TO.view(len(y_TO), self.blocks, -1)[:, :, self.start : self.stop]
 
 
 class LoraSlice(NamedTuple):
@@ -151,20 +134,41 @@ class LoraSlice(NamedTuple):
     start: int
     stop: int
     pair: Pair
+    #: The outputs that the pair makes; None for all.
+    columns: Columns | None = None
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer that adds to each token the LoRA product of its adapter."""
+    """
+    A frozen linear layer that adds to each token the LoRA product of its adapter.
 
-    def __init__(self, base: nn.Linear, name: str, context: AdapterContext) -> None:
+    If it makes several projections at once, each has a name and a pair of its own.
+    """
+
+    def __init__(
+        self,
+        base: nn.Linear,
+        name: str,
+        context: AdapterContext,
+        projections: Mapping[str, Columns | None] | None = None,
+    ) -> None:
         super().__init__()
         self.weight = base.weight
         self.bias = base.bias
         self.name = name
         self.context = context
+        #: The names of its projections, with their outputs if there are several.
+        self.projections = projections or {name: None}
 
     def forward(self, x: Tensor) -> Tensor:
-        lora_slices = lora_slices_of(self.context.segments, self.name)
+        rows, tokens = x.numel() // x.shape[-1], self.context.tokens
+        if rows != tokens:
+            raise WrongRows(f"{self.name} got {rows} rows in a pass of {tokens} tokens")
+        lora_slices = [
+            lora_slice._replace(columns=columns)
+            for name, columns in self.projections.items()
+            for lora_slice in lora_slices_of(self.context.segments, name)
+        ]
         if x.requires_grad:
             if not lora_slices:
                 return F.linear(x, self.weight, self.bias)
@@ -187,9 +191,18 @@ def lora_slices_of(segments: Sequence[AdapterSegment], name: str) -> list[LoraSl
 
 def add_lora_slices(x_TI: Tensor, y_TO: Tensor, lora_slices: Sequence[LoraSlice]) -> None:
     """Adds the LoRA product of each slice to its tokens of `y_TO`, in place."""
-    for start, stop, pair in lora_slices:
+    for start, stop, pair, columns in lora_slices:
         h_TR = x_TI[start:stop] @ pair.A_RI.t()
-        y_TO[start:stop].addmm_(h_TR, pair.B_OR.t(), alpha=pair.scale)
+        _add_product(y_TO[start:stop], h_TR, pair, columns, scale=pair.scale)
+
+
+def _add_product(
+    y_tO: Tensor, h_tR: Tensor, pair: Pair, columns: Columns | None, *, scale: float
+) -> None:
+    if columns is None:
+        y_tO.addmm_(h_tR, pair.B_OR.t(), alpha=scale)
+    else:
+        columns.add(y_tO, (h_tR * scale) @ pair.B_OR.t())
 
 
 class _LoraFunction(torch.autograd.Function):
@@ -207,9 +220,9 @@ class _LoraFunction(torch.autograd.Function):
         x_TI = x.reshape(-1, x.shape[-1])
         y_TO = F.linear(x_TI, weight, bias)
         shrunk = []
-        for start, stop, pair in lora_slices:
+        for start, stop, pair, columns in lora_slices:
             h_TR = (x_TI[start:stop] @ pair.A_RI.t()).mul_(pair.scale)
-            y_TO[start:stop].addmm_(h_TR, pair.B_OR.t())
+            _add_product(y_TO[start:stop], h_TR, pair, columns, scale=1.0)
             shrunk.append(h_TR)
         ctx.save_for_backward(x_TI, *shrunk)
         ctx.weight, ctx.lora_slices, ctx.shape = weight, lora_slices, x.shape
@@ -220,8 +233,8 @@ class _LoraFunction(torch.autograd.Function):
         x_TI, *shrunk = ctx.saved_tensors
         dy_TO = dy.reshape(-1, dy.shape[-1])
         dx_TI = dy_TO @ ctx.weight
-        for (start, stop, pair), h_TR in zip(ctx.lora_slices, shrunk, strict=True):
-            dy_tO = dy_TO[start:stop]
+        for (start, stop, pair, columns), h_TR in zip(ctx.lora_slices, shrunk, strict=True):
+            dy_tO = dy_TO[start:stop] if columns is None else columns.select(dy_TO[start:stop])
             dh_tR = (dy_tO @ pair.B_OR).mul_(pair.scale)
             if pair.grad_A_RI is not None:
                 add_mm_float32(pair.grad_A_RI, dh_tR.t(), x_TI[start:stop])

@@ -17,8 +17,8 @@ def mm_float32(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Ten
 
 
 def add_mm_float32(total: Tensor, left: Tensor, right: Tensor, *, scale: float = 1.0) -> None:
-    """`total += scale * left @ right` for a float32 `total`."""
-    if left.dtype == torch.float32 and right.dtype == torch.float32:
+    """`total += scale * left @ right` for a float32 `total` (float64 if all are)."""
+    if left.dtype == right.dtype == total.dtype:
         total.addmm_(left, right, alpha=scale)
     elif left.is_cuda and left.dtype == right.dtype:
         torch.addmm(total, left, right, out_dtype=torch.float32, alpha=scale, out=total)

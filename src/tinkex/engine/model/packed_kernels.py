@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinkex.engine.model.kernel_launch import Launcher
+
 # T packed tokens, H hidden size, V vocabulary, R rank rounded up, P projections of one input
 
 #: Tokens that one program handles.
@@ -28,6 +30,7 @@ LOGITS = 4096
 # -- norms ----------------------------------------------------------------------------------------
 
 
+@Launcher
 @triton.jit
 def _add_norm(X, Y, W, Sum, Out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * SIZE
@@ -45,6 +48,7 @@ def _add_norm(X, Y, W, Sum, Out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, A
     tl.store(Out + row + c, normed.to(Out.dtype.element_ty), mask=inside)
 
 
+@Launcher
 @triton.jit
 def _norm_backward(
     X, W, Gradient, Residual, Dx, Out, eps,
@@ -70,6 +74,7 @@ def _norm_backward(
 # -- heads ----------------------------------------------------------------------------------------
 
 
+@Launcher
 @triton.jit(do_not_specialize=["tokens"])
 def _rotate(
     Y, Q, Keys, QNorm, KNorm, Cos, Sin, eps, tokens,
@@ -107,6 +112,7 @@ def _rotate(
     tl.store(to + HALF, second.to(dtype), mask=both)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["tokens"])
 def _rotate_backward(
     Y, Dq, Dk, Dv, QNorm, KNorm, Cos, Sin, eps, tokens,
@@ -154,6 +160,7 @@ def _rotate_backward(
 # -- SwiGLU ---------------------------------------------------------------------------------------
 
 
+@Launcher
 @triton.jit
 def _swiglu(Y, Out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -165,6 +172,7 @@ def _swiglu(Y, Out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(Out + row * SIZE + c, (act * up).to(Out.dtype.element_ty), mask=inside)
 
 
+@Launcher
 @triton.jit
 def _swiglu_backward(Y, Gradient, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Replaces gate and up in Y by their gradients, and the gradient by the product itself."""
@@ -186,6 +194,7 @@ def _swiglu_backward(Y, Gradient, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 # -- softmax of the logits ------------------------------------------------------------------------
 
 
+@Launcher
 @triton.jit
 def _log_sum_exp(Logits, Out, V: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
@@ -201,6 +210,7 @@ def _log_sum_exp(Logits, Out, V: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(Out + row, top + tl.log(tl.sum(total * tl.exp(largest - top), 0)))
 
 
+@Launcher
 @triton.jit(do_not_specialize=["count"])
 def _logits_gradient(
     Logits, Rows, Lse, Targets, G, Out, count, V: tl.constexpr, BLOCK: tl.constexpr
@@ -248,6 +258,7 @@ class LoraTables:
     rank_step: int
 
 
+@Launcher
 @triton.jit(do_not_specialize=["target", "targets"])
 def _shrink(
     X, Out, Base, Offsets, Ranks, Scales, Tiles, target, targets, stride, column, size, width,
@@ -283,6 +294,7 @@ def _shrink(
     tl.store(Out + to, h.to(Out.dtype.element_ty), mask=ok)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["target", "targets"])
 def _expand(
     Y, Shrunk, Base, Offsets, Ranks, Tiles, target, targets, stride, column, size, width,
@@ -319,6 +331,7 @@ def _expand(
     tl.store(at, y.to(Y.dtype.element_ty), mask=ok & inside[None, :])
 
 
+@Launcher
 @triton.jit(do_not_specialize=["target", "targets"])
 def _weight_gradient(
     X, Shrunk, GradBase, Offsets, Ranks, Spans, target, targets, stride, column, size, width,
@@ -376,7 +389,8 @@ def add_norm(
     total = x_TH if y_TH is None else torch.empty_like(x_TH)
     out = torch.empty_like(x_TH)
     block = triton.next_power_of_2(size)
-    _add_norm[(tokens,)](
+    _add_norm.launch(
+        (tokens, 1, 1),
         x_TH, x_TH if y_TH is None else y_TH, weight_H, total, out, eps, size, block,
         y_TH is not None, num_warps=_warps(block),
     )  # fmt: skip
@@ -394,7 +408,8 @@ def norm_backward(
     tokens, size = x_TH.shape
     dx = torch.empty_like(x_TH) if residual_TH is None else residual_TH
     block = triton.next_power_of_2(size)
-    _norm_backward[(tokens,)](
+    _norm_backward.launch(
+        (tokens, 1, 1),
         x_TH, weight_H, gradient_TH, dx, dx, gradient_TH, eps, size, block,
         residual_TH is not None, num_warps=_warps(block),
     )  # fmt: skip
@@ -423,7 +438,8 @@ def rotate(qkv_TO: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor]:
         torch.empty(tokens, heads, size, dtype=qkv_TO.dtype, device=qkv_TO.device)
         for heads in (shape.query_heads, shape.key_heads)
     )
-    _rotate[(triton.cdiv(tokens, 16), shape.query_heads + shape.key_heads)](
+    _rotate.launch(
+        (triton.cdiv(tokens, 16), shape.query_heads + shape.key_heads, 1),
         qkv_TO, q, k, *(shape.norms or (shape.cos, shape.cos)), shape.cos, shape.sin, shape.eps,
         tokens, shape.query_heads, shape.key_heads, size,
         max(16, triton.next_power_of_2(size // 2)), shape.norms is not None, 16,
@@ -436,7 +452,8 @@ def rotate_backward(qkv_TO: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, shape: H
     """The gradient by the projections q, k and v, which it replaces in memory."""
     tokens, size = len(qkv_TO), shape.size
     dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
-    _rotate_backward[(triton.cdiv(tokens, 16), shape.query_heads + 2 * shape.key_heads)](
+    _rotate_backward.launch(
+        (triton.cdiv(tokens, 16), shape.query_heads + 2 * shape.key_heads, 1),
         qkv_TO, dq, dk, dv, *(shape.norms or (shape.cos, shape.cos)), shape.cos, shape.sin,
         shape.eps, tokens, shape.query_heads, shape.key_heads, size,
         max(16, triton.next_power_of_2(size // 2)), shape.norms is not None, 16,
@@ -450,7 +467,7 @@ def swiglu(gate_up_TO: Tensor) -> Tensor:
     tokens, size = len(gate_up_TO), gate_up_TO.shape[1] // 2
     out = torch.empty(tokens, size, dtype=gate_up_TO.dtype, device=gate_up_TO.device)
     block = min(2048, triton.next_power_of_2(size))
-    _swiglu[(tokens, triton.cdiv(size, block))](gate_up_TO, out, size, block, num_warps=4)
+    _swiglu.launch((tokens, triton.cdiv(size, block), 1), gate_up_TO, out, size, block, num_warps=4)
     return out
 
 
@@ -462,8 +479,8 @@ def swiglu_backward(gate_up_TO: Tensor, gradient_TI: Tensor) -> tuple[Tensor, Te
     """
     tokens, size = gradient_TI.shape
     block = min(2048, triton.next_power_of_2(size))
-    _swiglu_backward[(tokens, triton.cdiv(size, block))](
-        gate_up_TO, gradient_TI, size, block, num_warps=4
+    _swiglu_backward.launch(
+        (tokens, triton.cdiv(size, block), 1), gate_up_TO, gradient_TI, size, block, num_warps=4
     )
     return gate_up_TO, gradient_TI
 
@@ -472,7 +489,7 @@ def log_sum_exp(logits_TV: Tensor) -> Tensor:
     """The logarithm of the softmax's divisor [T]."""
     tokens, size = logits_TV.shape
     out = torch.empty(tokens, dtype=torch.float32, device=logits_TV.device)
-    _log_sum_exp[(tokens,)](logits_TV, out, size, LOGITS, num_warps=8)
+    _log_sum_exp.launch((tokens, 1, 1), logits_TV, out, size, LOGITS, num_warps=8)
     return out
 
 
@@ -483,7 +500,8 @@ def logits_gradient(
     """dL/dlogits [u, V] of some rows, from g = dL/dlogp: onehot·g - softmax·Σg."""
     size, targets = logits_TV.shape[1], targets_TK.shape[1]
     out = torch.empty(len(rows_u), size, dtype=dtype, device=logits_TV.device)
-    _logits_gradient[(len(rows_u), triton.cdiv(size, LOGITS))](
+    _logits_gradient.launch(
+        (len(rows_u), triton.cdiv(size, LOGITS), 1),
         logits_TV, rows_u, lse_T, targets_TK.contiguous(), g_TK.contiguous(), out, targets, size,
         LOGITS, num_warps=8,
     )  # fmt: skip
@@ -508,7 +526,8 @@ def shrink(x_TI: Tensor, tables: LoraTables, target: int, projections: int) -> T
     tokens, size = x_TI.shape
     width = projections * tables.rank
     out = torch.empty(tokens, width, dtype=x_TI.dtype, device=x_TI.device)
-    _shrink[(len(tables.tiles), projections)](
+    _shrink.launch(
+        (len(tables.tiles), projections, 1),
         x_TI, out, tables.base, tables.offsets, tables.ranks, tables.scales, tables.tiles, target,
         tables.ranks.shape[1], x_TI.stride(0), 0, size, width, tables.rank, tables.rank_step,
         False, TOKENS, 64, num_warps=4, num_stages=_lora_stages(tables),
@@ -522,7 +541,8 @@ def expand(
     """Adds h Bᵀ to the columns of each projection of y, which have these sizes."""
     column, block = 0, _lora_block(tables)
     for j, size in enumerate(sizes):
-        _expand[(len(tables.tiles), triton.cdiv(size, block))](
+        _expand.launch(
+            (len(tables.tiles), triton.cdiv(size, block), 1),
             y_TO, h_TPR[:, j * tables.rank :], tables.base, tables.offsets, tables.ranks,
             tables.tiles, target + j, tables.ranks.shape[1], y_TO.stride(0), column, size,
             h_TPR.shape[1], 1, tables.rank, tables.rank_step, False, TOKENS, block, num_warps=4,
@@ -536,7 +556,8 @@ def shrink_gradient(dy_TO: Tensor, tables: LoraTables, target: int, sizes: Seque
     out = torch.empty(tokens, width, dtype=dy_TO.dtype, device=dy_TO.device)
     column = 0
     for j, size in enumerate(sizes):
-        _shrink[(len(tables.tiles), 1)](
+        _shrink.launch(
+            (len(tables.tiles), 1, 1),
             dy_TO, out[:, j * tables.rank :], tables.base, tables.offsets, tables.ranks,
             tables.scales, tables.tiles, target + j, tables.ranks.shape[1], dy_TO.stride(0),
             column, size, width, tables.rank, tables.rank_step, True, TOKENS, 64,
@@ -551,7 +572,8 @@ def expand_gradient(
 ) -> None:
     """Adds dh A of all projections to dx."""
     size, block = dx_TI.shape[1], _lora_block(tables)
-    _expand[(len(tables.tiles), triton.cdiv(size, block))](
+    _expand.launch(
+        (len(tables.tiles), triton.cdiv(size, block), 1),
         dx_TI, dh_TPR, tables.base, tables.offsets, tables.ranks, tables.tiles, target,
         tables.ranks.shape[1], dx_TI.stride(0), 0, size, dh_TPR.shape[1], projections, tables.rank,
         tables.rank_step, True, TOKENS, block, num_warps=4,
@@ -571,14 +593,16 @@ def add_weight_gradients(
     width, targets = h_TPR.shape[1], tables.ranks.shape[1]
     slots, spans = tables.spans.shape[:2]
     size, block = x_TI.shape[1], _lora_block(tables)
-    _weight_gradient[(slots, triton.cdiv(size, block), len(sizes))](
+    _weight_gradient.launch(
+        (slots, triton.cdiv(size, block), len(sizes)),
         x_TI, dh_TPR, tables.grad_base, tables.offsets, tables.ranks, tables.spans, target,
         targets, x_TI.stride(0), 0, size, width, tables.rank, tables.rank_step, spans, False,
         TOKENS, block, num_warps=4, num_stages=min(3, _lora_stages(tables)),
     )  # fmt: skip
     column = 0
     for j, outputs in enumerate(sizes):
-        _weight_gradient[(slots, triton.cdiv(outputs, block), 1)](
+        _weight_gradient.launch(
+            (slots, triton.cdiv(outputs, block), 1),
             dy_TO, h_TPR[:, j * tables.rank :], tables.grad_base, tables.offsets, tables.ranks,
             tables.spans, target + j, targets, dy_TO.stride(0), column, outputs, width,
             tables.rank, tables.rank_step, spans, True, TOKENS, block, num_warps=4,

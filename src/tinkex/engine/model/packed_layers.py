@@ -27,18 +27,16 @@ from tinkex.engine.model.attention import (
     attend_packed_with_backward,
 )
 from tinkex.engine.model.lm_head import Head
-from tinkex.engine.model.lora import AdapterSegment, Pair, Target, make_layout, make_pairs
+from tinkex.engine.model.lora import AdapterSegment, Pair, make_pairs
 from tinkex.engine.model.matmul import add_mm_float32
 from tinkex.engine.model.stacked_weights import ATTENTION, MLP, StackedLayer, StackedWeights
+from tinkex.engine.model.targets import Target, make_layout
 
 # T packed tokens, H hidden size, I inputs, O outputs, R rank, P projections of one input
 
 #: Targets of a layer, and the index of the first of each input among them.
 TARGETS = len(ATTENTION) + len(MLP)
 QKV, OUTPUT, GATE_UP, DOWN = 0, 3, 4, 6
-
-#: The rank for which memory is planned.
-RANK = 32
 
 
 @dataclass(slots=True)
@@ -59,41 +57,6 @@ class _Kept:
 class PackedLayers:
     def __init__(self, weights: StackedWeights) -> None:
         self.weights = weights
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Peak memory of a pass with gradients for each token."""
-        return self._kept_bytes * len(self.weights.layers) + self._temporary_bytes
-
-    @property
-    def checkpoint_bytes_per_token(self) -> int:
-        """The same with checkpointing: the inputs of all layers, and all of one layer."""
-        weights = self.weights
-        inputs = weights.embedding.shape[1] * weights.embedding.element_size()
-        return inputs * len(weights.layers) + self._kept_bytes + self._temporary_bytes
-
-    @property
-    def _kept_bytes(self) -> int:
-        """What a layer keeps for each token until its backward pass."""
-        layer, weights = self.weights.layers[0], self.weights
-        rotated = (weights.query_heads + weights.key_heads) * weights.head_size
-        attended = weights.query_heads * weights.head_size
-        numbers = 2 * weights.embedding.shape[1] + len(layer.qkv.weight) + rotated + attended
-        numbers += len(layer.gate_up.weight) + 2 * weights.query_heads + RANK * TARGETS
-        return numbers * weights.embedding.element_size()
-
-    @property
-    def _temporary_bytes(self) -> int:
-        """What the backward pass of one layer needs beside that, in the larger of its two halves."""
-        layer, weights = self.weights.layers[0], self.weights
-        hidden, qkv = weights.embedding.shape[1], len(layer.qkv.weight)
-        query, key = (
-            heads * weights.head_size for heads in (weights.query_heads, weights.key_heads)
-        )
-        mlp = layer.down.weight.shape[1] + 2 * qkv + 4 * hidden
-        # Gradients by queries, by keys and values of each query head, and a float32 sum.
-        attention = hidden + 6 * query + 2 * key + qkv
-        return max(mlp, attention) * weights.embedding.element_size()
 
     def hidden(self, ids_T: Tensor, packing: Packing, segments: Sequence[AdapterSegment]) -> Tensor:
         """The last hidden states [T, H] of a pass without gradients."""
@@ -186,10 +149,10 @@ class PackedLayers:
         attention_backward = None
         if keep:
             attended, attention_backward = attend_packed_with_backward(
-                index, q, k, v, scaling=weights.scaling, packing=batch.packing
+                index, q, k, v, scoring=layer.scoring, packing=batch.packing
             )
         else:
-            attended = attend_packed(index, q, k, v, scaling=weights.scaling, packing=batch.packing)
+            attended = attend_packed(index, q, k, v, scoring=layer.scoring, packing=batch.packing)
         flat = attended.reshape(tokens, -1)
         y = F.linear(flat, layer.output.weight, layer.output.bias)
         of_output = lora.add(target + OUTPUT, flat, y, sizes.output)

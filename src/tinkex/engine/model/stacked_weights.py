@@ -9,14 +9,18 @@ parts that a layer has; a comparison of logits shows whether the result is right
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tinkex.engine.model.lm_head import HEAD, Head
+from tinkex.engine.model.attention import CacheShapes, SeenLayer
+from tinkex.engine.model.attention_scores import Scoring
+from tinkex.engine.model.lm_head import Head
 from tinkex.engine.model.lora import LoraLinear, Pair
+from tinkex.engine.model.step_memory import PackedShape
+from tinkex.engine.model.targets import HEAD
 
 #: Kinds of rotary embeddings whose frequencies do not depend on the length of the sequence.
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -38,6 +42,7 @@ class StackedLayer:
     qkv: StackedLinear
     #: Weights of the norms of queries and keys, if the model has them.
     head_norms: tuple[Tensor, Tensor] | None
+    scoring: Scoring
     output: StackedLinear
     mlp_norm: Tensor
     gate_up: StackedLinear
@@ -55,8 +60,6 @@ class StackedWeights:
     #: Of the rotary embedding.
     frequencies: Tensor
     rope_scale: float
-    #: Factor of the attention scores.
-    scaling: float
     query_heads: int
     key_heads: int
     head_size: int
@@ -82,6 +85,7 @@ class StackedWeights:
             or getattr(rotary, "rope_type", "default") not in FIXED_ROPE
             or 2 * len(rotary.inv_freq) != first.head_dim
             or head.bias_V is not None
+            or head.softcap is not None
             or getattr(decoder, "embedding_multiplier", 1.0) != 1.0
             or any(layer.self_attn.head_dim != first.head_dim for layer in decoder.layers)
             or first.head_dim % 16
@@ -96,11 +100,48 @@ class StackedWeights:
             head_eps=float(getattr(first, "q_norm", decoder.norm).variance_epsilon),
             frequencies=rotary.inv_freq.float(),
             rope_scale=float(rotary.attention_scaling),
-            scaling=float(first.scaling),
             query_heads=first.q_proj.weight.shape[0] // first.head_dim,
             key_heads=first.k_proj.weight.shape[0] // first.head_dim,
             head_size=int(first.head_dim),
             targets=[*targets, HEAD],
+        )
+
+    def with_attention(self, seen: Sequence[SeenLayer], context: int) -> StackedWeights | None:
+        """
+        With what transformers' code asked of the attention of each layer.
+
+        `context` is the longest sequence. None if there are no kernels for it.
+        """
+        heads = (self.key_heads, self.head_size)
+        if any(
+            layer.shapes != CacheShapes(heads, heads) or layer.scoring.softcap is not None
+            for layer in seen
+        ):
+            return None
+        # A window that hides nothing would cost time.
+        scorings = [
+            layer.scoring if layer.scoring.slides(context) else layer.scoring._replace(window=None)
+            for layer in seen
+        ]
+        layers = [
+            replace(layer, scoring=scoring)
+            for layer, scoring in zip(self.layers, scorings, strict=True)
+        ]
+        return replace(self, layers=layers)
+
+    @property
+    def shape(self) -> PackedShape:
+        """The sizes that say how much memory a pass takes."""
+        first = self.layers[0]
+        return PackedShape(
+            layers=len(self.layers),
+            hidden=self.embedding.shape[1],
+            qkv=len(first.qkv.weight),
+            gate_up=len(first.gate_up.weight),
+            query_heads=self.query_heads,
+            key_heads=self.key_heads,
+            head_size=self.head_size,
+            inner=first.down.weight.shape[1],
         )
 
     def addresses(self, pairs: Mapping[str, Pair]) -> tuple[list[list[int]], list[int]]:
@@ -161,6 +202,7 @@ def _stacked(layer: Any) -> StackedLayer:
         input_norm=layer.input_layernorm.weight,
         qkv=_stack(attention.q_proj, attention.k_proj, attention.v_proj),
         head_norms=norms,
+        scoring=Scoring(float(attention.scaling)),
         output=StackedLinear(weight=attention.o_proj.weight, bias=attention.o_proj.bias),
         mlp_norm=layer.post_attention_layernorm.weight,
         gate_up=_stack(mlp.gate_proj, mlp.up_proj),

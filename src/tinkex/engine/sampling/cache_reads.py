@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine.model.attention import GatheredTable, ReadRound, SlotRange
+from tinkex.engine.model.attention import DecodeReads, GatheredTable, ReadRound, SlotRange
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.sampling.kv_pages import Pages
 from tinkex.engine.sampling.scheduler import PrefillChunk
@@ -24,14 +24,56 @@ COPY_FACTOR = 1.3
 MAX_GATHER_TOKENS = 384
 
 
-def plan_range_reads(pages: Pages, sequences: Sequence[SampleSequence]) -> list[ReadRound]:
+def plan_decode_reads(
+    pages: Pages,
+    sequences: Sequence[SampleSequence],
+    model: BaseModel,
+    windows: Collection[int],
+) -> dict[int | None, DecodeReads]:
+    """What a decode step reads in layers without a window (None) and with each of `windows`."""
+    longest = max(sequence.length for sequence in sequences)
+    found: dict[int | None, DecodeReads] = {None: _decode_reads(pages, sequences, model, None)}
+    for window in windows:
+        slides = window < longest
+        found[window] = _decode_reads(pages, sequences, model, window) if slides else found[None]
+    return found
+
+
+def _decode_reads(
+    pages: Pages, sequences: Sequence[SampleSequence], model: BaseModel, window: int | None
+) -> DecodeReads:
+    if model.device.type == "cpu":
+        rounds = plan_range_reads(pages, sequences, window)
+        lengths = [sequence.length for sequence in sequences]
+        if window is not None:
+            lengths = [min(length, window) for length in lengths]
+        if not gather_is_cheaper(rounds, lengths):
+            return DecodeReads(rounds=rounds)
+    return DecodeReads(table=gathered_table(pages, sequences, model, window))
+
+
+def slot_ranges(
+    pages: Pages, sequence: SampleSequence, window: int | None
+) -> Iterator[tuple[int, int]]:
+    """The contiguous slot ranges of the last `window` tokens of a sequence, or of all."""
+    skipped = 0 if window is None else max(0, sequence.length - window)
+    for start, stop in pages.slot_ranges(sequence.page_table, sequence.length):
+        first = min(stop, start + skipped)
+        skipped -= first - start
+        if first < stop:
+            yield first, stop
+
+
+def plan_range_reads(
+    pages: Pages, sequences: Sequence[SampleSequence], window: int | None = None
+) -> list[ReadRound]:
     """
     The contiguous slot ranges that each sequence reads. Round i has the i-th range of each.
 
     Adjacent sequences with the same prefix read it together. If the ranges of some of them continue
     after it, these need additional calls, so they read it together only if that saves more.
     """
-    left = [list(pages.slot_ranges(s.page_table, s.length))[::-1] for s in sequences]
+    left = [list(slot_ranges(pages, sequence, window))[::-1] for sequence in sequences]
     rounds: list[ReadRound] = []
     while reading := [at for at, ranges in enumerate(left) if ranges]:
         ranges_read: list[SlotRange] = []
@@ -98,15 +140,20 @@ def slots_of(pages: Pages, chunk: PrefillChunk) -> Tensor:
 
 
 def gathered_table(
-    pages: Pages, sequences: Sequence[SampleSequence], model: BaseModel
+    pages: Pages,
+    sequences: Sequence[SampleSequence],
+    model: BaseModel,
+    window: int | None = None,
 ) -> GatheredTable:
     """All slots that a decode step reads, as one padded table."""
     longest = max(sequence.length for sequence in sequences)
+    if window is not None:
+        longest = min(longest, window)
     slots = np.zeros((len(sequences), longest), np.int64)
     bias = np.zeros((len(sequences), longest), np.float32)
     for at, sequence in enumerate(sequences):
         begin = 0
-        for start, stop in pages.slot_ranges(sequence.page_table, sequence.length):
+        for start, stop in slot_ranges(pages, sequence, window):
             slots[at, begin : begin + stop - start] = np.arange(start, stop)
             begin += stop - start
         # Pad with an initialized slot: uninitialized cache may hold NaN, and masking does not

@@ -26,7 +26,7 @@ from tinkex.engine.adapters.adapters import SamplerAdapter
 from tinkex.engine.model.attention import CacheLayer
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.fused_decoder import MAX_RANK, DecodeInputs
-from tinkex.engine.model.lm_head import HEAD
+from tinkex.engine.model.targets import HEAD
 from tinkex.engine.sampling.decode_rows import (
     FIELDS,
     IDS,

@@ -92,16 +92,20 @@ class DecodeRows:
         return changed
 
     def _write_pages(self, row: int, pages: PageTable) -> None:
-        known = self._tabled[row]
+        known, count = self._tabled[row], pages.page_count
         # A page table grows at its end.
         done = known[1] if known is not None and known[0] is pages else 0
-        begin = 0
-        for extent in pages.extents:
-            end = begin + extent.count
-            if end > done:
+        end = count
+        for extent in reversed(pages.extents):
+            begin = end - extent.count
+            if end == done + 1:  # the usual case: one page more
+                self._table[row, done] = extent.first + extent.count - 1
+            elif end > done:
                 self._table[row, begin:end] = np.arange(extent.first, extent.first + extent.count)
-            begin = end
-        self._tabled[row] = pages, begin
+            else:
+                break
+            end = begin
+        self._tabled[row] = pages, count
 
 
 def pad_biases(

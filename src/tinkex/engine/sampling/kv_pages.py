@@ -16,6 +16,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from tinkex.engine.sampling.state_slots import StateSlots
+
 _USED, _FREE, _RESERVED, _IDLE = 0, 1, 2, 3
 
 #: The weights that computed the keys and values of a page: the folder of a sampler adapter, or None
@@ -71,6 +73,11 @@ class _CachedPage:
     siblings: dict[tuple[int, ...], _CachedPage]
     tokens: tuple[int, ...]
     children: dict[tuple[int, ...], _CachedPage] = field(default_factory=dict)
+    #: The slot of the kept state of recurrent layers after this page.
+    state: int | None = None
+
+    def forget_state(self) -> None:
+        self.state = None
 
 
 class Pages:
@@ -80,8 +87,12 @@ class Pages:
     At most `max_idle` idle pages are kept for the prefix cache; 0 disables it.
     """
 
-    def __init__(self, count: int, size: int, *, max_idle: int = 0) -> None:
+    def __init__(
+        self, count: int, size: int, *, max_idle: int = 0, states: StateSlots | None = None
+    ) -> None:
         self.count = count
+        #: Of models with recurrent layers.
+        self.states = states
         #: Tokens in a page.
         self.size = size
         self._state = bytearray([_FREE]) * count
@@ -189,6 +200,32 @@ class Pages:
         if not roots:
             del self._prefix_trees[weights_id, owner]
 
+    def last_state(self, cached: Sequence[int]) -> tuple[int, int | None]:
+        """How many of these cached pages come before the last kept state, and its slot."""
+        for count in range(len(cached), 0, -1):
+            state = self._cached[cached[count - 1]].state
+            if state is not None:
+                return count, state
+        return 0, None
+
+    def keep_state(
+        self, weights_id: WeightsId, tokens: Sequence[int], *, owner: str = ""
+    ) -> int | None:
+        """
+        A slot for the state after these tokens, which are full cached pages.
+
+        None if there is one already, if the pages are not cached, or if no slot is free.
+        """
+        count = len(tokens) // self.size
+        cached = self.find(weights_id, tokens, count, owner=owner)
+        if self.states is None or not count or len(cached) < count:
+            return None
+        entry = self._cached[cached[-1]]
+        if entry.state is None:
+            entry.state = self.states.keep(entry.forget_state)
+            return entry.state
+        return None
+
     def evict(self, weights_id: WeightsId) -> None:
         """Removes all pages computed with these weights from the prefix cache."""
         for key in [key for key in self._prefix_trees if key[0] == weights_id]:
@@ -213,6 +250,8 @@ class Pages:
             one = removed.pop()
             removed += one.children.values()
             del self._cached[one.page]
+            if one.state is not None and self.states is not None:
+                self.states.release(one.state)
             if self._state[one.page] == _IDLE:
                 del self._idle[one.page]
                 self._state[one.page] = _FREE

@@ -7,34 +7,33 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tinkex.engine.adapters.adapters import SamplerAdapter
-from tinkex.engine.model.attention import CachedPrefix, CacheLayer, CacheUse, Packing
+from tinkex.engine.model.attention import (
+    CachedPrefix,
+    CacheLayer,
+    CacheUse,
+    Packing,
+    StateLayer,
+    StateUse,
+)
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.lora import AdapterSegment
-from tinkex.engine.sampling.cache_reads import (
-    gather_is_cheaper,
-    gathered_table,
-    plan_range_reads,
-    rectangles,
-    slots_of,
-)
+from tinkex.engine.model.step_memory import GATHERED_BYTES
+from tinkex.engine.sampling.cache_reads import plan_decode_reads, rectangles, slots_of
 from tinkex.engine.sampling.decode_graphs import Burst, DecodeGraphs
 from tinkex.engine.sampling.fused_prefill import FusedPrefill
 from tinkex.engine.sampling.kernel_compiler import KernelCompiler
 from tinkex.engine.sampling.kv_pages import Pages
 from tinkex.engine.sampling.scheduler import CopySlots, PrefillChunk, adapter_ranges
 from tinkex.engine.sampling.sequences import AdapterKey, SampleSequence
+from tinkex.engine.sampling.state_slots import CopyState
 
 # T packed tokens, H hidden size, S sequences, V vocabulary
-
-#: Maximum bytes of the gathered keys and values of one layer in a decode step on a GPU. Constant, so
-#: that deterministic results do not depend on free memory.
-GATHERED_BYTES = 1 << 30
 
 #: Tokens that a GPU samples before the host looks at them.
 GRAPH_STEPS = 8
@@ -63,14 +62,24 @@ class ModelRunner:
         slots = (pages.count + fused) * pages.size
         self._layers = [
             CacheLayer(
-                torch.empty(slots, *shape, dtype=model.dtype, device=model.device),
-                torch.empty(slots, *shape, dtype=model.dtype, device=model.device),
+                *(
+                    torch.empty(slots, *shape, dtype=model.dtype, device=model.device)
+                    for shape in shapes
+                )
             )
-            for shape in model.cache_shapes
+            for shapes in model.cache_shapes
         ]
         self._layer_bytes_per_token = sum(
             cached[0].nbytes for cached in max(self._layers, key=lambda layer: layer.keys[0].nbytes)
         )
+        states = 0 if pages.states is None else pages.states.count
+        self._states = {
+            at: StateLayer(
+                torch.zeros(states, *shapes.conv, dtype=model.dtype, device=model.device),
+                torch.zeros(states, *shapes.matrix, device=model.device),
+            )
+            for at, shapes in model.state_shapes.items()
+        }
         self.compiler: KernelCompiler | None = None
         self._graphs: DecodeGraphs | None = None
         self._fused_prefill: FusedPrefill | None = None
@@ -111,6 +120,10 @@ class ModelRunner:
                 else None
                 for s, c in zip(slots, chunks, strict=True)
             ],
+            **self._state_use(
+                [chunk.prefill.states[0] for chunk in chunks if chunk.prefill.states],
+                [chunk.start == 0 for chunk in chunks],
+            ),
         )
         packing = Packing.of(
             lengths, device=device, offsets=[chunk.start for chunk in chunks], cache=cache
@@ -155,19 +168,48 @@ class ModelRunner:
             pages.slot(sequence.page_table, position)
             for sequence, position in zip(sequences, positions, strict=True)
         ]
-        rounds = plan_range_reads(pages, sequences) if device.type == "cpu" else None
-        if rounds and gather_is_cheaper(rounds, [sequence.length for sequence in sequences]):
-            rounds = None
         cache = CacheUse(
             layers=self._layers,
             write_slots_T=torch.tensor(write, device=device),
-            rounds=rounds,
-            table=None if rounds else gathered_table(pages, sequences, self._model),
+            reads=plan_decode_reads(pages, sequences, self._model, self._model.windows),
+            **self._state_use(
+                [sequence.state for sequence in sequences if sequence.state is not None],
+                [False] * len(sequences),
+            ),
         )
         packing = Packing.of([1] * len(sequences), device=device, offsets=positions, cache=cache)
         segments = self.adapter_segments(adapter_ranges(sequences))
         ids = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=device)
         return self._model.hidden(ids, packing, segments)
+
+    def _state_use(self, slots: Sequence[int], are_new: Sequence[bool]) -> dict[str, Any]:
+        if not self._states:
+            return {}
+        device = self._model.device
+        use = StateUse(torch.tensor(slots, device=device), torch.tensor(are_new, device=device))
+        return {"state_layers": self._states, "states": use}
+
+    def copy_states(self, copies: Sequence[CopyState]) -> None:
+        """Makes the copies in their order; those that do not depend on each other together."""
+        together: dict[int, int] = {}
+        for source, target in copies:
+            if source in together:
+                self._copy_states(together)
+                together = {}
+            together[target] = source
+        self._copy_states(together)
+
+    def _copy_states(self, sources: Mapping[int, int]) -> None:
+        """`sources` are those of each target."""
+        if not sources:
+            return
+        device = self._model.device
+        targets, found = (
+            torch.tensor([*each], device=device) for each in (sources, sources.values())
+        )
+        for layer in self._states.values():
+            for states in layer:
+                states.index_copy_(0, targets, states.index_select(0, found))
 
     def copy_slots(self, copies: Sequence[CopySlots]) -> None:
         if not copies:

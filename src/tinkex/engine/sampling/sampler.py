@@ -16,11 +16,9 @@ from torch import Tensor
 
 from tinkex.engine.adapters import checkpoints
 from tinkex.engine.adapters.adapters import SamplerAdapter
-from tinkex.engine.adapters.checkpoints import SavedAdapter, describe_difference
 from tinkex.engine.adapters.memory_plan import Resident
 from tinkex.engine.device import SAMPLING_PROFILES, release_cached
 from tinkex.engine.model.base_model import BaseModel
-from tinkex.engine.model.lora import Layout, make_layout
 from tinkex.engine.sampling.interface import Finished, PartialOutput, SamplerStats
 from tinkex.engine.sampling.kv_pages import Pages
 from tinkex.engine.sampling.model_runner import ModelRunner
@@ -38,10 +36,10 @@ from tinkex.engine.sampling.sequences import (
     Request,
     SampleSequence,
 )
+from tinkex.engine.sampling.state_slots import StateSlots
 from tinkex.engine.sampling.token_sampling import SampleStep, sample_tokens
 from tinkex.engine.training.request_checks import Limits
 from tinkex.wire.engine_settings import EngineSettings
-from tinkex.wire.errors import UserFailure
 from tinkex.wire.sampling import (
     SampledSequence,
     SampleRequest,
@@ -97,7 +95,9 @@ class BatchingSampler:
         settings: EngineSettings,
         *,
         max_batch_tokens: int,
+        idle_bytes: int,
         kv_tokens: int,
+        states: int,
         must_wait: Callable[[int], bool],
         make_room: Callable[[int, str], None],
         explain_full: Callable[[Exception], Exception],
@@ -115,6 +115,8 @@ class BatchingSampler:
         self._clock = clock
         self._model = model
         self._settings = settings
+        #: Maximum memory of adapters that no request uses.
+        self._idle_bytes = idle_bytes
         self._adapters: OrderedDict[str, SamplerAdapter] = OrderedDict()
         self._last_used: dict[str, int] = {}
         #: Reads adapters in the background, so that other requests need not wait for the disk.
@@ -140,7 +142,12 @@ class BatchingSampler:
             max_idle = min(
                 int(count * profile.max_idle_fraction), profile.max_idle_bytes // bytes_each
             )
-        pages = Pages(count, profile.page_tokens, max_idle=max_idle)
+        pages = Pages(
+            count,
+            profile.page_tokens,
+            max_idle=max_idle,
+            states=StateSlots(states) if model.state_shapes else None,
+        )
         self._scheduler = Scheduler(
             pages,
             max_sequences=settings.max_sequences,
@@ -329,16 +336,22 @@ class BatchingSampler:
         self._scheduler.pages.evict(name)
 
     def _drop_idle_adapters(self) -> None:
-        spare = len(self._adapters) - self._settings.idle_adapters
-        if spare <= 0:
+        """Drops adapters while they are too many, or those that are idle take too much memory."""
+        if not self._adapters:
             return
         kept = self._scheduler.adapters_in_use() | self._scheduler.adapters_awaited()
-        for key in [key for key in self._adapters if key not in kept][:spare]:
+        idle = [key for key in self._adapters if key not in kept]
+        size = sum(self._adapters[key].live.nbytes for key in idle)
+        for key in idle:
+            if len(self._adapters) <= self._settings.idle_adapters and size <= self._idle_bytes:
+                break
+            size -= self._adapters[key].live.nbytes
             self.drop_adapter(key)
 
     # -- steps ------------------------------------------------------------------------------------
 
     def _run(self, step: PrefillStep | DecodeStep) -> None:
+        self._runner.copy_states(self._scheduler.take_state_copies())
         if isinstance(step, PrefillStep):
             self._prefill(step)
         else:
@@ -519,26 +532,10 @@ def to_sampled_sequence(sequence: SampleSequence) -> SampledSequence:
 # -- adapters -------------------------------------------------------------------------------------
 
 
-def sampler_layout(model: BaseModel, saved: SavedAdapter, folder: Path) -> Layout:
-    """The layout of a saved adapter. Raises `UserFailure` if it does not fit the base model."""
-    known = {target.name: target for target in model.targets}
-    if extra := saved.pairs.keys() - known.keys():
-        raise UserFailure(
-            f"{folder.name}: does not fit the base model: {describe_difference(set(), extra)}."
-        )
-    for name, (A, B) in saved.pairs.items():
-        if (A.shape[1], B.shape[0]) != (known[name].inputs, known[name].outputs):
-            raise UserFailure(
-                f"{folder.name}: {name} maps {A.shape[1]} to {B.shape[0]} features, but in this "
-                f"base model it maps {known[name].inputs} to {known[name].outputs}."
-            )
-    return make_layout([known[name] for name in known if name in saved.pairs], saved.rank)
-
-
 def read_sampler_adapter(model: BaseModel, folder: Path) -> SamplerAdapter:
     """Reads an adapter for sampling into host memory."""
-    saved = checkpoints.read_adapter(folder)
-    layout = sampler_layout(model, saved, folder)
+    saved = checkpoints.read_adapter(folder, [target.name for target in model.targets])
+    layout = checkpoints.fitted_layout(model.targets, saved, folder)
     live = torch.zeros(layout.size, dtype=model.dtype)
     checkpoints.copy_pairs(live, layout, saved.pairs)
     return SamplerAdapter(layout=layout, scale=saved.scale, live=live)

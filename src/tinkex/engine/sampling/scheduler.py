@@ -28,6 +28,7 @@ from tinkex.engine.sampling.sequences import (
     Request,
     SampleSequence,
 )
+from tinkex.engine.sampling.state_slots import CopyState
 
 #: Tokens of the smallest prefill step, if larger ones do not fit in memory.
 SMALLEST_PREFILL = 64
@@ -47,6 +48,10 @@ class Prefill:
     computed: int = 0
     #: Tokens found in the prefix cache when it was first admitted.
     cached_tokens: int | None = None
+    #: In models with recurrent layers: the slots of the states of its sequences, of which the first
+    #: is computed, and after how many tokens that state is kept for others.
+    states: list[int] = field(default_factory=list)
+    kept_after: list[int] = field(default_factory=list)
 
     @property
     def max_cached_tokens(self) -> int:
@@ -96,6 +101,8 @@ class Scheduler:
     `load_adapter` is called before a request is admitted. If it returns False, the request keeps
     its place in the queue and is tried again at the next step; others continue. The function may
     also cancel the request. Requests for adapters that `may_load` excludes are skipped.
+
+    In models with recurrent layers (`pages.states`), each admitted sequence has a slot for its state.
     """
 
     def __init__(
@@ -113,7 +120,9 @@ class Scheduler:
         self._load_adapter = load_adapter
         self._may_load = may_load
         self._one_at_a_time = one_request_at_a_time
-        self._max_sequences = max_sequences
+        states = pages.states
+        self._max_sequences = max_sequences if states is None else min(max_sequences, states.count)
+        self._state_copies: list[CopyState] = []
         self._max_batch_tokens = max_batch_tokens
         self._prefill_tokens = min(max_batch_tokens, prefill_tokens or max_batch_tokens)
         self._waiting: FairQueue[Prefill] = FairQueue()
@@ -170,10 +179,11 @@ class Scheduler:
         """Removes a request. Does nothing if it is finished or unknown."""
         for prefill in self._prefilling:
             if prefill.request.ticket == ticket:
-                self.pages.release(prefill.page_table)
+                self._release_prefill(prefill)
         for sequence in self._running:
             if sequence.request.ticket == ticket:
                 self.pages.release(sequence.page_table)
+                self._release_state(sequence)
         self._waiting.retain(lambda prefill: prefill.request.ticket != ticket)
         self._prefilling = [f for f in self._prefilling if f.request.ticket != ticket]
         self._running = [s for s in self._running if s.request.ticket != ticket]
@@ -214,6 +224,11 @@ class Scheduler:
             return PrefillStep(chunks=self._next_chunks())
         return self._decode_step(decode_steps) if self._running else None
 
+    def take_state_copies(self) -> list[CopyState]:
+        """States to copy before the next step is computed."""
+        copies, self._state_copies = self._state_copies, []
+        return copies
+
     def finish_chunk(self, chunk: PrefillChunk) -> tuple[list[SampleSequence], list[CopySlots]]:
         """
         Call after a chunk was computed. Returns sequences that start decoding, and slots to copy.
@@ -227,6 +242,12 @@ class Scheduler:
         self.pages.insert(
             request.adapter, prefill.tokens[: chunk.stop], prefill.page_table, owner=request.owner
         )
+        if chunk.stop in prefill.kept_after:
+            kept = self.pages.keep_state(
+                request.adapter, prefill.tokens[: chunk.stop], owner=request.owner
+            )
+            if kept is not None:
+                self._state_copies.append(CopyState(prefill.states[0], kept))
         if not chunk.is_last:
             return [], []
         self._prefilling.remove(prefill)
@@ -260,19 +281,35 @@ class Scheduler:
             request.adapter, sequence.cached_tokens, sequence.page_table, owner=request.owner
         )
         self.pages.release(sequence.page_table)
+        self._release_state(sequence)
+
+    def _release_state(self, sequence: SampleSequence) -> None:
+        if self.pages.states is not None and sequence.state is not None:
+            self.pages.states.release(sequence.state)
+            sequence.state = None
+
+    def _release_prefill(self, prefill: Prefill) -> None:
+        self.pages.release(prefill.page_table)
+        if self.pages.states is not None:
+            for state in prefill.states:
+                self.pages.states.release(state)
+            prefill.states = []
 
     # -- decoding ---------------------------------------------------------------------------------
 
     def _decode_step(self, steps: int) -> DecodeStep | None:
         """The running sequences, each with pages for its next tokens: `steps`, or only one."""
-        pages = self.pages
-        for sequence in sorted(self._short_of_pages(1), key=lambda s: s.admission_number):
+        pages, asked = self.pages, steps_per_look(self._running, steps)
+        # Few sequences need a page: one look at all of them, in most steps, finds none.
+        short = self._short_of_pages(self._running, asked)
+        for sequence in sorted(self._short_of_pages(short, 1), key=lambda s: s.admission_number):
             while sequence in self._running and not pages.extend(
                 sequence.page_table, max_pages=self._max_pages(sequence.request)
             ):
                 self._preempt_last_admitted()
-        steps = steps_per_look(self._running, steps)
-        if steps > 1 and not self._extend_ahead(steps):
+        # Others may run after a preemption, and they may need the host more or less often.
+        steps = steps_per_look(self._running, steps) if short else asked
+        if steps > 1 and short and not self._extend_ahead(steps):
             steps = 1
         served: dict[str, int] = {}
         for sequence in self._running:
@@ -289,7 +326,7 @@ class Scheduler:
     def _extend_ahead(self, steps: int) -> bool:
         """Adds pages for several tokens. Returns False if too few are available."""
         pages = self.pages
-        for sequence in self._short_of_pages(steps):
+        for sequence in self._short_of_pages(self._running, steps):
             needed = pages.needed(sequence.length + sequence.tokens_ahead(steps) - 1)
             for _ in range(needed - sequence.page_table.page_count):
                 if not pages.extend(
@@ -298,16 +335,22 @@ class Scheduler:
                     return False
         return True
 
-    def _short_of_pages(self, steps: int) -> list[SampleSequence]:
-        """Running sequences whose pages do not suffice for `steps` more tokens."""
+    def _short_of_pages(
+        self, sequences: Iterable[SampleSequence], steps: int
+    ) -> list[SampleSequence]:
+        """Those whose pages do not suffice for `steps` more tokens."""
         size, before = self.pages.size, steps - 1
-        return [s for s in self._running if s.length + before > s.page_table.page_count * size]
+        return [
+            s
+            for s in sequences
+            if len(s.request.prompt) + len(s.tokens) + before > s.page_table.page_count * size
+        ]
 
     def _preempt_last_admitted(self) -> None:
         """Preempts the prefill or sequence admitted last, which may be the one that needs pages."""
         if self._prefilling:
             prefill = self._prefilling.pop()
-            self.pages.release(prefill.page_table)
+            self._release_prefill(prefill)
             prefill.computed = 0
             self._waiting.requeue(prefill.request.owner, prefill)
             return
@@ -421,6 +464,10 @@ class Scheduler:
         request, max_cached = prefill.request, prefill.max_cached_tokens // pages.size
         cached = pages.find(request.adapter, prefill.tokens, max_cached, owner=request.owner)
         needed = pages.needed(length)
+        found, kept = len(cached), None
+        if pages.states is not None:
+            count, kept = pages.last_state(cached)
+            cached = cached[:count]
         if self._running or self._prefilling:
             # Require one spare page for each sequence, running or new, so that the prefill is not
             # preempted in the next step.
@@ -433,6 +480,18 @@ class Scheduler:
         if page_table is None:
             return False
         prefill.page_table, prefill.computed = page_table, len(cached) * pages.size
+        if pages.states is not None:
+            if kept is not None:
+                pages.states.touch(kept)
+            prefill.states = [pages.states.take() for _ in prefill.sequences]
+            if kept is not None:
+                self._state_copies.append(CopyState(kept, prefill.states[0]))
+            # At the last border of a page, for the same prompt and for its continuations. And where
+            # it leaves tokens that are cached already, for others that share these.
+            places = [found * pages.size, (length - 1) // pages.size * pages.size]
+            prefill.kept_after = [
+                each for each in places if pages.caches_prefixes and each > prefill.computed
+            ]
         if prefill.cached_tokens is None:
             prefill.cached_tokens = prefill.computed
         return True
@@ -489,6 +548,7 @@ class Scheduler:
             left = budget // (len(queues) - position)
             for prefill in prefills:
                 stop = min(len(prefill.tokens), prefill.computed + left)
+                stop = min([stop, *(at for at in prefill.kept_after if at > prefill.computed)])
                 if stop > prefill.computed:
                     chunks.append(PrefillChunk(prefill, prefill.computed, stop))
                     left -= stop - prefill.computed
@@ -522,6 +582,13 @@ class Scheduler:
                 source = pages.slot(prefill.page_table, full * pages.size)
                 copies.append(CopySlots(source, page * pages.size, partial))
             started.append(sequence)
+        if pages.states is not None:
+            for sequence, state in zip(started, prefill.states, strict=False):
+                sequence.state = state
+            for state in prefill.states[1 : len(started)]:
+                self._state_copies.append(CopyState(prefill.states[0], state))
+            for state in prefill.states[len(started) :]:
+                pages.states.release(state)
         if rest := prefill.sequences[len(started) :]:
             self._waiting.requeue(prefill.request.owner, _resume_prefill(prefill.request, rest))
         return started, copies

@@ -163,6 +163,8 @@ class SampleSequence:
     #: (token ids, logprobs) of the most likely tokens, if requested.
     top: list[tuple[list[int], list[float]]] = field(default_factory=list)
     page_table: PageTable = field(default_factory=PageTable)
+    #: The slot of its state in models with recurrent layers.
+    state: int | None = None
     #: Order of admission. The sequence admitted last is preempted first.
     admission_number: int = 0
     stop_reason: Literal["length", "stop"] | None = None

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.adapters.adapters import TrainingAdapter
-from tinkex.engine.model.lora import Layout, matrices
+from tinkex.engine.model.lora import matrices
+from tinkex.engine.model.targets import Layout
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import AdamParams, DimuonParams, OptimParams
 
@@ -277,7 +278,10 @@ def _by_shape(
     groups: dict[tuple[int, int], list[tuple[Tensor, ...]]] = {}
     for placement in layout.placements.values():
         for same in zip(*(matrices(vector, placement) for vector in vectors), strict=True):
-            groups.setdefault((same[0].shape[0], same[0].shape[1]), []).append(same)
+            shape = (same[0].shape[-2], same[0].shape[-1])
+            # A factor with a matrix for each expert is that many matrices.
+            each = zip(*(tensor.reshape(-1, *shape) for tensor in same), strict=True)
+            groups.setdefault(shape, []).extend(each)
     for shape, members in groups.items():
         count = max(1, STACK_ELEMENTS // (shape[0] * shape[1]))
         for start in range(0, len(members), count):

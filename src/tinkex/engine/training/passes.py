@@ -17,10 +17,12 @@ from torch import Tensor
 
 from tinkex.engine.adapters.adapters import TrainingAdapter
 from tinkex.engine.device import deterministic_kernels
+from tinkex.engine.model import model_experts
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.lm_head import Head, LossGradient
 from tinkex.engine.model.lora import AdapterSegment
 from tinkex.engine.training.batch import pack, pack_inputs
+from tinkex.engine.training.expert_metrics import expert_metrics
 from tinkex.engine.training.losses import (
     AnyLoss,
     Loss,
@@ -63,6 +65,8 @@ class Pass:
             self._sums |= {"loss_tokens:sum": 0.0, "entropy:sum": 0.0}
         #: Metrics of custom losses: name -> sum over the data.
         self._custom: dict[str, float] = {}
+        #: How often its tokens chose each expert of each layer; None for a dense model.
+        self._expert_counts_LE: Tensor | None = None
         self._seconds_left = MAX_LOSS_S_PER_REQUEST
 
     @property
@@ -88,8 +92,17 @@ class Pass:
         return ForwardBackwardOutput(
             loss_fn_output_type="ArrayRecord",
             loss_fn_outputs=self._outputs,
-            metrics=self._sums | custom,
+            metrics=self._sums | custom | self._expert_metrics(),
         )
+
+    def _expert_metrics(self) -> dict[str, float]:
+        return {} if self._expert_counts_LE is None else expert_metrics(self._expert_counts_LE)
+
+    def count_experts(self, counts_LE: Tensor) -> None:
+        """Adds the choices of a micro-batch."""
+        if self._expert_counts_LE is None:
+            self._expert_counts_LE = torch.zeros_like(counts_LE)
+        self._expert_counts_LE += counts_LE
 
     def evaluate(self, datum: CheckedDatum, logprobs_NK: Tensor) -> LossValue | None:
         """Evaluates a whole-datum loss. Returns None once the request has failed."""
@@ -223,6 +236,8 @@ def run_micro_batch(
         )
     else:
         hidden_TH = model.hidden(batch.ids_T, batch.packing, segments)
+    counts_PLE = model_experts.counted(model.experts, [part.tokens for part in parts])
+    expert_counts = None if counts_PLE is None else HostCopies([counts_PLE])
     evaluator = LossEvaluator(model, parts, batch.targets_TK, backward=backward)
     gradient_TH = evaluator.run(hidden_TH, segments)
     # Before the backward pass: on a GPU results are then read while it runs.
@@ -231,6 +246,9 @@ def run_micro_batch(
         with deterministic_kernels(deterministic):
             run_backward(gradient_TH)
     distribute(results, parts)
+    if expert_counts is not None:
+        for part, counts_LE in zip(parts, expert_counts.read()[0], strict=True):
+            part.owner.count_experts(counts_LE)
 
 
 def adapter_segments_of(parts: Sequence[PassSlice]) -> list[AdapterSegment]:

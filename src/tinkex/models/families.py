@@ -1,0 +1,81 @@
+"""Which model families are served, and why others are not. The tests train and sample each of them.
+
+A family is called as its classes in transformers; `types` are the `model_type` of its configs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    types: tuple[str, ...]
+    notes: str = ""
+    served: bool = True
+
+
+MIXTURE = "mixture of experts"
+IMAGES = "takes images, and transformers has no text form of it"
+
+FAMILIES = (
+    Family("Llama", ("llama",), "also SmolLM, SmolLM2 and TinyLlama"),
+    Family("Qwen2", ("qwen2",), "biases in attention; also Qwen2.5"),
+    Family("Qwen3", ("qwen3",), "norms of queries and keys"),
+    Family("SmolLM3", ("smollm3",), "some layers without positions"),
+    Family("Mistral", ("mistral",), "sliding windows"),
+    Family("Gemma", ("gemma",)),
+    Family("Gemma2", ("gemma2",), "sliding windows, soft caps"),
+    Family("Gemma3Text", ("gemma3_text", "gemma3"), "sliding windows"),
+    Family("Phi", ("phi",)),
+    Family(
+        "Phi3", ("phi3",), "fused projections: one adapter for query, key and value; also Phi 4"
+    ),
+    Family("GPTNeoX", ("gpt_neox",), "Pythia"),
+    Family("Olmo2", ("olmo2",)),
+    Family("Granite", ("granite",), "refused if `logits_scaling` is not 1"),
+    Family("Glm4", ("glm4",), "fused projections"),
+    Family("Starcoder2", ("starcoder2",)),
+    Family("Qwen3Moe", ("qwen3_moe",), MIXTURE),
+    Family("Mixtral", ("mixtral",), MIXTURE),
+    Family("Olmoe", ("olmoe",), MIXTURE),
+    Family("Qwen2Moe", ("qwen2_moe",), f"{MIXTURE}, one of them shared by all tokens"),
+    Family("Glm4Moe", ("glm4_moe",), f"{MIXTURE}, one of them shared by all tokens"),
+    Family("GraniteMoe", ("granitemoe",), MIXTURE),
+    Family("MiniMaxM2", ("minimax_m2",), MIXTURE),
+    Family("GptOss", ("gpt_oss",), f"{MIXTURE}, sinks, sliding windows; also in MXFP4"),
+    Family("DeepseekV3", ("deepseek_v3",), f"{MIXTURE}, one of them shared by all tokens; MLA"),
+    Family("HunYuanMoEV1", ("hunyuan_v1_moe",), MIXTURE),
+    Family("Youtu", ("youtu",), "MLA"),
+    Family(
+        "Qwen3_5Text",
+        ("qwen3_5_text", "qwen3_5"),
+        "recurrent layers; also Qwen3.6 and Qwen3.8, text only",
+    ),
+    Family("Qwen3_5MoeText", ("qwen3_5_moe_text", "qwen3_5_moe"), f"recurrent layers, {MIXTURE}"),
+    Family("Qwen3Next", ("qwen3_next",), f"recurrent layers, {MIXTURE}"),
+    Family("NemotronH", ("nemotron_h",), f"recurrent layers (Mamba 2), {MIXTURE}"),
+    Family("Cohere", ("cohere",), "scales its logits", served=False),
+    Family(
+        "StableLm",
+        ("stablelm",),
+        "its code does not support custom attention functions",
+        served=False,
+    ),
+    Family("Mamba", ("mamba",), "no attention", served=False),
+    Family("GPT2", ("gpt2",), "its decoder has no `layers`", served=False),
+    Family("Lfm2", ("lfm2",), "convolutions instead of attention", served=False),
+    Family("FalconH1", ("falcon_h1",), "attention and Mamba in one layer", served=False),
+    Family("Llama4Text", ("llama4_text", "llama4"), "its decoder has no `layers`", served=False),
+    Family("Qwen2_5_VL", ("qwen2_5_vl",), IMAGES, served=False),
+    Family("Llava", ("llava",), IMAGES, served=False),
+    Family("T5", ("t5",), "encoder and decoder", served=False),
+)
+
+_BY_TYPE = {kind: family for family in FAMILIES for kind in family.types}
+
+
+def family_of(model_type: str) -> Family | None:
+    """The tested family of a `model_type`; None if it is not tested."""
+    return _BY_TYPE.get(model_type)
