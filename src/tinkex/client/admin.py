@@ -18,6 +18,7 @@ from tinkex.wire.billing import (
     AuditLogResponse,
     BillingUsageResponse,
     CurrentCheckpointStorageUsageResponse,
+    UsageByKeyResponse,
 )
 from tinkex.wire.codec import JSON_TYPE
 
@@ -140,6 +141,31 @@ class AdminClient(Sessionless):
         )
 
     get_current_checkpoint_storage_usage_async = awaits(get_current_checkpoint_storage_usage)
+
+    def get_usage_by_key(self, days: int = 30) -> Promise[UsageByKeyResponse]:
+        """
+        Tokens by API key and base model. Only a tinkex server stores them.
+
+        Args:
+            days: Of these last days (UTC), with today: 1 to 90.
+
+        Returns:
+            A future of the usage: of your keys, and with an administrator's key of all keys.
+
+        Example:
+            for used in admin.get_usage_by_key(days=7).result().data:
+                print(used.name, used.base_model, used.training + used.sampled)
+        """
+        return self._ask(
+            "get_usage_by_key",
+            "GET",
+            "billing/usage/keys",
+            answer=UsageByKeyResponse,
+            query={"days": days},
+            about="fetching the usage by key",
+        )
+
+    get_usage_by_key_async = awaits(get_usage_by_key)
 
 
 def redirected(error: APIStatusError) -> str | None:

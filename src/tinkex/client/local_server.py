@@ -211,6 +211,7 @@ def _serves(running: RunningServer, model: str) -> bool:
 def _start(settings: LocalSettings) -> LocalServer:
     lease = leases.take(settings.data, keep_s=settings.keep_s)
     out_path, log_path = settings.data / "local.out", settings.data / "local.log"
+    process = None
     try:
         with out_path.open("wb") as out, log_path.open("wb") as log_file:
             process = subprocess.Popen(
@@ -224,6 +225,10 @@ def _start(settings: LocalSettings) -> LocalServer:
             )
         url = _wait_ready(process, out_path, log_path, settings)
     except BaseException:
+        # Nobody uses it yet. If it stayed, the next program would find it half started.
+        if process is not None:
+            process.terminate()
+            process.wait()
         lease.release()
         raise
     # Collects the exit status if the server ends before this program, to avoid a zombie process.
@@ -273,8 +278,6 @@ def _wait_ready(
                 "If a package is missing: pip install 'tinkex[server,engine]'."
             )
         if took_s > wait_s:
-            process.terminate()
-            process.wait()
             raise TinkerError(
                 f"The local server was not ready within {wait_s:g} s; see {log_path}. "
                 "Set TINKEX_LOCAL_WAIT_S to wait longer."

@@ -37,7 +37,7 @@ READ_AGAIN_S = 30.0
 
 
 class NoFileLocks(Exception):
-    """This system has no file locks."""
+    """This system is Windows, where no server runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +171,8 @@ def _fcntl() -> ModuleType:
         import fcntl
     except ModuleNotFoundError as error:
         raise NoFileLocks(
-            'base_url="local" needs file locks, which this system lacks. Run `tinkex serve` on '
-            "another machine and pass its address."
+            'base_url="local" does not work on Windows. Run `tinkex serve` in WSL 2 or on another '
+            "machine, and pass its address."
         ) from error
     return fcntl
 

@@ -210,12 +210,20 @@ def process_start(pid: int) -> str | None:
             return None
     except (ProcessLookupError, IndexError):
         return None
-    # Systems without /proc, such as macOS.
-    command = ["ps", "-o", "lstart=", "-p", str(pid)]
-    with contextlib.suppress(OSError):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return done.stdout.strip() or None
-    return None
+    return start_from_ps(pid)
+
+
+def start_from_ps(pid: int) -> str | None:
+    """The same on systems without /proc, such as macOS."""
+    command = ["ps", "-o", "stat=", "-o", "lstart=", "-p", str(pid)]
+    # The text is compared with that of other programs, which may have another language and zone.
+    env = {**os.environ, "LC_ALL": "C", "TZ": "UTC"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    except OSError:
+        return None
+    state, _, started = done.stdout.strip().partition(" ")
+    return None if state[:1] in ("", "Z") else started.strip()
 
 
 def machine() -> str:

@@ -29,6 +29,7 @@ from tinkex.server.api import (
     sampling,
     sessions,
     submit,
+    usage_by_key,
     weights,
 )
 from tinkex.server.api.auth import (
@@ -66,6 +67,7 @@ ROUTERS = (
     account.key_router,
     account.router,
     account.unauthenticated_router,
+    usage_by_key.router,
     weights.step_router,
     weights.router,
     downloads.router,

@@ -559,7 +559,7 @@ async def _wait_for_exit(process: asyncio.subprocess.Process) -> int:
 def _command(descriptor: int, settings: EngineSettings) -> list[str]:
     """The command line of the child."""
     arguments = ["--fd", str(descriptor), "--settings", settings.to_json()]
-    return [sys.executable, "-m", "tinkex.engine.process", *arguments]
+    return [sys.executable, "-m", "tinkex.engine", *arguments]
 
 
 def _environment(threads: int | None) -> dict[str, str]:

@@ -110,6 +110,11 @@ class LocalModels:
             ) from refused
         return model
 
+    def processes(self, model: ServedModel) -> list[int]:
+        """The process ids of its engines that run."""
+        found = (self._executor.process_id(engine) for engine in model.engines)
+        return [process for process in found if process is not None]
+
     def _remember(self, name: str) -> None:
         """The model was loaded: later local servers of this data folder serve it too."""
         places = remembered(self._folder)

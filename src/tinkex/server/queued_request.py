@@ -69,6 +69,8 @@ class QueuedRequest:
     #: Set just before it is stored. A refused step keeps it empty: it is stored when it fails.
     request_id: str = ""
     owner: str
+    #: The key that it came with; 0 on a server without keys.
+    key_id: int = 0
     kind: Kind
     base_model: str
     #: The request in its normalized encoding; None if only the store has it.

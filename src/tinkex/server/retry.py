@@ -15,6 +15,7 @@ Retries and periodic work of the server.
 | `scheduler.scheduler`, `scheduler.session_status` | looking for waiting requests, lost replicas and silent sessions |
 | `store.database` | reads and files of accepted work while storage has a problem |
 | `store.group_commit` | a transaction after the connection was lost |
+| `store.connections` | switching a SQLite file to its write-ahead log |
 | `store.sql_dialects` | taking PostgreSQL's lock |
 | `store.notifier` | the connection for notifications after it was lost |
 | `maintenance.cleanup`, `maintenance.disk_monitor` | deleting old data; checking the disk |

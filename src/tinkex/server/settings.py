@@ -116,6 +116,8 @@ class Settings:
     training_share: float = 0.5
     #: Idle sampler adapters that an engine keeps in memory.
     idle_adapters: int = 16
+    #: Memory for idle sampler adapters, in gigabytes; 0 is half of the part for adapters.
+    idle_adapter_gb: float = 0.0
     #: Host memory for adapters that do not fit on a GPU, in gigabytes; 0 is half of the free memory.
     host_gb: float = 0.0
     #: With several base models, unload an engine that was idle for this long; the next request loads
@@ -184,6 +186,7 @@ class Settings:
     #: How long a result that was never fetched is kept.
     unfetched_kept_s: float = 24 * 3600.0
     #: Take a snapshot of a model after this many steps; older requests of its log may then be deleted.
+    #: Snapshots above 64 MiB also wait until writing them takes at most 5 % of the time.
     snapshot_steps: int = 200
     #: Or after this many bytes of requests.
     snapshot_bytes: int = 64 * MEBIBYTE
@@ -197,6 +200,7 @@ class Settings:
     #: Minimum age of an unreferenced file before the cleanup deletes it.
     orphan_s: float = 3600.0
     #: Free disk space reserved for results, in mebibytes: with less, new requests are refused.
+    #: Checkpoints, snapshots and adapters that leave the memory are not written into it.
     reserve_mb: float = 64.0
     #: After this long without contact, a session no longer keeps files for its samplers.
     abandoned_s: float = 7 * 24 * 3600.0

@@ -230,7 +230,7 @@ class Supervisor:
 
     def _command(self, report_descriptor: int, lifeline: int) -> list[str]:
         command = [
-            *(sys.executable, "-m", "tinkex.server.web_process"),
+            *(sys.executable, "-m", "tinkex.server"),
             *("--fd", str(self._listening.fileno())),
             *("--report-fd", str(report_descriptor)),
             *("--lifeline-fd", str(lifeline)),

@@ -1,7 +1,7 @@
 """
 The web process: runs uvicorn on the supervisor's socket. Only the supervisor starts it.
 
-    python -m tinkex.server.web_process --fd N --report-fd N --lifeline-fd N --model NAME FOLDER < SETTINGS
+    python -m tinkex.server --fd N --report-fd N --lifeline-fd N --model NAME FOLDER < SETTINGS
 
 `--last-status` is the exit status of the previous web process of this supervisor. This process
 writes one report to the report pipe: `ready` and facts, or `failed` and the reason, both as JSON. It
@@ -44,7 +44,7 @@ from tinkex.server.local_models import LocalModels, remembered, served_model, wi
 from tinkex.server.process_setup import collect_periodically, tune_gc, use_single_arena
 from tinkex.server.registration import Administration
 from tinkex.server.retry import poll_async
-from tinkex.server.settings import GIGABYTE, NUMERICS, Settings
+from tinkex.server.settings import GIGABYTE, MEBIBYTE, NUMERICS, Settings
 from tinkex.server.store import DatabaseRefused, Store, open_store
 from tinkex.wire.engine_settings import DtypeName, EngineSettings
 from tinkex.wire.proto import frames_pb2
@@ -58,6 +58,8 @@ KEEP_ALIVE_S = 120
 # How often a starting server checks whether it answers requests, and whether its disk has space.
 START_POLL_S = 0.02
 DISK_POLL_S = 0.5
+# macOS has no hard limit of open files, and refuses to raise the soft one above this.
+MACOS_OPEN_MAX = 10240
 
 
 class Reporter:
@@ -315,8 +317,15 @@ def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
 
 def _raise_file_limit() -> None:
     """Raise the limit of open files: each connection needs one, and the default is often 1,024."""
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (file_limit(soft, hard), hard))
+
+
+def file_limit(soft: int, hard: int) -> int:
+    """The highest soft limit that the system accepts: the hard one, if there is one."""
+    if hard != resource.RLIM_INFINITY:
+        return hard
+    return soft if soft == resource.RLIM_INFINITY else max(soft, MACOS_OPEN_MAX)
 
 
 def engine_settings(
@@ -358,6 +367,8 @@ def engine_settings(
         prefix_cache=settings.prefix_cache,
         training_share=settings.training_share,
         idle_adapters=settings.idle_adapters,
+        idle_adapter_bytes=int(settings.idle_adapter_gb * GIGABYTE) or None,
+        disk_reserve_bytes=int(settings.reserve_mb * MEBIBYTE),
         spill_folder=folder / "spill" / hashlib.sha256(engine.encode()).hexdigest()[:16],
         compute_lock=folder / "turn.lock" if shares_device else None,
     )
@@ -408,7 +419,3 @@ def main() -> None:
     )
     if not asyncio.run(serving):
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

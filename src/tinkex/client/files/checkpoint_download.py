@@ -23,6 +23,7 @@ from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from tinkex import file_locks
 from tinkex.client.errors import APIStatusError
 from tinkex.client.files.file_download import DownloadFailed, Fetcher, FileInfo, Links, Stopped
 from tinkex.client.futures import refuse_to_block
@@ -380,15 +381,8 @@ def _put_in_place(ready: Path, folder: Path, part: Path, overwrite: bool) -> Non
 def _exclusive(part: Path) -> Iterator[None]:
     """Lock the folder: two downloads would write into the same files."""
     with (part / "lock").open("wb") as file:
-        try:
-            import fcntl
-        except ModuleNotFoundError:  # Windows: no lock
-            yield
-            return
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not file_locks.try_lock(file):
             raise RuntimeError(
                 f"Another download is writing to {part}. Wait for it, or choose another folder."
-            ) from None
+            )
         yield

@@ -67,6 +67,7 @@ async def status(request: Request) -> Response:
     """What the server does, and for whom."""
     check_token(request)
     context = context_of(request)
+    local_models: LocalModels | None = request.app.state.local_models
     timeouts = context.session_timeouts
     sessions = []
     for session_id in timeouts.alive(ALIVE_S)[:MAX_SESSIONS]:
@@ -89,6 +90,8 @@ async def status(request: Request) -> Response:
                     "loaded": any(
                         context.executor.stats(engine) is not None for engine in model.engines
                     ),
+                    # Only of a local server. `tinkex demo` kills the engine of its own.
+                    "processes": local_models.processes(model) if local_models else [],
                 }
                 for model in context.executor.served
             ],

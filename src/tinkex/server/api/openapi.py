@@ -174,6 +174,7 @@ TITLES: Mapping[str, str] = {
     "trace": "Read the trace of a session",
     "trace_export": "Link to the trace of a session",
     "unpublish": "Unpublish a checkpoint",
+    "usage_by_key": "Usage by key",
     "usage_events": "Usage by hour",
     "weights_info": "Describe a checkpoint",
 }
@@ -222,6 +223,7 @@ ANSWERS: Mapping[str, type[BaseModel]] = {
     "session_heartbeat": sessions.SessionHeartbeatResponse,
     "telemetry": telemetry.TelemetryResponse,
     "trace_export": sessions.TraceExportResponse,
+    "usage_by_key": billing.UsageByKeyResponse,
     "usage_events": billing.BillingUsageResponse,
     "weights_info": checkpoints.WeightsInfoResponse,
 }

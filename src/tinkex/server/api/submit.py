@@ -82,6 +82,7 @@ async def accept(
     context = context_of(request)
     requests, health, scheduler = context.store.requests, context.store.health, context.scheduler
     refusal = await _over_limit(request, context, new)
+    new.key_id = caller_of(request).key_id or 0
     first = None
     if refusal is not None or health.problem is not None:
         first = await (find_repeat or requests.find_repeat)(new)

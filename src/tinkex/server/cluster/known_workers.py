@@ -237,6 +237,9 @@ class KnownWorkers:
         if not row.is_live(self._takeover_s):
             return f"the worker {row.name} does not respond; its work goes to others"
         reason: str | None = row.stats.get("waiting_for")
+        if reason is None and (problem := row.stats.get("storage")) is not None:
+            # The work may be done, with a result that cannot be stored now.
+            return f"the worker {row.name} waits: {problem}"
         return reason
 
     def facts(self, engine: str, /) -> Ready | None:

@@ -1,14 +1,17 @@
 """
 Results of requests that workers run, and the polls of one web process that wait for them.
 
-A worker notifies all web processes of what it has committed. They read it from the database if a poll
-waits for it. What a lost notification did not tell is found within a second (`look`).
+A worker notifies all web processes of what it has committed, with small results. So a request may be
+accepted at one web process and polled at another, and neither reads its row. What a lost notification
+did not tell, and large results, are read from the database: the former within a second (`look`).
 """
 
 import asyncio
+import itertools
 import logging
+import math
 import time
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tinkex.server.queued_request import Outcome, QueuedRequest
@@ -23,13 +26,20 @@ from tinkex.server.scheduler.result_waiters import (
     WakeEarly,
 )
 from tinkex.server.store import Completion, StorageError, Store
+from tinkex.server.store.request_rows import issued_s
 
 log = logging.getLogger("tinkex.server.cluster")
 
 #: Requests that one statement reads.
 BATCH = 500
-#: Unfinished requests that one look compares with their rows; the next look takes the next ones.
-MAX_LOOKED_AT = 2_000
+#: Unfinished requests that one statement of a look compares with their rows. Of so many, each look also
+#: reads where they wait; the next look takes the next ones.
+LOOKED_AT = 2_000
+#: Finished requests with large results that are remembered.
+MAX_UNREAD = 20_000
+
+#: A request as it is stored, and its result if that is small.
+Row = tuple[QueuedRequest | None, bytes | None]
 
 
 class RemoteFutures(Futures):
@@ -40,7 +50,16 @@ class RemoteFutures(Futures):
         self.completion_log: RemoteCompletionLog = RemoteCompletionLog(store)
         #: Called when a request is finished, or unknown by now.
         self.on_finished: Callable[[str], None] = lambda _: None
-        self._to_read: dict[str, None] = {}
+        #: Since when this process hears notifications, by the system clock.
+        self.listening_since_s: Callable[[], float] = lambda: math.inf
+        #: Polls of requests that this process expects to hear of.
+        self._expecting: defaultdict[str, Waiters] = defaultdict(Waiters)
+        #: Finished requests whose results were not in the notification.
+        self._unread: OrderedDict[str, None] = OrderedDict()
+        #: When the newest request was accepted whose end this process has forgotten.
+        self._forgotten_s = -math.inf
+        #: Requests whose rows are read next, with those who wait for them.
+        self._to_read: dict[str, asyncio.Future[Row] | None] = {}
         self._reading: asyncio.Task[None] | None = None
         self._position = 0
         #: What other processes accepted, by owner, at the last look.
@@ -58,6 +77,16 @@ class RemoteFutures(Futures):
         within_s: float,
         wake_early: WakeEarly | None = None,
     ) -> QueuedRequest:
+        if within_s > 0 and self._expects(request_id):
+            # Its row would only say that it waits. The owner is checked as soon as it is known.
+            began_s = time.monotonic()
+            waiters = self._expecting[request_id]
+            try:
+                await waiters.wait(within_s, wake_early)
+            finally:
+                if not waiters:
+                    self._expecting.pop(request_id, None)
+            within_s = max(within_s - (time.monotonic() - began_s), 0.0)
         found = await super().wait(
             request_id, owner=owner, within_s=within_s, wake_early=wake_early
         )
@@ -66,77 +95,145 @@ class RemoteFutures(Futures):
             return await self._read(request_id, owner)
         return found
 
-    def heard(self, request_ids: Iterable[str]) -> None:
-        """These requests are finished, or may be."""
-        self._to_read.update((one, None) for one in request_ids if one in self._unfinished)
+    def _expects(self, request_id: str) -> bool:
+        """
+        Whether this process has not heard of a request, and will if it exists.
+
+        It was accepted elsewhere, after this process began to listen, and is not forgotten since.
+        """
+        if request_id in self._cache or request_id in self._unfinished or self.closing:
+            return False
+        accepted_s = issued_s(request_id)
+        return (
+            request_id not in self._unread
+            and accepted_s is not None
+            and accepted_s > max(self.listening_since_s(), self._forgotten_s)
+        )
+
+    def heard(self, request: QueuedRequest, *, is_complete: bool) -> None:
+        """A request is finished. Without a complete outcome, those who poll it read its row."""
+        self.on_finished(request.request_id)
+        if is_complete:
+            self.finish(request)
+        elif request.request_id not in self._cache:
+            self._finished_unread(request)
+        if (waiters := self._expecting.get(request.request_id)) is not None:
+            waiters.wake()
+
+    def _finished_unread(self, request: QueuedRequest) -> None:
+        """
+        A request is finished, and its result is not known here.
+
+        A poll reads it in its own task (`wait`), so that a large one does not hold up others.
+        """
+        if (unread := self._pop(request)) is not None:
+            if unread.counted:
+                waited_s = time.monotonic() - unread.since_s
+                self.timings.finish(request.kind.value, request.outcome, waited_s)
+            unread.waiters.wake()
+        self._unread[request.request_id] = None
+        if len(self._unread) > MAX_UNREAD:
+            self._dropped(self._unread.popitem(last=False)[0])
+
+    def _dropped(self, request_id: str) -> None:
+        self._forgotten_s = max(self._forgotten_s, issued_s(request_id) or -math.inf)
+
+    async def _row(self, request_id: str) -> Row:
+        self._unread.pop(request_id, None)
+        if (row := self._to_read.get(request_id)) is None:
+            row = self._to_read[request_id] = asyncio.get_running_loop().create_future()
+        self._start_reading()
+        return await asyncio.shield(row)
+
+    def _start_reading(self) -> None:
         if self._to_read and self._reading is None:
             self._reading = asyncio.create_task(self._read_all())
 
     async def _read_all(self) -> None:
+        """Read all rows that are wanted; those that are wanted meanwhile are read together next."""
+        some: dict[str, asyncio.Future[Row] | None] = {}
         try:
             while self._to_read:
-                some = list(self._to_read)[:BATCH]
-                for one in some:
-                    del self._to_read[one]
-                await self._read_finished(some)
-        except StorageError as error:
-            log.info("results cannot be read now; they are looked for again: %s", error)
+                some = dict(itertools.islice(self._to_read.items(), BATCH))
+                for request_id in some:
+                    del self._to_read[request_id]
+                wanted = [
+                    one for one, row in some.items() if row is not None or self.is_polled(one)
+                ]
+                found = await self._store.requests.finished(list(some), with_results=wanted)
+                for request_id, row in some.items():
+                    one = found.get(request_id, (None, None))
+                    self._was_read(request_id, *one)
+                    if row is not None and not row.done():
+                        row.set_result(one)
+        except Exception as error:
+            if isinstance(error, StorageError):
+                log.info("results cannot be read now; they are looked for again: %s", error)
+            else:
+                log.exception("results cannot be read")
+            for row in (*some.values(), *self._to_read.values()):
+                if row is not None and not row.done():
+                    row.set_exception(error)
+                    row.exception()  # its poll may have ended: that is no error of its own
+            self._to_read.clear()
         finally:
             self._reading = None
 
-    async def _read_finished(self, request_ids: Sequence[str]) -> None:
-        polled = [one for one in request_ids if self.is_polled(one)]
-        found = await self._store.requests.finished(request_ids, with_results=polled)
-        for request_id in request_ids:
-            request, result = found.get(request_id, (None, None))
-            if request is not None and request.outcome is None:
-                continue  # it still waits
-            self._finished(request_id, request, result)
-
-    def _finished(
+    def _was_read(
         self, request_id: str, request: QueuedRequest | None, result: bytes | None
     ) -> None:
+        """Finish a request that this process knows, if its row says that it is finished."""
         known = self.unfinished_request(request_id)
-        if known is None:
+        if known is None or (request is not None and request.outcome is None):
             return
         self.on_finished(request_id)
         if request is None or request.outcome is None:
             # Its row is deleted: the next poll says so.
             if (gone := self._pop(known)) is not None:
                 gone.waiters.wake()
-            return
-        if request.outcome.error is None and result is None:
-            # It is large, or nobody waited for it: a poll reads it in its own task (`wait`), so that
-            # it does not hold up other results.
-            if (unread := self._pop(known)) is not None:
-                if unread.counted:
-                    waited_s = time.monotonic() - unread.since_s
-                    self.timings.finish(request.kind.value, request.outcome, waited_s)
-                unread.waiters.wake()
-            return
-        if result is not None:
-            request.outcome = Outcome(result=result)
-        self.finish(request)
+        elif request.outcome.error is None and result is None:
+            self._finished_unread(request)
+        else:
+            if result is not None:
+                request.outcome = Outcome(result=result)
+            self.finish(request)
 
     async def look(self) -> None:
         """What lost notifications did not tell: finished requests, new events, loads."""
+        # Polls that have not heard of their requests read the rows together.
+        for waiters in self._expecting.values():
+            waiters.wake()
         held = list(self._unfinished)
         if held:
             start = self._position % len(held)
-            self._position = start + MAX_LOOKED_AT
-            some = (held[start:] + held[:start])[:MAX_LOOKED_AT]
-            ended, abandoned, homes = await self._store.requests.look_at(some)
+            self._position = start + LOOKED_AT
+            held = held[start:] + held[:start]
+            ended, abandoned, homes = await self._store.requests.look_at(held[:LOOKED_AT])
             for request_id, home in homes.items():
                 if (request := self.unfinished_request(request_id)) is not None:
                     request.home = home  # another worker may have it now
-            self.heard(ended)
+            for first in range(LOOKED_AT, len(held), LOOKED_AT):
+                some = await self._store.requests.news_of(held[first : first + LOOKED_AT])
+                ended += some[0]
+                abandoned += some[1]
+            self._to_read.update((one, self._to_read.get(one)) for one in ended)
+            self._start_reading()
             if kept := [one for one in abandoned if self.is_polled(one)]:
                 await self._store.workers.keep(kept)
         await self.completion_log.look()
         await self._read_loads()
 
+    def release(self) -> None:
+        super().release()
+        for waiters in self._expecting.values():
+            waiters.wake()
+
     def _track_unknown(self, request: QueuedRequest) -> None:
         self.track(request, counted=False)
+        if request.request_id in self._unread:
+            # It was finished while its row was read.
+            self._to_read.setdefault(request.request_id, None)
+            self._start_reading()
 
     # -- loads of owners ---------------------------------------------------------------------------
 

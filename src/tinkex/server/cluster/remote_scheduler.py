@@ -22,6 +22,7 @@ from tinkex.server.scheduler.sample_worker import TokenStream
 from tinkex.server.scheduler.step_queue import number_of
 from tinkex.server.store import StorageError, Store
 from tinkex.server.store.notifier import WEB, Notifier, channel_of
+from tinkex.server.store.server_secrets import NOTIFICATIONS
 from tinkex.server.store.workers import RefusedStep
 from tinkex.wire.proto.frames_pb2 import Tokens
 
@@ -38,7 +39,10 @@ class RemoteScheduler:
         self._futures = futures
         self._workers = workers
         self._channel = channel_of(name)
-        self.notifier = Notifier(db_url, [WEB, self._channel], self._heard)
+        self.notifier = Notifier(
+            db_url, [WEB, self._channel], self._heard, secret=store.secrets[NOTIFICATIONS]
+        )
+        futures.listening_since_s = lambda: self.notifier.listening_since_s
         self._failures = SessionFailures(store)
         #: Workers know the limits from the keys; this one is not used.
         self.training_limits = TrainingLimits(0)
@@ -50,7 +54,6 @@ class RemoteScheduler:
         self.on_changed_sessions: Callable[[list[str]], Awaitable[None]] | None = None
 
     async def start(self) -> None:
-        await self._failures.start()
         await self._futures.look()
         self.notifier.start()
         self._look_task.start(self._look, LOOK_S, what="looking for results", log=log)
@@ -68,10 +71,12 @@ class RemoteScheduler:
         except StorageError as error:
             log.info("results cannot be looked for now: %s", error)
 
-    def _heard(self, kind: str, items: list[str]) -> None:
+    def _heard(self, kind: str, items: list[Any]) -> None:
         match kind:
-            case messages.DONE:
-                self._futures.heard(items)
+            case messages.FINISHED:
+                for item in items:
+                    request, is_complete = messages.finished_request(item)
+                    self._futures.heard(request, is_complete=is_complete)
             case messages.EVENTS:
                 self._futures.completion_log.heard(items)
             case messages.CHANGED_SESSIONS:
@@ -164,9 +169,10 @@ class RemoteScheduler:
         """
         The reader of a sample disconnected: cancel it unless it is polled within the time.
 
-        A poll at any web process counts: that one finds the mark within a second and deletes it.
+        A poll at any web process counts: that one finds the mark with its next look but one, and
+        deletes it.
         """
-        self._spawn(self._cancel(request_id, owner=owner, after_s=max(after_s, 2 * LOOK_S)))
+        self._spawn(self._cancel(request_id, owner=owner, after_s=max(after_s, 3 * LOOK_S)))
 
     async def _cancel(self, request_id: str, *, owner: str, after_s: float) -> None:
         try:

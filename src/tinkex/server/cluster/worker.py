@@ -23,6 +23,7 @@ from tinkex.server.scheduler.sample_worker import TokenStream
 from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.store import Completion, NotOwner, StorageError, Store
 from tinkex.server.store.notifier import MAX_BYTES, WEB, Notifier, channel_of
+from tinkex.server.store.server_secrets import NOTIFICATIONS
 from tinkex.server.store.workers import DRAINING, GONE, UP, NewHomes, Replaced
 from tinkex.wire.proto.frames_pb2 import Stats, Tokens
 
@@ -47,13 +48,16 @@ class PublishedResults(Futures):
         self.completion_log: PublishedEvents = PublishedEvents(store)
         self.notifier: Notifier | None = None
 
-    def finish(self, request: QueuedRequest) -> None:
+    def finish(self, request: QueuedRequest, event: Completion | None = None) -> None:
+        # Of a step, the term says that nobody else has finished it, and of a sample its event.
+        is_ours = request.term is not None or event is not None
+        finished = messages.finished_item(request, with_outcome=is_ours)
         if request.outcome is not None and request.outcome.result:
             # Only that it is finished is remembered.
             request.outcome = Outcome(compute_s=request.outcome.compute_s)
-        super().finish(request)
         if self.notifier is not None:
-            self.notifier.send(WEB, messages.DONE, request.request_id)
+            self.notifier.send(WEB, messages.FINISHED, finished)
+        super().finish(request, event)
 
 
 class PublishedEvents(CompletionLog):
@@ -120,7 +124,8 @@ class Worker:
         self._takeover_s = takeover_s
         self.known = KnownWorkers(store, takeover_s=takeover_s)
         scheduler.live_workers = self._live
-        self._notifier = Notifier(db_url, [channel_of(name)], self._heard)
+        secret = store.secrets[NOTIFICATIONS]
+        self._notifier = Notifier(db_url, [channel_of(name)], self._heard, secret=secret)
         results.notifier = results.completion_log.notifier = self._notifier
         self._term = 0
         self._state = UP
@@ -222,11 +227,13 @@ class Worker:
         reasons = [self._executor.waiting_for(engine) for engine in self._model.engines]
         replicas = self._scheduler.replicas(self._model.name)
         loads = replicas.loads()
+        problem = self._store.health.problem
         return {
             "models": sum(load.models for load in loads),
             "sequences": sum(load.sequences for load in loads),
             "waiting": self._scheduler.waiting,
             "waiting_for": None if None in reasons else reasons[0],
+            "storage": None if problem is None else problem.summary,
             "engines": [_fields(stats) for stats in engines if stats is not None],
             "usage": self._scheduler.usage.by_task,
         }

@@ -111,6 +111,11 @@ function Shell({ session, onSignOut, theme, nextTheme }) {
     return () => document.removeEventListener('keydown', pressed);
   }, []);
   const current = place().parts[0] ?? 'training_runs';
+  useEffect(() => {
+    // On a phone, the pages are a row that is wider than the screen.
+    const link = document.querySelector('.side-bar nav a[aria-current]');
+    if (link) link.parentElement.scrollLeft = link.offsetLeft - (link.parentElement.clientWidth - link.offsetWidth) / 2;
+  }, [current]);
   return html`<a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); event.stopPropagation(); document.getElementById('main').focus(); }}>Skip to the content</a>
     <aside class="side-bar">
       <a class="brand" href="training_runs"><img src="console/icon.svg" alt="" width="26" height="26" /> tinkex</a>

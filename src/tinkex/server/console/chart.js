@@ -1,6 +1,6 @@
 // Curves of one or several runs: smoothing, logarithm, zoom, PNG and CSV.
 
-import { html, number, save, useEffect, useMemo, useRef, useState, useStored, Text } from './core.js';
+import { count, duration, html, number, save, useEffect, useMemo, useRef, useState, useStored, Text } from './core.js';
 
 const { uPlot } = globalThis;
 
@@ -45,28 +45,45 @@ function dataOf(series, metric, axis, isLog, weight) {
   return uPlot.join(series.map((one) => columnsOf(one, metric, axis, isLog, weight)));
 }
 
+const MINUTE = 60;
+const HOUR = 60 * MINUTE;
+// No parts of a second.
+const CLOCK = [1, 2, 5, 10, 15, 30, ...[1, 2, 5, 10, 15, 30].map((one) => one * MINUTE), ...[1, 2, 3, 6, 12, 24, 48, 96, 192, 720, 1440].map((one) => one * HOUR)];
 // Steps are whole numbers.
 const WHOLE = [1, 2, 5].flatMap((one) => Array.from({ length: 9 }, (_, power) => one * 10 ** power)).sort((a, b) => a - b);
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-function optionsOf({ series, axis, isLog, weight, width, height, compact, hooks }) {
+/** The range of all visible values but the highest and lowest fiftieth, so that a spike does not press the rest flat. */
+function rangeOfMost(plot, low, high) {
+  // The scale of x still has its range from before a zoom; these are the points that are visible now.
+  const [first, last] = plot.series[0].idxs;
+  const values = plot.data.slice(1).flatMap((ys) => ys.slice(first, last + 1)).filter(Number.isFinite).sort((a, b) => a - b);
+  const cut = Math.floor(values.length / 50);
+  return values.length ? [values[cut], values[values.length - 1 - cut]] : [low, high];
+}
+
+function optionsOf({ series, axis, isLog, weight, width, height, compact, cutsOutliers, hooks }) {
   const ink = style('--muted');
   const grid = { stroke: style('--line'), width: 1 };
   const lines = series.flatMap((one) => {
-    const line = { stroke: one.color, width: compact ? 1.5 : 2, points: { show: one.points.length < 3 }, spanGaps: true };
+    const line = { stroke: one.color, width: compact ? 1.5 : 2, points: { show: (plot) => plot.data[0].length < 3 }, spanGaps: true };
     return weight > 0 ? [{ ...line, alpha: 0.28, width: 1 }, line] : [line];
   });
   const font = '12px system-ui, sans-serif';
+  const range = (plot, ...all) => {
+    const [low, high] = rangeOfMost(plot, ...all);
+    return isLog ? uPlot.rangeLog(low, high, 10, false) : uPlot.rangeNum(low, high, 0.1, true);
+  };
   return {
     width,
     height,
     legend: { show: false },
     padding: [10, 14, 0, 0],
     cursor: { drag: { x: true, y: false }, points: { size: 7 }, y: !compact },
-    scales: { x: { time: axis === 'time' }, y: { distr: isLog ? 3 : 1 } },
+    scales: { x: { time: axis === 'time' }, y: { distr: isLog ? 3 : 1, range: cutsOutliers ? range : undefined } },
     axes: [
-      { stroke: ink, grid, ticks: grid, font, size: axis === 'time' ? 46 : 32, incrs: axis === 'step' ? WHOLE : undefined, values: axis === 'relative' ? (_, ticks) => ticks.map((one) => (one >= 3600 ? `${+(one / 3600).toFixed(2)} h` : one >= 60 ? `${+(one / 60).toFixed(1)} min` : `${one} s`)) : undefined },
+      { stroke: ink, grid, ticks: grid, font, size: axis === 'time' ? 46 : 32, incrs: { step: WHOLE, time: CLOCK }[axis], values: axis === 'relative' ? (_, ticks) => ticks.map((one) => (one >= 3600 ? `${+(one / 3600).toFixed(2)} h` : one >= 60 ? `${+(one / 60).toFixed(1)} min` : `${one} s`)) : undefined },
       { stroke: ink, grid, ticks: grid, font, size: compact ? 50 : 58, values: (_, ticks) => ticks.map((one) => (one === null ? '' : number(one, 3).replace('.00e', 'e'))) },
     ],
     series: [{}, ...lines],
@@ -112,13 +129,13 @@ function pictureOf(plot, series, title) {
 }
 
 /** A canvas with curves. `series` is a list of {id, label, color, points}. */
-function Plot({ series, metric, axis, isLog, weight, height, compact, onCursor, plotRef, label }) {
+function Plot({ series, metric, axis, isLog, weight, height, compact, cutsOutliers = false, onCursor, plotRef, label }) {
   const element = useRef(null);
   const plot = useRef(null);
   const zoomed = useRef(false);
   const [width, setWidth] = useState(0);
   const [theme, setTheme] = useState(0);
-  const kind = `${series.map((one) => one.id + one.color).join()} ${axis} ${isLog} ${weight > 0} ${width} ${theme}`;
+  const kind = `${series.map((one) => one.id + one.color).join()} ${axis} ${isLog} ${weight > 0} ${cutsOutliers} ${width} ${theme}`;
   const data = useMemo(() => dataOf(series, metric, axis, isLog, weight), [series, metric, axis, isLog, weight]);
   useEffect(() => {
     const watcher = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
@@ -136,7 +153,7 @@ function Plot({ series, metric, axis, isLog, weight, height, compact, onCursor, 
       setSelect: [(u) => { if (u.select.width > 0) zoomed.current = true; }],
       setCursor: [(u) => onCursor?.(u.cursor.idx ?? null)],
     };
-    const options = optionsOf({ series, axis, isLog, weight, width, height, compact, hooks });
+    const options = optionsOf({ series, axis, isLog, weight, width, height, compact, cutsOutliers, hooks });
     const made = new uPlot(options, data, element.current);
     made.over.addEventListener('dblclick', () => { zoomed.current = false; });
     zoomed.current = false;
@@ -177,6 +194,7 @@ export function Chart({ series, title = 'Curves', height = 320, name = 'runs', o
   const [metric, setMetric] = useStored(`chart.metric.${name}`, 'loss');
   const [weight, setWeight] = useStored('chart.smoothing', 0);
   const [isLog, setLog] = useStored('chart.log', false);
+  const [cutsOutliers, setCutsOutliers] = useStored('chart.outliers', false);
   const [axis, setAxis] = useStored('chart.axis', 'step');
   const [cursor, setCursor] = useState(null);
   const plot = useRef(null);
@@ -185,12 +203,16 @@ export function Chart({ series, title = 'Curves', height = 320, name = 'runs', o
   const points = series.reduce((sum, one) => sum + one.points.length, 0);
   const label = `${shown} of ${series.length === 1 ? series[0].label : `${series.length} runs`}, ${points} points`;
   const columns = weight > 0 ? 2 : 1;
-  const valueOf = (index) => {
-    const data = plot.current?.data;
-    const column = data?.[columns * (index + 1)];
-    const value = cursor === null ? series[index].points.at(-1)?.metrics[shown] : column?.[cursor];
-    return number(value);
+  /** The value at the cursor, or the last one; with smoothing, after the smoothed one. */
+  const valueOf = (one, index) => {
+    const at = (offset) => plot.current?.data?.[columns * index + 1 + offset]?.[cursor];
+    const raw = one.points.map((point) => point.metrics[shown]);
+    const value = number(cursor === null ? raw.at(-1) : at(0));
+    if (!weight) return value;
+    return html`${number(cursor === null ? smoothed(raw, weight).at(-1) : at(1))} <span class="muted">${value}</span>`;
   };
+  const x = cursor === null ? undefined : plot.current?.data?.[0]?.[cursor];
+  const where = x === undefined ? 'last' : { step: `step ${count(x)}`, relative: duration(x), time: new Date(1000 * x).toLocaleString() }[axis];
   const png = async () => save(`${name}-${shown}.png`, await pictureOf(plot.current.plot, series, `${title}: ${shown}`));
   return html`<section class="card chart" aria-label=${title}>
     <div class="toolbar">
@@ -203,6 +225,7 @@ export function Chart({ series, title = 'Curves', height = 320, name = 'runs', o
       <label class="range">Smoothing <input type="range" min="0" max="0.99" step="0.01" value=${weight}
         onInput=${(event) => setWeight(Number(event.target.value))} /><output>${weight.toFixed(2)}</output></label>
       <label class="check"><input type="checkbox" checked=${isLog} onChange=${(event) => setLog(event.target.checked)} /> log</label>
+      <label class="check" title="The highest and the lowest fiftieth of the values may lie outside of the chart"><input type="checkbox" checked=${cutsOutliers} onChange=${(event) => setCutsOutliers(event.target.checked)} /> no outliers</label>
       <span class="grow"></span>
       <div class="group" role="group" aria-label="Zoom">
         <button onClick=${() => plot.current?.zoom(0.5)} aria-label="Zoom in">+</button>
@@ -214,13 +237,14 @@ export function Chart({ series, title = 'Curves', height = 320, name = 'runs', o
         <button onClick=${() => save(`${name}.csv`, csvOf(series), 'text/csv')} disabled=${!points}>CSV</button>
       </div>
     </div>
-    <${Plot} series=${series} metric=${shown} axis=${axis} isLog=${isLog} weight=${weight} height=${height}
+    <${Plot} series=${series} metric=${shown} axis=${axis} isLog=${isLog} weight=${weight} height=${height} cutsOutliers=${cutsOutliers}
       onCursor=${setCursor} plotRef=${plot} label=${label} />
     <ul class="legend" aria-label="Curves">
+      <li class="muted where">${where}</li>
       ${series.map((one, index) => html`<li key=${one.id}>
         <span class="swatch" style=${{ background: one.color }}></span>
         ${one.href ? html`<a href=${one.href}><${Text} max=${60}>${one.label}</${Text}></a>` : html`<${Text} max=${60}>${one.label}</${Text}>`}
-        <span class="value">${valueOf(index)}</span>
+        <span class="value">${valueOf(one, index)}</span>
         ${onRemove && html`<button class="quiet" aria-label=${`Remove ${one.label.slice(0, 80)} from the chart`} onClick=${() => onRemove(one.id)}>×</button>`}
       </li>`)}
     </ul>
@@ -229,11 +253,11 @@ export function Chart({ series, title = 'Curves', height = 320, name = 'runs', o
 
 /** A small chart of one metric. */
 export function SmallChart({ series, metric, height = 130 }) {
-  const last = series[0]?.points.at(-1)?.metrics[metric];
+  const last = series.length === 1 ? series[0].points.at(-1)?.metrics[metric] : undefined;
   return html`<section class="card small-chart" aria-label=${metric}>
-    <h3><${Text} max=${40}>${metric}</${Text}><span class="value">${number(last)}</span></h3>
+    <h3><${Text} max=${40}>${metric}</${Text}>${series.length === 1 && html`<span class="value">${number(last)}</span>`}</h3>
     <${Plot} series=${series} metric=${metric} axis="step" isLog=${false} weight=${0} height=${height} compact
-      label=${`${metric}, last ${number(last)}`} />
+      label=${series.length === 1 ? `${metric}, last ${number(last)}` : `${metric} of ${series.length} runs`} />
   </section>`;
 }
 

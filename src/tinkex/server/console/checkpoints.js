@@ -85,7 +85,7 @@ export function Actions({ checkpoint, onChange }) {
 }
 
 export function Checkpoints() {
-  useClock();
+  const tick = useClock(10000);
   const [scope, setScope] = useState('owned');
   const fetchPage = async (offset, limit) => {
     const page = await api(`api/v1/checkpoints?limit=${limit}&offset=${offset}&access_scope=${scope}`);
@@ -94,7 +94,7 @@ export function Checkpoints() {
   return html`<header class="page-head"><h1>Checkpoints</h1><span class="grow"></span>
       <label>Show <select value=${scope} onChange=${(event) => setScope(event.target.value)}>
         <option value="owned">mine</option><option value="accessible">mine and published</option></select></label></header>
-    <${CheckpointTable} fetchPage=${fetchPage} source=${`all ${scope}`} />`;
+    <${CheckpointTable} fetchPage=${fetchPage} source=${`all ${scope}`} version=${tick} />`;
 }
 
 export function Checkpoint({ run, name }) {

@@ -341,13 +341,17 @@ export const When = ({ time }) => (time
   ? html`<time datetime=${time} title=${new Date(time).toLocaleString()}>${ago(time)}</time>`
   : html`<span>–</span>`);
 
-/** A time of now that moves on, so that ages on an open page stay right. */
+/**
+ * A number that moves on while the page is visible, so that ages on an open page stay right. Pages
+ * without live events also load their data again when it changes.
+ */
 export function useClock(everyMs = 5000) {
-  const [, setTick] = useState(0);
+  const [tick, setTick] = useState(0);
   useEffect(() => {
-    const timer = setInterval(() => setTick((one) => one + 1), everyMs);
+    const timer = setInterval(() => document.hidden || setTick((one) => one + 1), everyMs);
     return () => clearInterval(timer);
   }, []);
+  return tick;
 }
 
 export const runName = (run) => run.user_metadata?.name || run.user_metadata?.run_name || shortId(run.training_run_id);

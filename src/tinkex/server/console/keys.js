@@ -1,6 +1,6 @@
 // The keys of a server: for administrators those of all owners, with creation and revocation.
 
-import { api, Badge, Confirm, CopyButton, Dialog, Empty, html, Loading, Problem, Text, useLoaded, useState, When } from './core.js';
+import { api, Badge, Confirm, CopyButton, Dialog, Empty, html, Loading, Problem, Text, useClock, useLoaded, useState, When } from './core.js';
 
 const BADGES = { active: 'running', revoked: 'failed', expired: 'idle' };
 
@@ -37,7 +37,8 @@ function NewKey({ onClose, onCreated }) {
 }
 
 export function Keys({ session }) {
-  const { data, error, reload } = useLoaded((signal) => api('api/v1/console/keys', { signal }), []);
+  const tick = useClock(10000);
+  const { data, error, reload } = useLoaded((signal) => api('api/v1/console/keys', { signal }), [tick]);
   const [creating, setCreating] = useState(false);
   const [revoking, setRevoking] = useState(null);
   const own = revoking?.key_id === session.key_id;

@@ -128,11 +128,13 @@ export function Playground() {
   }, [models]);
   useEffect(() => end.current?.scrollIntoView({ block: 'nearest' }), [turns.length]);
   const sides = [left, right].filter(Boolean);
+  // Before the models are known, a side is missing.
+  const isReady = prompt && sides.length > 0 && (models || error);
   const set = (name, value) => setSettings({ ...settings, [name]: value });
 
   const send = async (event) => {
     event?.preventDefault();
-    if (running || !prompt || !sides.length) return;
+    if (running || !isReady) return;
     const stop = new AbortController();
     sampling.current = stop;
     setRunning(stop);
@@ -229,6 +231,6 @@ export function Playground() {
       <label class="visually-hidden" for="prompt">${mode === 'chat' ? 'Message' : 'Prompt'}</label>
       <textarea id="prompt" rows=${mode === 'chat' ? 2 : 5} dir="auto" placeholder=${mode === 'chat' ? 'Ask something' : 'Text that the model continues'} value=${prompt}
         onInput=${(event) => setPrompt(event.target.value)} onKeyDown=${onKeyDown}></textarea>
-      ${running ? html`<button type="button" onClick=${() => running.abort()}>Stop</button>` : html`<button class="primary" type="submit" disabled=${!prompt || !sides.length}>Send <kbd>Ctrl ⏎</kbd></button>`}
+      ${running ? html`<button type="button" onClick=${() => running.abort()}>Stop</button>` : html`<button class="primary" type="submit" disabled=${!isReady}>Send <kbd>Ctrl ⏎</kbd></button>`}
     </form>`;
 }

@@ -1,11 +1,13 @@
 // The page of runs: curves of the chosen ones, and the list of all.
 
 import { api, Badge, Empty, html, live, navigate, number, count, place, runName, setQuery, shortId, Text, to, useClock, useEffect, useMemo, useRef, useState, When } from './core.js';
-import { Chart, COLORS } from './chart.js';
+import { Chart, COLORS, metricsOf, SmallChart } from './chart.js';
 import { Cell, VirtualList } from './list.js';
 
 const MAX_CURVES = 10;
 const NEWEST_CURVES = 5;
+/** Metrics in small charts, when runs are compared. */
+const SMALL = 5;
 const POINTS = 600;
 
 const COLUMNS = [
@@ -182,7 +184,9 @@ export function Runs() {
     </header>
     ${series.length > 0 && html`<${Chart} series=${series} name="runs" title=${chosen.length ? 'Chosen runs' : 'Newest runs'}
       onRemove=${chosen.length ? toggle : null} />`}
-    ${chosen.length > 0 && html`<p class="hint"><button class="quiet" onClick=${() => setQuery({ compare: '' })}>Clear the comparison</button></p>`}
+    ${chosen.length > 0 && html`<div class="small-charts">${metricsOf(series).filter((one) => one !== 'loss').slice(0, SMALL).map((metric) => html`
+        <${SmallChart} key=${metric} series=${series} metric=${metric} />`)}</div>
+      <p class="hint"><button class="quiet" onClick=${() => setQuery({ compare: '' })}>Clear the comparison</button></p>`}
     <section class="card flush"><${VirtualList} label="Training runs" columns=${COLUMNS} fetchPage=${fetchPage} source=${`runs ${search}`} version=${version}
       rowKey=${(run) => run.training_run_id} renderRow=${renderRow}
       onRows=${(rows) => setVisible((old) => {

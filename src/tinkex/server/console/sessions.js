@@ -8,7 +8,7 @@ const STATUS = { active: 'running', cancelled: 'idle', client_finished: 'finishe
 const WORDS = { active: 'active', cancelled: 'silent', client_finished: 'finished', failed: 'failed' };
 
 export function Sessions() {
-  useClock();
+  const tick = useClock(10000);
   const [state, setState] = useState({ rows: [], cursor: null, done: false, error: null });
   const more = async (old) => {
     try {
@@ -18,7 +18,16 @@ export function Sessions() {
       setState({ ...old, error });
     }
   };
-  useEffect(() => { more(state); }, []);
+  /** The newest sessions again, before those that are loaded already. */
+  const refresh = async () => {
+    const page = await api('api/v1/sessions/search', { method: 'POST', body: { limit: PAGE } }).catch(() => null);
+    const fresh = new Set(page?.sessions.map((one) => one.session_id));
+    if (page) setState((old) => ({ ...old, rows: [...page.sessions, ...old.rows.filter((one) => !fresh.has(one.session_id))] }));
+  };
+  useEffect(() => {
+    if (!tick) more(state);
+    else refresh();
+  }, [tick]);
   return html`<header class="page-head"><h1>Sessions</h1></header><${Problem} error=${state.error} />
     <section class="card flush"><div class="table-wrap" tabindex="0"><table>
       <thead><tr><th>Session</th><th>Status</th><th class="wide">Project</th><th class="num">Checkpoints</th><th class="num wide">Storage</th><th>Began</th></tr></thead>
@@ -76,13 +85,13 @@ const COLUMNS = [
 ];
 
 export function Samplers() {
-  useClock();
+  const tick = useClock(10000);
   const fetchPage = async (offset, limit) => {
     const page = await api(`api/v1/console/samplers?limit=${Math.min(limit, 500)}&offset=${offset}`);
     return { rows: page.samplers, total: page.total_count };
   };
   return html`<header class="page-head"><h1>Samplers</h1></header>
-    <section class="card flush"><${VirtualList} label="Samplers" columns=${COLUMNS} fetchPage=${fetchPage} source="samplers" rowKey=${(one) => one.sampler_id}
+    <section class="card flush"><${VirtualList} label="Samplers" columns=${COLUMNS} fetchPage=${fetchPage} source="samplers" version=${tick} rowKey=${(one) => one.sampler_id}
       empty=${html`<${Empty} title="No samplers yet"><p>create_sampling_client makes one.</p></${Empty}>`}
       renderRow=${(one) => html`
         <${Cell}><a href=${to.session(one.session_id)} title=${one.sampler_id}>${shortId(one.sampler_id)}</a></${Cell}>

@@ -32,8 +32,10 @@ from tinkex.server.store.inspection import (
     SNAPSHOT,
     DamagedItem,
     Inspection,
+    database_holder,
     inspect,
     rebuild_indexes,
+    referenced_keys,
 )
 from tinkex.server.store.keys import MARKER
 from tinkex.server.store.migrations import unsupported
@@ -107,7 +109,7 @@ class FolderState:
     #: Whether the marker file says that API keys were created.
     keys_created: bool = False
     free_bytes: int
-    #: The process that holds it, if one does.
+    #: The process that holds it, or a shared database, if one does.
     holder: str | None
     #: Secrets that other users of this machine can read.
     open_secrets: tuple[str, ...]
@@ -131,7 +133,7 @@ def folder_state(settings: Settings) -> FolderState:
         wal_lost=readable and is_wal_lost(folder / DATABASE),
         keys_created=readable and (folder / MARKER).exists(),
         free_bytes=shutil.disk_usage(folder).free if exists else 0,
-        holder=lock_holder(folder) if readable else None,
+        holder=_holder(settings) if readable or _is_shared(settings) else None,
         open_secrets=tuple(
             file.name
             for file in secrets
@@ -147,6 +149,17 @@ def folder_state(settings: Settings) -> FolderState:
     )
 
 
+def _is_shared(settings: Settings) -> bool:
+    """Whether database and storage are elsewhere, as for the processes of a cluster."""
+    return settings.db.startswith("postgresql") and bool(settings.storage)
+
+
+def _holder(settings: Settings) -> str | None:
+    """A process that uses the data now."""
+    process = lock_holder(settings.folder)
+    return database_holder(settings.db_url) if process is None else f"process {process}"
+
+
 def _owner(path: Path) -> str:
     """The name of the owner, or the user id if it has no name."""
     try:
@@ -157,8 +170,10 @@ def _owner(path: Path) -> str:
 
 def diagnose(state: FolderState, facts: Inspection, *, reserve_mb: float) -> Iterator[Finding]:
     """All findings. Those that other findings depend on come first. A pure function."""
-    yield from _about_folder(state, reserve_mb)
-    yield from _about_database(facts, is_full=state.free_bytes < MEBIBYTE)
+    if state.exists:
+        yield from _about_folder(state, reserve_mb)
+    yield from _about_lock(state)
+    yield from _about_database(facts, is_full=state.exists and state.free_bytes < MEBIBYTE)
     if state.wal_lost:
         yield _problem(
             "database",
@@ -214,12 +229,6 @@ def _about_folder(state: FolderState, reserve_mb: float) -> Iterator[Finding]:
             "A server needs its whole folder. Run this as the user that runs the server, or "
             "change the owner of everything to that user.",
         )
-    if state.holder is not None:
-        yield _note(
-            "lock",
-            f"a server (process {state.holder}) is using it",
-            "Files of the last hour are not reported as orphans.",
-        )
     free = f"{state.free_bytes / MEBIBYTE:,.0f} MiB are free"
     if state.free_bytes < reserve_mb * MEBIBYTE:
         yield _problem(
@@ -236,6 +245,15 @@ def _about_folder(state: FolderState, reserve_mb: float) -> Iterator[Finding]:
             "They have what signs links and tokens, so nobody else may read them. --repair "
             "makes them readable only by their owner.",
             repair=functools.partial(_hide_secrets, state.open_secrets),
+        )
+
+
+def _about_lock(state: FolderState) -> Iterator[Finding]:
+    if state.holder is not None:
+        yield _note(
+            "lock",
+            f"a server ({state.holder}) is using it",
+            "Files of the last hour are not reported as orphans.",
         )
 
 
@@ -391,9 +409,9 @@ def _some(names: Sequence[str], between: str) -> str:
 def examine(settings: Settings, *, is_locked: bool = False) -> list[Finding]:
     """Check everything, without changing it. `is_locked`: this process holds the locks."""
     state = folder_state(settings)
-    if not state.exists:
+    if not state.exists and not _is_shared(settings):
         return [_problem("folder", f"there is no folder {state.folder}", "Check --data.")]
-    if not state.readable:
+    if state.exists and not state.readable:
         return list(_about_folder(state, settings.reserve_mb))
     if is_locked:
         state = replace(state, holder=None)
@@ -448,10 +466,16 @@ def _set_aside(model_id: str, settings: Settings) -> str:
 
 
 def _delete_orphans(orphans: Sequence[str], settings: Settings) -> str:
-    files = Files(settings.storage_url)
-    for key in orphans:
-        files.remove(key)
-    return f"deleted {len(orphans)} orphaned files and folders"
+    store = _open(settings)  # refused while a process with another folder uses the database
+    try:
+        # Since they were found, such a process may have stored rows that refer to them, and ended.
+        referenced = referenced_keys(settings.db_url)
+        gone = [key for key in orphans if key not in referenced]
+        for key in gone:
+            store.files.remove(key)
+    finally:
+        store.close()
+    return f"deleted {len(gone)} orphaned files and folders"
 
 
 def _hide_secrets(names: Sequence[str], settings: Settings) -> str:

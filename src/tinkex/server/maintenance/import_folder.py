@@ -26,6 +26,7 @@ from tinkex.server.store.database_copy import (
     CopyFailed,
     add_missing_rows,
     copy_database,
+    forget_keys,
     invalid_keys,
 )
 from tinkex.server.store.inspection import referenced_keys
@@ -90,4 +91,5 @@ def _upgraded_copy(source: Path, scratch: Path) -> Path:
             hint="No server writes these: the database was changed. Nothing was imported.",
         )
     Database(f"sqlite:///{copy}", exclusive=True).close()
+    forget_keys(copy)
     return copy

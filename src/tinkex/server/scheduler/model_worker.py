@@ -10,6 +10,7 @@ the model had between two steps.
 import asyncio
 import contextlib
 import functools
+import json
 import logging
 import time
 from collections import deque
@@ -35,7 +36,14 @@ from tinkex.server.scheduler.engine_client import (
     training_order,
 )
 from tinkex.server.scheduler.fairness import TrainingSlots
-from tinkex.server.scheduler.recovery import RebuildQueue, Recovery, Snapshots
+from tinkex.server.scheduler.recovery import (
+    SMALL_SNAPSHOT_BYTES,
+    RebuildQueue,
+    Recovery,
+    Snapshots,
+    is_worth_writing,
+    replay_worth_s,
+)
 from tinkex.server.scheduler.results import (
     Execution,
     ResultWriter,
@@ -53,6 +61,7 @@ from tinkex.server.scheduler.step_queue import (
 from tinkex.server.store import Damaged, Model, NotOwner, StorageError
 from tinkex.wire.codec import encode_json
 from tinkex.wire.proto.frames_pb2 import Done, Order
+from tinkex.wire.text_format import format_bytes
 from tinkex.wire.training import CreateModelResponse
 
 if TYPE_CHECKING:
@@ -104,6 +113,10 @@ class ModelState:
     steps_since_snapshot: int = 0
     #: Bytes of payloads.
     bytes_since_snapshot: int = 0
+    #: `compute_s` at the last snapshot, with what writing it took.
+    compute_at_snapshot_s: float = 0.0
+    #: Bytes of a snapshot. Known once an engine has made the model.
+    snapshot_size: int = 0
     #: Whether the last step was an optimizer step. Then the model has no gradients.
     after_optim_step: bool = False
 
@@ -133,16 +146,35 @@ class ModelState:
         if not future.cancelled() and future.exception() is None:
             self.compute_s += future.result().compute_s
 
+    async def create(self, engine: EngineClient, incarnation: int) -> None:
+        """Make the model in the memory of an engine, without weights of its own yet."""
+        done = await self.run(engine, create_order(self.model), incarnation)
+        size = json.loads(done.result).get("snapshot_bytes", 0)
+        if size != self.snapshot_size and size > SMALL_SNAPSHOT_BYTES:
+            log.info(
+                "a snapshot of %s takes %s: none is written before %.0f s of computation, or requests "
+                "of this size",
+                *(self.model.model_id, format_bytes(size), replay_worth_s(size)),
+            )
+        self.snapshot_size = size
+
     def needs_snapshot(self, steps: int, payload_bytes: int) -> bool:
         """Whether a snapshot is due after this many steps or bytes of payloads; 0 means never."""
         if self.snapshot_task is not None and not self.snapshot_task.done():
             return False
+        size = self.snapshot_size
         if not self.after_optim_step:
             # Just after an optimizer step there are no gradients to write: wait a while for one.
             steps += steps // MAX_DELAY_FRACTION
             payload_bytes += payload_bytes // MAX_DELAY_FRACTION
-        return (
+            size += size // MAX_DELAY_FRACTION
+        due = (
             0 < steps <= self.steps_since_snapshot or 0 < payload_bytes <= self.bytes_since_snapshot
+        )
+        return due and is_worth_writing(
+            size,
+            payload_bytes=self.bytes_since_snapshot,
+            compute_s=self.compute_s - self.compute_at_snapshot_s,
         )
 
     async def results_stored(self) -> None:
@@ -225,14 +257,14 @@ class StepRunner:
 
         match step.kind:
             case Kind.CREATE_MODEL:
-                await run(create_order(model))
+                await state.create(self._engine, incarnation)
                 response = CreateModelResponse(model_id=model.model_id)
                 return Outcome(result=encode_json(response))
             case Kind.SAVE_WEIGHTS | Kind.SAVE_FOR_SAMPLER | Kind.SAVE_EXTERNAL:
                 return await self._checkpoints.save(model, step, await payloads.read(step), run)
             case Kind.LOAD_WEIGHTS:
                 if step.creates_model:
-                    await run(create_order(model))
+                    await state.create(self._engine, incarnation)
                 # For another owner's checkpoint, the version was resolved on acceptance.
                 return await self._checkpoints.load(
                     model, await payloads.read(step), run, version_id=step.version_id

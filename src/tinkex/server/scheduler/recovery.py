@@ -21,7 +21,6 @@ from tinkex.server.scheduler.engine_client import (
     Attempt,
     EngineClient,
     clear_gradients_order,
-    create_order,
     payload_size,
     register_loss_order,
     training_order,
@@ -45,6 +44,13 @@ MAX_REPLAY_PASSES = 8
 # Maximum tokens of these passes together (a single pass may have more), because steps of other
 # owners wait until they are done.
 MAX_REPLAY_TOKENS = 32_768
+
+#: Snapshots up to this size are written whenever they are due.
+SMALL_SNAPSHOT_BYTES = 64 * 2**20
+#: The speed of an ordinary disk or object store, and how many times longer than writing a larger
+#: snapshot takes on it the steps before it should have computed.
+WRITE_BYTES_PER_S = 200e6
+REPLAY_PER_WRITE = 20
 
 
 def _cost(step: QueuedRequest) -> int:
@@ -291,7 +297,7 @@ class Recovery:
         if snapshot is None:
             return -1
         folder = await self._store.snapshots.open(snapshot)
-        await state.run(self._engine, create_order(state.model), incarnation)
+        await state.create(self._engine, incarnation)
         restore = frames_pb2.Restore(model_id=model_id, folder=folder)
         await state.run(self._engine, Order(restore=restore), incarnation)
         return snapshot.seq_id
@@ -354,16 +360,31 @@ class Recovery:
             case Replay.CLEAR_GRADIENTS:
                 await run(clear_gradients_order(model.model_id))
             case Replay.RUN if row.kind is Kind.CREATE_MODEL:
-                await run(create_order(model))
+                await state.create(self._engine, incarnation)
             case Replay.RUN if row.kind is Kind.LOAD_WEIGHTS:
                 if row.creates_model:
-                    await run(create_order(model))
+                    await state.create(self._engine, incarnation)
                 request = await self._payloads.read(row)
                 await self._checkpoints.load(model, request, run, version_id=row.version_id)
             case Replay.RUN:
                 payload = await self._payloads.get(row)
                 state.bytes_since_snapshot += payload_size(payload)
                 await run(training_order(model, row.kind, payload))
+
+
+def is_worth_writing(size: int, *, payload_bytes: int, compute_s: float) -> bool:
+    """
+    Whether a snapshot saves more than it costs, after steps with these payloads and computation.
+
+    It replaces their payloads on the disk, and computing them again after a crash.
+    """
+    small = max(SMALL_SNAPSHOT_BYTES, payload_bytes)
+    return size <= small or compute_s >= replay_worth_s(size)
+
+
+def replay_worth_s(size: int) -> float:
+    """The computation that a snapshot of this size should save: then writing takes 5 % of the time."""
+    return REPLAY_PER_WRITE * size / WRITE_BYTES_PER_S
 
 
 class Snapshots:
@@ -417,6 +438,7 @@ class Snapshots:
         await state.snapshot_written()
         # Reset even if this one fails: the next one is due after the whole interval.
         state.steps_since_snapshot = state.bytes_since_snapshot = 0
+        state.compute_at_snapshot_s = state.compute_s
         if state.queue.creation_error is not None or state.queue.running:
             return None
         async with contextlib.AsyncExitStack() as stack:
@@ -450,6 +472,7 @@ class Snapshots:
         model_id = state.model.model_id
         try:
             done = await future
+            state.compute_at_snapshot_s += done.compute_s  # counted as computation of the model
             return await self._execution.store.snapshots.save(
                 model_id=model_id,
                 seq_id=seq_id,

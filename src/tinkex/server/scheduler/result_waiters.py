@@ -161,8 +161,8 @@ class Futures:
             waited_s = time.monotonic() - unfinished.since_s
             self.timings.queue_s[request.kind.value].observe(waited_s)
 
-    def finish(self, request: QueuedRequest) -> None:
-        """Its outcome is stored: wake the polls that wait for it."""
+    def finish(self, request: QueuedRequest, event: Completion | None = None) -> None:
+        """Its outcome is stored, with this event: wake the polls that wait for them."""
         if (unfinished := self._pop(request)) is not None:
             if unfinished.counted:
                 waited_s = time.monotonic() - unfinished.since_s
@@ -170,6 +170,9 @@ class Futures:
             unfinished.request = request
             unfinished.waiters.wake()
         self._cache_result(request)
+        # After the result: a client that reads the event fetches the result immediately.
+        if event is not None:
+            self.completion_log.add(event)
 
     async def wait(
         self,
@@ -258,8 +261,12 @@ class Futures:
             if (dropped := self._cache.pop(request_id, None)) is not None:
                 self._cache_bytes -= _weight(dropped)
 
+    async def _row(self, request_id: str) -> tuple[QueuedRequest | None, bytes | None]:
+        """A request as it is stored, and its result if that was read with it."""
+        return await self._store.requests.get(request_id), None
+
     async def _read(self, request_id: str, owner: str) -> QueuedRequest:
-        request = await self._store.requests.get(request_id)
+        request, result = await self._row(request_id)
         if request is None and _may_be_deleted(request_id, self._retention_s):
             raise ResultGone(request_id)
         if request is None or request.owner != owner:
@@ -272,7 +279,8 @@ class Futures:
             return request
         if request.outcome.error is None:
             try:
-                result = await self._store.requests.result(request_id)
+                if result is None:
+                    result = await self._store.requests.result(request_id)
                 request.outcome = replace(request.outcome, result=result)
             except Damaged as damaged:
                 log.error("%s", damaged)
@@ -289,6 +297,10 @@ class Futures:
         while self._cache_bytes > CACHE_BYTES:
             _, dropped = self._cache.popitem(last=False)
             self._cache_bytes -= _weight(dropped)
+            self._dropped(dropped.request_id)
+
+    def _dropped(self, request_id: str) -> None:
+        """This result is not cached any more."""
 
 
 def load_of(request: QueuedRequest) -> Load:

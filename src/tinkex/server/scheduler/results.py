@@ -20,7 +20,7 @@ from tinkex.server.queued_request import PASSES, Cause, Outcome, QueuedRequest
 from tinkex.server.retry import Backoff, retry
 from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.step_queue import number_of
-from tinkex.server.store import Damaged, NotOwner, Store, accepted_work
+from tinkex.server.store import Completion, Damaged, NotOwner, Store, accepted_work
 from tinkex.server.store.requests import INLINE_BYTES
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.proto.frames_pb2 import Done
@@ -277,10 +277,7 @@ class Execution:
             event = await commit
             if previous is not None and not previous.done():
                 await asyncio.wait({previous})
-            self.wake(request, outcome)
-            # After the result: a client that reads the event fetches the result immediately.
-            if event is not None:
-                self.futures.completion_log.add(event)
+            self.wake(request, outcome, event)
         finally:
             woken.set_result(None)
 
@@ -302,12 +299,14 @@ class Execution:
             ),
         )
 
-    def wake(self, request: QueuedRequest, outcome: Outcome) -> None:
-        """The outcome is stored: wake the polls that wait for it."""
+    def wake(
+        self, request: QueuedRequest, outcome: Outcome, event: Completion | None = None
+    ) -> None:
+        """The outcome is stored, and the event of a sample: wake the polls that wait for them."""
         self.claimed.discard(request.request_id)
         # A commit refers to the request, and finished requests are cached.
         request.outcome = outcome if outcome.commit is None else replace(outcome, commit=None)
-        self.futures.finish(request)
+        self.futures.finish(request, event)
 
 
 #: A finished step whose outcome is not stored, and `StepQueue.gradient_error` before the step.

@@ -7,6 +7,7 @@ Also here: what can be read of a database of any version, without upgrading it.
 import contextlib
 import logging
 import shutil
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import event
 
+from tinkex.server.retry import Backoff, retry_blocking
 from tinkex.server.store import migrations, sql_dialects
 from tinkex.server.store.failover import watch_timeline
 from tinkex.server.store.schema import api_keys
@@ -33,6 +35,10 @@ FULL_BYTES = 2**20
 
 # Per connection. SQLite's default of 2,000 KiB fills up over hours and makes nothing faster.
 PAGE_CACHE_KIB = 256
+
+#: How long a statement waits for a lock of another connection.
+BUSY_S = 10
+_WAL_BACKOFF = Backoff(first_s=0.01, max_s=0.1, within_s=BUSY_S)
 
 _ADVICE = "Check that it runs and accepts this machine, or choose another with --db."
 # A server that starts exits on these problems; a running server would retry. So the advice differs.
@@ -196,14 +202,12 @@ def _prepare_sqlite(engine: sa.Engine, begin: str, *, writes: bool) -> None:
         connection.isolation_level = None
         cursor = connection.cursor()
         # First, because the next pragmas may have to wait for a lock.
-        cursor.execute("PRAGMA busy_timeout = 10000")
+        cursor.execute(f"PRAGMA busy_timeout = {BUSY_S * 1000}")
         if writes:
             # Must precede the first table. Lets `Retention.free_pages` shrink the file in steps.
             # It waits for a running writer, so read-only connections do not set it.
             cursor.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        cursor.execute(
-            "PRAGMA journal_mode = WAL"
-        )  # readers and the writer do not block each other
+        _use_wal(cursor)
         cursor.execute("PRAGMA synchronous = FULL")  # a commit is on disk when it returns
         cursor.execute("PRAGMA journal_size_limit = 8388608")
         cursor.execute("PRAGMA foreign_keys = ON")
@@ -214,3 +218,22 @@ def _prepare_sqlite(engine: sa.Engine, begin: str, *, writes: bool) -> None:
     @event.listens_for(engine, "begin")
     def _begun(connection: sa.Connection) -> None:
         connection.exec_driver_sql(begin)
+
+
+def _use_wal(cursor: sqlite3.Cursor) -> None:
+    """
+    Readers and the writer do not block each other.
+
+    A new file, or a restored one, must be switched first. SQLite's time-out does not apply to that:
+    while another process writes, or switches the same file, the statement fails at once.
+    """
+    retry_blocking(
+        lambda: cursor.execute("PRAGMA journal_mode = WAL"), _WAL_BACKOFF, should_retry=_is_busy
+    )
+
+
+def _is_busy(error: Exception) -> bool:
+    return (
+        isinstance(error, sqlite3.OperationalError)
+        and error.sqlite_errorcode == sqlite3.SQLITE_BUSY
+    )

@@ -184,6 +184,10 @@ class Database:
         """Queue `operation` for a later transaction, without waiting for it; see `Writer.defer`."""
         self.writer.defer(self._without_new_rows(operation), key=key, on_dropped=on_dropped)
 
+    def write_deferred_batched(self, many: BatchWrite[Item, Any], item: Item) -> None:
+        """Like `write_deferred`, but writes of the same kind share their statements."""
+        self.writer.defer_batched(many, item)
+
     def _without_new_rows(
         self, operation: Callable[[sa.Connection], T]
     ) -> Callable[[sa.Connection], T]:

@@ -22,6 +22,19 @@ UPDATE main.samplers SET events = max(events, coalesce((
 """
 
 
+# Keys are not imported, so what came with one has no key here.
+_FORGET_KEYS = """
+UPDATE requests SET key_id = 0 WHERE key_id;
+CREATE TEMP TABLE together AS
+    SELECT owner, hour, session_id, base_model, what, writer, sum(amount) AS amount
+    FROM usage GROUP BY owner, hour, session_id, base_model, what, writer;
+DELETE FROM usage;
+INSERT INTO usage (owner, hour, session_id, base_model, what, writer, amount)
+    SELECT owner, hour, session_id, base_model, what, writer, amount FROM together;
+DROP TABLE together;
+"""
+
+
 class CopyFailed(Exception):
     """The database cannot be copied; the text says why."""
 
@@ -65,6 +78,12 @@ def invalid_keys(database: Path) -> list[str]:
     except sqlite3.Error as error:
         raise CopyFailed(str(error)) from error
     return invalid
+
+
+def forget_keys(copy: Path) -> None:
+    """Remove the keys of requests and usage from a copy: the numbers are of another server."""
+    with contextlib.closing(sqlite3.connect(copy)) as connection:
+        connection.executescript(f"BEGIN; {_FORGET_KEYS} COMMIT;")
 
 
 def add_missing_rows(source: Path, target: Path, *, only: str | None = None) -> dict[str, int]:

@@ -186,7 +186,13 @@ class Writer:
         It replaces a waiting write with the same `key`. If too many writes without a key wait, the
         oldest one is dropped.
         """
-        write = _Write(_each, operation, None, on_dropped=on_dropped)
+        self._defer(_Write(_each, operation, None, on_dropped=on_dropped), key)
+
+    def defer_batched(self, write_batch: BatchWrite[Item, Any], item: Item) -> None:
+        """Like `defer`, but writes of the same kind share their SQL statements."""
+        self._defer(_Write(write_batch, item, None), None)
+
+    def _defer(self, write: _Write, key: Hashable) -> None:
         with self._changed:
             if self._closing:
                 return

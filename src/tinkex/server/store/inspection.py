@@ -14,6 +14,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from tinkex.server.store import sql_dialects
 from tinkex.server.store.blobs import PREFIX_DEPTHS, UNREADABLE, Files, folder_problem
 from tinkex.server.store.connections import any_key
 from tinkex.server.store.database_copy import CopyFailed
@@ -283,6 +284,20 @@ def referenced_keys(url: str) -> set[str]:
         raise CopyFailed(
             f"its schema is not the one of this version ({error.orig}); start the server once"
         ) from error
+    finally:
+        engine.dispose()
+
+
+def database_holder(url: str) -> str | None:
+    """A process that uses a PostgreSQL database now; None if nobody does, or if it is SQLite."""
+    if not url.startswith("postgresql"):
+        return None
+    engine = sa.create_engine(url)
+    try:
+        with engine.connect() as connection:
+            return sql_dialects.lock_holder(connection)
+    except sa.exc.DBAPIError:
+        return None  # `inspect` says why it cannot be read
     finally:
         engine.dispose()
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import sqlalchemy as sa
 
@@ -59,11 +60,23 @@ class ApiKey:
 
     def state(self, now_s: float) -> str:
         """`active`, or why the key is not accepted."""
-        if self.revoked_s is not None:
-            return "revoked"
-        if self.expires_s is not None and self.expires_s <= now_s:
-            return "expired"
-        return "active"
+        return key_state(self, now_s)
+
+
+class _Ends(Protocol):
+    @property
+    def expires_s(self) -> float | None: ...
+    @property
+    def revoked_s(self) -> float | None: ...
+
+
+def key_state(key: _Ends, now_s: float) -> str:
+    """`active`, or why a key is not accepted."""
+    if key.revoked_s is not None:
+        return "revoked"
+    if key.expires_s is not None and key.expires_s <= now_s:
+        return "expired"
+    return "active"
 
 
 _KEY = tuple(api_keys.c)

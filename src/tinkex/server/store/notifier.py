@@ -4,14 +4,22 @@ Notifications between processes that share a PostgreSQL database (NOTIFY and LIS
 A notification is a hint to look at the tables now. It may be lost, arrive twice or late; every receiver
 also looks by itself once a second. It is sent after the commit that it tells of, on a connection of its
 own: inside the transaction, NOTIFY would serialize all commits of the database.
+
+A notification may have a result in it, and everybody who may connect to the database can send one. So
+each is signed with a secret of the database.
 """
 
 import asyncio
+import base64
 import contextlib
 import hashlib
+import hmac
 import json
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import Any
 
 import psycopg
 import sqlalchemy as sa
@@ -23,8 +31,13 @@ log = logging.getLogger("tinkex.server.store")
 
 #: PostgreSQL allows 8,000 bytes.
 MAX_BYTES = 7_900
-#: Notifications that wait to be sent; more are dropped.
-MAX_PENDING = 20_000
+#: The longest item, as JSON; longer ones are dropped.
+MAX_ITEM_BYTES = MAX_BYTES - 100
+#: What waits to be sent, with the fixed part of each item; more is dropped.
+MAX_PENDING_BYTES = 32 * 2**20
+_ITEM_COST = 100
+SIGNATURE_BYTES = 16
+SIGNATURE_CHARS = 24
 RECONNECT_S = 1.0
 CLOSE_S = 1.0
 #: How often a connection that only listens is checked.
@@ -34,7 +47,7 @@ CHECK_S = 30.0
 WEB = "tinkex_web"
 
 #: Called with the kind of a notification and its items.
-OnNotification = Callable[[str, list[str]], None]
+OnNotification = Callable[[str, list[Any]], None]
 
 
 def channel_of(name: str) -> str:
@@ -46,16 +59,24 @@ class Notifier:
     """Sends and receives notifications. Belongs to one event loop; `start` first, `close` last."""
 
     def __init__(
-        self, db_url: str, channels: Iterable[str], on_notification: OnNotification
+        self,
+        db_url: str,
+        channels: Iterable[str],
+        on_notification: OnNotification,
+        *,
+        secret: bytes,
     ) -> None:
         url = sa.make_url(db_url)
         url = url.update_query_dict({name: str(value) for name, value in timeouts(url).items()})
         self._address = url.set(drivername="postgresql").render_as_string(hide_password=False)
         self._channels = list(channels)
         self._on_notification = on_notification
-        #: By channel and kind.
+        self._secret = secret
+        #: Items as JSON, by channel and kind.
         self._pending: dict[tuple[str, str], list[str]] = {}
-        self._count = 0
+        self._pending_bytes = 0
+        #: When it began to hear what is sent, by the system clock; infinite while it does not.
+        self.listening_since_s = math.inf
         self._has_pending = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -75,12 +96,14 @@ class Notifier:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def send(self, channel: str, kind: str, item: str) -> None:
+    def send(self, channel: str, kind: str, item: Any) -> None:
         """Queue a notification for whoever listens; what waits for one channel travels together."""
-        if self._count >= MAX_PENDING:
+        text = json.dumps(item, separators=(",", ":"))
+        cost = len(text) + _ITEM_COST
+        if len(text) > MAX_ITEM_BYTES or self._pending_bytes + cost > MAX_PENDING_BYTES:
             return
-        self._pending.setdefault((channel, kind), []).append(item)
-        self._count += 1
+        self._pending.setdefault((channel, kind), []).append(text)
+        self._pending_bytes += cost
         self._has_pending.set()
 
     async def _until_closed(
@@ -100,14 +123,22 @@ class Notifier:
     async def _listen(self, connection: psycopg.AsyncConnection) -> None:
         for channel in self._channels:
             await connection.execute(f"LISTEN {channel}".encode())
-        while True:
-            async for notification in connection.notifies(timeout=CHECK_S):
-                self._heard(notification.payload)
-            await connection.execute("SELECT 1")
+        self.listening_since_s = time.time()
+        try:
+            while True:
+                async for notification in connection.notifies(timeout=CHECK_S):
+                    self._heard(notification.payload)
+                await connection.execute("SELECT 1")
+        finally:
+            self.listening_since_s = math.inf
 
     def _heard(self, payload: str) -> None:
+        signature, text = payload[:SIGNATURE_CHARS], payload[SIGNATURE_CHARS:]
+        if not hmac.compare_digest(signature.encode(), self._signature(text).encode()):
+            log.warning("a notification was dropped: no process of this database has signed it")
+            return
         try:
-            kind, items = json.loads(payload)
+            kind, items = json.loads(text)
             self._on_notification(kind, items)
         except Exception:
             # A hint must not end the process; the tables have everything.
@@ -117,11 +148,11 @@ class Notifier:
         while True:
             await self._has_pending.wait()
             self._has_pending.clear()
-            pending, self._pending, self._count = self._pending, {}, 0
+            pending, self._pending, self._pending_bytes = self._pending, {}, 0
             sent = [
-                (channel, payload)
+                (channel, self._signature(text) + text)
                 for (channel, kind), items in pending.items()
-                for payload in payloads(kind, items)
+                for text in payloads(kind, items)
             ]
             channels, texts = zip(*sent, strict=True) if sent else ((), ())
             await connection.execute(
@@ -130,19 +161,20 @@ class Notifier:
                 (list(channels), list(texts)),
             )
 
+    def _signature(self, text: str) -> str:
+        digest = hmac.digest(self._secret, text.encode(), "sha256")
+        return base64.b64encode(digest[:SIGNATURE_BYTES]).decode()
 
-def payloads(kind: str, items: list[str]) -> Iterator[str]:
-    """The items as the contents of notifications, each within the limit; larger items are dropped."""
+
+def payloads(kind: str, items: Iterable[str]) -> Iterator[str]:
+    """The items, which are JSON, as the contents of notifications, each within the limit."""
     some: list[str] = []
     size = 0
     for item in items:
-        cost = len(json.dumps(item)) + 2
-        if cost > MAX_BYTES - 50:
-            continue
-        if size + cost > MAX_BYTES - 50:
-            yield json.dumps([kind, some])
+        if some and size + len(item) + 1 > MAX_ITEM_BYTES:
+            yield f'["{kind}",[{",".join(some)}]]'
             some, size = [], 0
         some.append(item)
-        size += cost
+        size += len(item) + 1
     if some:
-        yield json.dumps([kind, some])
+        yield f'["{kind}",[{",".join(some)}]]'

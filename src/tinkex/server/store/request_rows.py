@@ -62,7 +62,8 @@ _TOKEN_COUNTS = "usage"
 #: Where a connection keeps the name of its writer; see `usage.writer`.
 WRITER = "writer"
 
-_KEY = ("owner", "hour", "session_id", "base_model", "what")
+_KEY = ("owner", "hour", "session_id", "key_id", "base_model", "what")
+_Key = tuple[str, int, str, int, str, str]
 
 
 def _add_usage(insert: Any) -> Any:
@@ -80,17 +81,16 @@ _ADD_USAGE = {
 def count_tokens(connection: sa.Connection, request: QueuedRequest, result: bytes) -> None:
     """Count the tokens of a request that this transaction finishes."""
     hour = int(time.time()) // HOUR_S
-    counts: dict[tuple[str, int, str, str, str], int] = connection.info.setdefault(
-        _TOKEN_COUNTS, {}
-    )
+    counts: dict[_Key, int] = connection.info.setdefault(_TOKEN_COUNTS, {})
+    session_id = request.session_id or ""
     for what, amount in _amounts(request, result):
-        key = (request.owner, hour, request.session_id or "", request.base_model, what)
+        key = (request.owner, hour, session_id, request.key_id, request.base_model, what)
         counts[key] = counts.get(key, 0) + amount
 
 
 def write_token_counts(connection: sa.Connection) -> None:
     """Write the sums of this transaction to the table, right before it commits."""
-    counts: dict[tuple[str, int, str, str, str], int] = connection.info.pop(_TOKEN_COUNTS, {})
+    counts: dict[_Key, int] = connection.info.pop(_TOKEN_COUNTS, {})
     if counts:
         writer = connection.info.get(WRITER, "")
         # Sorted: two transactions that add to the same rows must not wait for each other.
@@ -143,6 +143,7 @@ ROW = (
     requests.c.cause,
     requests.c.home,
     requests.c.deaths,
+    requests.c.key_id,
 )
 
 
@@ -185,6 +186,7 @@ _NEW = (
     "tokens",
     "created_s",
     "home",
+    "key_id",
 )
 
 # Built once: building a statement takes longer than SQLite takes to run it.
@@ -272,6 +274,7 @@ def _values(new: QueuedRequest, payload_key: str | None) -> tuple[object, ...]:
         new.tokens,
         time.time(),
         new.home,
+        new.key_id,
     )
 
 

@@ -243,6 +243,20 @@ class Requests:
         abandoned = [row.request_id for row in rows if row.cancel_s is not None]
         return [one for one in request_ids if one not in homes], abandoned, homes
 
+    async def news_of(self, request_ids: Sequence[str]) -> tuple[list[str], list[str]]:
+        """
+        Those of these requests that are finished, and those to be cancelled unless polled.
+
+        Cheaper than `look_at`: nothing is read of those that only wait, or whose rows are deleted.
+        """
+        statement = sa.select(requests.c.request_id, requests.c.status, requests.c.cancel_s).where(
+            in_list(requests.c.request_id, request_ids),
+            sa.or_(requests.c.status != Status.WAITING, requests.c.cancel_s.is_not(None)),
+        )
+        rows = await self._database.read(lambda connection: connection.execute(statement).all())
+        ended = [row.request_id for row in rows if row.status != Status.WAITING]
+        return ended, [row.request_id for row in rows if row.cancel_s is not None]
+
     async def loads(self) -> dict[str, tuple[int, int, int]]:
         """The unfinished requests of each owner, their tokens, and sequences of samples."""
         sequences = sa.case((requests.c.kind == Kind.SAMPLE, requests.c.sequences), else_=0)
@@ -356,7 +370,7 @@ class Requests:
     def mark_fetched(self, request_id: str) -> None:
         """Record, with a deferred write, that the whole result was sent."""
         values = {"fetched": request_id, "fetched_s": time.time()}
-        self._database.write_deferred(execute(_FETCHED, values))
+        self._database.write_deferred_batched(_mark_many_fetched, values)
 
     def mark_all_fetched(self, request_ids: Sequence[str], *, owner: str) -> None:
         """Like `mark_fetched`, for many requests of this owner; a repeat changes nothing."""
@@ -383,6 +397,14 @@ class Requests:
             connection.execute(_ALL_FETCHED, values)
 
         self._database.write_deferred(operation, on_dropped=not_pending)
+
+
+def _mark_many_fetched(
+    connection: sa.Connection, marks: Sequence[dict[str, object]]
+) -> Sequence[None]:
+    # In one order, so that two processes that mark the same ones do not wait for each other.
+    connection.execute(_FETCHED, sorted(marks, key=lambda mark: str(mark["fetched"])))
+    return [None] * len(marks)
 
 
 def _of_worker(statement: sa.Select[Any], home: str | None) -> sa.Select[Any]:

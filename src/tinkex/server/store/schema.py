@@ -161,6 +161,8 @@ requests = sa.Table(
     sa.Column("home", sa.String(200)),
     # On several machines: cancel a sample at this time of the database's clock.
     sa.Column("cancel_s", sa.Float),
+    # The key that it came with; 0 without one, and in rows from before this was stored.
+    sa.Column("key_id", sa.Integer, nullable=False, server_default="0"),
     # A repeated step or sample returns the first one.
     sa.UniqueConstraint("model_id", "seq_id"),
     sa.UniqueConstraint("sampling_session_id", "seq_id"),
@@ -363,6 +365,8 @@ usage = sa.Table(
     sa.Column("hour", sa.BigInteger, primary_key=True, autoincrement=False),
     # Empty for work outside a session.
     sa.Column("session_id", sa.String(64), primary_key=True),
+    # The key of the requests; 0 without one, and in rows from before this was stored.
+    sa.Column("key_id", sa.Integer, primary_key=True, autoincrement=False, server_default="0"),
     sa.Column("base_model", sa.String(500), primary_key=True),
     sa.Column("what", sa.String(20), primary_key=True),
     # Each process that writes has rows of its own, so that none waits for another; empty for a

@@ -1,5 +1,5 @@
 """
-The secrets that sign links and tokens, shared by all web processes of a database.
+The secrets that sign links, tokens and notifications, shared by all processes of a database.
 
 They are in the database, so they are also in each dump and backup of it. Deleting a row and restarting
 the server makes a new secret; links and tokens of the old one are invalid then.
@@ -21,8 +21,9 @@ from tinkex.server.store.schema import server_secrets
 log = logging.getLogger("tinkex.server.store")
 
 SECRET_BYTES = 32
-#: What each secret signs, and its file in a data folder of tinkex 0.1.
-LINKS, TOKENS = "links", "tokens"
+#: What each secret signs.
+LINKS, TOKENS, NOTIFICATIONS = "links", "tokens", "notifications"
+#: The files of secrets in a data folder of tinkex 0.1.
 OLD_FILES = {LINKS: "signing.key", TOKENS: "tokens.key"}
 
 _SELECT = sa.select(server_secrets.c.name, server_secrets.c.value)
@@ -38,7 +39,7 @@ _INSERT = {
 def ensure_secrets(reading: sa.Engine, writing: sa.Engine, folder: Path) -> Mapping[str, bytes]:
     """The secrets of a database by name; missing ones are created, or moved from the data folder."""
     found = _read(reading)
-    missing = OLD_FILES.keys() - found.keys()
+    missing = {LINKS, TOKENS, NOTIFICATIONS} - found.keys()
     if missing:
         rows = [
             {"name": name, "value": _from_file(folder, name), "created_s": time.time()}
@@ -61,6 +62,8 @@ def _read(engine: sa.Engine) -> dict[str, bytes]:
 
 def _from_file(folder: Path, name: str) -> bytes:
     """The secret of tinkex 0.1, or a new one."""
+    if name not in OLD_FILES:
+        return secrets.token_bytes(SECRET_BYTES)
     file = folder / OLD_FILES[name]
     try:
         if len(found := file.read_bytes()) >= SECRET_BYTES:

@@ -37,6 +37,8 @@ from tinkex.server.store.sql_dialects import in_list
 # many characters of metadata; then it returns where to continue.
 MAX_SEARCHED = 5_000
 MAX_SEARCHED_CHARACTERS = 16 * 2**20
+# Sessions whose failure is taken back once their work succeeds.
+MAX_FAILED = 10_000
 # Ids fetched at a time while searching.
 READ_BATCH = 500
 # The newest requests in one trace; viewers become unusable with more.
@@ -247,8 +249,14 @@ class Sessions:
         statement = sessions.update().where(sessions.c.session_id == session_id).values(**values)
         self._database.write_deferred(execute(statement), key=(what, session_id))
 
-    async def failed_sessions(self) -> list[str]:
-        statement = sa.select(sessions.c.session_id).where(sessions.c.failure.is_not(None))
+    async def failed_sessions(self, *, limit: int = MAX_FAILED) -> list[str]:
+        """The sessions that have failed and may go on: those whose clients were heard of last."""
+        statement = (
+            sa.select(sessions.c.session_id)
+            .where(sessions.c.failure.is_not(None), sessions.c.finished_s.is_(None))
+            .order_by(sessions.c.seen_s.desc())
+            .limit(limit)
+        )
         return await self._database.read(scalars(statement))
 
     async def finish_session(self, session_id: str, reason: str, detail: str | None) -> None:

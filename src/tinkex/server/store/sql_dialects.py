@@ -101,6 +101,12 @@ def prepare_writer(engine: sa.Engine, *, exclusive: bool, role: str = "") -> Non
             raise
 
 
+def lock_holder(connection: sa.Connection) -> str | None:
+    """A process that has the lock of a PostgreSQL database, alone or with others."""
+    found: str | None = connection.exec_driver_sql(_HOLDER).scalar()
+    return found
+
+
 def lock_migrations(connection: sa.Connection) -> None:
     """Wait until no other process changes the tables of this database; held by this transaction."""
     if connection.dialect.name == "sqlite":

@@ -116,8 +116,11 @@ class StorageProblem:
     @property
     def text(self) -> str:
         """The message for clients."""
-        what = _WORDS[self.kind].format(part=self.part)
-        return f"{what} ({self.reason}). New requests are refused until this is fixed."
+        return f"{self.summary}. New requests are refused until this is fixed."
+
+    @property
+    def summary(self) -> str:
+        return f"{_WORDS[self.kind].format(part=self.part)} ({self.reason})"
 
     @property
     def advice(self) -> str:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from tinkex.server.store.checkpoint_catalog import within_metadata_budget
-from tinkex.server.store.database import Database, every, not_expired
+from tinkex.server.store.database import Database, columns, every, not_expired
 from tinkex.server.store.schema import (
+    api_keys,
     checkpoint_names,
     checkpoint_versions,
     models,
@@ -28,6 +29,29 @@ class UsageRow:
     base_model: str
     what: str
     amount: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyUsage:
+    """The tokens of one kind that the requests of a key used."""
+
+    owner: str
+    #: 0 for usage without a key.
+    key_id: int
+    base_model: str
+    what: str
+    amount: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyLabel:
+    """What a list shows of a key, also of a revoked one."""
+
+    key_id: int
+    hint: str
+    name: str
+    expires_s: float | None
+    revoked_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +123,37 @@ class Usage:
                 for row in connection.execute(statement)
             ]
         )
+
+    async def by_key(
+        self, *, owner: str | None, first_hour: int, limit: int
+    ) -> tuple[list[KeyUsage], dict[int, KeyLabel]]:
+        """Usage since an hour of one owner or of all, by key, and the keys."""
+        by = (usage.c.owner, usage.c.key_id, usage.c.base_model, usage.c.what)
+        chosen = [usage.c.hour >= first_hour]
+        if owner is not None:
+            chosen.append(usage.c.owner == owner)
+        statement = (
+            sa.select(*by, sa.func.sum(usage.c.amount).label("amount"))
+            .where(*chosen)
+            .group_by(*by)
+            .order_by(*by)
+            .limit(limit)
+        )
+        labels = sa.select(*columns(KeyLabel, api_keys)).where(
+            api_keys.c.key_id.in_(sa.select(usage.c.key_id).where(*chosen))
+        )
+
+        def operation(
+            connection: sa.Connection,
+        ) -> tuple[list[KeyUsage], dict[int, KeyLabel]]:
+            used = [
+                KeyUsage(**{**row._mapping, "amount": int(row.amount)})
+                for row in connection.execute(statement)
+            ]
+            found = every(KeyLabel, labels)(connection)
+            return used, {one.key_id: one for one in found}
+
+        return await self._database.read_report(operation)
 
     async def stored(
         self, *, owner: str, since_s: float, until_s: float, limit: int
