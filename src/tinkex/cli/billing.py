@@ -53,6 +53,10 @@ USAGE_TABLE_COLUMNS = {
 }
 
 
+#: Usage from before the server had keys, or stored them with usage.
+NO_KEY = "none (earlier usage)"
+
+
 @click.group("billing")
 def command() -> None:
     """Show usage and costs."""
@@ -139,6 +143,54 @@ def checkpoint_storage(project_id: str | None, csv_path: str | None) -> None:
                     str(item.checkpoint_count),
                     shown_size(item.size_bytes),
                     _cell(item.estimated_monthly_cost_usd),
+                )
+                for item in answer.data
+            ],
+        )
+
+
+@command.command(
+    "keys", epilog=examples("tinkex billing keys", "tinkex billing keys --days 7 --csv keys.csv")
+)
+@click.option(
+    "--days",
+    type=click.IntRange(1, 90),
+    default=30,
+    show_default=True,
+    help="The last days, with today (UTC).",
+)
+@click.option("--csv", "csv_path", metavar="FILE", help="Write rows as CSV; - is stdout.")
+@service_options
+def keys(days: int, csv_path: str | None) -> None:
+    """Show tokens by API key and base model, of a tinkex server with keys.
+
+    With the key of an administrator, these are the keys of all owners. Revoked keys keep their names.
+    """
+    answer = admin_client().get_usage_by_key(days).result()
+    if csv_path:
+        columns = list(tinkex.types.UsageByKeyItem.model_fields)
+        rows = [item.model_dump(mode="json") for item in answer.data]
+        write_csv(csv_path, columns, [[row[name] for name in columns] for row in rows])
+    elif as_json():
+        show_json(answer)
+    elif not answer.data:
+        click.echo("No usage with keys in this time.", err=True)
+    else:
+        show_table(
+            (
+                *("Key", "Name", "Owner", "State", "Model"),
+                *("Trained", "Sampled", "Prompts", "Cached", "Cost (USD)"),
+            ),
+            [
+                (
+                    NO_KEY if item.key_id is None else f"{item.hint}…",
+                    item.name or "",
+                    item.owner,
+                    item.state or "",
+                    item.base_model,
+                    *(f"{one:,}" for one in (item.training, item.sampled)),
+                    *(f"{one:,}" for one in (item.prefill, item.cached)),
+                    _cell(item.estimated_cost_usd),
                 )
                 for item in answer.data
             ],

@@ -32,6 +32,7 @@ SECTIONS = {
     },
     "Run a server": {
         "serve": "Serve models to every Tinker client on this machine.",
+        "models": "Show which models can be served, and whether they fit here.",
         "web": "Answer clients, for workers on the same database.",
         "worker": "Train and sample one model for web processes.",
         "fleet": "Place workers on the nodes of a Ray cluster.",

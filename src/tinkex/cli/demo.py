@@ -1,15 +1,13 @@
 """`tinkex demo`: fine-tune the embedded model to talk like a pirate.
 
-It uses only the public client, so it is also an example; examples/fine_tune.py has the same loop
-without the output.
+It trains with the public client only, so it is also an example; examples/fine_tune.py has the same
+loop without the output.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
-import os
 import random
 import shlex
 import shutil
@@ -17,7 +15,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,15 +25,16 @@ import click
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from tinkex.cli import loss_chart
+from tinkex.cli.demo_kill import KeepEngine, kill_engine, missing_steps
 from tinkex.cli.demo_report import Exchange, Outcome, as_html
+from tinkex.cli.demo_view import Progress, curve, is_live, one_line, showing
 from tinkex.cli.download_progress import fetch_progress
 from tinkex.cli.errors import CommandFailed
 from tinkex.cli.output import as_json, examples, show_json
-from tinkex.client.local_server import LocalSettings
+from tinkex.client.local_server import LocalServer, LocalSettings, attach
 from tinkex.models.resolve import DEFAULT_MODEL, ModelNotFound, resolve
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ RANK = 16
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 3
 MAX_ANSWER_TOKENS = 40
+#: How often the question is asked again, in parts of the run.
+ASKED_AGAIN = 5
 # Share of the held-out questions that must succeed; a run may fail some of them by chance.
 MIN_SUCCESS_FRACTION = 2 / 3
 
@@ -130,14 +132,16 @@ def train(
     training: TrainingClient,
     tokenizer: Any,
     lessons: Sequence[Lesson],
-    steps: int,
-    report: Callable[[float, int], None],
-) -> tuple[list[float], int]:
-    """The training loop. Calls `report(loss, tokens)` after each step."""
+    progress: Progress,
+    kill: Callable[[], int] | None,
+) -> None:
+    """The training loop. Asks a question every few steps, and calls `kill` once."""
     from tinkex import types
 
-    losses: list[float] = []
-    trained_tokens = 0
+    steps = progress.steps
+    ask_every = max(2, steps // ASKED_AGAIN)
+    # Between two questions, so that later steps are running.
+    kill_after = between if (between := ask_every * 3 // 2) < steps else 1
     data = {lesson: datum_of(tokenizer, lesson) for lesson in lessons}
     pending: list[tuple[list[Datum], Any]] = []
     for step, batch in enumerate(batches(lessons, steps)):
@@ -146,15 +150,22 @@ def train(
         # does not idle while results are in transit.
         forward_backward = training.forward_backward(data_now, "cross_entropy")
         rate = learning_rate_at(step, steps)
-        training.optim_step(types.AdamParams(learning_rate=rate))
+        stepped = training.optim_step(types.AdamParams(learning_rate=rate))
         pending.append((data_now, forward_backward))
-        while pending and (len(pending) > 2 or step == steps - 1):
+        asks = (step + 1) % ask_every == 0 and step + 1 < steps
+        while pending and (len(pending) > 2 or asks or step == steps - 1):
             done, future = pending.pop(0)
-            losses.append(mean_loss(done, future.result()))
             tokens = sum(datum.model_input.length for datum in done)
-            trained_tokens += tokens
-            report(losses[-1], tokens)
-    return losses, trained_tokens
+            progress.on_step(mean_loss(done, future.result()), tokens)
+            if len(progress.losses) == kill_after and kill is not None:
+                try:
+                    progress.on_kill(kill())
+                except KeepEngine as reason:
+                    progress.on_kept(str(reason))
+        if asks:
+            sampling = training.save_weights_and_get_sampling_client()
+            progress.on_answer(step + 1, ask(sampling, tokenizer, [progress.question])[0])
+    stepped.result()
 
 
 def ask(sampling: SamplingClient, tokenizer: Any, questions: Sequence[str]) -> list[str]:
@@ -202,9 +213,10 @@ def command(steps: int, output: Path, base_url: str, model: str) -> None:
     """Fine-tune a small chat model on this machine.
 
     Starts a server, asks the model six questions, trains it on 96 short examples to answer like a
-    pirate, and asks again. Takes about two minutes on two cores; fails if nothing changes.
+    pirate, and asks again. Meanwhile it kills the engine of its server once, and the run goes on.
+    Takes about two minutes on two cores; fails if nothing changes.
     """
-    console = Console(highlight=False, stderr=as_json())
+    console = Console(highlight=False, emoji=False, stderr=as_json())
     try:
         outcome = run(console, steps=steps, base_url=base_url, model=model)
     except ModelNotFound as error:
@@ -226,28 +238,42 @@ def run(console: Console, *, steps: int, base_url: str, model: str) -> Outcome:
             border_style="cyan",
         )
     )
-    with service_for(console, base_url, model) as (service, name):
-        training = service.create_lora_training_client(base_model=name, rank=RANK, seed=0)
-        tokenizer = training.get_tokenizer()
+    with service_for(console, base_url, model) as (service, name, local):
+        with timed(console, "The model is loaded", doing="Loading the model"):
+            training = service.create_lora_training_client(
+                base_model=name, rank=RANK, seed=0, user_metadata={"name": "pirate"}
+            )
+            tokenizer = training.get_tokenizer()
         with timed(console, "The untrained model answers", doing="Asking the untrained model"):
             before = ask(service.create_sampling_client(base_model=name), tokenizer, questions)
-        for question, answer in zip(questions[:2], before, strict=False):
-            console.print(f"  [dim]{escape(question)}[/]  {escape(one_line(answer))}")
 
-        started = time.monotonic()
-        with step_progress(console, steps) as report:
-            losses, trained_tokens = train(training, tokenizer, lessons, steps, report)
-        training_s = time.monotonic() - started
+        page = training.get_console_url()
+        try:
+            with showing(console, steps, questions[0]) as progress:
+                progress.on_answer(0, before[0])
+                kill = None
+                if local is not None and local.running is not None:
+                    kill = partial(kill_engine, local.running, name)
+                train(training, tokenizer, lessons, progress, kill)
+        except KeyboardInterrupt:
+            console.print(f"The steps that are done stay on the server: {page}", soft_wrap=True)
+            raise
+        training_s = progress.training_s
+        steps_problem = report_kill(console, base_url, training.model_id, progress)
 
         with timed(console, "The checkpoint is saved", doing="Saving the checkpoint"):
             checkpoint = training.save_state("pirate").result().path
             sampler = training.save_weights_for_sampler("pirate").result().path
         with timed(console, "The trained model answers", doing="Asking the trained model"):
             after = ask(service.create_sampling_client(model_path=sampler), tokenizer, questions)
+    here = LocalSettings.from_env()
     return Outcome(
         model=name,
         rank=RANK,
-        losses=losses,
+        losses=progress.losses,
+        answers=[*progress.answers, (steps, after[0])],
+        kill=progress.kill,
+        steps_problem=steps_problem,
         exchanges=[
             Exchange(
                 question=question,
@@ -260,40 +286,68 @@ def run(console: Console, *, steps: int, base_url: str, model: str) -> Outcome:
         ],
         lessons=[(lesson.question, lesson.answer) for lesson in lessons[::24]],
         lesson_count=len(lessons),
-        trained_tokens=trained_tokens,
+        trained_tokens=progress.tokens,
         training_s=training_s,
         checkpoint=checkpoint,
         sampler=sampler,
+        console=page,
+        server_stays_s=here.keep_s if local and local.adds_models else None,
         base_url=base_url,
-        data_folder=str(LocalSettings.from_env().data) if base_url == "local" else None,
+        data_folder=str(here.data) if local else None,
     )
 
 
-@contextmanager
-def service_for(console: Console, base_url: str, model: str) -> Iterator[tuple[ServiceClient, str]]:
-    """A connected client and the name of the model. For `local` the model is downloaded first."""
+def report_kill(console: Console, base_url: str, run: str, progress: Progress) -> str | None:
+    """Say how the run survived. If the server did not record each step once, how it differs."""
     import tinkex
 
-    name, server_log = model, io.StringIO()
+    if (kill := progress.kill) is None:
+        return None
+    with tinkex.RestClient(base_url=base_url) as rest:
+        points = rest.get_training_run_metrics(run, points=10_000).result().points
+    recorded = [(point.step, point.steps) for point in points]
+    if problem := missing_steps(recorded, progress.steps):
+        return problem
+    console.print(
+        f"[green]✓[/] The engine was killed once, on purpose: process {kill.process}, after step "
+        f"{kill.step}. The run went on {kill.pause_s:.1f} s later, and each of its "
+        f"{progress.steps} steps was applied once.",
+        soft_wrap=not console.is_terminal,
+    )
+    return None
+
+
+@contextmanager
+def service_for(
+    console: Console, base_url: str, model: str
+) -> Iterator[tuple[ServiceClient, str, LocalServer | None]]:
+    """
+    A connected client, the name of the model, and the server if `base_url` is `local`.
+
+    For `local` the model is downloaded first.
+    """
+    import tinkex
+
+    name, server = model, None
     if base_url == "local":
         with timed(console, "The model is available"), fetch_progress() as progress:
             name = resolve(model, progress=progress).name
+        settings = replace(LocalSettings.from_env(), tells_waits=False)
         if model != DEFAULT_MODEL:
-            os.environ["TINKEX_LOCAL_MODEL"] = model
-    with tinkex.ServiceClient(base_url=base_url) as service:
-        # A local server logs to stderr while it starts. Hide that here: there is a spinner, and an
-        # error quotes the last lines of the log.
-        with (
-            timed(console, "The server is ready", doing="Starting the server"),
-            contextlib.redirect_stderr(server_log),
-        ):
-            service.get_server_capabilities()
-        yield service, name
-
-
-def one_line(answer: str) -> str:
-    """One printable line: the output of a model may contain control characters."""
-    return "".join(char for char in " ".join(answer.split()) if char.isprintable())
+            settings = replace(settings, model=model)
+        with timed(console, "The server is ready", doing="Starting the server"):
+            server = attach(settings)
+    # What a wait is for is shown here, if the server is the demo's own.
+    client = tinkex.Settings.resolve(base_url=base_url, wait_notice_s=None if server is None else 0)
+    try:
+        with tinkex.ServiceClient(settings=client, display_name="tinkex demo") as service:
+            if server is None:
+                with timed(console, "The server is ready", doing="Connecting"):
+                    service.get_server_capabilities()
+            yield service, name, server
+    finally:
+        if server is not None:
+            server.release()
 
 
 @contextmanager
@@ -303,47 +357,6 @@ def timed(console: Console, done: str, *, doing: str | None = None) -> Iterator[
     with console.status(f"{doing} …") if doing else contextlib.nullcontext():
         yield
     console.print(f"[green]✓[/] {done} [dim]({time.monotonic() - started:.1f} s)[/]")
-
-
-@contextmanager
-def step_progress(console: Console, steps: int) -> Iterator[Callable[[float, int], None]]:
-    """A callback for each step's loss and tokens: shows a bar on a terminal, lines elsewhere."""
-    started, tokens_so_far, done = time.monotonic(), 0, 0
-
-    def tokens_per_s(tokens: int) -> float:
-        nonlocal tokens_so_far, done
-        tokens_so_far += tokens
-        done += 1
-        return tokens_so_far / (time.monotonic() - started)
-
-    if not console.is_terminal:
-
-        def report_line(loss: float, tokens: int) -> None:
-            rate = tokens_per_s(tokens)
-            if done % 6 == 0 or done in (1, steps):
-                console.print(f"step {done:>3} of {steps}  loss {loss:.3f}  {rate:.0f} tokens/s")
-
-        yield report_line
-        return
-
-    bar = Progress(
-        TextColumn("training"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TextColumn("loss [bold]{task.fields[loss]}[/]"),
-        TextColumn("{task.fields[rate]} tokens/s"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-    )
-    with bar:
-        task = bar.add_task("training", total=steps, loss="-", rate="-")
-
-        def report_bar(loss: float, tokens: int) -> None:
-            bar.update(task, advance=1, loss=f"{loss:.3f}", rate=f"{tokens_per_s(tokens):.0f}")
-
-        yield report_bar
 
 
 def write_files(outcome: Outcome, folder: Path) -> None:
@@ -363,13 +376,12 @@ def write_files(outcome: Outcome, folder: Path) -> None:
 
 
 def print_summary(console: Console, outcome: Outcome, folder: Path) -> None:
-    console.print(
-        f"\n[bold]Loss[/] [dim]nats per answer token, over {len(outcome.losses)} steps[/]"
-    )
-    braille = (console.encoding or "").lower().startswith("utf")
-    width = max(30, min(72, console.width - 10))
-    for line in loss_chart.as_text(outcome.losses, width=width, braille=braille):
-        console.print(line, style="cyan", markup=False)
+    if not is_live(console):  # which has shown it
+        console.print(
+            f"\n[bold]Loss[/] [dim]nats per answer token, over {len(outcome.losses)} steps[/]"
+        )
+        for line in curve(console, outcome.losses, len(outcome.losses)):
+            console.print(line, style="cyan", markup=False)
     console.print()
     console.print(before_and_after(outcome, width=min(console.width, 120)))
     asked = len(outcome.exchanges)
@@ -388,6 +400,12 @@ def print_summary(console: Console, outcome: Outcome, folder: Path) -> None:
         if where is not None and (not isinstance(where, Path) or where.exists()):
             # Not in a table, which would cut a path that is wider than the terminal.
             console.print(f"[dim]{what:<15}[/]  {escape(str(where))}", soft_wrap=True)
+    if outcome.server_stays_s:
+        stays = f"{outcome.server_stays_s / 60:g} minutes"
+        console.print(f"\nThe server stays up for {stays}, and with it the run in its console:")
+    else:
+        console.print("\nThe run in the console of the server:")
+    console.print(f"  {escape(outcome.console)}", soft_wrap=True)
     console.print("\n[bold]Next steps[/]")
     for why, words in next_steps(outcome):
         console.print(f"  {why}:")
@@ -452,6 +470,8 @@ def before_and_after(outcome: Outcome, width: int) -> Table:
 def failure_reason(outcome: Outcome) -> str | None:
     """Why the demo failed, or None."""
     asked = len(outcome.exchanges)
+    if outcome.steps_problem:
+        return f"{outcome.steps_problem} Please report this."
     if outcome.last_loss > outcome.losses[0] / 2:
         return (
             f"The loss only went from {outcome.losses[0]:.2f} to {outcome.last_loss:.2f}: training "

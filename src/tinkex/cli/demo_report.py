@@ -9,6 +9,7 @@ from importlib import resources
 from string import Template
 
 from tinkex.cli import loss_chart
+from tinkex.cli.demo_kill import Kill
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +32,25 @@ class Outcome:
     rank: int
     #: Mean loss per answer token, for each step.
     losses: Sequence[float]
+    #: Answers to the first question, and after how many steps each was given.
+    answers: Sequence[tuple[int, str]]
     exchanges: Sequence[Exchange]
+    #: The engine that was killed during the run.
+    kill: Kill | None
+    #: How the server's record of the run differs from each step once.
+    steps_problem: str | None
     #: Some of the training examples.
     lessons: Sequence[tuple[str, str]]
     lesson_count: int
     trained_tokens: int
+    #: Without the pause of a kill.
     training_s: float
     checkpoint: str
     sampler: str
+    #: The page of the run in the console of its server.
+    console: str
+    #: How long the server stays after its last program; None if that is unknown.
+    server_stays_s: float | None
     #: The service that has them; `local` is the one of this user on this machine.
     base_url: str
     data_folder: str | None
@@ -72,6 +84,15 @@ def as_html(outcome: Outcome) -> str:
         f"<div><b>{escape(big)}</b><span>{escape(small)}</span></div>" for big, small in figures
     )
     rows = "".join(_row(exchange) for exchange in outcome.exchanges)
+    answers = "".join(
+        f"<dt>step {step}</dt><dd>{escape(answer)}</dd>" for step, answer in outcome.answers
+    )
+    kill = ""
+    if (killed := outcome.kill) is not None:
+        kill = (
+            f"<p>After step {killed.step}, the program killed the engine of the server (process "
+            f"{killed.process}) with SIGKILL. The run went on {killed.pause_s:.1f} s later.</p>"
+        )
     lessons = "".join(
         f"<li><q>{escape(question)}</q> <em>{escape(answer)}</em></li>"
         for question, answer in outcome.lessons
@@ -83,6 +104,9 @@ def as_html(outcome: Outcome) -> str:
         rank=outcome.rank,
         tiles=tiles,
         chart=chart,
+        kill=kill,
+        question=escape(outcome.exchanges[0].question),
+        answers=answers,
         rows=rows,
         lessons=lessons,
         lesson_count=outcome.lesson_count,

@@ -34,6 +34,8 @@ _OPTIONS = (
     ("base_url=...", "--base-url"),
     ("api_key=...", "--api-key"),
 )
+#: Modules of Python that Windows does not have. What a server runs needs them.
+_UNIX_ONLY = {"fcntl", "resource"}
 #: The end of a sentence that another one follows.
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
 
@@ -124,6 +126,12 @@ def _service_failure(error: TinkerError) -> CommandFailed:
 
 def missing_package(error: ModuleNotFoundError, what: str, extra: str) -> CommandFailed:
     """The failure for a package that is not installed, with how to install it."""
+    if error.name in _UNIX_ONLY:
+        return CommandFailed(
+            f"{what} does not run on Windows.",
+            hint="Run it in WSL 2 or on another machine, and use its address here: "
+            "docs/guides/install.md.",
+        )
     return CommandFailed(
         f"{what} needs {error.name}, which is not installed.",
         hint=f"pip install 'tinkex[{extra}]'",

@@ -1,4 +1,4 @@
-"""`tinkex export PATH --as peft|hf|gguf`: weights for other programs."""
+"""`tinkex export PATH --as peft|vllm|hf|gguf`: weights for other programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 
@@ -21,6 +21,7 @@ from tinkex.cli.errors import CommandFailed, missing_package
 from tinkex.cli.merge import named_base
 from tinkex.cli.output import examples, report, size
 from tinkex.cli.service_options import progress_bar, rest_client, service_options
+from tinkex.models.weight_file_checks import MAX_HEADER_BYTES
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: The output projection as the hosted service names it, and as PEFT does.
@@ -41,9 +42,10 @@ _HEAD = "lm_head"
 @click.option(
     "--as",
     "form",
-    type=click.Choice(["peft", "hf", "gguf"]),
+    type=click.Choice(["peft", "vllm", "hf", "gguf"]),
     required=True,
-    help="peft: the adapter alone. hf: a full model. gguf: a file for llama.cpp, with a Modelfile.",
+    help="peft, vllm: the adapter alone. hf: a full model. gguf: a file for llama.cpp, with a "
+    "Modelfile.",
 )
 @click.option(
     "--output",
@@ -76,10 +78,11 @@ def command(
 
     PATH is a tinker:// path, which is downloaded from the service (an interrupted download is
     resumed), or the folder of an adapter. hf and gguf add the adapter to its base model, which
-    must be on this machine, or be downloadable.
+    must be on this machine, or be downloadable. So must it for peft and vllm if other programs
+    arrange the weights in other ways, as those of experts.
     """
     remote = adapter.startswith("tinker://")
-    if form == "peft" and dtype:
+    if form in ("peft", "vllm") and dtype:
         raise click.UsageError("--dtype is for hf and gguf: an adapter is exported as it is.")
     if form == "hf" and dtype in ("float16", "q8_0"):
         raise click.UsageError(f"--dtype {dtype} is for gguf.")
@@ -100,10 +103,14 @@ def command(
     with downloaded(adapter, target) if remote else contextlib.nullcontext(Path(adapter)) as source:
         base_model = base or named_base(source)
         with replacing(target) as part:
-            if form == "peft":
-                copy_adapter(source, part, base)
+            if form in ("peft", "vllm"):
+                rank = write_adapter(source, part, base_model, base, form)
                 words = f"{target}: an adapter for {base_model} ({size(bytes_in(part))})."
                 advice = f"Use it: PeftModel.from_pretrained(base, {str(target)!r})"
+                if form == "vllm":
+                    options = f"--enable-lora --max-lora-rank {rank}"
+                    options += f" --lora-modules {target.name}={target}"
+                    advice = f"Use it: vllm serve {base_model} {options}"
             else:
                 words, advice, more = write_merged(source, part, base_model, form, dtype, target)
                 fields |= more
@@ -122,7 +129,7 @@ def write_merged(
         from tinkex.engine.adapters import gguf_export
         from tinkex.engine.adapters.merge import merge, merged_model
         from tinkex.engine.device import DTYPES
-        from tinkex.engine.model.base_model import UnsupportedModel
+        from tinkex.engine.model.unsupported import UnsupportedModel
         from tinkex.models.resolve import ModelNotFound, resolve
         from tinkex.models.tokenizer import load_tokenizer
         from tinkex.models.weight_file_checks import RefusedFolder
@@ -186,26 +193,71 @@ def replacing(target: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def copy_adapter(source: Path, target: Path, base: str | None) -> None:
-    """The two files of a PEFT adapter, with PEFT's names."""
+def write_adapter(source: Path, part: Path, base_model: str, base: str | None, form: str) -> int:
+    """Write the two files of an adapter, as PEFT or vLLM reads them. Returns the rank."""
     for name in (CONFIG, WEIGHTS):
         if not (source / name).is_file():
             raise CommandFailed(f"{source} has no {name}.", hint="Give the folder of an adapter.")
-    config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
+    copy_config(source / CONFIG, part / CONFIG, base)
+    if needs_base(source / WEIGHTS):
+        write_for_base(source, part, base_model, form)
+    else:
+        copy_with_peft_names(source / WEIGHTS, part / WEIGHTS)
+    return int(json.loads((part / CONFIG).read_text(encoding="utf-8"))["r"])
+
+
+def copy_config(source: Path, target: Path, base: str | None) -> None:
+    config = json.loads(source.read_text(encoding="utf-8"))
     if base:
         config["base_model_name_or_path"] = base
     modules = config.get("target_modules")
     if isinstance(modules, list):
         config["target_modules"] = sorted({_peft_module(module) for module in modules})
-    (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    copy_with_peft_names(source / WEIGHTS, target / WEIGHTS)
+    target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def needs_base(weights: Path) -> bool:
+    """Whether other programs arrange the matrices in other ways, or name the layers differently."""
+    with weights.open("rb") as file:
+        names = read_header(file, weights)
+    parts = (".experts.", ".attn.", ".in_proj_")
+    return any(part in name for name in names for part in parts)
+
+
+def write_for_base(source: Path, part: Path, base_model: str, form: str) -> None:
+    """Write the matrices, and what the config says of them, as the base model needs them."""
+    try:
+        from tinkex.engine.adapters.peft_export import export_adapter
+        from tinkex.engine.model.unsupported import UnsupportedModel
+        from tinkex.models.resolve import ModelNotFound, resolve
+        from tinkex.wire.errors import UserFailure
+    except ModuleNotFoundError as error:
+        what = f"`tinkex export --as {form}` of this adapter"
+        raise missing_package(error, what, "engine") from error
+    try:
+        export_adapter(source, part, resolve(base_model).folder, form)
+    except (UserFailure, UnsupportedModel, ModelNotFound) as error:
+        raise CommandFailed(str(error)) from error
+
+
+def read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
+    """The header of a safetensors file; its tensors follow."""
+    size = int.from_bytes(file.read(8), "little")
+    header: object = None
+    if size <= min(MAX_HEADER_BYTES, path.stat().st_size):
+        with contextlib.suppress(ValueError, RecursionError):
+            header = json.loads(file.read(size))
+    if not isinstance(header, dict):
+        raise CommandFailed(
+            f"{path} is not a safetensors file.", hint="Download or save the adapter again."
+        )
+    return header
 
 
 def copy_with_peft_names(source: Path, target: Path) -> None:
     """Copy a safetensors file. Only its header has names: its tensors are copied as they are."""
     with source.open("rb") as read, target.open("wb") as written:
-        (length,) = struct.unpack("<Q", read.read(8))
-        header = json.loads(read.read(length))
+        header = read_header(read, source)
         renamed = json.dumps({_peft_key(key): value for key, value in header.items()}).encode()
         renamed += b" " * (-len(renamed) % 8)
         written.write(struct.pack("<Q", len(renamed)) + renamed)

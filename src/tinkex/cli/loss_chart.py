@@ -289,5 +289,7 @@ def write_curves_png(path: Path, curves: Sequence[Curve], *, title: str) -> None
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if len(curves) > 1:
-        axes.legend(frameon=False)
+        # Below the chart, so that it covers no curve.
+        columns = max(1, 90 // (8 + max(len(curve.label) for curve in curves)))
+        figure.legend(frameon=False, loc="outside lower center", ncols=columns)
     figure.savefig(path)

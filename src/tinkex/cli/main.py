@@ -1,5 +1,6 @@
 """The entry point of the `tinkex` command."""
 
+import io
 import os
 import sys
 
@@ -11,6 +12,11 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Run the command line; expected errors are shown as a message and a hint."""
+    if sys.platform == "win32" and "PYTHONIOENCODING" not in os.environ:
+        # Files and pipes have the code page of Windows otherwise, which lacks what models write.
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(encoding="utf-8")
     try:
         import click
 

@@ -44,18 +44,24 @@ def command(adapter: str, out: Path, base: str | None, dtype: str | None, data: 
     ADAPTER is a checkpoint folder (adapter_config.json and adapter_model.safetensors), or a
     tinker:// path of a checkpoint in a server's data folder.
     """
+    from tinkex.wire.errors import UserFailure
+
+    # Before the other imports, which take seconds.
+    try:
+        folder = from_server(adapter, data) if adapter.startswith("tinker://") else Path(adapter)
+    except UserFailure as error:
+        raise CommandFailed(str(error)) from error
+    named = base or named_base(folder)
     try:
         from tinkex.engine.adapters.merge import merge
         from tinkex.engine.device import DTYPES
-        from tinkex.engine.model.base_model import UnsupportedModel
+        from tinkex.engine.model.unsupported import UnsupportedModel
         from tinkex.models.resolve import ModelNotFound, resolve
         from tinkex.models.weight_file_checks import RefusedFolder
-        from tinkex.wire.errors import UserFailure
     except ModuleNotFoundError as error:
         raise missing_package(error, "`tinkex merge`", "engine") from error
     try:
-        folder = from_server(adapter, data) if adapter.startswith("tinker://") else Path(adapter)
-        source = resolve(base or named_base(folder))
+        source = resolve(named)
         merged = merge(source.folder, folder, out, None if dtype is None else DTYPES[dtype])
     except (UserFailure, UnsupportedModel, RefusedFolder, ModelNotFound, FileExistsError) as error:
         raise CommandFailed(str(error)) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,12 @@ def write(path: Path, runs: Sequence[PlottedRun], metric: str) -> None:
         write_csv(str(path), ["run", "step", "steps", "time", *names], rows)
         return
     curves = [curve_of(run, metric) for run in runs]
+    distinct = {run.name for run in runs}
+    if len(distinct) == len(runs) > 1 and None not in distinct:
+        # Ids are long: six of them cover a chart.
+        curves = [
+            replace(curve, label=run.name or "") for curve, run in zip(curves, runs, strict=True)
+        ]
     title = metric if len(runs) > 1 else f"{metric} of {runs[0].label}"
     if path.suffix == ".svg":
         path.write_text(loss_chart.curves_as_svg(curves, title=title), encoding="utf-8")

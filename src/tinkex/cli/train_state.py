@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tinkex import file_locks
 from tinkex.cli.errors import CommandFailed
 from tinkex.durable_files import write_file
 from tinkex.recipes.common import Resume, Step
@@ -95,11 +95,9 @@ _FIELDS = ("settings", "history", "checkpoint", "step", "sampler", "before", "af
 def locked(folder: Path) -> Iterator[None]:
     """Keep a second `tinkex train` out of the folder. The lock ends with the process."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+    with (folder / LOCK).open("wb") as file:
+        if not file_locks.try_lock(file):
             raise CommandFailed(
                 f"another `tinkex train` is using {folder}.", hint="Use another --output."
-            ) from error
+            )
         yield
