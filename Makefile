@@ -5,22 +5,29 @@ BIN := $(VENV)/bin
 # What is installed in .venv: enough for the demo and a server, or everything for development.
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
+READY_DOCS := $(VENV)/.ready-docs
 
 # The official SDKs that `make test` runs unmodified, each in its own cached environment.
 SDKS := 0.36.0 0.4.1
 
-.PHONY: help setup dev demo test matrix fuzz cookbook frameworks defects faults chaos cluster soak newcomer gguf check format bench proto stub vendor clean
+# Of the random order of tests: the same in every clone of a commit, another for the next commit.
+# 1 where there is no git. `make test SEED=7` runs another order.
+SEED ?= $(shell echo $$((0x$$(git rev-parse HEAD 2>/dev/null | cut -c 1-7 | grep . || echo 1))))
+
+.PHONY: help setup dev demo docs test matrix fuzz cookbook frameworks defects faults chaos cluster soak newcomer gguf check dist format bench proto stub vendor clean
 
 help:
 	@echo "make setup     create .venv with the client, the server and the command line (safe to repeat)"
 	@echo "make dev       add what tests and checks need; the commands below do it by themselves"
 	@echo "make demo      fine-tune the embedded model and compare its samples"
+	@echo "make docs      build the documentation as a site, in site/; it needs no network to be read"
 	@echo "make test      run all tests"
 	@echo "make check     lint, format, types, and known vulnerabilities of pinned packages"
 	@echo "make format    fix lint and format"
+	@echo "make dist      build the source distribution and, from it, the wheel, into dist"
 	@echo "make bench     run all benchmarks; reports go to benchmarks/results"
 	@echo "make matrix    run thirteen official SDKs against one server; writes docs/reference/sdk-matrix.md"
-	@echo "make cookbook  run recipes of the official cookbook with both clients; writes docs/reference/cookbook.md"
+	@echo "make cookbook  run converters and recipes of the official cookbook with both clients; writes docs/reference/cookbook.md"
 	@echo "make frameworks  run LangChain and llm, unmodified, against OpenAI's routes"
 	@echo "make defects   test known defects of the official client with both clients; writes docs/reference/defects.md"
 	@echo "make faults    2,000 steps and 5,000 samples on a faulty network; writes docs/reference/faults.md"
@@ -53,6 +60,14 @@ $(READY_DEV): $(READY)
 demo: setup
 	@$(BIN)/tinkex demo
 
+# A warning is a failure. `make test` builds the site, too.
+docs: $(READY_DOCS)
+	@$(BIN)/python -m qa.docs_site
+
+$(READY_DOCS): $(READY)
+	@$(PYTHON) qa/install.py $(VENV) 'MkDocs' --group docs
+	@touch $@
+
 # Three workers on two cores, because many tests wait for processes. Each file runs in one worker,
 # because its tests share servers; tests/conftest.py orders the files. The environments of the official
 # SDKs are in the user's cache, so new clones reuse them. Python keeps compiled modules also where the
@@ -61,7 +76,7 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: dev
 	@$(BIN)/python tests/system_packages.py
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --randomly-seed $(SEED)
 
 matrix: dev
 	@$(BIN)/python -m qa.sdk_matrix.run
@@ -70,6 +85,7 @@ fuzz: dev
 	@$(BIN)/python -m qa.fuzz.run
 
 cookbook: dev
+	@$(BIN)/python -m qa.cookbook.weights
 	@$(BIN)/python -m qa.cookbook.run
 
 frameworks: dev
@@ -108,6 +124,9 @@ check: dev
 	@$(BIN)/mypy
 	@$(BIN)/pyright -p tests/typing/pyrightconfig.json --pythonpath $(BIN)/python
 	@$(BIN)/python -m qa.audit
+
+dist: dev
+	@$(BIN)/python -m qa.dist
 
 format: dev
 	@$(BIN)/ruff check --fix

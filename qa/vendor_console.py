@@ -1,5 +1,5 @@
 """
-Rebuilds `src/tinkex/server/console/vendor` and `tests/data/axe` from npm: `make vendor` runs it.
+Fetches the JavaScript libraries of the console, of the documentation and of tests from npm: `make vendor` runs it.
 
 Each folder gets the files, the license of each package, and `packages.json`, which says where each
 file comes from and what its SHA-256 is. To use a newer version, change it here and run this again.
@@ -44,6 +44,8 @@ CONSOLE = (
 )
 #: For the accessibility test only; not part of the package.
 TESTS = (Package("axe-core", "4.14.0", "MPL-2.0", {"axe.min.js": "axe.min.js"}),)
+#: For the search of the documentation, when the site is opened from a disk.
+DOCS = (Package("iframe-worker", "1.0.4", "MIT", {"shim/index.js": "iframe-worker.js"}),)
 
 #: Browsers find modules by their address, so an import by the name of a package becomes one.
 REWRITTEN = {b'from"preact"': b'from"./preact.js"'}
@@ -52,6 +54,7 @@ REWRITTEN = {b'from"preact"': b'from"./preact.js"'}
 def main() -> None:
     vendor(CONSOLE, ROOT / "src/tinkex/server/console/vendor")
     vendor(TESTS, ROOT / "tests/data/axe")
+    vendor(DOCS, ROOT / "docs/assets/vendor")
 
 
 def vendor(packages: tuple[Package, ...], folder: Path) -> None:

@@ -291,13 +291,13 @@ def run(
     with ExitStack() as stack:
         server = stack.enter_context(serving(f"{TINY}={model}", data=data, args=args))
         clients = []
-        for name, command in _programs(sdk).items():
+        for name, command in programs(sdk).items():
             env = {**os.environ, **_environment(server, name)}
             program = [*command, str(PROGRAM), name, TINY, name, str(steps)]
             client = Client(name, program, env, history=history, progress=progress)
             stack.callback(client.close)
             clients.append(client)
-        _in_threads(clients, lambda client: client.round())
+        in_threads(clients, lambda client: client.round())
         baseline = len(history)
         log_progress(
             f"  one round without kills: {baseline} events, {time.monotonic() - began_s:.0f} s"
@@ -312,11 +312,11 @@ def run(
                 client.round()
 
         try:
-            _in_threads(clients, until_done)
+            in_threads(clients, until_done)
         except RuntimeError as error:
             server.log.append(str(error))
         log = list(server.log)
-    answers, samples = _recorded(history[:baseline])
+    answers, samples = recorded(history[:baseline])
     tolerance = 0.0 if deterministic else TOLERANCE
     expected = RecordedRun(
         answers=answers, samples=samples if deterministic else {}, tolerance=tolerance
@@ -336,7 +336,7 @@ def run(
     )
 
 
-def _programs(sdk: Path | None) -> dict[str, list[str]]:
+def programs(sdk: Path | None) -> dict[str, list[str]]:
     programs = {"tinkex": [sys.executable]}
     if sdk is not None:
         programs["tinker"] = [str(sdk)]
@@ -348,7 +348,7 @@ def _environment(server: Server, name: str) -> dict[str, str]:
     return {f"{prefix}_BASE_URL": server.url, f"{prefix}_API_KEY": "tml-any-key-will-do"}
 
 
-def _in_threads(clients: Sequence[Client], action: Any) -> None:
+def in_threads(clients: Sequence[Client], action: Any) -> None:
     """Runs an action for each client in a thread; raises the first error after all have ended."""
     errors: list[Exception] = []
 
@@ -367,7 +367,7 @@ def _in_threads(clients: Sequence[Client], action: Any) -> None:
         raise error
 
 
-def _recorded(baseline: Sequence[Event]) -> tuple[dict[int, Any], dict[tuple[int, str], Any]]:
+def recorded(baseline: Sequence[Event]) -> tuple[dict[int, Any], dict[tuple[int, str], Any]]:
     """Answers of the reference round by number of earlier steps, and its samples."""
     submits = {(each.client, each.operation): each for each in baseline if not each.answered}
     answers_by_name = {

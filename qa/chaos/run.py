@@ -1,7 +1,7 @@
 """
 Long runs under kills: `make chaos`.
 
-    python -m qa.chaos.run --kills 100 --seed 1 [--replicas 2]
+    python -m qa.chaos.run --kills 100 --seed 1 [--replicas 2] [--mixture]
 
 First, random operations against a server that computes with integers, under kills and network faults.
 Then the real engine: two thirds of the kills hit a deterministic server, whose final weights must be
@@ -18,6 +18,7 @@ import warnings
 from pathlib import Path
 
 import sdk_envs
+from numerics.mixtures import write_mixture
 from qa.chaos import process_kills, random_operations
 from tinkex.testing import write_tiny_model
 
@@ -31,6 +32,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="default: the current time")
     parser.add_argument("--mode", choices=("both", "deterministic", "default"), default="both")
     parser.add_argument("--replicas", type=int, default=1, help="engines of the model")
+    parser.add_argument("--mixture", action="store_true", help="a model with experts")
     options = parser.parse_args()
     seed = int(time.time()) if options.seed is None else options.seed
     kills_by_mode = {
@@ -43,7 +45,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="tinkex-chaos-") as folder:
         if options.operations:
             good = run_random_operations(Path(folder) / "history", seed, options.operations)
-        model = write_tiny_model(Path(folder) / "tiny", arch="llama")
+        if options.mixture:
+            model = write_mixture(Path(folder) / "tiny", "Qwen3Moe")
+        else:
+            model = write_tiny_model(Path(folder) / "tiny", arch="llama")
         for deterministic, count in kills_by_mode.items():
             if not count:
                 continue

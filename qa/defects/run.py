@@ -9,7 +9,7 @@ from pathlib import Path
 
 import sdk_envs
 from qa.defects.cases import CASES
-from qa.defects.runner import ours, verdicts
+from qa.defects.runner import in_new_processes, ours, verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFICIAL = "0.36.0"
@@ -20,7 +20,8 @@ def main() -> None:
     print("tinkex ...", flush=True)
     own = ours()
     print(f"tinker {OFFICIAL} ... (some cases run into their time limit)", flush=True)
-    theirs = verdicts("tinker", sdk_envs.ensure(OFFICIAL), sdk_envs.ensure_torch())
+    official = in_new_processes(sdk_envs.ensure(OFFICIAL), sdk_envs.ensure_torch())
+    theirs = verdicts("tinker", official)
     PAGE.write_text(page(theirs, own))
     for case in CASES:
         print(f"{case.number:>4} {case.title}: {theirs[case.number]} | {own[case.number]}")

@@ -34,6 +34,8 @@ from tinkex.testing import write_tiny_model
 from tinkex.wire.codec import PROTOBUF_TYPE
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
 
+#: A tiny model with experts.
+MIXTURE = "test/mixture"
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RECORDED = ROOT / "tests" / "data" / "wire"
@@ -109,9 +111,9 @@ def recorded_passes() -> list[bytes]:
     return [base64.b64decode(request["body_base64"]) for request in recorded]
 
 
-def protobuf(url: str, *, bodies: int, seed: int = 1) -> Findings:
+def protobuf(url: str, *, bodies: int, seed: int = 1, base_model: str | None = None) -> Findings:
     """Sends mutated passes to a real model and waits for their results."""
-    remote = Remote(url)
+    remote = Remote(url, base_model=base_model)
     draw = random.Random(seed)
     found = Findings()
     passes = recorded_passes()
@@ -159,18 +161,26 @@ def _is_next(body: bytes, model: TrainingModel) -> bool:
 
 def fuzz_server(cases: int, passes: int, seed: int) -> list[str]:
     """Runs schemathesis and mutated passes against a server with a real engine."""
+    from numerics.mixtures import write_mixture  # tests of this module need no transformers
+
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_model(Path(folder) / "model", arch="llama")
+        mixture = write_mixture(Path(folder) / "mixture", "Qwen3Moe")
         os.environ["TINKEX_LONG_POLL_S"] = "2"
-        with serving(f"{TINY}={model}", data=Path(folder) / "data") as server:
+        served = (f"{TINY}={model}", f"{MIXTURE}={mixture}")
+        with serving(*served, data=Path(folder) / "data") as server:
             try:
                 print(schemathesis(server.url, cases=cases, seed=seed))
             except AssertionError as error:
                 print("".join(server.log[-200:]), file=sys.stderr)
                 return [str(error)]
-            found = protobuf(server.url, bodies=passes, seed=seed)
-            print(f"passes: {dict(found.statuses)}, futures: {dict(found.outcomes)}")
-            return found.wrong
+            wrong = []
+            for base_model in (TINY, MIXTURE):
+                found = protobuf(server.url, bodies=passes, seed=seed, base_model=base_model)
+                counts = f"{dict(found.statuses)}, futures: {dict(found.outcomes)}"
+                print(f"passes of {base_model}: {counts}")
+                wrong += found.wrong
+            return wrong
 
 
 def fuzz_application(count: int, seed: int) -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -153,6 +154,17 @@ def quickstart(reader: Newcomer, command: str) -> str:
     return succeeds("Butterscotch. stop", "/weights/mars", limit_s=5 * MINUTES)(reader, command)
 
 
+def clones(reader: Newcomer, command: str) -> str:
+    """The line works with the address of a repository. The next lines go on in the first clone."""
+    terminal = reader.terminal("another clone")
+    address = shlex.quote(str(pages.ROOT))
+    status, output = terminal.run(command.replace("ADDRESS", address), limit_s=2 * MINUTES)
+    expect(status == 0, f"exit status {status}", output)
+    status, output = terminal.run("ls", limit_s=10)
+    expect("README.md" in output, "no README.md in the clone", output)
+    return output
+
+
 def not_run(reason: str) -> Check:
     def check(reader: Newcomer, command: str) -> str:
         return f"not run: {reason}"
@@ -181,8 +193,10 @@ EXPORT = "export TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local"
 CHECKS: Mapping[tuple[str, str], Check] = {
     ("README.md", "make demo"): demo,
     ("README.md", "make test"): not_run("it takes half an hour, and every change runs it"),
+    ("README.md", "git clone ADDRESS tinkex && cd tinkex"): clones,
     ("README.md", "make setup"): succeeds(),
     ("README.md", "source .venv/bin/activate"): succeeds(),
+    ("README.md", "tinkex version"): succeeds("tinkex "),
     ("README.md", "tinkex serve"): serves(),
     ("README.md", "tinkex serve ~/models/Qwen3-0.6B"): serves("Qwen3-0.6B"),
     ("README.md", "tinkex serve Qwen/Qwen3-8B=~/models/small"): serves("Qwen/Qwen3-8B"),

@@ -3,7 +3,8 @@ Runs thirteen releases of the official SDK, each in its own environment, against
 
     python -m qa.sdk_matrix.run [VERSION ...]
 
-Writes docs/reference/sdk-matrix.md; the exit status is 1 if anything failed.
+The newest one also trains and samples a tiny model of every family that is served. Writes
+docs/reference/sdk-matrix.md; the exit status is 1 if anything failed.
 """
 
 import datetime
@@ -17,6 +18,7 @@ from pathlib import Path
 from serving import TINY, Server, serving
 from tinkex.testing import write_tiny_model
 from together.capabilities import CAPABILITIES, run_capabilities
+from together.families import FAMILIES, check_family, run_families
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = [
@@ -33,6 +35,17 @@ Each release is installed unmodified from PyPI into its own virtual environment 
 greedy samples, prompt logprobs, save and load, lists, publishing and deleting of checkpoints, and a
 custom loss. `make matrix` writes this page; `make test` runs the first and the last row.
 """
+
+FAMILIES_INTRODUCTION = """\
+## Families of models
+
+With the newest SDK, a tiny model of each family on a server: sixteen training steps, a saved state that
+is loaded and goes on with the same losses, greedy samples and prompt logprobs equal to those of a
+forward pass, and the metrics of experts (`tests/together/families_program.py`). `make test` runs four
+of them. The notes are in [models](models.md).
+"""
+#: Models that one server serves at once.
+MODELS_OF_A_SERVER = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +72,28 @@ def measured(version: str, server: Server, vocabulary: int) -> Row:
     return Row(version=version, failures=failures, seconds=time.monotonic() - began)
 
 
-def page(rows: list[Row]) -> str:
+def failures_of_families() -> dict[str, str]:
+    """What went wrong with each family; an empty text if nothing did."""
+    failures = {}
+    for first in range(0, len(FAMILIES), MODELS_OF_A_SERVER):
+        some = FAMILIES[first : first + MODELS_OF_A_SERVER]
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                found = run_families(VERSIONS[-1], some, Path(folder), timeout_s=900)["families"]
+        except AssertionError as error:
+            failures |= dict.fromkeys(some, str(error) or "failed")
+            continue
+        for family in some:
+            try:
+                check_family(family, found[f"test/{family}"])
+                failures[family] = ""
+            except AssertionError as error:
+                failures[family] = str(error) or "failed"
+            print(f"{family}: {failures[family] or 'passed'}", flush=True)
+    return failures
+
+
+def page(rows: list[Row], families: dict[str, str]) -> str:
     def line(*cells: str) -> str:
         return f"| {' | '.join(cells)} |"
 
@@ -70,7 +104,13 @@ def page(rows: list[Row]) -> str:
     date = datetime.date.today().isoformat()
     meanings = [f"- **{name}**: {check.__doc__}" for name, check in CAPABILITIES.items()]
     last = f"Last run: {date}."
-    return "\n".join([INTRODUCTION, last, "", *table, "", "Columns:", "", *meanings, ""])
+    passed = [f"`{family}`" for family, failure in families.items() if not failure]
+    failed = [f"`{family}`" for family, failure in families.items() if failure]
+    outcome = [FAMILIES_INTRODUCTION, f"Passed: {', '.join(passed)}.", ""]
+    if failed:
+        outcome += [f"Failed: {', '.join(failed)}.", ""]
+    parts = [INTRODUCTION, last, "", *table, "", "Columns:", "", *meanings, "", *outcome]
+    return "\n".join(parts)
 
 
 def main(versions: list[str]) -> int:
@@ -86,10 +126,12 @@ def main(versions: list[str]) -> int:
                 print(f"tinker {version}: {wrong} ({row.seconds:.0f} s)", flush=True)
                 if row.failures:
                     print("\n".join({*row.failures.values()}), file=sys.stderr)
+    families = {}
     if versions == VERSIONS:
-        PAGE.write_text(page(rows))
+        families = failures_of_families()
+        PAGE.write_text(page(rows, families))
         print(f"wrote {PAGE.relative_to(ROOT)}")
-    return 1 if any(row.failures for row in rows) else 0
+    return 1 if any(row.failures for row in rows) or any(families.values()) else 0
 
 
 if __name__ == "__main__":

@@ -66,5 +66,5 @@ class Recorder:
 
 
 # Engine processes are not traced: the hook would make their imports of torch very slow.
-if (folder := os.environ.get("TINKEX_TRACE")) and "tinkex.engine.process" not in sys.orig_argv:
+if (folder := os.environ.get("TINKEX_TRACE")) and "tinkex.engine" not in sys.orig_argv:
     Recorder(Path(folder)).start()
