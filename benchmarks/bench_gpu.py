@@ -171,6 +171,8 @@ class EngineChild:
     ready_s: float
     adapters: list[Path] = field(default_factory=list)
     tickets: int = 0
+    #: Models in training.
+    models: int = 0
     #: Counts of the last stats report.
     stats: Any = None
 

@@ -13,7 +13,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +99,17 @@ def pass_body(lengths: Sequence[int], model: str) -> bytes:
 
 
 def create_models(engine: EngineChild, count: int) -> None:
+    """Models t0, t1 and so on, as far as they are not there yet."""
     from tinkex.wire.proto import frames_pb2
 
     lora = json.dumps({"rank": RANK, "seed": 1, "train_unembed": False}).encode()
-    for at in range(count):
+    for at in range(engine.models, count):
         create = frames_pb2.Create(
             model_id=f"t{at}", lora_config=lora, optimizer_config=b'{"type":"adamw"}'
         )
         engine.order(create=create)
         engine.report()
+    engine.models = max(engine.models, count)
 
 
 def order_step(engine: EngineChild, model: int, body: bytes, *, backward: bool) -> list[int]:
@@ -156,43 +158,60 @@ def warm(run: Callable[[], float]) -> None:
 
 
 def train(context: Context) -> None:
+    """Mixed lengths, and 32 sequences with one adapter, eight, and one for each."""
     total = tokens_of(context)
     mixed = mixed_lengths(total, total // 8)
-    one = functools.partial(pass_body, model=context.model)
-    cases: list[tuple[str, list[list[int]], bool]] = [
-        ("mixed lengths", [mixed], True),
-        *(
-            (f"32 sequences, {count} adapters", [[total // 32] * (32 // count)] * count, True)
-            for count in (1, 8, 32)
-        ),
-        ("mixed lengths, forward only", [mixed], False),
-        ("64 sequences", [[total // 64] * 64], True),
-        ("one sequence", [[total]], True),
-    ]
     with engine_child(context) as engine:
-        create_models(engine, max(len(lengths) for _, lengths, _ in cases))
-        for name, lengths, backward in cases:
-            bodies = [one(own) for own in lengths]
-            run = functools.partial(steps_seconds, engine, bodies, backward=backward)
-            warm(functools.partial(run, count=2))
-            every = [length for own in lengths for length in own]
-            times = sorted(run(count=4) for _ in range(3))
-            if lengths == [mixed] and backward:
-                context.remember("steps", times[1])
-            emit(
-                what=f"train, {name}",
-                unit="tokens/s",
-                value=round(total / times[1]),
-                other=round(total / times[-1]),
-                share=round(total / times[1] / limit_tokens_s(context.model, every), 3)
-                if backward
-                else "",
-            )
+        step_s = train_case(context, engine, "mixed lengths", [mixed])
+        context.remember("steps", step_s)
         stats = engine.stats
         megabytes = round(stats.activation_bytes_per_token / 1e6, 2)
         emit(what="planned activations of a token", unit="MB", value=megabytes)
         emit(what="largest micro-batch", unit="tokens", value=stats.batch_tokens)
-        together(context, engine)
+        one_s = 0.0
+        for count in (1, 8, 32):
+            lengths = [[total // 32] * (32 // count)] * count
+            took_s = train_case(context, engine, f"32 sequences, {count} adapters", lengths)
+            one_s = one_s or took_s
+            if count > 1:
+                over = round(100 * (took_s / one_s - 1), 1)
+                emit(what=f"{count} adapters over one", unit="%", value=over)
+
+
+def shapes(context: Context) -> None:
+    """Forward only, many short sequences, and one long one."""
+    total = tokens_of(context)
+    with engine_child(context) as engine:
+        mixed = mixed_lengths(total, total // 8)
+        train_case(context, engine, "mixed lengths, forward only", [mixed], backward=False)
+        train_case(context, engine, "64 sequences", [[total // 64] * 64])
+        train_case(context, engine, "one sequence", [[total]])
+
+
+def train_case(
+    context: Context,
+    engine: EngineChild,
+    name: str,
+    lengths: Sequence[Sequence[int]],
+    *,
+    backward: bool = True,
+) -> float:
+    """Seconds of a step: the median of three runs of four. `lengths` are those of each model."""
+    create_models(engine, len(lengths))
+    bodies = [pass_body(own, context.model) for own in lengths]
+    run = functools.partial(steps_seconds, engine, bodies, backward=backward)
+    warm(functools.partial(run, count=2))
+    every = [length for own in lengths for length in own]
+    total = sum(every)
+    times = sorted(run(count=4) for _ in range(3))
+    emit(
+        what=f"train, {name}",
+        unit="tokens/s",
+        value=round(total / times[1]),
+        lowest=round(total / times[-1]),
+        share=round(total / times[1] / limit_tokens_s(context.model, every), 3) if backward else "",
+    )
+    return times[1]
 
 
 def deterministic(context: Context) -> None:
@@ -206,14 +225,21 @@ def deterministic(context: Context) -> None:
         emit(what="train, mixed lengths, deterministic", unit="tokens/s", value=value)
 
 
-def together(context: Context, engine: EngineChild) -> None:
+def together(context: Context) -> None:
     """Training and 64 sequences that decode: each alone, then both at once for some seconds."""
+    with engine_child(context) as engine:
+        create_models(engine, 1)
+        both_at_once(context, engine)
+
+
+def both_at_once(context: Context, engine: EngineChild) -> None:
     total, small = tokens_of(context), context.model == "tiny"
     sequences, new = (4, 16) if small else (64, 160)
     body = pass_body(mixed_lengths(total, total // 8), context.model)
     prompts = prompts_of(sequences, context.sizes.prompt, context.model)
     engine.add_adapters(1, context.scratch)
     warm(lambda: engine.seconds(prompts, new, 1))
+    warm(lambda: steps_seconds(engine, [body], count=2))
     step_s = min(steps_seconds(engine, [body], count=4) for _ in range(2))
     sample_s = min(engine.seconds(prompts, new, 1) for _ in range(2))
     count = 4 if small else max(8, int(8 / step_s))
@@ -338,7 +364,11 @@ def http(context: Context) -> None:
 
 
 def rivals(context: Context) -> None:
-    """transformers with LoRA on padded batches, without and with gradient checkpointing."""
+    """
+    transformers with LoRA on padded batches: four sequences at a time, and sorted by length.
+
+    Without the optimizer step, which ours include.
+    """
     import torch
     import transformers
 
@@ -347,41 +377,53 @@ def rivals(context: Context) -> None:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(context.folder, dtype=dtype)
     model = model.to(context.device).train().requires_grad_(False)
     add_lora(model)
-    lengths = sorted(mixed_lengths(total, total // 8), reverse=True)
+    mixed = mixed_lengths(total, total // 8)
     vocabulary = model.config.vocab_size
 
-    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Sorted by length, in batches of at most `total` padded tokens."""
-        begin = 0
-        while begin < len(lengths):
-            size = max(1, total // lengths[begin])
-            own = lengths[begin : begin + size]
-            ids = torch.randint(0, vocabulary, (len(own), own[0]), device=context.device)
-            mask = torch.arange(own[0]) < torch.tensor(own).unsqueeze(1)
-            yield ids, mask.to(context.device)
-            begin += size
+    def padded(parts: Sequence[Sequence[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        batches = []
+        for own in parts:
+            ids = torch.randint(0, vocabulary, (len(own), max(own)), device=context.device)
+            mask = torch.arange(max(own)) < torch.tensor(own).unsqueeze(1)
+            batches.append((ids, mask.to(context.device)))
+        return batches
 
-    fixed = list(batches())
-
-    def step() -> float:
+    def step(batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
         began_s = time.perf_counter()
-        for ids, mask in fixed:
+        for ids, mask in batches:
             labels = ids.where(mask, -100)
             model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
         if context.device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - began_s
 
-    for checkpointing in (False, True):
-        name = "transformers + LoRA, padded" + (", checkpointing" if checkpointing else "")
+    by_length = by_padded_tokens(sorted(mixed, reverse=True), total)
+    as_they_come = [mixed[at : at + 4] for at in range(0, len(mixed), 4)]
+    cases = [
+        ("four at a time", as_they_come, False),
+        ("sorted by length", by_length, False),
+        ("sorted by length, checkpointing", by_length, True),
+    ]
+    for name, parts, checkpointing in cases:
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         try:
-            step()
-            value: Any = round(total / min(step() for _ in range(3)))
+            batches = padded(parts)
+            step(batches)
+            value: Any = round(total / min(step(batches) for _ in range(3)))
         except Exception as error:  # noqa: BLE001  a rival that fails is a result
             value = f"{type(error).__name__}: {error}"[:80]
-        emit(what=name, unit="tokens/s", value=value)
+        emit(what=f"transformers + LoRA, padded, {name}", unit="tokens/s", value=value)
+
+
+def by_padded_tokens(lengths: Sequence[int], most: int) -> list[Sequence[int]]:
+    """Batches of at most `most` tokens with their padding; the longest sequence comes first."""
+    batches, begin = [], 0
+    while begin < len(lengths):
+        size = max(1, most // lengths[begin])
+        batches.append(lengths[begin : begin + size])
+        begin += size
+    return batches
 
 
 def add_lora(model: Any) -> None:
@@ -411,8 +453,10 @@ def add_lora(model: Any) -> None:
 #: name -> (function, most seconds)
 PIECES: dict[str, tuple[Callable[[Context], None], int]] = {
     "train": (train, 200),
+    "together": (together, 100),
     "http": (http, 120),
     "deterministic": (deterministic, 60),
+    "shapes": (shapes, 90),
     "rivals": (rivals, 60),
 }
 

@@ -278,6 +278,28 @@ async def measure(
     )
 
 
+async def measure_all(
+    clusters: list[Cluster], in_flight: int, seconds: float, **options: Any
+) -> Measured:
+    """`measure` for several clusters on one PostgreSQL at the same time."""
+    found = await asyncio.gather(*(measure(one, in_flight, seconds, **options) for one in clusters))
+    if len(found) == 1:
+        return found[0]
+    count = sum(len(one.took_s) for one in found)
+    cpu_ms = {
+        kind: sum(one.cpu_ms[kind] * len(one.took_s) for one in found) / count
+        for kind in found[0].cpu_ms
+    }
+    # Each of them has seen all of it.
+    cpu_ms["PostgreSQL"] /= len(found)
+    return Measured(
+        per_s=sum(one.per_s for one in found),
+        cpu_ms=cpu_ms,
+        idle={},
+        took_s=sorted(took for one in found for took in one.took_s),
+    )
+
+
 # --- What is measured. ---
 
 
@@ -320,12 +342,17 @@ def scaling_lines(found: list[tuple[int, Measured]], engine_s: float) -> list[st
     ]
 
 
+ONE, LOG = "one process", "web, log, worker"
+APART = "two of these, each with a database and clients of its own"
+STICKY = "two webs, a sample and its poll at one"
+ROUND_ROBIN = "two webs, each request at the next"
 #: What is measured in turn: the processes, and whether each request goes to the next web process.
 PATHS: dict[str, dict[str, Any]] = {
-    "one process": {"one": True},
-    "web, log, worker": {"webs": 1},
-    "two webs, a sample and its polls at one": {"webs": 2, "each_request": False},
-    "two webs, each request at the next": {"webs": 2, "each_request": True},
+    ONE: {"one": True},
+    LOG: {},
+    APART: {"clusters": 2},
+    STICKY: {"webs": 2, "each_request": False},
+    ROUND_ROBIN: {"webs": 2},
 }
 #: A process that has more to do does more of it at once: loads are for each web process.
 SMALL, LARGE, ALONE = "64 for each web, 2 kB", "64 for each web, 25 kB", "1 in flight, 2 kB"
@@ -340,17 +367,24 @@ def paths(postgres: Postgres, seconds: float, rounds: int) -> list[str]:
     """The one-process path and the log path, with one and with two web processes, in turn."""
     found: dict[tuple[str, str], list[Measured]] = {}
     for _, (path, chosen) in itertools.product(range(rounds), PATHS.items()):
-        each = chosen.get("each_request", True)
-        with cluster(
-            postgres, 0.0, webs=chosen.get("webs", 1), one=chosen.get("one", False)
-        ) as running:
+        with contextlib.ExitStack() as stack:
+            webs, one = chosen.get("webs", 1), chosen.get("one", False)
+            running = [
+                stack.enter_context(cluster(postgres, 0.0, webs=webs, one=one))
+                for _ in range(chosen.get("clusters", 1))
+            ]
             for load, of_load in LOADS.items():
-                if chosen.get("webs") == 2 and load != SMALL:
+                if path not in (ONE, LOG) and load != SMALL:
                     continue
-                in_flight = of_load["in_flight"] * len(running.webs)
-                tokens = of_load.get("tokens", 100)
                 measured = asyncio.run(
-                    measure(running, in_flight, seconds, warm_s=2, tokens=tokens, each_request=each)
+                    measure_all(
+                        running,
+                        of_load["in_flight"] * webs,
+                        seconds,
+                        warm_s=2,
+                        tokens=of_load.get("tokens", 100),
+                        each_request=chosen.get("each_request", True),
+                    )
                 )
                 found.setdefault((load, path), []).append(measured)
                 say(f"{load}, {path}: {measured.per_s:.1f}/s {measured.cpu_ms}")
@@ -379,28 +413,36 @@ def paths(postgres: Postgres, seconds: float, rounds: int) -> list[str]:
             f"{' | '.join(f'{ms:.2f}' for ms in each_ms)} | {sum(each_ms):.2f} |"
         )
     rate = statistics.median(
-        log.per_s / one.per_s
-        for one, log in zip(
-            found[LARGE, "one process"], found[LARGE, "web, log, worker"], strict=True
-        )
+        log.per_s / one.per_s for one, log in zip(found[LARGE, ONE], found[LARGE, LOG], strict=True)
     )
-    more_cpu = sum(cpu[LARGE, "web, log, worker"].values()) / sum(
-        cpu[LARGE, "one process"].values()
-    )
+    more_cpu = sum(cpu[LARGE, LOG].values()) / sum(cpu[LARGE, ONE].values())
+    web_ms = {path: cpu[SMALL, path]["web"] for path in (LOG, APART, STICKY, ROUND_ROBIN)}
+    of_one = web_ms[ROUND_ROBIN] / web_ms[LOG]
     lines += [
         "",
         (
             f"With bodies of 25 kB the log path has {rate:.2f} of the one-process rate (goal ≥ "
             f"{LARGE_RATE}: {verdict(rate >= LARGE_RATE)}), and needs {more_cpu:.2f} of its CPU."
         ),
+        "",
+        "CPU of web processes for a sample, relative to one web process and to two that share nothing:",
+        "",
+        "| | ms | of one | of two that share nothing |",
+        "|---|--:|--:|--:|",
+        *(
+            f"| {path} | {ms:.2f} | {ms / web_ms[LOG]:.2f} | {ms / web_ms[APART]:.2f} |"
+            for path, ms in web_ms.items()
+        ),
+        "",
+        (
+            f"With round robin, two web processes need {of_one:.2f} of the CPU of one for a sample "
+            f"(goal: within {SAME_CPU:.0%}: {verdict(of_one <= 1 + SAME_CPU)}), and "
+            f"{web_ms[ROUND_ROBIN] / web_ms[APART]:.2f} of that of two processes that share nothing, "
+            "which compete for the same two cores and commit smaller groups each. Round robin itself "
+            f"costs {web_ms[ROUND_ROBIN] - web_ms[STICKY]:+.2f} ms: what a load balancer with sticky "
+            "sessions would save."
+        ),
     ]
-    for path, chosen in PATHS.items():
-        if chosen.get("webs") == 2:
-            ratio = cpu[SMALL, path]["web"] / cpu[SMALL, "web, log, worker"]["web"]
-            lines.append(
-                f"CPU of web processes, {path}: {ratio:.2f} of one web process (goal: within "
-                f"{SAME_CPU:.0%}: {verdict(ratio <= 1 + SAME_CPU)})."
-            )
     return lines
 
 

@@ -225,7 +225,7 @@ class Check:
 
     def gradient(self, engine: Engine, model_id: str = "m") -> torch.Tensor:
         folder = self.new()
-        write(engine.copy_snapshot(model_id), folder)
+        write(engine.snapshot_files(model_id), folder)
         tensors = load_file(folder / "gradients.safetensors")
         return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 

@@ -1,7 +1,7 @@
 """
 Checks that device failures only delay clients: kills, CUDA errors and full memory during training.
 
-    python benchmarks/check_gpu_recovery.py [--device cuda] [--faults 9] [--seed 1] [--lib FOLDER]
+    python benchmarks/check_gpu_recovery.py [--device cuda] [--steps 60] [--faults 9] [--seed 1] [--lib FOLDER]
 
 Two clients train and sample on a real `tinkex serve`; then again while the engine is killed, its CUDA
 context is broken by a failed device-side assertion, or another process takes all free memory. With
@@ -40,7 +40,6 @@ from tinkex import types
 from tinkex.testing import write_tiny_model
 
 CLIENTS = 2
-STEPS = 60
 #: Allowed relative difference of losses if batch boundaries may differ.
 CLOSE = 0.02
 #: A client without progress for this long has hung.
@@ -120,7 +119,7 @@ def batch(step: int) -> list[types.Datum]:
 
 
 def one_client(
-    url: str, data: Path, number: int, results: ResultCounter, quiet: threading.Event
+    url: str, data: Path, number: int, steps: int, results: ResultCounter, quiet: threading.Event
 ) -> tuple[list[float], list[int], str]:
     """
     Losses of all steps, tokens of all samples, and a hash of the saved weights.
@@ -130,7 +129,7 @@ def one_client(
     losses, tokens = [], []
     with tinkex.ServiceClient(base_url=url, api_key="tml-check") as service:
         training = service.create_lora_training_client(TINY, rank=8, seed=number)
-        for step in range(STEPS):
+        for step in range(steps):
             passed = training.forward_backward(batch(100 * number + step), "cross_entropy")
             stepped = training.optim_step(types.AdamParams(learning_rate=1e-3))
             losses.append(float(passed.result(PATIENCE_S).metrics["loss:sum"]))
@@ -205,7 +204,7 @@ def disturb(
 
 
 def run(
-    model: Path, args: tuple[str, ...], kinds: list[str], faults: int, seed: int
+    model: Path, args: tuple[str, ...], kinds: list[str], steps: int, faults: int, seed: int
 ) -> tuple[Run, Counter[str], list[str]]:
     """Runs all clients once, with this many faults of these kinds."""
     found, results, quiet = Run(), ResultCounter(), threading.Event()
@@ -220,7 +219,7 @@ def run(
             )
             began = time.monotonic()
             for client in [
-                pool.submit(one_client, server.url, data, number, results, quiet)
+                pool.submit(one_client, server.url, data, number, steps, results, quiet)
                 for number in range(CLIENTS)
             ]:
                 try:
@@ -250,12 +249,12 @@ def check(
 ) -> bool:
     args = ("--device", options.device, *(["--deterministic"] if deterministic else []))
     name = "deterministic" if deterministic else "default"
-    undisturbed, _, _ = run(model, args, kinds, 0, options.seed)
+    undisturbed, _, _ = run(model, args, kinds, options.steps, 0, options.seed)
     print(
         f"{name}: undisturbed in {undisturbed.took_s:.0f} s; {undisturbed.weights}; errors: {undisturbed.errors}",
         flush=True,
     )
-    disturbed, injected, log = run(model, args, kinds, options.faults, options.seed)
+    disturbed, injected, log = run(model, args, kinds, options.steps, options.faults, options.seed)
     print(
         f"{name}: {dict(injected)} in {disturbed.took_s:.0f} s; {disturbed.weights}; errors: {disturbed.errors}",
         flush=True,
@@ -277,6 +276,7 @@ def check(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, default=60, help="of each client")
     parser.add_argument("--faults", type=int, default=9)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--modes", default="deterministic,default", help="of the server")
