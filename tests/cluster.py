@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +12,13 @@ from pathlib import Path
 from processes import children
 from serving import TINY
 
+_PROGRAMS = Path(__file__).resolve().parent / "server"
 #: A worker that notifies nobody of every second thing, and hears every second notification.
-FORGETFUL = Path(__file__).resolve().parent / "server" / "forgetful_worker.py"
-END_S = 30
+FORGETFUL = _PROGRAMS / "forgetful_worker.py"
+#: A worker whose engine is as slow as `Cluster.pace` says.
+PACED = _PROGRAMS / "paced_worker.py"
+#: More than a worker has to move its models and to finish its samples.
+END_S = 90
 
 
 @dataclass
@@ -25,6 +29,9 @@ class Process:
     log_file: Path
     #: The address of a web process, or the name of a worker.
     said: str = ""
+    command: tuple[str, ...] = ()
+    #: Of its data folder.
+    folder: str = ""
 
     @property
     def log(self) -> str:
@@ -78,11 +85,30 @@ class Cluster:
         process.said = line.split()[-1]
         return process
 
-    def worker(self, name: str, *args: str, forgetful: bool = False, wait: bool = True) -> Process:
-        """Start a worker, and wait until it is ready unless told otherwise."""
+    def named(self, said: str) -> Process:
+        """The newest process with this address or name."""
+        return next(one for one in reversed(self.started) if one.said == said)
+
+    def restart(self, said: str) -> Process:
+        """Stop a process as a rolling restart does, and start it again with its address or name."""
+        process = self.named(said)
+        status = process.stop()
+        assert status == 0, process.log
+        port = said.rpartition(":")[2]
+        command = [port if one == "0" else one for one in process.command]
+        again = self._start(command, process.folder)
+        line = self.said(again)
+        assert line in (f"tinkex ready at {said}", f"tinkex worker {said} ready"), again.log
+        again.said = said
+        return again
+
+    def worker(
+        self, name: str, *args: str, program: Path | None = None, wait: bool = True
+    ) -> Process:
+        """Start a worker, or a `program` like it, and wait until it is ready unless told otherwise."""
         command = [sys.executable, "-m", "tinkex.cli.main", "worker"]
-        if forgetful:
-            command = [sys.executable, str(FORGETFUL)]
+        if program is not None:
+            command = [sys.executable, str(program)]
         command += [f"{TINY}={self.model}", "--name", name, "--threads", "1", *args]
         process = self._start(command, f"worker-{name}")
         process.said = name
@@ -90,14 +116,20 @@ class Cluster:
             assert self.said(process) == f"tinkex worker {name} ready", process.log
         return process
 
+    def pace(self, *, pass_s: float = 0.0, tokens_s: float = 0.0) -> None:
+        """How long engines of `PACED` workers take for a pass and for a few tokens, from now on."""
+        for name, value in (("pass_s", pass_s), ("tokens_s", tokens_s)):
+            new = self.folder / f"{name}.new"
+            new.write_text(str(value))
+            new.rename(self.folder / name)
+
     def said(self, process: Process) -> str:
         """The next line on standard output."""
         assert process.process.stdout
         return process.process.stdout.readline().strip()
 
-    def _start(self, command: list[str], name: str) -> Process:
-        number = len(self.started)
-        log = self.folder / f"{name}-{number}.log"
+    def _start(self, command: Sequence[str], name: str) -> Process:
+        log = self.folder / f"{name}-{len(self.started)}.log"
         data = self.folder / name
         with log.open("w") as stderr:
             process = subprocess.Popen(
@@ -110,10 +142,12 @@ class Cluster:
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                     "XDG_STATE_HOME": str(self.folder / "state"),
+                    "TINKEX_TEST_PASS_S": str(self.folder / "pass_s"),
+                    "TINKEX_TEST_TOKENS_S": str(self.folder / "tokens_s"),
                     **self.env,
                 },
             )
-        self.started.append(Process(process, log))
+        self.started.append(Process(process, log, command=tuple(command), folder=name))
         return self.started[-1]
 
 
@@ -130,6 +164,7 @@ def cluster(
         model=model,
         env={"TINKEX_LONG_POLL_S": "5", "TINKEX_TAKEOVER_S": "3", **(env or {})},
     )
+    running.pace()
     try:
         yield running
     finally:

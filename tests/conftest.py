@@ -1,5 +1,6 @@
 """Fixtures for all tests: a tiny model on disk, a server with that model, and PostgreSQL."""
 
+import contextlib
 import gc
 import os
 from collections.abc import Generator, Iterator
@@ -13,10 +14,13 @@ from serving import TINY, Server, serving
 if TYPE_CHECKING:
     from postgres import Postgres
 
-pytest_plugins = ["no_skips"]
+pytest_plugins = ["no_leftovers", "no_skips"]
 
 # Set before any test module is imported: huggingface_hub reads it once, at import.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Torch reads it once. Products of the tiny models are slower on several cores, and three processes
+# test on two. The same for all tests, because the bits of a sum depend on it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 #: Folders and files that take longest. The files took 25 s of CPU time and more, on 2026-11-17.
@@ -25,6 +29,18 @@ LONG = {
     "storage",
     *("test_engine_process.py", "test_golden.py", "test_stateful.py", "test_supervisor.py"),
 }
+
+
+def pytest_configure() -> None:
+    """
+    Hypothesis tries the same examples in each run, and does not limit the time of one.
+
+    With CI=true it does so anyway.
+    """
+    with contextlib.suppress(ImportError):  # a machine that only tests its GPU may not have it
+        from hypothesis import settings
+
+        settings.load_profile("ci")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -121,6 +121,7 @@ class ForkedShell:
         reader_gone: bool = False,
         stdin: str = "",
         env: dict[str, str] | None = None,
+        folder: Path | None = None,
     ) -> Ran:
         """Runs `tinkex ARGS`; with `reader_gone`, nobody reads its stdout, as after `| head`."""
         return self._ask(
@@ -129,11 +130,12 @@ class ForkedShell:
             reader_gone=reader_gone,
             stdin=stdin,
             env={**self.env, **(env or {})},
+            folder=str(folder or self.folder),
         )
 
-    def run_program(self, program: str, folder: Path) -> Ran:
+    def run_program(self, program: str, folder: Path, *, env: dict[str, str] | None = None) -> Ran:
         """Runs `python -c PROGRAM` in a folder."""
-        return self._ask(program=program, folder=str(folder))
+        return self._ask(program=program, folder=str(folder), env={**self.env, **(env or {})})
 
     def _ask(self, **request: Any) -> Ran:
         assert self._process.stdin is not None
@@ -166,9 +168,11 @@ class ForkedShell:
 
 
 def serve_requests() -> None:
+    gc.disable()  # modules make hundreds of thousands of objects, and all of them stay
     for name in sys.argv[1:]:
         importlib.import_module(name)
     gc.freeze()  # so that the garbage collection of a child does not touch, and copy, all memory
+    gc.enable()
     for line in sys.stdin:
         request = json.loads(line)
         out_read, out_write = pty.openpty() if request["terminal"] else os.pipe()

@@ -5,7 +5,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import psycopg
 
+from ports import free_port
 from processes import children
 
 #: Debian's folder; on other systems `initdb` is on the path.
@@ -37,11 +37,10 @@ class Postgres:
     def __init__(
         self, home: Path, user: str | None, password: str, settings: Iterable[str]
     ) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
         self._home = home
         self._data = home / "data"
         self._user = user
+        port = free_port()
         chosen = (f"port={port}", "listen_addresses=127.0.0.1", "unix_socket_directories=")
         self._options = [
             part for setting in (*chosen, *SETTINGS, *settings) for part in ("-c", setting)

@@ -13,6 +13,11 @@ from pathlib import Path
 TINY = "test/tiny"
 
 
+def unloaded(folder: Path) -> tuple[str, str]:
+    """A model under two names: a server of several loads each on first use, and gets ready sooner."""
+    return f"{TINY}={folder}", f"test/other={folder}"
+
+
 @dataclass
 class Server:
     """A running `tinkex serve` process."""
@@ -25,7 +30,12 @@ class Server:
 
 @contextmanager
 def serving(
-    *models: str, data: Path, args: tuple[str, ...] = (), env: Mapping[str, str] | None = None
+    *models: str,
+    data: Path,
+    args: tuple[str, ...] = (),
+    env: Mapping[str, str] | None = None,
+    python: Path = Path(sys.executable),
+    cwd: Path | None = None,
 ) -> Iterator[Server]:
     """
     Runs `tinkex serve` on a free loopback port until the block ends.
@@ -33,12 +43,13 @@ def serving(
     Clients do not find it by themselves, unless `env` names the folder where they look.
     """
     alone = {"XDG_STATE_HOME": str(data.with_name(f"{data.name}-state"))}
-    command = [sys.executable, "-m", "tinkex.cli.main", "serve", *models]
+    command = [python, "-m", "tinkex.cli.main", "serve", *models]
     process = subprocess.Popen(
         [*command, "--port", "0", "--data", str(data), "--threads", "1", *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        cwd=cwd,
         env={**os.environ, **alone, **(env or {})},
     )
     assert process.stdout

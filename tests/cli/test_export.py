@@ -339,6 +339,18 @@ def test_the_output_projection_of_the_hosted_service_gets_the_name_of_peft(tmp_p
         assert struct.unpack("<Q", file.read(8))[0] % 8 == 0
 
 
+@pytest.mark.parametrize("contents", [b"", b"\xff" * 8, b"\x04\0\0\0\0\0\0\0[[[["])
+def test_a_broken_file_of_weights_is_refused(contents, trained, server, tmp_path):
+    adapter = tmp_path / "adapter"
+    status, output = export(server, trained[0], "--as", "peft", "-o", adapter)
+    assert status == 0, output
+    (adapter / "adapter_model.safetensors").write_bytes(contents)
+    status, output = export(None, adapter, "--as", "peft", "-o", tmp_path / "out")
+    assert status == 1
+    assert "adapter_model.safetensors is not a safetensors file." in output
+    assert not (tmp_path / "out").exists()
+
+
 def test_mistakes_are_one_sentence_and_leave_nothing(server, trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path, _ = trained

@@ -35,13 +35,16 @@ UPDATE = os.environ.get("TINKEX_UPDATE_GOLDEN") == "1"
 #: `{new}`, `{key}` and `{secret}` are others in each run: a checkpoint, a name, a key.
 COMMANDS = {
     "version": "version",
-    # Early: it says how long ago the server started.
+    # Early, because the width of a column depends on how long ago something was.
+    "checkpoint list": "checkpoint list",
+    "key create": "key create --data keys --owner alice --name {new} --expires 20d",
+    "key list": "key list --data keys",
     "status": "status",
     "model list": "model list",
+    "models": "models --gpu-memory 141GB",
     "run list": "run list",
     "run info": "run info {run}",
     "run plot": "run plot {run}",
-    "checkpoint list": "checkpoint list",
     "checkpoint info": "checkpoint info {sampler}",
     "billing usage": "billing usage {today} {tomorrow}",
     "billing checkpoint-storage": "billing checkpoint-storage",
@@ -54,8 +57,6 @@ COMMANDS = {
     "checkpoint push-hf": "checkpoint push-hf {sampler}",
     "checkpoint delete": "checkpoint delete --yes {old} {old}-not-there",
     "conformance": "conformance {url} --only S5",
-    "key create": "key create --data keys --owner alice --name {new} --expires 20d",
-    "key list": "key list --data keys",
     "key revoke": "key revoke {key} --data keys",
     "backup": "backup --data keys {new}",
     "restore": "restore saved --data {new}",
@@ -70,6 +71,7 @@ COMMANDS = {
     "auth login": "auth login --api-key {secret}",
     "auth whoami": "auth whoami",
     "auth status": "auth status",
+    "billing keys": "billing keys",
     "auth logout": "auth logout",
 }
 #: Commands that import torch.
@@ -212,6 +214,7 @@ def stable(text: str, values: dict[str, str]) -> str:
     text = re.sub(r"\d[\d.]* [MG]B$", "1.0 GB", text, flags=re.MULTILINE)
     text = re.sub(r"\d[\d.]* [MGT]B free", "66.0 GB free", text)
     text = re.sub(r"\b(new|old)-\d+", r"\1-00", text)
+    text = re.sub(r"\b\d+ minutes? ago\b", "just now", text)
     text = re.sub(r"tml-\w{32}", "tml-" + "0" * 32, text)
     text = re.sub(r"tml-\w{4}(?=…|\")", "tml-0000", text)
     text = text.replace(values["session"], "S" * len(values["session"]))
@@ -291,6 +294,7 @@ def recorded(folder: Path) -> Iterator[dict[str, object]]:
                 found[name] = world.record(name)
                 if name == "auth login":
                     shell(*world.args("auth login --api-key {secret}"))
+                    shell(*world.args("sample --plain ship --max-tokens 4 --temperature 0"))
         found.update(mistakes(world, WITH_KEYS))
         yield {"values": world.values, **found}
 

@@ -50,7 +50,10 @@ def test_problems_are_reported_with_advice(adapter: Path, tiny_model: Path, tmp_
     for arguments, message in (
         ((adapter, tmp_path / "taken"), "hint: Name a new folder"),
         ((tmp_path / "nothing", tmp_path / "out"), "is not a checkpoint"),
-        ((adapter, tmp_path / "out", "--base", other), "mixture of experts"),
+        (
+            (adapter, tmp_path / "out", "--base", other),
+            "mlp.experts.down_proj: they would be random",
+        ),
         ((adapter, tmp_path / "out", "--base", "no/such"), "no/such"),
         (("tinker://a/weights/b", tmp_path / "out", "--data", tmp_path / "no"), "--data DIR"),
     ):

@@ -204,6 +204,9 @@ def test_files_are_written_as_svg_png_and_csv(runs: Runs, tmp_path: Path) -> Non
     svg = ET.parse(tmp_path / "chart.svg").getroot()
     name = "{http://www.w3.org/2000/svg}polyline"
     assert [len((line.get("points") or "").split()) for line in svg.iter(name)] == [4, 2]
+    # Names that differ are enough: ids are long.
+    titles = [title.text for title in svg.iter("{http://www.w3.org/2000/svg}title")]
+    assert titles == ["one", "two"]
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
     with (tmp_path / "chart.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))

@@ -69,7 +69,7 @@ def test_a_local_server_from_its_start_to_its_end(
         )
         assert listed.stderr.startswith("0 training runs")
         assert control.ask(local, "status")["models"] == [
-            {"name": TINY, "replicas": 1, "loaded": False}
+            {"name": TINY, "replicas": 1, "loaded": False, "processes": []}
         ]
 
         header, row = run("ps")[0].splitlines()

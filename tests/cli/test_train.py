@@ -3,27 +3,19 @@
 import fcntl
 import json
 import os
-import pty
 import re
-import select
 import signal
-import struct
-import subprocess
-import sys
-import termios
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from on_terminal import OnTerminal
 from serving import Server
 from tinkex.cli.command_group import command
 
 pytestmark = pytest.mark.timeout(120)  # with the start of the server
 
-ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
 REWARD = """
 def prompts():
     return ["the sea", {"prompt": "the ship", "more": 1}]
@@ -164,43 +156,8 @@ def test_mistakes_are_one_sentence(server, folder, line, args, message):
 # -- on a terminal -----------------------------------------------------------------------------------
 
 
-class OnTerminal:
-    """`tinkex train` as a process of its own, on a terminal of 80 columns."""
-
-    def __init__(self, server: Server, folder: Path, *args: str) -> None:
-        self.controller, terminal = pty.openpty()
-        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tinkex.cli", "train", *args, "--base-url", server.url],
-            stdin=terminal,
-            stdout=terminal,
-            stderr=terminal,
-            cwd=folder,
-            env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"},
-            start_new_session=True,
-        )
-        os.close(terminal)
-        self.seen = ""
-
-    def read(self, until: Callable[[], bool], limit_s: float = 60) -> str:
-        """What it shows, until something is true or it has ended."""
-        deadline = time.monotonic() + limit_s
-        while not until():
-            assert time.monotonic() < deadline, self.seen
-            if select.select([self.controller], [], [], 0.02)[0]:
-                try:
-                    piece = os.read(self.controller, 65536)
-                except OSError:  # it has ended
-                    break
-                if not piece:
-                    break
-                self.seen += ESCAPES.sub("", piece.decode(errors="replace"))
-        return self.seen
-
-    def end(self) -> tuple[int, str]:
-        self.read(lambda: False)
-        os.close(self.controller)
-        return self.process.wait(20), self.seen
+def on_terminal(server: Server, folder: Path, *args: str) -> OnTerminal:
+    return OnTerminal("train", *args, "--base-url", server.url, cwd=folder)
 
 
 @pytest.mark.timeout(120)
@@ -211,7 +168,7 @@ def test_a_run_on_a_terminal_goes_on_after_ctrl_c_and_after_kill_9(server, folde
     def saved() -> int:
         return json.loads(file.read_text())["step"] if file.exists() else 0
 
-    first = OnTerminal(server, folder, *args)
+    first = on_terminal(server, folder, *args)
     first.read(lambda: saved() >= 4)
     os.kill(first.process.pid, signal.SIGINT)
     status, shown = first.end()
@@ -223,7 +180,7 @@ def test_a_run_on_a_terminal_goes_on_after_ctrl_c_and_after_kill_9(server, folde
 
     assert "0 tokens/s" not in shown.partition("step 1/40")[0]  # nothing is trained yet
 
-    second = OnTerminal(server, folder, *args)
+    second = on_terminal(server, folder, *args)
     second.read(lambda: saved() > stopped)
     os.kill(second.process.pid, signal.SIGKILL)
     status, shown = second.end()
@@ -232,7 +189,7 @@ def test_a_run_on_a_terminal_goes_on_after_ctrl_c_and_after_kill_9(server, folde
     killed = saved()
     assert killed % 4 == 0
 
-    third = OnTerminal(server, folder, *args)
+    third = on_terminal(server, folder, *args)
     status, shown = third.end()
     assert status == 0, shown
     assert f"Going on after step {killed} of 40" in shown

@@ -45,7 +45,7 @@ def test_cancels_are_sent_in_limited_batches(fake, sampling):
     until(lambda: count(fake, "retrieve_future") == 10)
     hold = fake.hold("cancel_future")
     assert all(future.cancel() for future in futures)
-    until(lambda: count(fake, "cancel_future") >= 3)
+    until(lambda: count(fake, "cancel_future") >= 3, 40.0)
     time.sleep(0.05)
     assert count(fake, "cancel_future") == 3
     hold.release()

@@ -180,7 +180,7 @@ def test_using_a_closed_client_is_an_error_at_once(fake, datum):
     ):
         with pytest.raises(RuntimeError, match="ServiceClient is closed"):
             use()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 10
     assert endpoints(fake).count("sessions/s-1/finish") == 1
 
 

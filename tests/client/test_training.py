@@ -3,7 +3,6 @@
 import asyncio
 import pickle
 import threading
-import time
 import warnings
 
 import pytest
@@ -92,10 +91,8 @@ def test_calls_from_many_threads_get_consecutive_seq_ids(fake, training, datum):
 
 
 def test_submitting_does_not_wait_for_the_server(fake, training, datum):
-    hold = fake.hold("forward_backward")
-    started = time.monotonic()
+    hold = fake.hold("forward_backward")  # a call that waited would never return
     futures = [training.forward_backward([datum], "cross_entropy") for _ in range(100)]
-    assert time.monotonic() - started < 1.0
     assert hold.arrived.wait(5)
     hold.release()
     [future.result(10) for future in futures]

@@ -16,6 +16,7 @@ import pytest
 
 import tinkex
 from http_stub import Reply, reply_json, stub_server
+from ports import free_port
 from tinkex import types
 from tinkex.client.observe import instrumentation
 from tinkex.client.observe.waiting import HOW_TO_STOP, Cause, Limit, WaitLog
@@ -159,12 +160,6 @@ def client(url: str, **settings: float) -> tinkex.ServiceClient:
     return tinkex.ServiceClient(settings=Settings.resolve(base_url=url, telemetry=False, **times))
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def test_r1a_the_first_call_to_a_dead_server_says_so_once(caplog):
     url = f"http://127.0.0.1:{free_port()}"
     service = client(url, first_contact_s=1.2)
@@ -172,9 +167,10 @@ def test_r1a_the_first_call_to_a_dead_server_says_so_once(caplog):
     for each in asked:
         with pytest.raises(tinkex.APIConnectionError) as caught:
             each.result(20)
-    assert lines(caplog) == [
+    (line,) = lines(caplog)
+    assert re.sub(r"\d s more", "1 s more", line) == (
         f"{url}: connection refused. Trying for 1 s more (TINKEX_FIRST_CONTACT_S). {HOW_TO_STOP}"
-    ]
+    )
     assert str(caught.value).startswith(f"{url}: connection refused; gave up after ")
     assert caplog.records[0].levelno == logging.WARNING
 
@@ -185,7 +181,7 @@ def test_r1a_a_server_that_accepts_and_is_silent_is_named_too(caplog):
         service = client(url)
         asked = service._get_server_capabilities()
         until(lambda: lines(caplog))
-        assert lines(caplog)[0].startswith(f"{url}: no answer yet. Trying for 20 s more")
+        assert re.match(rf"{url}: no answer yet. Trying for [12]\d s more", lines(caplog)[0])
         asked.cancel()
         service.close("errored").result(5)
 
@@ -301,7 +297,9 @@ def test_two_hundred_requests_to_a_lost_server_give_two_lines(caplog):
         for each in asked:
             each.result(30)
     first, last = lines(caplog)
-    assert first.startswith("http://127.0.0.1:13: connection reset. Trying for 300 s more (TINKEX_")
+    assert re.match(
+        r"http://127.0.0.1:13: connection reset. Trying for (300|2\d\d) s more \(TINKEX_", first
+    )
     assert last.startswith("http://127.0.0.1:13 answers again after ")
 
 
@@ -340,19 +338,24 @@ def test_r1b_a_server_that_hangs_is_noticed_by_the_heartbeat(caplog, monkeypatch
     assert last.startswith("http://127.0.0.1:11 answers again after ")
 
 
+@pytest.fixture
+def errors_only():
+    logger = logging.getLogger("tinkex")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(before)  # other loggers remember what they inherit until this call
+
+
 @pytest.mark.parametrize("how", ["off", "level"])
-def test_silent_where_a_program_asked_for_silence(caplog, monkeypatch, how):
-    if how == "off":
-        monkeypatch.setenv("TINKEX_WAIT_NOTICE_S", "off")
-    else:
-        monkeypatch.setenv("TINKEX_WAIT_NOTICE_S", "0.1")
-        monkeypatch.setattr(logging.getLogger("tinkex"), "level", logging.ERROR)
-        logging.getLogger(WAITING).manager._clear_cache()
+def test_silent_where_a_program_asked_for_silence(request, caplog, monkeypatch, how):
+    monkeypatch.setenv("TINKEX_WAIT_NOTICE_S", "off" if how == "off" else "0.1")
+    if how == "level":
+        request.getfixturevalue("errors_only")
     monkeypatch.setenv("TINKEX_FIRST_CONTACT_S", "0.6")
     service = tinkex.ServiceClient(base_url=f"http://127.0.0.1:{free_port()}")
     with pytest.raises(tinkex.APIConnectionError):
         service.get_server_capabilities()
-    logging.getLogger(WAITING).manager._clear_cache()
     assert lines(caplog) == []
 
 

@@ -1,5 +1,6 @@
 """The conformance suite: our server passes it, and faulty servers fail the matching checks."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -23,6 +24,7 @@ from conformance.faults import (
     ServerErrorForEverything,
     in_front_of,
 )
+from server.tenants import new_key
 from serving import TINY, Server, serving
 from tinkex.conformance import CHECKS, Remote, Report, Verdict, run
 
@@ -30,20 +32,11 @@ from tinkex.conformance import CHECKS, Remote, Report, Verdict, run
 pytestmark = pytest.mark.timeout(180)
 
 
-def new_key(data: Path, owner: str) -> str:
-    """A key created on the command line."""
-    command = [sys.executable, "-m", "tinkex.cli.main", "key", "create", "--data", str(data)]
-    done = subprocess.run(
-        [*command, "--owner", owner], capture_output=True, text=True, check=True, timeout=60
-    )
-    return next(word for word in done.stdout.split() if word.startswith("tml-"))
-
-
 @pytest.fixture(scope="module")
 def report(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
     """All checks against a server with keys, so that none has to be skipped."""
     data = tmp_path_factory.mktemp("keyed")
-    key, other = new_key(data, "alice"), new_key(data, "bob")
+    key, other = (asyncio.run(new_key(data, owner)) for owner in ("alice", "bob"))
     with serving(f"{TINY}={tiny_model}", data=data) as server:
         return run(Remote(server.url, key=key, other_key=other))
 

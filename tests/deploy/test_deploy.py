@@ -4,26 +4,35 @@ import os
 import re
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import sys
+import tomllib
 import urllib.error
 import urllib.request
+from dataclasses import fields
 from pathlib import Path
 
 import kubernetes_validate
 import pytest
 import yaml
 
+from ports import free_port
 from serving import Server
 from tinkex.server.fleet.plan import read_fleet_file
 from tinkex.server.process_end import REPLACED_STATUS
+from tinkex.server.settings import Settings
+from tinkex.server.supervisor import KILL_GRACE_S
 from waiting import until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = sorted(DEPLOY.glob("ku*/*.yaml"))
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+COMPOSE = sorted(DEPLOY.glob("compose*.yaml"))
+VERSION = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]["version"]
+#: The highest exposure that `systemd-analyze security` may find in the unit that serves alone; it
+#: counts from 0 to 10.
+MAX_EXPOSURE = 2.0
 KUBERNETES = "1.32"
 #: The fields of KubeRay's own types that are used here, from its API reference (v1.6).
 RAY_FIELDS = {
@@ -67,7 +76,7 @@ def test_a_manifest_with_a_wrong_field_is_found():
 def test_manifests_have_the_style_of_yamllint():
     rules = "{extends: default, rules: {line-length: {max: 110}, braces: {max-spaces-inside: 0}}}"
     done = subprocess.run(
-        [sys.executable, "-m", "yamllint", "--strict", "-d", rules, *MANIFESTS],
+        [sys.executable, "-m", "yamllint", "--strict", "-d", rules, *MANIFESTS, *COMPOSE],
         capture_output=True,
         text=True,
         check=False,
@@ -126,11 +135,12 @@ def test_the_fleet_files_can_be_read(tmp_path):
 
 
 def test_the_commands_and_options_of_all_files_exist():
-    text = "\n".join(path.read_text() for path in [*UNITS, *MANIFESTS])
-    used = set(re.findall(r"tinkex(?:/bin/tinkex)?,? (web|worker|fleet)\b,?([^\n\]&]*)", text))
-    assert {command for command, _ in used} == {"web", "worker", "fleet"}
+    text = "\n".join(path.read_text() for path in [*UNITS, *MANIFESTS, *COMPOSE])
+    pattern = r"(?:bin/|\[| )tinkex,? (serve|web|worker|fleet|key create)\b,?([^\n\]&]*)"
+    used = set(re.findall(pattern, text))
+    assert {command for command, _ in used} == {"serve", "web", "worker", "fleet", "key create"}
     for command, rest in used:
-        arguments = [command, "up"] if command == "fleet" else [command]
+        arguments = [*command.split(), "up"] if command == "fleet" else command.split()
         done = subprocess.run(
             [sys.executable, "-m", "tinkex.cli", *arguments, "--help"],
             capture_output=True,
@@ -166,6 +176,102 @@ def test_units_are_accepted_by_systemd(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd-analyze is not installed")
+def test_the_unit_of_a_server_may_do_little() -> None:
+    command = [
+        "systemd-analyze",
+        "security",
+        "--offline=true",
+        f"--threshold={MAX_EXPOSURE * 10:.0f}",
+    ]
+    unit = DEPLOY / "systemd" / "tinkex.service"
+    done = subprocess.run([*command, unit], capture_output=True, text=True, check=False)
+    assert "Overall exposure level for tinkex.service" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_unit_of_a_server_waits_until_it_has_stopped() -> None:
+    unit = (DEPLOY / "systemd" / "tinkex.service").read_text()
+    (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    assert float(stop_s) > Settings.drain_s + KILL_GRACE_S
+    settings = (DEPLOY / "systemd" / "serve.env").read_text()
+    env = dict(re.findall(r"^(\w+)=(.*)$", settings, re.MULTILINE))
+    assert Settings.from_sources({}, env).models == ("HuggingFaceTB/SmolLM2-135M-Instruct",)
+
+
+# -- the image and compose files -------------------------------------------------------------------
+
+
+def test_the_dockerfile_has_no_finding_of_hadolint() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run(
+        [hadolint, "--no-color", DEPLOY / "Dockerfile"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_image_is_built_from_what_is_not_ignored() -> None:
+    needed = set[str]()
+    for line in (DEPLOY / "Dockerfile").read_text().splitlines():
+        if line.startswith("COPY ") and "--from" not in line:
+            needed.update(line.split()[1:-1])
+    ignore = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    assert needed == {line.removeprefix("!") for line in ignore if line.startswith("!")}
+    assert all((DEPLOY.parent / name).exists() for name in needed)
+
+
+def test_images_have_the_version_of_the_package() -> None:
+    files = [*MANIFESTS, *COMPOSE, DEPLOY / "Dockerfile"]
+    tags = {tag for file in files for tag in re.findall(r"tinkex:(\d\S*)", file.read_text())}
+    assert tags == {VERSION, f"{VERSION}-cpu"}
+
+
+@pytest.mark.parametrize("path", COMPOSE, ids=lambda path: path.name)
+def test_compose_files_follow_the_schema_of_compose(path: Path) -> None:
+    assert compose_problems(path) == ""
+
+
+def test_a_compose_file_with_a_wrong_field_is_found(tmp_path: Path) -> None:
+    wrong = tmp_path / "compose.yaml"
+    wrong.write_text((DEPLOY / "compose.yaml").read_text().replace("read_only:", "readonly:"))
+    assert "readonly" in compose_problems(wrong)
+
+
+def compose_problems(path: Path) -> str:
+    """What the JSON schema of the Compose specification, which check-jsonschema has, says."""
+    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    done = subprocess.run([*check, path], capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else done.stdout
+
+
+@pytest.mark.parametrize("path", COMPOSE, ids=lambda path: path.name)
+def test_containers_have_few_rights_and_time_to_stop(path: Path) -> None:
+    text = path.read_text()
+    (file,) = documents(path)
+    arguments = set(re.findall(r"^ARG (\w+)", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE))
+    assert {"cpu", "cuda"} <= set(file["services"]) or {"web", "worker"} <= set(file["services"])
+    for name, service in file["services"].items():
+        for volume in service["volumes"]:
+            assert volume.partition(":")[0] in file["volumes"], volume
+        if "build" not in service:
+            continue
+        assert (path.parent / service["build"]["context"]).resolve() == DEPLOY.parent
+        assert (DEPLOY.parent / service["build"]["dockerfile"]).is_file()
+        assert set(service["build"].get("args", {})) <= arguments
+        assert service["read_only"]
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        # Of workers too: they hand their models over within drain_s.
+        grace_s = float(service["stop_grace_period"].removesuffix("s"))
+        assert grace_s > Settings.drain_s + KILL_GRACE_S, name
+        for port in service.get("ports", []):
+            assert port.startswith("127.0.0.1:"), "keys travel with requests, so TLS comes first"
+    settings = {f"TINKEX_{field.name.upper()}" for field in fields(Settings)}
+    used = set(re.findall(r"^\s+(TINKEX_\w+):", text, re.MULTILINE))
+    assert used
+    assert used <= settings
+
+
 @pytest.fixture(scope="module")
 def nginx() -> str:
     found = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
@@ -183,8 +289,7 @@ def test_nginx_passes_requests_to_a_server_and_hides_its_metrics(nginx, server: 
         check=True,
         capture_output=True,
     )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     backend = server.url.removeprefix("http://")
     text = (DEPLOY / "nginx" / "tinkex.conf").read_text()
     site = (

@@ -130,6 +130,7 @@ ANSWERS: dict[str, tuple[str, Any]] = {
     ),
     "get_audit_log": ("audit", {"entries": []}),
     "get_billing_usage": ("billing/usage/events", {"data": []}),
+    "get_usage_by_key": ("billing/usage/keys", {"data": []}),
     "get_current_checkpoint_storage_usage": (
         "billing/usage/checkpoints/current",
         {"data": []},

@@ -23,8 +23,10 @@ def test_the_example_is_short_enough_to_copy(example):
 @pytest.mark.timeout(120)  # with the start of the server
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 @pytest.mark.filterwarnings("error")
-def test_the_example_runs(example, server, monkeypatch, capsys):
+def test_the_example_runs(example, server, tiny_model, tmp_path, monkeypatch, capsys):
     arguments = ["--base-url", server.url, "--model", TINY, "--steps", "3"]
+    if example.stem == "upcycle":
+        arguments += ["--dense", str(tiny_model), "--out", str(tmp_path / "mixture")]
     # In this process: a new one would import transformers again, which takes longer than the rest.
     monkeypatch.setattr(sys, "argv", [str(example), *arguments])
     runpy.run_path(str(example), run_name="__main__")

@@ -9,7 +9,7 @@ def test_the_page_of_settings_is_up_to_date() -> None:
 
 
 def test_the_documented_default_of_batch_tokens_is_that_of_the_engine() -> None:
-    from tinkex.engine.engine import BATCH_TOKENS, DETERMINISTIC_BATCH_TOKENS
+    from tinkex.engine.adapters.memory_plan import BATCH_TOKENS, DETERMINISTIC_BATCH_TOKENS
 
     default = f"{BATCH_TOKENS['cpu']:,} on a CPU{{}} {BATCH_TOKENS['cuda']:,} on a GPU"
     (option,) = (one for one in command.params if one.name == "batch_tokens")

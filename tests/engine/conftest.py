@@ -19,9 +19,6 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def engine(tiny_folder: Path) -> "Engine":
     """Shared by all tests: each test drops the models it creates."""
-    import torch
-
     from tinkex.engine import Engine, EngineSettings
 
-    torch.set_num_threads(1)
     return Engine(EngineSettings(name="tiny", folder=tiny_folder, device="cpu", kv_tokens=2048))

@@ -13,9 +13,12 @@ from numerics.helpers import request, sample, weighted, work
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.adapters.adapter_store import AdapterStore
 from tinkex.engine.adapters.adapters import TrainingAdapter, adapter_bytes
+from tinkex.engine.adapters.checkpoints import WriteFailed
 from tinkex.engine.adapters.memory_plan import Tier
 from tinkex.engine.device import available_bytes
-from tinkex.engine.model.lora import make_layout
+from tinkex.engine.engine import measured_needs
+from tinkex.engine.model.targets import make_layout
+from tinkex.engine.model_fit import smallest_total
 from tinkex.engine.sampling import sampler
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import AdamOptimizerConfig, AdamParams, LoraConfig
@@ -34,8 +37,7 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def engine_with(tiny_folder: Path, tmp_path: Path) -> Make:
-    def make(**settings: int) -> Engine:
-        torch.set_num_threads(1)
+    def make(**settings: int | None) -> Engine:
         return Engine(
             EngineSettings(
                 name="tiny",
@@ -257,6 +259,26 @@ def test_a_stream_of_samples_does_not_block_another_adapter(
     finished_tickets(engine)
 
 
+def test_a_usual_adapter_fits_into_the_memory_that_is_said_to_be_enough(
+    engine_with: Make, tmp_path: Path
+) -> None:
+    """By the shares of the plan alone, the part for adapters would be half as large as one."""
+    probe = engine_with()
+    needs = measured_needs(probe.model)
+    both = needs.training_adapter + needs.sampler_adapter
+    enough = smallest_total(needs, probe.settings, adapters=both)
+    engine = engine_with(memory_bytes=enough + 10_000, kv_tokens=None)
+    assert both <= engine.plan.adapters < 1.1 * both
+    engine.create("a", LoraConfig(rank=32, seed=1), AdamOptimizerConfig())
+    engine.save("a", tmp_path / "saved", optimizer=False)
+    asked = request([1, 2, 3], max_tokens=4, seed=1, stop=[])
+    assert sample(engine, [asked], [tmp_path / "saved"])[0].sequences[0].tokens
+    assert engine._adapters.usage(Tier.DEVICE).count == 1  # both at once
+    less = engine_with(memory_bytes=enough - 500_000, kv_tokens=None)
+    with pytest.raises(UserFailure, match=r"adapter of rank 32 needs .*; the server has .* for"):
+        less.create("a", LoraConfig(rank=32, seed=1), AdamOptimizerConfig())
+
+
 def test_an_adapter_that_can_never_fit_is_refused_with_the_sizes(
     engine_with: Make, one_adapter: int
 ) -> None:
@@ -288,6 +310,19 @@ def test_a_pass_that_does_not_fit_evicts_idle_adapters_first(
     with pytest.raises(UserFailure, match=r"a sequence of \d+ tokens needs about .* are free"):
         engine.run_pass("a", too_long, backward=True)
     assert engine.run_pass("b", data, backward=True).metrics["loss:sum"]
+
+
+def test_an_adapter_stays_in_memory_if_the_disk_is_full(
+    engine_with: Make, one_adapter: int, tmp_path: Path
+) -> None:
+    engine = engine_with(adapter_bytes=one_adapter, disk_reserve_bytes=2**60)
+    engine.create("a", LORA, AdamOptimizerConfig())
+    with pytest.raises(WriteFailed, match=r"model a cannot leave the memory .* No space left"):
+        engine.create("b", LORA, AdamOptimizerConfig())
+    assert not spilled(tmp_path)
+    data = work([weighted(np.random.default_rng(0), 6)])
+    engine.run_pass("a", data, backward=True)
+    assert engine.optim_step("a", AdamParams())["grad_norm:mean"] > 0
 
 
 def test_an_engine_empties_the_spill_folder_at_start(engine_with: Make, tmp_path: Path) -> None:

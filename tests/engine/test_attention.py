@@ -15,6 +15,7 @@ from tinkex.engine.model.attention import (
     CachedPrefix,
     CacheLayer,
     CacheUse,
+    DecodeReads,
     GatheredTable,
     Packing,
     ReadRound,
@@ -137,7 +138,11 @@ def test_decoding_reads_contiguous_and_scattered_slots(
                 torch.arange(3),
             ),
         ]
-        cache = CacheUse(layers=[layer], write_slots_T=torch.tensor(own), rounds=rounds)
+        cache = CacheUse(
+            layers=[layer],
+            write_slots_T=torch.tensor(own),
+            reads={None: DecodeReads(rounds=rounds)},
+        )
     else:
         # Padding must name an initialized slot: unused slots hold NaN in this test.
         table = torch.full((3, 8), 8)
@@ -148,7 +153,7 @@ def test_decoding_reads_contiguous_and_scattered_slots(
         cache = CacheUse(
             layers=[layer],
             write_slots_T=torch.tensor(own),
-            table=GatheredTable(table.flatten(), bias[:, None, None, :]),
+            reads={None: DecodeReads(table=GatheredTable(table.flatten(), bias[:, None, None, :]))},
         )
     found = call(q, k, v, Packing.of([1, 1, 1], device=CPU, offsets=[6, 7, 4], cache=cache))
     for at, rows in enumerate(cached_rows):
@@ -190,8 +195,8 @@ def test_the_mask_of_a_later_chunk_is_made_once_for_all_layers(
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", watched)
     layers = [
-        CacheLayer(torch.zeros(16, *shape), torch.zeros(16, *shape))
-        for shape in engine.model.cache_shapes
+        CacheLayer(*(torch.zeros(16, *shape) for shape in shapes))
+        for shapes in engine.model.cache_shapes
     ]
     assert len(layers) > 1
     cache = CacheUse(

@@ -1,10 +1,12 @@
 """Checkpoint folders are written atomically and refused with a reason if they do not fit."""
 
 import json
+import math
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tinkex.durable_files import atomic_folder
 from tinkex.engine import Engine
+from tinkex.engine.sampling.sampler import read_sampler_adapter
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import AdamOptimizerConfig, LoraConfig
 
@@ -91,7 +94,14 @@ def test_a_checkpoint_of_another_shape_is_refused(
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not LORA"),
         ({"lora_alpha": 16}, "has lora_alpha 16; this server trains with lora_alpha 32"),
+        ({"alpha_pattern": {"q_proj": 64}}, "All layers must have the same alpha / rank"),
+        ({"rank_pattern": {"q_proj": 8}, "alpha_pattern": {"q_proj": 32}}, "the same alpha / rank"),
+        ({"rank_pattern": [1]}, r"rank_pattern = \[1\]"),
         ({"r": "four"}, "r = 'four'"),
+        ({"r": 10**400}, "both must be numbers"),
+        ({"r": 0}, "r at least 1"),
+        ({"lora_alpha": 10**400}, "both must be numbers"),
+        ({"peft_type": "x" * 10**6}, r"peft_type \.\.\. is not LORA|peft_type 'x"),
         ({"r": 5}, "says rank 5"),
     ],
 )
@@ -148,6 +158,129 @@ def test_tensors_other_than_lora_pairs_are_refused(engine: Engine, model: str, s
     save_file(tensors, file)
     with pytest.raises(UserFailure, match="only lora_A and lora_B"):
         engine.load(model, saved, optimizer=False)
+
+
+def replaced(folder: Path, name: str, contents: bytes) -> Path:
+    (folder / name).write_bytes(contents)
+    return folder
+
+
+def header(**tensors: object) -> bytes:
+    """A safetensors file with this header and eight bytes of numbers."""
+    text = json.dumps(tensors).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(8)
+
+
+def _of(shape: list[int], dtype: str = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [0, 8]}
+
+
+A_NAME = "base_model.model.lm_head.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        b"",
+        b"\xff" * 8,  # a header of 2**64 bytes
+        struct.pack("<Q", 99_000_000),  # a header that does not follow
+        header(**{A_NAME: _of([2**40, 2**40])}),
+        header(**{A_NAME: _of([-2])}),
+        header(**{A_NAME: _of([2**62])}),
+        header(**{A_NAME: _of([1, 1])}),
+    ],
+    ids=["empty", "endless", "cut off", "huge", "negative", "overflow", "too short"],
+)
+def test_a_hostile_file_is_refused(
+    contents: bytes, engine: Engine, model: str, saved: Path
+) -> None:
+    replaced(saved, "adapter_model.safetensors", contents)
+    with pytest.raises(UserFailure, match=r"adapter_model.safetensors cannot be read") as found:
+        engine.load(model, saved, optimizer=False)
+    assert len(str(found.value)) < 1000
+
+
+def _two_names(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["base_model.model.model.unembed_tokens.lora_A.weight"] = torch.ones(4, 64)
+
+
+def _long_name(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["x" * 10_000 + ".lora_A.weight"] = torch.ones(1)
+
+
+def _long_number(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"m.experts.{'9' * 400}.up_proj.lora_A.weight"] = torch.ones(1, 1)
+    tensors[f"m.experts.{'9' * 400}.up_proj.lora_B.weight"] = torch.ones(1, 1)
+
+
+def _one_dimension(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[A_NAME] = torch.ones(4)
+
+
+def _scalar(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[A_NAME] = torch.tensor(1.0)
+
+
+def _eight_bits(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[A_NAME] = tensors[A_NAME].to(torch.float8_e4m3fn)
+
+
+def _complex(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[A_NAME] = tensors[A_NAME].to(torch.complex64)
+
+
+def _wide_expert(tensors: dict[str, torch.Tensor]) -> None:
+    for letter in "AB":
+        tensors[f"m.experts.0.up_proj.lora_{letter}.weight"] = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_two_names, "has lora_A of lm_head under two names"),
+        (_long_name, r"has a tensor .*only lora_A and lora_B"),
+        (_long_number, r"m\.experts\.9+\.up_proj"),
+        (_one_dimension, r"lm_head has matrices of shape \[4\] and"),
+        (_scalar, r"lm_head has matrices of shape \[\] and"),
+        (_eight_bits, r"lm_head.* has numbers of type torch.float8"),
+        (_complex, r"lm_head.* has numbers of type torch.complex64"),
+        (_wide_expert, r"experts.w3"),
+    ],
+)
+def test_hostile_tensors_are_refused_by_name(
+    change: Callable[[dict[str, torch.Tensor]], None],
+    message: str,
+    engine: Engine,
+    model: str,
+    saved: Path,
+) -> None:
+    file = saved / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    before = engine._adapters[model].master.clone()
+    with pytest.raises(UserFailure, match=message) as found:
+        engine.load(model, saved, optimizer=False)
+    assert len(str(found.value)) < 1000
+    with pytest.raises(UserFailure, match=message):
+        read_sampler_adapter(engine.model, saved)
+    assert torch.equal(engine._adapters[model].master, before)
+
+
+def test_a_config_without_end_is_refused(engine: Engine, model: str, saved: Path) -> None:
+    replaced(saved, "adapter_config.json", b"[" * 100_000)
+    with pytest.raises(UserFailure, match=r"adapter_config.json cannot be read"):
+        engine.load(model, saved, optimizer=False)
+
+
+@pytest.mark.parametrize("step", [torch.tensor(math.nan), torch.tensor(-1), torch.ones(2)])
+def test_a_number_of_steps_that_is_none_is_refused(
+    step: torch.Tensor, engine: Engine, model: str, saved: Path
+) -> None:
+    file = saved / "optimizer.safetensors"
+    save_file({**load_file(file), "step": step}, file, metadata={"optimizer": "adamw"})
+    with pytest.raises(UserFailure, match="has no number of steps"):
+        engine.load(model, saved, optimizer=True)
 
 
 SAVES_FOREVER = """

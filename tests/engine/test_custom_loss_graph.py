@@ -10,7 +10,7 @@ import operator
 import random
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,6 @@ from tinkex.wire.errors import UserFailure
 
 #: What the official client uploads for each of `LOSSES`, one request a line.
 RECORDED = Path(__file__).parent.parent / "data" / "graphs" / "official-0.36.0.jsonl"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---- from a function to the wire, as the client does it -----------------------------------------

@@ -229,7 +229,6 @@ def operations() -> Iterator[tuple[str, Operation]]:
 
 
 def test_no_operation_exceeds_its_size_rule() -> None:
-    torch.set_num_threads(1)
     dice = random.Random(12)
     wrong, untried, number = {}, [], 0
     with torch.no_grad():
@@ -272,7 +271,6 @@ def kept_elements(operation: Operation, args: list[Any], kwargs: Any) -> tuple[i
 
 
 def test_the_limits_count_what_the_backward_pass_keeps() -> None:
-    torch.set_num_threads(1)
     inputs = [torch.rand(64, 48, dtype=torch.float64) + 0.2 for _ in range(2)]
     other = inputs[1].requires_grad_()
     tries: list[tuple[list[Any], Any]] = [([], {}), ([1], {}), ([other], {})]

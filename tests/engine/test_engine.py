@@ -11,10 +11,9 @@ import torch
 
 from tinkex.client.submission import noop_step
 from tinkex.engine import Engine, EngineSettings
-from tinkex.engine import engine as engine_module
-from tinkex.engine.adapters.memory_plan import Resident
+from tinkex.engine.adapters.memory_plan import Resident, plan_memory
 from tinkex.engine.device import UnusableDevice
-from tinkex.engine.model.base_model import UnsupportedModel
+from tinkex.engine.engine import measured_needs
 from tinkex.engine.sampling.interface import Finished, PartialOutput, SamplerStats
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum, ModelInput
@@ -118,16 +117,11 @@ def test_parameters_out_of_range_are_refused(
     ],
 )
 def test_on_a_cpu_half_of_the_free_memory_is_the_default(
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, Any],
-    total: int,
-    tokens: int,
+    engine: Engine, settings: dict[str, Any], total: int, tokens: int
 ) -> None:
     base = engine.model.size_bytes
-    monkeypatch.setattr(engine_module, "available_bytes", lambda _: 8 * 10**9)
     made = EngineSettings(name="t", folder=engine.settings.folder, device="cpu", **settings)
-    plan = engine_module.plan_memory(engine.model, made)
+    plan = plan_memory(measured_needs(engine.model), made, free=8 * 10**9)
     beside = 0 if plan.total == settings.get("memory_bytes") else base
     assert (plan.total - beside, plan.batch_tokens) == (total, tokens)
 
@@ -212,12 +206,6 @@ def test_an_unsupported_device_error_lists_the_allowed_ones(tiny_folder: Path) -
     with pytest.raises(UnusableDevice, match="'mps' is not supported") as raised:
         Engine(EngineSettings(name="tiny", folder=tiny_folder, device="mps"))
     assert "--device cpu, --device cuda" in raised.value.hint
-
-
-def test_a_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 8}')
-    with pytest.raises(UnsupportedModel, match="mixture of experts"):
-        Engine(EngineSettings(name="moe", folder=tmp_path, device="cpu"))
 
 
 @pytest.mark.parametrize("with_its_setting", [True, False])

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine.model.lora import Target, make_layout, matrices
+from tinkex.engine.model.attention_scores import Scoring
+from tinkex.engine.model.lora import matrices
+from tinkex.engine.model.targets import Target, make_layout
 from tinkex.engine.sampling.sequences import SamplingConfig
 from tinkex.engine.sampling.token_sampling import SampleStep, sample_key, sample_tokens
 
@@ -94,7 +96,7 @@ def test_attention_over_pages(
         last_B=ints(positions),
         table=cache.table,
         page=PAGE,
-        scaling=0.1,
+        scoring=Scoring(0.1),
         splits=splits,
     )
     for row, length in enumerate(lengths):

@@ -10,8 +10,9 @@ from tinkex.engine.adapters.adapters import SamplerAdapter
 from tinkex.engine.model.attention import CacheLayer, Packing
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.fused_decoder import DecodeInputs, FusedDecoder
-from tinkex.engine.model.lora import AdapterSegment, make_layout
+from tinkex.engine.model.lora import AdapterSegment
 from tinkex.engine.model.stacked_weights import StackedWeights
+from tinkex.engine.model.targets import make_layout
 from tinkex.engine.sampling.decode_graphs import Ranks
 from tinkex.engine.sampling.fused_prefill import FusedPrefill, PrefillRecipe, lay_out
 from tinkex.engine.sampling.kv_pages import Pages
@@ -62,9 +63,9 @@ def adapter(model: BaseModel, rank: int) -> SamplerAdapter:
 def poisoned_cache(model: BaseModel, slots: int) -> list[CacheLayer]:
     return [
         CacheLayer(
-            *(torch.full((slots, *s), float("nan"), dtype=DTYPE, device=DEVICE) for _ in "kv")
+            *(torch.full((slots, *s), float("nan"), dtype=DTYPE, device=DEVICE) for s in shapes)
         )
-        for s in model.cache_shapes
+        for shapes in model.cache_shapes
     ]
 
 

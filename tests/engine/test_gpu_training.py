@@ -14,8 +14,9 @@ from torch import Tensor
 from gpu_models import write_model
 from tinkex.engine.model.attention import Packing
 from tinkex.engine.model.base_model import BaseModel
-from tinkex.engine.model.lora import AdapterSegment, Pair, make_layout, make_pairs
+from tinkex.engine.model.lora import AdapterSegment, Pair, make_pairs
 from tinkex.engine.model.stacked_weights import StackedWeights
+from tinkex.engine.model.targets import make_layout
 
 pytestmark = pytest.mark.gpu
 

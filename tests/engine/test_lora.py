@@ -8,17 +8,15 @@ from torch import nn
 
 from tinkex.engine.adapters.adapters import chosen_targets, seed_of
 from tinkex.engine.model.lora import (
-    ALIGNMENT,
     AdapterContext,
     AdapterSegment,
-    Layout,
     LoraLinear,
-    Target,
+    WrongRows,
     initial_weights,
-    make_layout,
     make_pairs,
     matrices,
 )
+from tinkex.engine.model.targets import ALIGNMENT, Layout, Target, make_layout
 from tinkex.wire.training import LoraConfig
 
 
@@ -111,7 +109,7 @@ def test_every_token_uses_its_adapter_and_gradients_go_to_it(rows: int) -> None:
         segments.append(AdapterSegment(start, stop, make_pairs(layout, flat, scale=0.7, grad=grad)))
         leaves.append([m.clone().requires_grad_() for m in matrices(flat, layout.placements["q"])])
         grads.append(matrices(grad, layout.placements["q"]))
-    context.segments = segments
+    context.segments, context.tokens = segments, rows
     x, push = torch.randn(1, rows, 6), torch.randn(1, rows, 7)
 
     mine = x.clone().requires_grad_()
@@ -144,8 +142,31 @@ def test_gradients_of_several_passes_add_up() -> None:
     context.segments = [
         AdapterSegment(0, 4, make_pairs(layout, torch.randn(layout.size), scale=1.0, grad=grad))
     ]
+    context.tokens = 4
     x = torch.randn(4, 6, requires_grad=True)
     layer(x).sum().backward()
     once = grad.clone()
     layer(x).sum().backward()
     torch.testing.assert_close(grad, 2 * once)
+
+
+def test_a_layer_that_gets_other_rows_than_the_pass_has_refuses() -> None:
+    context = AdapterContext()
+    layer = LoraLinear(nn.Linear(6, 7), "mlp.up_proj", context)
+    context.tokens = 5
+    assert layer(torch.zeros(1, 5, 6)).shape == (1, 5, 7)
+    with pytest.raises(WrongRows, match=r"mlp\.up_proj got 3 rows in a pass of 5 tokens"):
+        layer(torch.zeros(3, 6))
+
+
+def test_experts_share_one_factor_and_have_the_other_each() -> None:
+    up = Target(name="w1", kind="mlp", inputs=6, outputs=9, experts=4, shared="A", group="in")
+    down = Target(name="w2", kind="mlp", inputs=9, outputs=6, experts=4, shared="B", group="w2")
+    layout = make_layout([up, down], 3)
+    assert layout.placements["w1"][1::2] == ((3, 6), (4, 9, 3))
+    assert layout.placements["w2"][1::2] == ((4, 3, 9), (6, 3))
+    flat = initial_weights(layout, seed=0)
+    A, B = matrices(flat, layout.placements["w2"])
+    assert not B.any()
+    assert 0 < float(A.abs().max()) <= 9**-0.5
+    assert not torch.equal(A[0], A[1])

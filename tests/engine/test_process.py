@@ -68,14 +68,14 @@ class Engine:
             lora_config=b'{"rank":4,"seed":1}',
             optimizer_config=b'{"type":"adamw"}',
         )
-        assert self.ask(create=create).done.result == b"{}"
+        assert json.loads(self.ask(create=create).done.result)["snapshot_bytes"] > 0
 
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> Iterator[Engine]:
     ours, theirs = socket.socketpair()
     with tempfile.NamedTemporaryFile() as log, ours:
-        command = [sys.executable, "-m", "tinkex.engine.process", "--fd", str(theirs.fileno())]
+        command = [sys.executable, "-m", "tinkex.engine", "--fd", str(theirs.fileno())]
         settings = EngineSettings(name="tiny", folder=tiny_model, threads=1)
         command += ["--settings", settings.to_json()]
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stderr=log)

@@ -24,6 +24,7 @@ from tinkex.engine.sampling.sequences import (
     SamplingConfig,
     Stops,
 )
+from tinkex.engine.sampling.state_slots import StateSlots
 
 SAMPLING = SamplingConfig(temperature=1.0, top_k=None, top_p=None, seed=0)
 
@@ -60,10 +61,12 @@ def schedule(
     tokens: int = 1000,
     between: int | None = None,
     max_idle: int = 0,
+    states: int | None = None,
     load_adapter: Callable[[Request], bool] = lambda _: True,
 ) -> Scheduler:
+    slots = None if states is None else StateSlots(states)
     return Scheduler(
-        Pages(pages, 4, max_idle=max_idle),
+        Pages(pages, 4, max_idle=max_idle, states=slots),
         max_sequences=sequences,
         max_batch_tokens=tokens,
         prefill_tokens=between,
@@ -78,12 +81,14 @@ def next_token(sequence: SampleSequence) -> int:
 
 
 class Machine:
-    """Runs steps as the sampler does, and tracks the content of each cache slot."""
+    """Runs steps as the sampler does, and tracks the content of each cache slot and state."""
 
     def __init__(self, plan: Scheduler, *, ahead: int = 1) -> None:
         self.plan, self.ahead = plan, ahead
         #: The adapter and all tokens up to the slot's own: what its keys and values depend on.
         self.slots: dict[int, tuple[str | None, tuple[int, ...]]] = {}
+        #: The adapter and all tokens that a state of recurrent layers stands for.
+        self.states: dict[int, tuple[str | None, tuple[int, ...]]] = {}
         self.done: list[SampleSequence] = []
         self.steps: list[PrefillStep | DecodeStep] = []
 
@@ -99,6 +104,8 @@ class Machine:
         if step is None:
             return False
         self.steps.append(step)
+        for copy in self.plan.take_state_copies():
+            self.states[copy.target] = self.states[copy.source]
         if isinstance(step, PrefillStep):
             self._prefill(step)
         else:
@@ -109,6 +116,10 @@ class Machine:
     def _prefill(self, step: PrefillStep) -> None:
         for chunk in step.chunks:
             prefill = chunk.prefill
+            if self.plan.pages.states is not None:
+                self._compute_state(
+                    prefill.states[0], prefill.request, prefill.tokens, chunk.start, chunk.stop
+                )
             for position in range(chunk.start, chunk.stop):
                 slot = self.plan.pages.slot(prefill.page_table, position)
                 self.slots[slot] = (prefill.request.adapter, tuple(prefill.tokens[: position + 1]))
@@ -126,6 +137,14 @@ class Machine:
             for sequence in started:
                 sequence.append(next_token(sequence), 0.0, None)
 
+    def _compute_state(
+        self, state: int, request: Request, tokens: list[int], start: int, stop: int
+    ) -> None:
+        """A new sequence ignores what its slot has; others continue from exactly their tokens."""
+        if start:
+            assert self.states[state] == (request.adapter, tuple(tokens[:start]))
+        self.states[state] = (request.adapter, tuple(tokens[:stop]))
+
     def _decode(self, step: DecodeStep) -> None:
         for _ in range(step.steps):
             if unfinished := [s for s in step.sequences if s.stop_reason is None]:
@@ -137,6 +156,12 @@ class Machine:
             slot = self.plan.pages.slot(sequence.page_table, position)
             known = (*sequence.request.prompt, *sequence.tokens)
             self.slots[slot] = (sequence.request.adapter, known)
+            if self.plan.pages.states is not None:
+                assert sequence.state is not None
+                tokens = [*known]
+                self._compute_state(
+                    sequence.state, sequence.request, tokens, len(tokens) - 1, len(tokens)
+                )
         levels = plan_range_reads(self.plan.pages, sequences)
         read: dict[int, list[int]] = {}
         for level in levels:
@@ -433,16 +458,21 @@ def test_gathering_is_cheaper_for_many_short_sequences(lengths: list[int], cheap
 
 @pytest.mark.parametrize("seed", range(25))
 @pytest.mark.parametrize("prefix_cache", [False, True])
-def test_random_requests_all_end_with_their_own_tokens(seed: int, prefix_cache: bool) -> None:
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_random_requests_all_end_with_their_own_tokens(
+    seed: int, prefix_cache: bool, recurrent: bool
+) -> None:
     """Random requests, prefixes, owners and cancellations in a cache that is far too small."""
     rng = random.Random(seed)
     pages = rng.randint(5, 30)
+    states = rng.randint(1, 12) if recurrent else None
     plan = schedule(
         pages,
         sequences=rng.randint(1, 8),
         tokens=rng.choice([3, 10, 100]),
         between=rng.choice([None, 2]),
         max_idle=rng.randint(1, pages) if prefix_cache else 0,
+        states=states,
     )
     machine = Machine(plan, ahead=8 if seed % 2 else 1)
     asked: dict[int, Request] = {}
@@ -474,6 +504,9 @@ def test_random_requests_all_end_with_their_own_tokens(seed: int, prefix_cache: 
         for index in range(one.samples):
             assert done[ticket, index] == tokens_alone(one, index)
     assert plan.pages.available == pages
+    if (slots := plan.pages.states) is not None:
+        # All that is not kept is free again, each slot once.
+        assert sorted(slots.take() for _ in range(slots.count)) == list(range(slots.count))
     answered = {p.prefill.request.ticket for p in machine.chunks() if p.prefill.prompt_logprobs}
     assert answered >= {ticket for ticket, one in asked.items() if one.prompt_logprobs}
     for chunk in machine.chunks():
@@ -536,6 +569,52 @@ def test_a_preempted_sequence_reuses_its_cached_pages() -> None:
     again = [p for p in machine.chunks() if len(p.prefill.tokens) > 8]
     assert again
     assert min(p.start for p in again) > 0
+
+
+# -- states of recurrent layers -------------------------------------------------------------------
+
+
+def test_a_state_is_kept_at_the_last_page_border_of_a_prompt() -> None:
+    plan = schedule(64, max_idle=64, states=8)
+    first = list(range(11))
+    plan.add(request(0, first, 3, prompt_logprobs=SILENT))
+    machine = Machine(plan)
+    machine.run()
+    plan.add(request(1, [*first, 50, 51], 3, prompt_logprobs=SILENT, samples=2))
+    machine.run()
+    assert [(p.prefill.request.ticket, p.start, p.stop) for p in machine.chunks()] == [
+        *((0, 0, 8), (0, 8, 11)),
+        *((1, 8, 12), (1, 12, 13)),
+    ]
+
+
+def test_a_state_is_kept_where_prompts_part() -> None:
+    """The second finds cached pages without a state and keeps one, so the third continues there."""
+    plan = schedule(64, max_idle=64, states=8)
+    machine = Machine(plan)
+    for ticket in range(3):
+        plan.add(request(ticket, [*range(8), *[90 + ticket] * 9], 1, prompt_logprobs=SILENT))
+        machine.run()
+    assert [(p.prefill.request.ticket, p.start, p.stop) for p in machine.chunks()] == [
+        *((0, 0, 16), (0, 16, 17)),
+        *((1, 0, 8), (1, 8, 16), (1, 16, 17)),
+        *((2, 8, 16), (2, 16, 17)),
+    ]
+
+
+def test_sequences_take_the_slots_of_kept_states() -> None:
+    plan = schedule(64, max_idle=64, states=2)
+    machine = Machine(plan)
+    plan.add(request(0, 9, 3, prompt_logprobs=SILENT))
+    machine.run()
+    assert plan.pages.states is not None
+    assert plan.pages.states.kept == 1
+    plan.add(request(1, [7] * 9, 3, prompt_logprobs=SILENT, samples=4))
+    machine.run()
+    plan.add(request(2, 9, 3, prompt_logprobs=SILENT))
+    machine.run()
+    last = machine.chunks()[-2]
+    assert (last.prefill.request.ticket, last.start) == (2, 0)
 
 
 # -- owners ---------------------------------------------------------------------------------------

@@ -73,7 +73,6 @@ def text_sequences(folder, generator):
 def test_it_halves_the_loss_in_20_steps_and_memorizes_in_60(
     arch, sequences, train_unembed, seed, tmp_path
 ):
-    torch.set_num_threads(1)
     folder = write_tiny_model(tmp_path, arch, seed)
     generator = torch.Generator().manual_seed(seed)
     data = sequences(folder, generator)

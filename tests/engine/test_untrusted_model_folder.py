@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tinkex.engine.model.base_model import load
 from tinkex.models.resolve import ModelNotFound, resolve
@@ -148,3 +148,14 @@ def test_layers_without_weights_are_refused_before_they_are_built(hostile: Path)
     with pytest.raises(RefusedFolder, match="has 100000 layers, but the weights have 2"):
         load(hostile, torch.float32)
     assert time.monotonic() - began_s < 20
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
+def test_a_folder_that_lacks_weights_is_refused(hostile: Path, name: str) -> None:
+    """transformers would make random ones, with a warning."""
+    (file,) = hostile.glob("*.safetensors")
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(RefusedFolder, match=rf"lack 1 .* such as {name}: they would be random"):
+        load(hostile, torch.float32)

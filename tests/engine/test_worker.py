@@ -1,12 +1,13 @@
 """The worker loop, round by round: which orders each micro-batch completes."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,6 +22,7 @@ from tinkex.engine.connection import Connection
 from tinkex.engine.device import is_device_lost, is_out_of_memory
 from tinkex.engine.sampling.interface import Finished
 from tinkex.engine.worker import Worker
+from tinkex.server.store.storage_health import os_error_in, storage_problem
 from tinkex.wire import engine_protocol
 from tinkex.wire.codec import encode_json
 from tinkex.wire.inputs import Datum, ModelInput
@@ -87,7 +89,6 @@ class Rounds:
 
 @pytest.fixture(scope="module")
 def rounds_on(tiny_folder: Path) -> Callable[[bool], Rounds]:
-    torch.set_num_threads(1)
     made: dict[bool, Engine] = {}
 
     def get(deterministic: bool) -> Rounds:
@@ -268,7 +269,7 @@ def test_device_lost_ends_the_process_and_out_of_memory_only_for_a_single_reques
         def fail(*_: object, **__: object) -> NoReturn:
             raise error
 
-        for name in ("run_micro_batch", "optim_step", "copy_snapshot", "submit"):
+        for name in ("run_micro_batch", "optim_step", "snapshot_files", "submit"):
             monkeypatch.setattr(rounds.worker._engine, name, fail)
 
     sample = frames_pb2.Sample(payload=frames_pb2.Payload(inline=SAMPLE))
@@ -313,10 +314,10 @@ class SlowDisk:
         self.released = threading.Semaphore(0)
         self.written: list[str] = []
 
-        def slow(files: Files, folder: Path) -> int:
+        def slow(files: Files, folder: Path, *, reserve: int) -> int:
             assert self.released.acquire(timeout=30)
             self.written.append(folder.name)
-            return write(files, folder)
+            return write(files, folder, reserve=reserve)
 
         monkeypatch.setattr(worker, "write_files", slow)
 
@@ -360,6 +361,53 @@ def test_snapshots_wait_for_a_slow_disk_but_other_work_continues(
         rounds.worker._engine.restore(name, tmp_path / name)
 
 
+def test_without_host_memory_for_a_copy_a_snapshot_is_written_before_other_work(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "MAX_PENDING_SNAPSHOT_BYTES", 1)
+    monkeypatch.setattr(worker, "MAX_COPY_FRACTION", 0.0)
+    engine = rounds.worker._engine
+    weights = engine._adapters["a"].master.clone()
+    ticket = rounds.order(snapshot=frames_pb2.Snapshot(model_id="a", folder=str(tmp_path / "a")))
+    # The report is there at once: no thread writes.
+    (report,) = rounds.train().values()
+    assert report.ticket == ticket
+    written = json.loads(report.done.result)["size_bytes"]
+    assert not rounds.worker._copies
+    engine._adapters["a"].master.zero_()
+    engine.restore("a", tmp_path / "a")
+    assert torch.equal(engine._adapters["a"].master, weights)
+    # What the server was told when the model was made, without names and shapes.
+    told = engine.snapshot_bytes("a")
+    assert told == 12 * len(weights)
+    assert told < written < told + 50_000
+
+
+def test_a_snapshot_that_the_disk_has_no_space_for_is_not_begun(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = rounds.worker._engine
+    full = dataclasses.replace(engine.settings, disk_reserve_bytes=2**60)
+    monkeypatch.setattr(engine, "settings", full)
+    folder = tmp_path / "a"
+    for work in (
+        {"snapshot": frames_pb2.Snapshot(model_id="a", folder=str(folder))},
+        {"save": frames_pb2.Save(model_id="a", folder=str(folder), optimizer=True)},
+    ):
+        ticket = rounds.order(**work)
+        reports: dict[int, engine_protocol.Report] = {}
+        while ticket not in reports:
+            reports |= rounds.whole_round()
+        failed = reports[ticket].failed
+        assert failed.category == "server"
+        assert "No space left on device: it takes 1" in failed.message
+        assert "are free, of which 1152921504.6 GB are reserved" in failed.message
+        problem = storage_problem(os_error_in(failed.message))
+        assert problem is not None
+        assert problem.kind == "full"  # the server waits with a save
+    assert not [*tmp_path.iterdir()]
+
+
 def test_training_continues_while_an_adapter_is_read_from_a_slow_disk(
     rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,9 +415,9 @@ def test_training_continues_while_an_adapter_is_read_from_a_slow_disk(
     engine.save("a", tmp_path / "saved", optimizer=False)
     released = threading.Event()
 
-    def slow(folder: Path) -> SavedAdapter:
+    def slow(folder: Path, known: Iterable[str]) -> SavedAdapter:
         assert released.wait(30)
-        return read_adapter(folder)
+        return read_adapter(folder, known)
 
     monkeypatch.setattr(checkpoints, "read_adapter", slow)
     payload = frames_pb2.Payload(inline=SAMPLE)

@@ -1,20 +1,14 @@
 """Tiny models and an engine on each, created once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from numerics.helpers import tied_copy
+from numerics.mixtures import engine_of, write_mixture
 from tinkex.engine import Engine, EngineSettings
 from tinkex.models.tiny_model import write_tiny_model
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    # Tiny products are slower on several cores.
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +37,36 @@ def engine_on(models: dict[str, Path]) -> Callable[[str], Engine]:
 @pytest.fixture
 def engine(engine_on: Callable[[str], Engine]) -> Engine:
     return engine_on("qwen3")
+
+
+@pytest.fixture(scope="session")
+def mixture_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A tiny model of a family with experts, written when it is first asked for."""
+    root = tmp_path_factory.mktemp("mixtures")
+
+    def get(family: str) -> Path:
+        folder = root / family
+        return folder if folder.exists() else write_mixture(folder, family)
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def mixture_on(mixture_folder: Callable[[str], Path]) -> Callable[[str], Engine]:
+    """An engine on it. Shared: each test drops the models it creates."""
+    engines: dict[str, Engine] = {}
+
+    def get(family: str) -> Engine:
+        if family not in engines:
+            engines[family] = engine_of(mixture_folder(family))
+        return engines[family]
+
+    return get
+
+
+@pytest.fixture
+def qwen_mixture(mixture_on: Callable[[str], Engine]) -> Iterator[Engine]:
+    engine = mixture_on("Qwen3Moe")
+    yield engine
+    for model_id in [*engine._adapters._entries]:
+        engine.drop(model_id)

@@ -55,7 +55,7 @@ def model_from(engine: Engine, model_id: str, adapter: Path) -> str:
 
 def gradients(engine: Engine, model_id: str, folder: Path) -> dict[str, torch.Tensor]:
     """The accumulated gradients by PEFT name, read from a snapshot, which omits zero gradients."""
-    write(engine.copy_snapshot(model_id), folder)
+    write(engine.snapshot_files(model_id), folder)
     if not (folder / "gradients.safetensors").exists():
         weights = load_file(folder / "adapter_model.safetensors")
         return {name: torch.zeros_like(weight) for name, weight in weights.items()}

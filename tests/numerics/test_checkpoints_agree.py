@@ -11,7 +11,7 @@ import torch
 
 from numerics.helpers import model_from, random_adapter, random_datum, weighted, work
 from tinkex.engine import Engine
-from tinkex.engine.adapters.checkpoints import write
+from tinkex.engine.adapters.checkpoints import copied, write
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum
 from tinkex.wire.training import AdamOptimizerConfig, AdamParams, LoraConfig
@@ -56,7 +56,7 @@ def test_a_snapshot_restores_gradients_that_were_not_stepped_yet(
     engine.create("a", LoraConfig(rank=4, seed=1), AdamOptimizerConfig())
     step(engine, "a", data)
     engine.run_pass("a", work(data), backward=True)
-    write(engine.copy_snapshot("a"), tmp_path / "snapshot")
+    write(engine.snapshot_files("a"), tmp_path / "snapshot")
     engine.optim_step("a", AdamParams(learning_rate=3e-3))
     expected = [step(engine, "a", data) for _ in range(3)]
     engine.drop("a")
@@ -71,10 +71,10 @@ def test_a_snapshot_just_after_a_step_has_no_gradient_file_and_restores_exactly(
 ) -> None:
     engine.create("a", LoraConfig(rank=4, seed=1), AdamOptimizerConfig())
     step(engine, "a", data)
-    write(engine.copy_snapshot("a"), tmp_path / "snapshot")
+    write(engine.snapshot_files("a"), tmp_path / "snapshot")
     expected = [step(engine, "a", data) for _ in range(3)]
     engine.run_pass("a", work(data), backward=True)
-    write(engine.copy_snapshot("a"), tmp_path / "half")
+    write(engine.snapshot_files("a"), tmp_path / "half")
     assert not (tmp_path / "snapshot" / "gradients.safetensors").exists()
     # A restore drops the current gradients.
     engine.restore("a", tmp_path / "snapshot")
@@ -92,11 +92,11 @@ def test_a_snapshot_copy_does_not_change_with_the_model(
     engine.create("a", LoraConfig(rank=4, seed=1), AdamOptimizerConfig())
     step(engine, "a", data)
     engine.run_pass("a", work(data), backward=True)
-    copied = engine.copy_snapshot("a")
-    write(engine.copy_snapshot("a"), tmp_path / "then")
+    copy = copied(engine.snapshot_files("a"))
+    write(engine.snapshot_files("a"), tmp_path / "then")
     engine.optim_step("a", AdamParams(learning_rate=3e-3))
     engine.run_pass("a", work(data), backward=True)
-    write(copied, tmp_path / "later")
+    write(copy, tmp_path / "later")
     engine.drop("a")
     then, later = (
         {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}

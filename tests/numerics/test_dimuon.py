@@ -12,7 +12,8 @@ from numerics.helpers import gradients, weighted, work
 from tinkex.engine import Engine
 from tinkex.engine.adapters.adapters import TrainingAdapter
 from tinkex.engine.adapters.checkpoints import write
-from tinkex.engine.model.lora import Target, matrices
+from tinkex.engine.model.lora import matrices
+from tinkex.engine.model.targets import Layout, Target
 from tinkex.engine.training.optimizer import optimizer_step, orthogonalized
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import (
@@ -44,6 +45,16 @@ def adapter(optimizer: str = "dimuon") -> TrainingAdapter:
         Target(name="wide", kind="mlp", inputs=24, outputs=16, group="wide"),
         Target(name="tall", kind="mlp", inputs=16, outputs=40, group="tall"),
         Target(name="twin", kind="attn", inputs=24, outputs=16, group="twin"),
+        # B has a matrix for each expert.
+        Target(
+            name="w1",
+            kind="mlp",
+            inputs=24,
+            outputs=16,
+            group="w1",
+            experts=3,
+            shared="A",
+        ),
     ]
     made = TrainingAdapter(
         lora=LoraConfig(rank=4),
@@ -57,6 +68,12 @@ def adapter(optimizer: str = "dimuon") -> TrainingAdapter:
     return made
 
 
+def each_matrix(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """Views of all matrices, of experts one by one."""
+    both = [tensor for p in layout.placements.values() for tensor in matrices(flat, p)]
+    return [each for tensor in both for each in tensor.reshape(-1, *tensor.shape[-2:])]
+
+
 @pytest.mark.parametrize(
     "params",
     [
@@ -68,8 +85,8 @@ def adapter(optimizer: str = "dimuon") -> TrainingAdapter:
 )
 def test_twenty_steps_equal_the_rule_in_float64(params: DimuonParams) -> None:
     ours = adapter()
-    places = [(p, n) for p in ours.layout.placements.values() for n in (0, 1)]
-    weights = [matrices(ours.master, p)[n].double().clone() for p, n in places]
+    weights = [each.double().clone() for each in each_matrix(ours.master, ours.layout)]
+    assert len(weights) == 6 + 1 + 3
     momenta = [torch.zeros_like(weight) for weight in weights]
     generator = torch.Generator().manual_seed(4)
     for step in range(20):
@@ -77,15 +94,13 @@ def test_twenty_steps_equal_the_rule_in_float64(params: DimuonParams) -> None:
         ours.grad.copy_(gradient)
         norm = float(gradient.double().norm())
         scale = min(1.0, params.grad_clip_norm / (norm + 1e-6)) if params.grad_clip_norm else 1.0
-        for place, (p, n) in enumerate(places):
-            own = scale * matrices(gradient.double(), p)[n]
+        for place, own in enumerate(each_matrix(scale * gradient.double(), ours.layout)):
             momenta[place] = params.beta1 * momenta[place] + (1 - params.beta1) * own
             weights[place] -= params.learning_rate * reference_update(momenta[place])
         report = optimizer_step(ours, params)
         assert report.grad_norm == pytest.approx(norm, rel=1e-6)
         assert report.update_norm > 0
-        for wanted, (p, n) in zip(weights, places, strict=True):
-            found = matrices(ours.master, p)[n].double()
+        for wanted, found in zip(weights, each_matrix(ours.master, ours.layout), strict=True):
             assert (found - wanted).norm() <= 1e-5 * wanted.norm()
     assert not ours.grad.any()
 
@@ -168,7 +183,7 @@ def test_state_is_saved_loaded_and_kept_in_snapshots(
     assert losses[-1] < losses[0]
     engine.save(first, tmp_path / "saved", optimizer=True)
     engine.run_pass(first, work(data), backward=True)
-    write(engine.copy_snapshot(first), tmp_path / "snapshot")
+    write(engine.snapshot_files(first), tmp_path / "snapshot")
     second = created(engine, made_models, DimuonOptimizerConfig())
     engine.load(second, tmp_path / "saved", optimizer=True)
     engine.run_pass(second, work(data), backward=True)

@@ -19,8 +19,9 @@ from numerics.helpers import (
     work,
 )
 from tinkex.engine import Engine, EngineSettings
-from tinkex.engine.model.base_model import BaseModel, UnsupportedModel
+from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.stacked_weights import StackedWeights
+from tinkex.engine.model.unsupported import UnsupportedModel
 from tinkex.wire.inputs import Datum, ModelInput
 
 SHAPE = {
@@ -58,9 +59,10 @@ SERVED: dict[str, dict[str, Any]] = {
     "Qwen2": {},  # biases in attention
     "Qwen3": {"head_dim": 16},  # norms of queries and keys
     "SmolLM3": {"num_hidden_layers": 4},  # the fourth without positions; tied
-    "Mistral": {"sliding_window": 64},
+    "Mistral": {"sliding_window": 16},
     "Gemma": {"head_dim": 16},  # scaled embeddings, tied
-    "Gemma3Text": {"head_dim": 16, "sliding_window": 64},  # every kind of norm, windows, tied
+    "Gemma2": {"head_dim": 16, "sliding_window": 16},  # soft caps of scores and logits, windows
+    "Gemma3Text": {"head_dim": 16, "sliding_window": 16},  # every kind of norm, windows, tied
     "Phi": {},  # one norm for attention and MLP, rotates a part
     "Phi3": {},  # fused projections
     "GPTNeoX": {},  # as many key heads as heads, biases, other names
@@ -68,6 +70,15 @@ SERVED: dict[str, dict[str, Any]] = {
     "Granite": {},  # additional scale factors
     "Glm4": {},  # rotates in pairs, fused projections
     "Starcoder2": {},  # an MLP without a gate
+    "Youtu": {  # MLA: values narrower than keys, made by two products
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "num_key_value_heads": 4,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "head_dim": 8,
+    },
 }
 
 
@@ -116,7 +127,7 @@ USUAL = {"Llama", "Qwen2", "Qwen3", "Mistral", "Granite"}
 def test_the_form_of_a_family_is_recognized(
     family: str, extra: dict[str, Any], tmp_path: Path
 ) -> None:
-    folder = write_model(tmp_path, family, **{**extra, "head_dim": 16})
+    folder = write_model(tmp_path, family, **{"head_dim": 16, **extra})
     model = BaseModel(folder, device=torch.device("cpu"), dtype=torch.float32)
     stacked = StackedWeights.of(model._decoder, model._embed, model.head)
     assert (stacked is not None) == (family in USUAL)
@@ -128,11 +139,6 @@ def test_layers_with_another_form_of_residual_are_not_usual(tmp_path: Path) -> N
     assert StackedWeights.of(model._decoder, model._embed, model.head) is None
 
 
-def test_a_sliding_window_limits_the_context(tmp_path: Path) -> None:
-    engine = engine_on(write_model(tmp_path, "Mistral", sliding_window=64))
-    assert engine.facts.max_context_length == 64
-
-
 #: Refused families with their message. Those of the second table are refused by their config alone.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Granite": (
@@ -140,17 +146,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "does not compute .* models correctly: they do more than layers",
     ),
     "Cohere": ({}, "does not compute .* models correctly: they do more than layers"),
-    "Gemma2": ({"head_dim": 16}, "uses soft-capped attention scores"),
     "StableLm": ({}, "does not support custom attention"),
     "Mamba": ({}, "does not support custom attention"),
     "GPT2": ({}, "has no decoder attribute"),
-    "Qwen3_5Text": ({}, "2 of the 2 layers .* are not attention"),
+    "Lfm2": (
+        {"layer_types": ["conv", "full_attention"]},
+        "1 of the 2 layers .* are neither attention nor the gated delta rule nor Mamba 2",
+    ),
+    "FalconH1": ({}, "does not compute .* models correctly: they do more than layers"),
+    "Llama4Text": ({"num_local_experts": 2, "head_dim": 16}, "has no decoder attribute"),
 }
 REFUSED_BY_CONFIG: dict[str, tuple[dict[str, Any], str]] = {
-    "Qwen3Moe": ({}, "mixture of experts"),
-    "Mixtral": ({}, "mixture of experts"),
-    "DeepseekV3": ({}, "mixture of experts"),
-    "GptOss": ({}, "mixture of experts"),
     "Qwen2_5_VL": ({}, "qwen2_5_vl takes images"),
     "Llava": ({}, "llava takes images"),
     "T5": ({}, "t5 is not a decoder-only language model"),
@@ -206,7 +212,10 @@ def test_the_text_part_of_an_image_model_is_served(tmp_path: Path) -> None:
 def test_the_page_has_the_families_that_are_tested() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reference" / "models.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (served|refused)", page, re.MULTILINE)
-    tested = [(family, "served") for family in SERVED]
+    from numerics.hybrids import HYBRIDS
+    from numerics.mixtures import MIXTURES
+
+    tested = [(family, "served") for family in (*SERVED, *MIXTURES, *HYBRIDS)]
     tested += [
         (family, "refused") for family in (*REFUSED, *REFUSED_BY_CONFIG) if family not in SERVED
     ]

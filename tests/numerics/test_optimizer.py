@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tinkex.engine.adapters.adapters import TrainingAdapter
-from tinkex.engine.model.lora import Target
+from tinkex.engine.model.targets import Target
 from tinkex.engine.training import optimizer
 from tinkex.engine.training.optimizer import optimizer_step
 from tinkex.wire.errors import UserFailure

@@ -21,6 +21,7 @@ ALLOWED_IMPORTS = {
     "extras": "",
     "tracebacks": "",
     "durable_files": "",
+    "file_locks": "",
     "local": "~durable_files",
     "as_tinker": "client",
     "lib": "client compat",
@@ -30,7 +31,7 @@ ALLOWED_IMPORTS = {
     "pytest_plugin": "pytest ~testing",
     "testing": "client wire ~models ~aiohttp",
     "wire": "display extras tracebacks pydantic pydantic_core google ~numpy ~torch ~zstandard",
-    "client": "display extras durable_files local tracebacks wire pydantic ~numpy ~models ~zstandard ~compression",  # compression is Python 3.14's own
+    "client": "display extras durable_files file_locks local tracebacks wire pydantic ~numpy ~models ~zstandard ~compression",  # compression is Python 3.14's own
     "client.custom_loss": "extras client wire ~numpy ~torch",
     "client.loss_tracing": "extras client wire ~torch",
     "data": "~types",
@@ -43,7 +44,7 @@ ALLOWED_IMPORTS = {
     "client.http.transport": "client wire ~aiohttp ~yarl",
     "client.tokenizer": "extras client wire ~models ~tokenizers ~transformers ~huggingface_hub",
     "models.tiny_model": "extras ~tokenizers ~torch ~safetensors",
-    "models": "display extras ~numpy ~tokenizers ~huggingface_hub ~jinja2",
+    "models": "display extras file_locks ~numpy ~tokenizers ~huggingface_hub ~jinja2",
     "engine.sampling.guides": "extras wire numpy torch ~llguidance",
     "engine": "durable_files wire models numpy torch ~triton transformers safetensors tokenizers ~gguf",
     "engine.model.decode_ops": "engine.model torch triton",  # itself loaded in functions only
@@ -51,7 +52,7 @@ ALLOWED_IMPORTS = {
     "engine.model.lora_kernels": "engine.model triton",
     "engine.model.decode_kernels": "engine.model triton",
     "engine.model.sampling_kernels": "torch triton",
-    "engine.model.packed_kernels": "torch triton",
+    "engine.model.packed_kernels": "engine.model torch triton",
     "server.queued_request": "",
     "server.scheduler.step_queue": "wire server.queued_request",
     "server.process_setup": "wire server.retry",
@@ -73,7 +74,7 @@ ALLOWED_IMPORTS = {
     "conformance": "wire numpy",
     "conformance.conftest": "conformance pytest",
     "conformance.test_server": "conformance pytest",
-    "cli": "client local conformance data recipes durable_files wire types models click rich ~server ~engine ~testing ~tokenizers ~matplotlib ~torch ~gguf",
+    "cli": "client local conformance data recipes durable_files file_locks wire types models click rich ~server ~engine ~testing ~tokenizers ~matplotlib ~torch ~gguf",
 }
 
 

@@ -23,9 +23,14 @@ _numbers = itertools.count()
 
 def settings_of(db: str, folder: Path, **changed: Any) -> Settings:
     """The settings of one process; it has a data folder of its own."""
-    chosen = {"takeover_s": 2.0, "long_poll_s": 2.0, "activity_s": 0.0, **changed}
-    data = folder / f"process-{next(_numbers)}"
-    return Settings(db=db, storage=str(folder / "storage"), data=str(data), **chosen)
+    chosen = {
+        "takeover_s": 2.0,
+        "long_poll_s": 2.0,
+        "activity_s": 0.0,
+        "storage": str(folder / "storage"),
+        **changed,
+    }
+    return Settings(db=db, data=str(folder / f"process-{next(_numbers)}"), **chosen)
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -216,12 +216,21 @@ async def hosted(
         store.close()
 
 
+class HostedServer(uvicorn.Server):
+    """A server that the test ends, not a signal."""
+
+    def capture_signals(self) -> AbstractContextManager[None]:
+        # Uvicorn puts the handlers back that it found. Of two servers that overlap, the second would
+        # put back the handlers of the first, which has ended by then.
+        return nullcontext()
+
+
 @asynccontextmanager
 async def listening(app: FastAPI, settings: Settings, *, at_port: int = 0) -> AsyncIterator[Api]:
     """Run an application until the block ends."""
     config = uvicorn_config(app, settings)
     config.port = at_port
-    server = uvicorn.Server(config)
+    server = HostedServer(config)
     started = asyncio.create_task(server.serve())
     try:
         while not server.started:

@@ -42,6 +42,7 @@ ALLOWED = {
     ("api/console_data.py", "list_keys"): EXPIRES,
     ("api/console_data.py", "server_state"): SHOWN,
     ("api/openai_answers.py", "Answer"): SHOWN,
+    ("api/usage_by_key.py", "usage_by_key"): HOUR,
     ("api/weights.py", "copy_weights"): SHOWN,
     ("api/sessions.py", "search_sessions"): EXPIRES,
     ("api/sessions.py", "trace"): SHOWN,
@@ -64,6 +65,10 @@ ALLOWED = {
     ("scheduler/scheduler.py", "Scheduler.refresh"): EXPIRES,
     ("store/checkpoints.py", "Checkpoints._named"): EXPIRES,
     ("store/keys.py", "Keys.by_cookie"): EXPIRES,
+    (
+        "store/notifier.py",
+        "Notifier._listen",
+    ): "compared with the time in request ids of other processes",
     ("store/keys.py", "Keys.sign_in"): EXPIRES,
     ("store/quotas.py", "Quotas._allowed"): EXPIRES,
     ("store/quotas.py", "Quotas._used"): EXPIRES,

@@ -45,27 +45,24 @@ async def step(api: Api, model: str, first: int) -> float:
     return passed.metrics["loss:sum"]
 
 
-async def test_a_used_engine_starts_its_replicas_and_keeps_them(tiny_model: Path) -> None:
+@pytest.mark.usefixtures("odd")
+async def test_a_used_engine_starts_its_replicas_and_keeps_them() -> None:
     """Otherwise only the replica that was used first would ever be up."""
     served = [
-        ServedModel(name=TINY, folder=tiny_model, replicas=2),
-        ServedModel(name="test/other", folder=tiny_model),
+        ServedModel(name="x", folder=Path(), replicas=2),
+        ServedModel(name="other", folder=Path()),
     ]
-    engines = [
-        EngineSettings(name=TINY, folder=tiny_model, threads=1, replica=number)
-        for number in range(2)
-    ]
-    other = EngineSettings(name="test/other", folder=tiny_model, threads=1)
-    executor = LocalExecutor(served, [*engines, other])
+    engines = [EngineSettings(name="x", folder=Path(), replica=number) for number in range(2)]
+    executor = LocalExecutor(served, [*engines, EngineSettings(name="other", folder=Path())])
     async with asyncio.timeout(60):
         await executor.start()
         first, second = served[0].engines
-        assert executor.stats(first) is None
+        assert executor.facts(first) is None
         incarnations = {await executor.ready(first)}
-        await until_async(lambda: executor.stats(second) is not None)
+        await until_async(lambda: executor.facts(second) is not None)
         incarnations.add(await executor.ready(second))
         assert len(incarnations) == 2
-        assert executor.stats("test/other") is None
+        assert executor.facts("other") is None
         await executor.close()
 
 
@@ -91,18 +88,19 @@ def test_the_only_engine_stays(tiny_model: Path) -> None:
     assert local_executor(tiny_model, TINY, "other", idle_s=IDLE_S).unloads_after_s == IDLE_S
 
 
-async def test_a_model_that_was_loaded_before_is_tried_again(tiny_model: Path) -> None:
+@pytest.mark.usefixtures("refusing")
+async def test_a_model_that_was_loaded_before_is_tried_again() -> None:
     """Its requests wait, because the reason may be temporary; who loads it is told at once."""
-    settings = EngineSettings(name=TINY, folder=tiny_model, threads=1, memory_bytes=1)
-    served = [ServedModel(name=TINY, folder=tiny_model)]
-    executor = LocalExecutor(served, [settings], on_demand=True, loaded_before=[TINY])
-    waiting = asyncio.create_task(executor.ready(TINY))
+    settings = EngineSettings(name="x", folder=Path())
+    served = [ServedModel(name="x", folder=Path())]
+    executor = LocalExecutor(served, [settings], on_demand=True, loaded_before=["x"])
+    waiting = asyncio.create_task(executor.ready("x"))
     try:
         with pytest.raises(EngineRefused, match="cannot be loaded now"):
-            await executor.load(TINY)
+            await executor.load("x")
         assert not waiting.done()
-        assert "cannot be loaded now" in (executor.waiting_for(TINY) or "")
-        assert "It is tried again" in (executor.waiting_for(TINY) or "")
+        assert "cannot be loaded now" in (executor.waiting_for("x") or "")
+        assert "It is tried again" in (executor.waiting_for("x") or "")
     finally:
         waiting.cancel()
         await executor.close()
@@ -141,7 +139,7 @@ def received_settings(
         number=number,
     )
     command = _command(7, sent)
-    assert command[1:3] == ["-m", "tinkex.engine.process"]
+    assert command[1:3] == ["-m", "tinkex.engine"]
     received: EngineSettings = parser().parse_args(command[3:]).settings
     return received
 
@@ -319,13 +317,17 @@ while head := stream.read(engine_protocol.LENGTH_PREFIX.size):
 
 
 @pytest.fixture
-def odd_executor(monkeypatch: pytest.MonkeyPatch) -> LocalExecutor:
+def odd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         engine_process,
         "_command",
         lambda descriptor, *_: [sys.executable, "-c", ODD_ENGINE, str(descriptor)],
     )
     monkeypatch.setattr(engine_process, "RESTART_BACKOFF", Backoff.every(0.01))
+
+
+@pytest.fixture
+def odd_executor(odd: None) -> LocalExecutor:
     return local_executor(Path(), "x")
 
 

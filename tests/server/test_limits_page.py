@@ -316,8 +316,8 @@ async def test_only_a_few_bodies_are_decompressed_at_the_same_time(tmp_path: Pat
         before = peak_mib(reset=True)
         requested = [api.post("asample", packed, headers=headers) for _ in range(16)]
         assert [answer.status for answer in await asyncio.gather(*requested)] == [200] * 16
-        # Two at a time, with two copies each; all of them would be 384 MiB.
-        assert peak_mib() - before < 190
+        # Two at a time, with two copies each, and what the allocator keeps; all would be 384 MiB and more.
+        assert peak_mib() - before < 260
 
 
 async def test_the_arriving_bytes_of_an_owner_are_limited(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import pytest
 from processes import children
 from server.api.test_custom_losses import NODES, loss
 from server.hosting import Api, connected
-from server.storage.commands import tinkex
 from server.tenants import is_private
 from serving import TINY, Server, serving
 from tinkex.models.resolve import ModelSource, resolve
@@ -23,6 +22,7 @@ from tinkex.server.registration import Administration
 from tinkex.server.settings import Settings
 from tinkex.server.supervisor import Supervisor
 from tinkex.server.web_process import parser
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -96,7 +96,7 @@ async def test_a_killed_engine_is_restarted_with_the_same_model_state(
     untrained = await _untrained_loss(own_server)
     assert before < untrained * 0.9
     assert after < untrained * 0.9
-    assert any("died (SIGKILL: " in line for line in own_server.log)
+    await until_async(lambda: any("died (SIGKILL: " in line for line in own_server.log))
 
 
 async def test_accepted_work_survives_a_killed_web_process(
@@ -182,12 +182,12 @@ async def test_all_files_are_private_whatever_the_umask(own_server: Server, tmp_
         saved = await api.step("save_weights", model_id=model, seq_id=3, path="private")
         assert "path" in await api.result(saved)
     with umask_of_nothing():
-        done = await tinkex("backup", str(target), "--data", str(data))
+        done = await asyncio.to_thread(tinkex, "backup", str(target), "--data", str(data))
         assert done.returncode == 0, done.stderr
         for file in target.rglob("*"):
             file.chmod(0o777)  # as after a copy to another place
         for words in (("restore", str(target)), ("key", "create"), ("backup", str(again))):
-            done = await tinkex(*words, "--data", str(elsewhere))
+            done = await asyncio.to_thread(tinkex, *words, "--data", str(elsewhere))
             assert done.returncode == 0, done.stderr
     for folder in (data, elsewhere, again):
         written = [*folder.rglob("*")]
@@ -250,10 +250,13 @@ async def test_an_idle_server_uses_no_cpu_time(own_server: Server) -> None:
     async with connected(own_server.url, TINY) as api:
         await api.model()
         pids = [own_server.process.pid, web_process(own_server), engine_process(own_server)]
-        await asyncio.sleep(0.5)
-        before_s = [_processor_s(pid) for pid in pids]
-        await asyncio.sleep(2.0)
-        spent_s = [_processor_s(pid) - was_s for pid, was_s in zip(pids, before_s, strict=True)]
+        # On a busy machine, what follows the last request takes a while.
+        for _ in range(10):
+            before_s = [_processor_s(pid) for pid in pids]
+            await asyncio.sleep(2.0)
+            spent_s = [_processor_s(pid) - was_s for pid, was_s in zip(pids, before_s, strict=True)]
+            if max(spent_s) <= 0.05:
+                break
     assert max(spent_s) <= 0.05
 
 
@@ -312,7 +315,11 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason(
     ("options", "says", "hint"),
     [
         (("--device", "cuda:99"), "the device is 'cuda:99', but torch finds ", "Use "),
-        (("--memory-gb", "0.0002"), "the base model takes ", "allow more with --memory-gb"),
+        (
+            ("--memory-gb", "0.0002"),
+            "in float32 it needs at least ",
+            "Allow more memory with --memory-gb",
+        ),
     ],
 )
 def test_settings_that_an_engine_cannot_use_are_one_error_and_a_hint(
@@ -343,11 +350,17 @@ def test_a_folder_with_a_damaged_config_is_one_error(tiny_model: Path, tmp_path:
     assert "Traceback" not in done.stderr
 
 
+def tinkex(
+    *arguments: str, env: Mapping[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "tinkex.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, env=env)
+
+
 def serve(
     *arguments: str, env: Mapping[str, str] | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "tinkex.cli.main", "serve", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, env=env)
+    return tinkex("serve", *arguments, env=env)
 
 
 async def _untrained_loss(server: Server) -> float:

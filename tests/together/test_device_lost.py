@@ -58,6 +58,7 @@ def losses_of(url: str, planned: Path | None) -> list[float]:
     return found
 
 
+@pytest.mark.timeout(240)
 def test_a_lost_or_full_device_changes_no_result(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

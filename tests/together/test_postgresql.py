@@ -5,12 +5,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 import sqlalchemy as sa
 
 import tinkex
+from ports import free_port
 from postgres import Postgres
 from processes import children, has_exited
 from serving import TINY, Server, serving
@@ -53,8 +53,8 @@ def test_training_continues_after_all_processes_were_killed(
 ) -> None:
     url = postgres.database()
     model, data = f"{TINY}={tiny_model}", tmp_path / "data"
-    with serving(model, data=data, args=("--db", url)) as server:
-        port = str(urlsplit(server.url).port)
+    where = ("--db", url, "--port", str(free_port()))
+    with serving(model, data=data, args=where) as server:
         service = tinkex.ServiceClient(base_url=server.url)
         training = service.create_lora_training_client(TINY, rank=8, seed=3)
         before = losses(training, STEPS)
@@ -66,7 +66,7 @@ def test_training_continues_after_all_processes_were_killed(
         passed = training.forward_backward([datum()], "cross_entropy")
         stepped = training.optim_step(types.AdamParams(learning_rate=1e-2))
         kill_all(server)
-    with serving(model, data=data, args=("--db", url, "--port", port)) as server:
+    with serving(model, data=data, args=where) as server:
         again = passed.result(60).metrics["loss:sum"]
         stepped.result(60)
         after = losses(training, STEPS)

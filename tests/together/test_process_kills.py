@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import sdk_envs
+from numerics.mixtures import write_mixture
 from qa.chaos.process_kills import run
 
 pytestmark = [pytest.mark.sdk, pytest.mark.timeout(300)]
@@ -17,14 +18,19 @@ pytestmark = [pytest.mark.sdk, pytest.mark.timeout(300)]
 SEED = 3
 
 
-@pytest.mark.parametrize(("deterministic", "kills"), [(True, 4), (False, 2)])
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("family", "deterministic", "kills"),
+    [("dense", True, 4), ("dense", False, 2), ("mixture", True, 2)],
+)
 def test_kills_change_no_result(
-    tiny_model: Path, tmp_path: Path, *, deterministic: bool, kills: int
+    tiny_model: Path, tmp_path: Path, family: str, *, deterministic: bool, kills: int
 ) -> None:
+    dense = family == "dense"
     report = run(
-        model=tiny_model,
-        data=tmp_path,
-        sdk=sdk_envs.ensure("0.36.0"),
+        model=tiny_model if dense else write_mixture(tmp_path / "model", "Qwen3Moe"),
+        data=tmp_path / "data",
+        sdk=sdk_envs.ensure("0.36.0") if dense else None,
         seed=SEED,
         kills=kills,
         deterministic=deterministic,

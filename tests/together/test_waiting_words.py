@@ -5,7 +5,6 @@ import fcntl
 import os
 import pty
 import re
-import socket
 import struct
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from ports import free_port
 from server.echo import BASE, EchoExecutor
 from server.hosting import hosted
 from server.storage.failing import FULL, FailingFileSystem
@@ -91,9 +91,7 @@ class Terminal:
 
 
 async def test_what_a_person_sees_while_a_program_waits(anyio_backend: str, tmp_path: Path) -> None:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = int(found.getsockname()[1])
+    port = free_port()
     url, log = f"http://127.0.0.1:{port}", tmp_path / "log"
     command = [sys.executable, str(PROGRAM), url, BASE]
     program, logged = Terminal(*command), Terminal(*command, str(log))

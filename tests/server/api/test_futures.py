@@ -57,7 +57,7 @@ async def test_a_client_can_ask_to_know_early_that_its_request_is_paused(
     tmp_path: Path, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     echo = EchoExecutor()
-    async with hosted(echo, tmp_path, long_poll_s=1.0) as api:
+    async with hosted(echo, tmp_path, long_poll_s=2.0) as api:
         model = await api.model()
         echo.open.clear()
         request = await api.optim_step(model, 1)
@@ -73,17 +73,17 @@ async def test_a_client_can_ask_to_know_early_that_its_request_is_paused(
 
         took_s, status = await poll("0.1")
         assert status == 408
-        assert (took_s < 0.9) is (reason is not None)  # a request that runs is held as ever
+        assert (took_s < 1.9) is (reason is not None)  # a request that runs is held as ever
         took_s, status = await poll("nan")
         assert status == 408
-        assert took_s > 0.9
+        assert took_s > 1.9
         polled = asyncio.create_task(poll("0.1"))
         monkeypatch.setattr(echo, "waiting_for", lambda _: None)
         await asyncio.sleep(0.3)
         echo.open.set()
         took_s, status = await polled
         assert status == 200  # the result ends the rest of the poll too
-        assert took_s < 0.9
+        assert took_s < 1.9
 
 
 async def test_a_result_can_be_read_many_times_and_after_a_restart(tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ EXPECTED: Mapping[tuple[str, str], Expected] = {
     ("POST", f"{V1}/auth/apikey"): Expected("caller", 403),
     ("POST", f"{V1}/auth/token"): Expected("caller"),
     ("GET", f"{V1}/billing/usage/checkpoints/current"): Expected("caller"),
+    ("GET", f"{V1}/billing/usage/keys"): Expected("caller"),
     ("GET", f"{V1}/billing/usage/events"): Expected(
         "caller", query="starting_on=2026-01-01T00:00:00Z&ending_before=2026-01-02T00:00:00Z"
     ),

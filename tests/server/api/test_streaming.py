@@ -20,6 +20,7 @@ from tinkex.wire.errors import UserFailure
 from tinkex.wire.proto.frames_pb2 import Done, Order, Tokens
 from tinkex.wire.protobuf import encode_sample_response
 from tinkex.wire.sampling import SampledSequence, SampleRequest, SampleResponse
+from waiting import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -279,10 +280,10 @@ async def test_a_stream_counts_against_its_owners_limit(drip: Drip, tmp_path: Pa
 async def test_a_silent_stream_sends_keep_alives(drip: Drip, tmp_path: Path) -> None:
     async with hosted(drip, tmp_path, long_poll_s=0.05) as api, streamed(api) as events:
         await events.next()
-        await asyncio.sleep(0.3)
+        reading = asyncio.create_task(events.rest())
+        await until_async(lambda: events.raw.count(b": keep-alive\n\n") >= 2)
         drip.fall(6)
-        await events.rest()
-    assert events.raw.count(b": keep-alive\n\n") >= 2
+        await reading
 
 
 async def test_a_stopping_server_ends_its_streams_and_the_samples_continue_later(

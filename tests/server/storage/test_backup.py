@@ -13,7 +13,7 @@ import pytest
 
 from server.echo import EchoExecutor
 from server.hosting import Api, connected, hosted
-from server.storage.commands import tinkex
+from server.storage.commands import Tinkex
 from server.storage.test_damage import LARGE, overwrite_pages, snapshot, trained
 from server.tenants import is_private
 from serving import TINY, Server, serving
@@ -83,7 +83,7 @@ async def test_a_backup_of_a_busy_server_is_consistent(echo: EchoExecutor, tmp_p
 
 @pytest.mark.timeout(120)
 async def test_a_real_server_is_backed_up_while_it_trains(
-    server: Server, tiny_model: Path, tmp_path: Path
+    server: Server, tiny_model: Path, tmp_path: Path, tinkex: Tinkex
 ) -> None:
     target, elsewhere = tmp_path / "backup", tmp_path / "elsewhere"
     async with connected(server.url, TINY) as api:
@@ -136,7 +136,9 @@ async def test_what_cannot_be_backed_up_or_restored_is_refused(
     assert {path.name for path in list_of(tmp_path)} == {"data", "target"}
 
 
-async def test_an_incomplete_backup_is_refused(echo: EchoExecutor, tmp_path: Path) -> None:
+async def test_an_incomplete_backup_is_refused(
+    echo: EchoExecutor, tmp_path: Path, tinkex: Tinkex
+) -> None:
     data, target = tmp_path / "data", tmp_path / "target"
     async with hosted(echo, data) as api:
         model = await api.model()

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from postgres import Postgres
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
-from server.storage.commands import tinkex
+from server.storage.commands import Tinkex
 from server.storage.test_damage import LARGE, overwrite_pages, snapshot, tear, trained
 from server.store.old_schemas import make_older
 from serving import TINY, serving
@@ -265,7 +265,7 @@ async def test_it_checks_but_does_not_repair_while_a_server_runs(api: Api, tmp_p
         await repaired(tmp_path)
 
 
-async def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
+async def test_the_command_prints_a_table_or_json(tmp_path: Path, tinkex: Tinkex) -> None:
     await filled(tmp_path)
     done = await tinkex("doctor", "--data", str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from server.storage.commands import tinkex
+from server.storage.commands import Tinkex
 from server.store.test_migrations import make_older
 from server.tenants import is_private
-from serving import TINY, Server, serving
+from serving import TINY, Server, serving, unloaded
 from tinkex.server.folder_lock import database_file, lock_database, lock_folder, lock_holder
 from tinkex.server.settings import Settings, SettingsError
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_a_second_server_is_refused_with_the_holder_of_the_folder(
-    server: Server, tiny_model: Path
+    server: Server, tiny_model: Path, tinkex: Tinkex
 ) -> None:
     spec = f"{TINY}={tiny_model}"
     done = await tinkex("serve", spec, "--port", "0", "--data", str(server.data))
@@ -47,7 +47,7 @@ def test_the_folder_is_free_after_its_holder_ended(tmp_path: Path) -> None:
 
 
 async def test_a_database_is_not_shared_by_servers_with_folders_of_their_own(
-    server: Server, tiny_model: Path, tmp_path: Path
+    server: Server, tiny_model: Path, tmp_path: Path, tinkex: Tinkex
 ) -> None:
     """Each would run requests that the other accepted."""
     file = server.data / "tinkex.db"
@@ -91,7 +91,7 @@ def test_the_file_of_a_database_url(url: str, file: str | None) -> None:
 
 
 async def test_a_second_server_is_refused_after_lock_files_were_deleted(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, tinkex: Tinkex
 ) -> None:
     """
     The folder and the database are locked, not these files.
@@ -100,7 +100,7 @@ async def test_a_second_server_is_refused_after_lock_files_were_deleted(
     """
     data, own = tmp_path / "data", tmp_path / "own"
     spec = f"{TINY}={tiny_model}"
-    with serving(spec, data=data) as server:
+    with serving(*unloaded(tiny_model), data=data) as server:
         for file in ("server.lock", "tinkex.db.lock"):
             (data / file).unlink()
         done = await tinkex("serve", spec, "--port", "0", "--data", str(data))
@@ -180,7 +180,7 @@ def version(folder: Path) -> str:
     ],
 )
 async def test_a_database_that_a_server_holds_is_not_upgraded(
-    tmp_path: Path, words: tuple[str, ...]
+    tmp_path: Path, words: tuple[str, ...], tinkex: Tinkex
 ) -> None:
     data = tmp_path / "data"
     old_database(data)
@@ -197,7 +197,9 @@ async def test_a_database_that_a_server_holds_is_not_upgraded(
         assert version(data) > "0008"
 
 
-async def test_a_server_that_does_not_start_does_not_upgrade_the_database(tmp_path: Path) -> None:
+async def test_a_server_that_does_not_start_does_not_upgrade_the_database(
+    tmp_path: Path, tinkex: Tinkex
+) -> None:
     """The database is free; the server does not start for another reason."""
     data = tmp_path / "data"
     old_database(data)

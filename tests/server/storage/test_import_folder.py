@@ -18,6 +18,7 @@ from tinkex.server.maintenance.import_folder import import_folder
 from tinkex.server.registration import name_old_folders
 from tinkex.server.settings import Settings, SettingsError
 from tinkex.server.store.blobs import Files
+from tinkex.server.store.database import Database
 from tinkex.server.store.inspection import inspect
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "folder-0.1"
@@ -87,6 +88,22 @@ def test_everything_is_imported_once(settings: Settings, old: Path) -> None:
     for file, content in before.items():
         if file.name not in ("server.lock", "tinkex.db-shm"):
             assert file.read_bytes() == content, file
+
+
+def test_usage_of_keys_of_another_server_has_no_key_here(settings: Settings, old: Path) -> None:
+    file = old / "tinkex.db"
+    Database(f"sqlite:///{file}", exclusive=True).close()  # upgrades it
+    with closing(sqlite3.connect(file)) as connection, connection:
+        connection.execute("UPDATE requests SET key_id = 3")
+        names = "owner, hour, session_id, base_model, what, writer, amount"
+        connection.execute(f"INSERT INTO usage ({names}, key_id) SELECT {names}, 3 FROM usage")
+        (total,) = connection.execute("SELECT sum(amount) FROM usage").fetchone()
+    for _ in range(2):
+        import_folder(settings, old)
+        with closing(sqlite3.connect(settings.folder / "tinkex.db")) as connection:
+            assert connection.execute("SELECT DISTINCT key_id FROM requests").fetchall() == [(0,)]
+            found = connection.execute("SELECT sum(amount), max(key_id) FROM usage").fetchone()
+        assert found == (total, 0)
 
 
 def test_an_interrupted_import_can_be_repeated(

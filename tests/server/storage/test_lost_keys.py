@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from server.storage.commands import tinkex
+from server.storage.commands import Tinkex
 from server.tenants import is_private
-from serving import TINY, serving
+from serving import TINY, serving, unloaded
 from tinkex.server.folder_lock import open_shared_store
 from tinkex.server.maintenance.backup import create, restore
 from tinkex.server.maintenance.doctor import Level, examine
@@ -59,10 +59,12 @@ def of_another_server(folder: Path) -> None:
     shutil.copy(folder.with_name("other") / "tinkex.db", folder / "tinkex.db")
 
 
-async def test_a_stopped_server_has_no_wal(tiny_model: Path, tmp_path: Path) -> None:
+async def test_a_stopped_server_has_no_wal(
+    tiny_model: Path, tmp_path: Path, tinkex: Tinkex
+) -> None:
     """Data in the WAL would be missing in a copy of the database file alone."""
     await with_key(tmp_path)
-    with serving(f"{TINY}={tiny_model}", data=tmp_path) as server:
+    with serving(*unloaded(tiny_model), data=tmp_path) as server:
         more = await tinkex("key", "create", "--owner", "alice", "--data", str(tmp_path))
         assert more.returncode == 0
         server.process.send_signal(signal.SIGTERM)
@@ -86,7 +88,7 @@ async def test_the_wal_is_checkpointed_while_others_read(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("lose", [deleted, cut_to_nothing, of_another_server])
 async def test_a_server_without_the_keys_it_had_does_not_start(
-    tiny_model: Path, tmp_path: Path, lose: Callable[[Path], None]
+    tiny_model: Path, tmp_path: Path, lose: Callable[[Path], None], tinkex: Tinkex
 ) -> None:
     data = await with_key(tmp_path / "data")
     assert is_private(data / MARKER)
@@ -120,7 +122,7 @@ async def test_a_folder_from_before_there_was_a_marker_gets_one(tmp_path: Path) 
     assert not (tmp_path / "open" / MARKER).exists()
 
 
-async def test_a_revoked_last_key_is_a_key(tmp_path: Path) -> None:
+async def test_a_revoked_last_key_is_a_key(tmp_path: Path, tinkex: Tinkex) -> None:
     await with_key(tmp_path)
     assert (await tinkex("key", "revoke", "1", "--data", str(tmp_path))).returncode == 0
     start(tmp_path)

@@ -14,7 +14,7 @@ from object_store import BUCKET, ObjectStore, object_store
 from postgres import Postgres
 from server.echo import EchoExecutor
 from server.hosting import hosted
-from server.storage.commands import tinkex
+from server.storage.commands import Tinkex
 from server.storage.test_doctor import filled
 from server.tenants import new_key, secrets_in, with_key
 from tinkex.server.folder_lock import lock_folder
@@ -49,7 +49,9 @@ def problems(folder: Path, **settings: str) -> list[str]:
     return [finding.text for finding in found if finding.level is Level.PROBLEM]
 
 
-async def test_a_run_goes_on_after_each_move(tmp_path: Path, away: dict[str, str]) -> None:
+async def test_a_run_goes_on_after_each_move(
+    tmp_path: Path, away: dict[str, str], tinkex: Tinkex
+) -> None:
     data = tmp_path / "data"
     model = await filled(data)
     key = await new_key(data, "local")
@@ -127,7 +129,9 @@ async def test_what_the_source_does_not_have_is_named(tmp_path: Path) -> None:
     assert moved.rows == 0
 
 
-async def test_a_move_that_makes_no_sense_is_refused(tmp_path: Path, postgres: Postgres) -> None:
+async def test_a_move_that_makes_no_sense_is_refused(
+    tmp_path: Path, postgres: Postgres, tinkex: Tinkex
+) -> None:
     data, url = tmp_path / "data", postgres.database()
     await filled(data)
     source = Settings(data=str(data))
@@ -186,7 +190,9 @@ async def moved(tmp_path: Path, postgres: Postgres) -> Pair:
     return Pair(source, target, model, key.key_id)
 
 
-async def test_a_target_that_was_used_since_keeps_its_newer_data(moved: Pair) -> None:
+async def test_a_target_that_was_used_since_keeps_its_newer_data(
+    moved: Pair, tinkex: Tinkex
+) -> None:
     store = moved.open_target()
     await store.keys.revoke(moved.key_id)
     key = await store.keys.create(owner="local")

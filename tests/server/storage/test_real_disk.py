@@ -31,6 +31,15 @@ def full_disk(server: Server) -> Iterator[None]:
         resource.prlimit(web, resource.RLIMIT_FSIZE, before)
 
 
+async def until_writable(api: Api) -> None:
+    """New requests are refused until the server has seen that it can write again."""
+    for _ in range(300):
+        if (await api.get("/api/v1/healthz")).status == 200:
+            return
+        await asyncio.sleep(0.1)
+    pytest.fail("the server does not notice that it can write again")
+
+
 async def loss(api: Api, request_id: str) -> float:
     return (await api.passed(request_id)).metrics["loss:sum"]
 
@@ -60,6 +69,7 @@ async def test_steps_continue_when_there_is_free_space_again(server: Server) -> 
             await asyncio.sleep(0.1)
         assert "metrics" in await api.result(taken.json["request_id"])
         assert "metrics" in await api.result(behind)
+        await until_writable(api)
         assert await loss(api, await api.forward_backward(model, 4, tokens=8)) < known
         assert (await api.get("/api/v1/healthz")).status == 200
 
@@ -76,7 +86,9 @@ async def test_a_result_waits_until_it_can_be_written(server: Server) -> None:
                     break
                 await asyncio.sleep(0.02)
         losses = [await loss(api, one) for one in passes]
-        assert len(set(losses)) == 1
+        # No step came between them. Passes of another company differ in the last bits.
+        assert losses == pytest.approx([losses[0]] * 8, rel=1e-5)
         assert "metrics" in await api.result(step)
+        await until_writable(api)
         later = await api.forward_backward(model, 10, tokens=8)
         assert await loss(api, later) < losses[0]

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -16,9 +15,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from ports import free_port
 from server.echo import EchoExecutor, content
 from server.hosting import Api, connected, hosted
-from serving import TINY
+from serving import TINY, unloaded
 from tinkex.cli.command_group import command as tinkex_command
 from tinkex.local import registry
 from tinkex.server.engine_process import LocalExecutor
@@ -73,7 +73,7 @@ class Counting(LocalExecutor):
     """How often a save of each model was tried."""
 
     def __init__(self, model: Path) -> None:
-        settings = EngineSettings(name=TINY, folder=model, threads=1)
+        settings = EngineSettings(name=TINY, folder=model, threads=1, disk_reserve_bytes=1 << 20)
         super().__init__([ServedModel(name=TINY, folder=model)], [settings])
         self.saves: Counter[str | None] = Counter()
 
@@ -140,9 +140,8 @@ def test_a_disk_without_any_space_is_one_error(small_disk: Path) -> None:
 @contextmanager
 def starting(data: Path, model: Path) -> Iterator[tuple[int, list[str], list[str]]]:
     """A `tinkex serve` that may not get ready: its port, and the lines of its output and log."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    serve = ["serve", f"{TINY}={model}", "--port", str(port), "--data", str(data)]
+    port = free_port()
+    serve = ["serve", *unloaded(model), "--port", str(port), "--data", str(data)]
     process = subprocess.Popen(
         [sys.executable, "-m", "tinkex.cli.main", *serve, "--threads", "1"],
         stdout=subprocess.PIPE,

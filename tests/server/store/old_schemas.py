@@ -5,9 +5,28 @@ import sqlalchemy as sa
 from tinkex.server.store.migrations import migrate
 
 
+def make_0014(engine: sa.Engine) -> None:
+    """Create the tables of version 0014: requests and usage without keys."""
+    migrate(engine)
+    statements = (
+        "ALTER TABLE requests DROP COLUMN key_id",
+        "DROP TABLE usage",
+        """
+        CREATE TABLE usage (owner VARCHAR(200) NOT NULL, hour BIGINT NOT NULL,
+        session_id VARCHAR(64) NOT NULL, base_model VARCHAR(500) NOT NULL,
+        what VARCHAR(20) NOT NULL, writer VARCHAR(64) DEFAULT '' NOT NULL, amount BIGINT NOT NULL,
+        CONSTRAINT pk_usage PRIMARY KEY (owner, hour, session_id, base_model, what, writer))
+        """,
+        "UPDATE alembic_version SET version_num = '0014'",
+    )
+    with engine.begin() as connection:
+        for statement in statements:
+            connection.exec_driver_sql(statement)
+
+
 def make_0013(engine: sa.Engine) -> None:
     """Create the tables of version 0013: without the console's."""
-    migrate(engine)
+    make_0014(engine)
     with engine.begin() as connection:
         connection.exec_driver_sql("DROP TABLE console_sessions")
         connection.exec_driver_sql("ALTER TABLE api_keys DROP COLUMN is_admin")

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +18,9 @@ from postgres import Postgres
 from server.store.old_schemas import make_older
 from server.store.test_store import a_model, step
 from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
+from tinkex.server.retry import retry_blocking
 from tinkex.server.scheduler.result_waiters import CompletionLog
-from tinkex.server.store import Sampler, Session, Store, open_store
+from tinkex.server.store import Sampler, Session, Store, connections, open_store
 from tinkex.server.store.connections import connection_pools
 from tinkex.server.store.migrations import known_versions, migrate, outdated
 from tinkex.server.store.schema import server_secrets
@@ -290,10 +293,30 @@ def test_processes_that_start_together_upgrade_the_database_once(url: str, is_ol
     engine.dispose()
 
 
+def test_a_process_that_starts_waits_for_a_writer_of_a_restored_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restored file has no write-ahead log, and SQLite waits for no writer to begin one."""
+    file = tmp_path / "tinkex.db"
+    other = sqlite3.connect(file, isolation_level=None)
+    other.execute("CREATE TABLE older (x)")
+    other.execute("BEGIN IMMEDIATE")
+    # The other process commits when this one was refused once.
+    retried = partial(retry_blocking, on_retry=lambda *_: other.execute("COMMIT"))
+    monkeypatch.setattr(connections, "retry_blocking", retried)
+    writing, reading = connection_pools(f"sqlite:///{file}", exclusive=False)
+    with reading.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
+    assert not other.in_transaction
+    other.close()
+    writing.dispose()
+    reading.dispose()
+
+
 async def test_all_processes_have_the_same_secrets(stores: Two, url: str, tmp_path: Path) -> None:
     one, two = stores
     assert one.secrets == two.secrets
-    assert set(one.secrets) == {"links", "tokens"}
+    assert set(one.secrets) == {"links", "notifications", "tokens"}
     # With an empty secret, anyone could sign.
     await one._database.write(
         lambda connection: connection.execute(server_secrets.update().values(value=b""))

@@ -18,6 +18,7 @@ from server.store.old_schemas import (
     make_0011,
     make_0012,
     make_0013,
+    make_0014,
     make_older,
 )
 from tinkex.server.store import DatabaseRefused, open_store
@@ -39,6 +40,7 @@ def database_of(folder: Path, version: str) -> str:
         "0011": make_0011,
         "0012": make_0012,
         "0013": make_0013,
+        "0014": make_0014,
     }[version](engine)
     engine.dispose()
     return url
@@ -83,7 +85,7 @@ def test_a_database_of_0_1_gets_the_tables_of_a_new_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "prepare", [migrate, make_older, make_0009, make_0010, make_0011, make_0012]
+    "prepare", [migrate, make_older, make_0009, make_0010, make_0011, make_0012, make_0014]
 )
 def test_a_postgresql_database_has_the_tables_of_the_schema(
     postgres: Postgres, prepare: Callable[[sa.Engine], None]
@@ -101,7 +103,7 @@ def test_a_postgresql_database_has_the_tables_of_the_schema(
     assert checks == {"ck_requests_error", "ck_requests_finished", "ck_requests_status"}
 
 
-@pytest.mark.parametrize("version", ["0008", "0009", "0010", "0011", "0012", "0013"])
+@pytest.mark.parametrize("version", ["0008", "0009", "0010", "0011", "0012", "0013", "0014"])
 def test_a_database_of_a_released_version_is_upgraded(tmp_path: Path, version: str) -> None:
     url = database_of(tmp_path, version)
     store = open_store(db_url=url, storage_url=str(tmp_path), folder=tmp_path, exclusive=True)
