@@ -111,3 +111,18 @@ def _no_real_service(tmp_path_factory: pytest.TempPathFactory) -> None:
         os.environ[name] = str(home / name.lower())
     # A local server leaves with the last program of a test.
     os.environ["TINKEX_LOCAL_KEEP_S"] = "0"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_servers(
+    tmp_path_factory: pytest.TempPathFactory, _no_real_service: None
+) -> Iterator[None]:
+    """
+    The tests of a file do not find the local servers that other files started.
+
+    A local server lives as long as the process that uses it, here until the last test.
+    """
+    before = os.environ["XDG_STATE_HOME"]
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+    yield
+    os.environ["XDG_STATE_HOME"] = before

@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from server.store.test_store import a_model, step
 from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.server.retry import retry_blocking
 from tinkex.server.scheduler.result_waiters import CompletionLog
-from tinkex.server.store import Sampler, Session, Store, connections, open_store
+from tinkex.server.store import Completion, Sampler, Session, Store, connections, open_store
 from tinkex.server.store.connections import connection_pools
 from tinkex.server.store.migrations import known_versions, migrate, outdated
 from tinkex.server.store.schema import server_secrets
@@ -131,6 +132,36 @@ async def test_a_client_that_reads_in_order_misses_no_event(stores: Two) -> None
     async with asyncio.timeout(60):
         await asyncio.gather(finish(one, accepted[::2]), finish(two, accepted[1::2]), read())
     assert sorted(found) == sorted(request.request_id for request in accepted)
+
+
+async def test_a_poll_that_reads_later_than_another_gets_each_event_once(
+    stores: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quick poll decides from which event on they are cached; the slow one reads some of these."""
+    store, _ = stores
+    sampler = await a_sampler(store)
+    requests = [await store.requests.accept(sample(sampler, number)) for number in range(2)]
+    log, go = CompletionLog(store), asyncio.Event()
+    read = store.requests.completions
+
+    async def read_later(*args: Any, **kwargs: Any) -> Any:
+        await go.wait()
+        return await read(*args, **kwargs)
+
+    def poll() -> Awaitable[Sequence[Completion]]:
+        return log.after(sampler.sampling_session_id, 0, cursor=0, within_s=0)
+
+    await store.requests.finish_one(requests[0], Outcome())
+    with monkeypatch.context() as patch:
+        patch.setattr(store.requests, "completions", read_later)
+        slow = asyncio.ensure_future(poll())
+        await asyncio.sleep(0)
+    assert [event.position for event in await poll()] == [1]
+    event = await store.requests.finish_one(requests[1], Outcome())
+    assert event is not None
+    log.add(event)
+    go.set()
+    assert [event.position for event in await slow] == [1, 2]
 
 
 # In SQLite, one transaction writes at a time.

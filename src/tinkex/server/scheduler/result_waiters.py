@@ -390,8 +390,10 @@ class CompletionLog:
             recent.acknowledge(cursor)
             if len(older) == MAX_EVENTS_PER_POLL:  # the database may have more of them
                 return older
-            if older or recent.events or within_s <= 0 or self._closing:
-                return [*older, *recent.events[: MAX_EVENTS_PER_POLL - len(older)]]
+            # Another poll may have read and cached a part of what this one read.
+            newer = recent.after(older[-1].position if older else cursor)
+            if older or newer or within_s <= 0 or self._closing:
+                return [*older, *newer[: MAX_EVENTS_PER_POLL - len(older)]]
             await recent.waiters.wait(within_s, wake_early)
         except StorageError:
             # Later events must not be sent before the ones that cannot be read now. The client
