@@ -190,7 +190,7 @@ async def test_a_sample_that_waits_for_a_full_engine_says_so(tmp_path: Path) -> 
         reported = (await api.poll(requested.json["request_id"])).json
         assert reported["queue_state"] == "paused_capacity"
         assert reported["queue_state_reason"] == (
-            "the engine is full: 8 sequences are being sampled, and 5 samples wait"
+            "the engine is full: 8 sequences are being sampled; 5 samples wait"
         )
         full.open.set()
 

@@ -211,10 +211,14 @@ class EngineScheduler:
             return state
         stats = executor.stats(self.name)
         if request_id in self.samples and stats is not None and stats.samples_waiting:
+            running = stats.sequences_running
+            what = (
+                f"the engine is full: {running} sequences are being sampled"
+                if running
+                else "the engine is busy with other work, such as training"
+            )
             return QueueState(
-                state="paused_capacity",
-                reason=f"the engine is full: {stats.sequences_running} sequences are being "
-                f"sampled, and {stats.samples_waiting} samples wait",
+                state="paused_capacity", reason=f"{what}; {stats.samples_waiting} samples wait"
             )
         return QueueState(state="active")
 
