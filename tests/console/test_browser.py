@@ -76,6 +76,8 @@ class World:
     server: Server
     keys: dict[str, str]
     run: str
+    #: A run without steps.
+    untrained: str
     session: str
     sampler: str
     state: str
@@ -174,9 +176,10 @@ def something_of_everything(url: str, key: str) -> dict[str, str]:
         sampler = training.save_weights_for_sampler("sampler-1").result().path
         service.create_sampling_client(model_path=sampler)
         for name in (SCRIPT, BIDI, LONG):
-            service.create_lora_training_client(TINY, rank=4, user_metadata={"name": name})
+            untrained = new_run(service, name)
         return {
             "run": training.model_id,
+            "untrained": untrained.model_id,
             "session": service.holder.session_id or "",
             "sampler": sampler,
             "state": state,
@@ -611,6 +614,7 @@ def test_pages_have_no_serious_barrier_and_fit_a_phone(world: World) -> None:
     for path in [
         *PAGES,
         f"training_runs/{world.run}",
+        f"training_runs/{world.untrained}",
         f"checkpoints/{world.run}/weights%2Fstate-1",
     ]:
         page.goto(f"{world.url}/{path}")
@@ -631,6 +635,15 @@ def test_pages_have_no_serious_barrier_and_fit_a_phone(world: World) -> None:
             wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
             assert wide <= 0, f"{path} is {wide} pixels wider than the screen"
     assert found == {}
+    page.close()
+
+
+def test_a_list_without_entries_shows_its_whole_text(world: World) -> None:
+    page = world.page()
+    page.goto(f"{world.url}/training_runs/{world.untrained}")
+    expect(page.get_by_text("No steps yet")).to_be_visible()
+    hidden = "(body) => body.scrollHeight - body.clientHeight"
+    assert page.locator(".list-body").evaluate(hidden) == 0
     page.close()
 
 

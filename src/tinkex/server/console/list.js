@@ -129,11 +129,11 @@ export function VirtualList({ label, columns, fetchPage, source, version = 0, ro
     <div class="list-head" role="rowgroup"><div class="row" role="row">
       ${columns.map((column) => html`<span key=${column.name} role="columnheader" class=${column.kind ?? ''}>${column.name}</span>`)}
     </div></div>
-    <${Problem} error=${state.error} />
+    ${state.error && html`<div role="rowgroup"><${OnlyRow}><${Problem} error=${state.error} /></${OnlyRow}></div>`}
     <div class="list-body" ref=${element} role="rowgroup" tabindex="0" aria-label=${`${label}, ${total} rows`}
-      style=${{ height: `${Math.min(Math.max(total, 1) * rowHeight + 2, Math.max(minHeight, innerHeight * 0.62))}px` }}>
-      ${state.total === null && !state.error && html`<${Loading} />`}
-      ${state.total === 0 && empty}
+      style=${total ? { height: `${Math.min(total * rowHeight + 2, Math.max(minHeight, innerHeight * 0.62))}px` } : null}>
+      ${state.total === null && !state.error && html`<${OnlyRow}><${Loading} /></${OnlyRow}>`}
+      ${state.total === 0 && html`<${OnlyRow}>${empty}</${OnlyRow}>`}
       <div class="spacer" role="presentation" style=${{ height: `${total * rowHeight}px` }}>
         ${shown.map(([index, row]) => html`<div key=${row ? rowKey(row) : index} role="row" data-index=${index} aria-rowindex=${index + 2}
           class="row ${row ? '' : 'pending'}" style=${{ transform: `translateY(${index * rowHeight}px)`, height: `${rowHeight}px` }}>
@@ -143,5 +143,8 @@ export function VirtualList({ label, columns, fetchPage, source, version = 0, ro
     </div>
   </div>`;
 }
+
+// A table may contain rows only, also when it has nothing to show.
+const OnlyRow = ({ children }) => html`<div role="row"><div role="cell">${children}</div></div>`;
 
 export const Cell = ({ kind = '', children }) => html`<span role="cell" class=${kind}>${children}</span>`;

@@ -53,7 +53,7 @@ export function Run({ id }) {
     ${points.length > 0 && html`<${Chart} series=${series} name="run" title="Curve" height=${300} />
       <div class="small-charts">${small.map((metric) => html`<${SmallChart} key=${metric} series=${series} metric=${metric} />`)}</div>`}
     <${Tabs} current=${tab} tabs=${[['steps', 'Steps'], ['requests', 'Requests'], ['checkpoints', 'Checkpoints'], ['metadata', 'Metadata']]} />
-    ${tab === 'steps' && html`<${Steps} points=${points} />`}
+    ${tab === 'steps' && (loaded ? html`<${Steps} points=${points} />` : html`<${Loading} />`)}
     ${tab === 'requests' && html`<${Requests} id=${id} version=${version} />`}
     ${tab === 'checkpoints' && html`<${RunCheckpoints} id=${id} version=${version} onChange=${reload} />`}
     ${tab === 'metadata' && html`<${Metadata} metadata=${run.user_metadata} />`}`;
