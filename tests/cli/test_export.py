@@ -351,6 +351,27 @@ def test_a_broken_file_of_weights_is_refused(contents, trained, server, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", "is not a checkpoint: adapter_config.json cannot be read"),
+        ("[" * 100_000, "is not a checkpoint: adapter_config.json cannot be read"),
+        ("[]", "is not the config of an adapter"),
+        ('{"r": "8"}', "is not the config of an adapter"),
+        ('{"r": 8, "target_modules": [1]}', "is not the config of an adapter"),
+    ],
+)
+def test_a_broken_config_is_refused(config, message, tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(config)
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    status, output = export(None, adapter, "--as", "peft", "-o", tmp_path / "out")
+    assert status == 1
+    assert message in output
+    assert not (tmp_path / "out").exists()
+
+
 def test_mistakes_are_one_sentence_and_leave_nothing(server, trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path, _ = trained

@@ -18,7 +18,7 @@ import tinkex
 from tinkex.cli.checkpoint import folder_name
 from tinkex.cli.completion import complete_adapters
 from tinkex.cli.errors import CommandFailed, missing_package
-from tinkex.cli.merge import named_base
+from tinkex.cli.merge import adapter_config, named_base
 from tinkex.cli.output import examples, report, size
 from tinkex.cli.service_options import progress_bar, rest_client, service_options
 from tinkex.models.weight_file_checks import MAX_HEADER_BYTES
@@ -198,29 +198,31 @@ def write_adapter(source: Path, part: Path, base_model: str, base: str | None, f
     for name in (CONFIG, WEIGHTS):
         if not (source / name).is_file():
             raise CommandFailed(f"{source} has no {name}.", hint="Give the folder of an adapter.")
-    copy_config(source / CONFIG, part / CONFIG, base)
+    config = copy_config(source, part / CONFIG, base)
     if needs_base(source / WEIGHTS):
         write_for_base(source, part, base_model, form)
     else:
         copy_with_peft_names(source / WEIGHTS, part / WEIGHTS)
-    return int(json.loads((part / CONFIG).read_text(encoding="utf-8"))["r"])
+    return int(config["r"])
 
 
-def copy_config(source: Path, target: Path, base: str | None) -> None:
-    config = json.loads(source.read_text(encoding="utf-8"))
+def copy_config(source: Path, target: Path, base: str | None) -> dict[str, Any]:
+    """Write the config of an adapter with the names of PEFT, and return it."""
+    config = adapter_config(source)
     if base:
         config["base_model_name_or_path"] = base
-    modules = config.get("target_modules")
-    if isinstance(modules, list):
-        config["target_modules"] = sorted({_peft_module(module) for module in modules})
+    if isinstance(config.get("target_modules"), list):
+        names = {_peft_module(module) for module in config["target_modules"]}
+        config["target_modules"] = sorted(names)
     target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return config
 
 
 def needs_base(weights: Path) -> bool:
     """Whether other programs arrange the matrices in other ways, or name the layers differently."""
     with weights.open("rb") as file:
         names = read_header(file, weights)
-    parts = (".experts.", ".attn.", ".in_proj_")
+    parts = (".experts.", ".attn.", ".in_proj_", ".mixer.")
     return any(part in name for name in names for part in parts)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -85,17 +86,34 @@ def command(adapter: str, out: Path, base: str | None, dtype: str | None, data: 
 
 def named_base(folder: Path) -> str:
     """The base model that an adapter names."""
+    name = adapter_config(folder).get("base_model_name_or_path")
+    if not name:
+        raise CommandFailed(f"{folder} does not name its base model.", hint="Add --base NAME.")
+    return str(name)
+
+
+def adapter_config(folder: Path) -> dict[str, Any]:
+    """The checked config of an adapter: its rank is a number, its modules are names."""
     file = folder / "adapter_config.json"
     try:
-        name = json.loads(file.read_text()).get("base_model_name_or_path")
-    except (OSError, ValueError) as error:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise CommandFailed(
             f"{folder} is not a checkpoint: {file.name} cannot be read.",
             hint="Give a folder with adapter_config.json and adapter_model.safetensors.",
         ) from error
-    if not name:
-        raise CommandFailed(f"{folder} does not name its base model.", hint="Add --base NAME.")
-    return str(name)
+    modules = config.get("target_modules") if isinstance(config, dict) else None
+    names = modules if isinstance(modules, list) else [] if modules is None else [modules]
+    if (
+        not isinstance(config, dict)
+        or not isinstance(config.get("r"), int)
+        or not all(isinstance(name, str) for name in names)
+    ):
+        raise CommandFailed(
+            f"{file} is not the config of an adapter.",
+            hint="It is a JSON object with the rank `r`; its `target_modules` are a list of names.",
+        )
+    return config
 
 
 def from_server(path: str, data: str | None) -> Path:

@@ -24,6 +24,7 @@ from tinkex.engine.adapters.memory_plan import (
 from tinkex.engine.adapters.model_needs import ModelNeeds, predicted_needs, read_shape
 from tinkex.engine.model.model_shape import LayerShape, ModelShape, UnknownShape
 from tinkex.engine.model.targets import Target
+from tinkex.engine.model.unsupported import UnsupportedModel, refuse_quantization
 from tinkex.models.families import family_of
 from tinkex.models.gguf import GgufError
 from tinkex.models.line_up import LineUpModel, line_up, tensors_of
@@ -141,11 +142,12 @@ class Candidate:
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             kind = str(config["model_type"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UnknownShape(
                 f"{folder} has no config.json of a model ({error!r:.100})"
             ) from error
         family = family_of(kind)
+        served = None if family is None else family.served
         shape, reason = None, ""
         try:
             shape = read_shape(folder)
@@ -155,10 +157,14 @@ class Candidate:
             reason = family.notes
         elif family is None:
             reason = reason or "this family is not tested: the engine compares its logits at start"
+        try:
+            refuse_quantization(config.get("quantization_config"))
+        except UnsupportedModel as error:
+            served, reason = False, str(error)
         return cls(
             name=folder.resolve().name,
             type=kind,
-            served=None if family is None else family.served,
+            served=served,
             reason=reason,
             trained="" if shape is None else trained(shape),
             shape=shape,

@@ -16,6 +16,8 @@ from typing import Any
 
 # Limit of the safetensors library.
 MAX_HEADER_BYTES = 100_000_000
+#: Of one dimension of a tensor; no model comes near.
+MAX_SIZE = 2**40
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
@@ -81,6 +83,31 @@ def check_complete(missing: Collection[str], folder: Path) -> None:
         )
 
 
+def check_fp8_blocks(folder: Path, quantization: Mapping[str, Any]) -> None:
+    """
+    Raises RefusedFolder if a matrix in FP8 ends with a part of a block.
+
+    transformers divides a matrix evenly by its number of scales, so it would read such a matrix
+    with wrong scales.
+    """
+    block = quantization.get("weight_block_size")
+    if not isinstance(block, list | tuple) or len(block) != 2:
+        return
+    shapes = tensor_shapes(folder)
+    for name, scales in shapes.items():
+        matrix = shapes.get(name.removesuffix("_scale_inv"), ())[-2:]
+        if not name.endswith("_scale_inv") or len(matrix) != 2:
+            continue
+        for size, parts, whole in zip(matrix, scales[-2:], block, strict=False):
+            if parts > 1 and size != parts * whole:
+                raise RefusedFolder(
+                    f"{name} of {folder} has {list(scales)} scales for a matrix of "
+                    f"{list(matrix)} in blocks of {list(block)}: its last block is not a whole "
+                    "one, and transformers reads such a matrix with wrong scales. Serve the "
+                    "folder of the model in bfloat16."
+                )
+
+
 def tensor_names(folder: Path) -> Iterator[str]:
     """The tensor names in the headers of a folder's safetensors files, without reading weights."""
     for file in sorted(folder.glob("*.safetensors")):
@@ -112,7 +139,9 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     for file in files:
         for name, entry in _header(file).items():
             shape = entry.get("shape") if isinstance(entry, dict) else None
-            if isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape):
+            if isinstance(shape, list) and all(
+                type(n) is int and 0 <= n <= MAX_SIZE for n in shape
+            ):
                 found[name] = tuple(shape)
     return found
 
@@ -125,7 +154,7 @@ def _header(file: Path) -> dict[str, Any]:
             if size > min(MAX_HEADER_BYTES, file.stat().st_size):
                 return {}
             header = json.loads(opened.read(size))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return header if isinstance(header, dict) else {}
 

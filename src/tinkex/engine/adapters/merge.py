@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from tinkex.durable_files import atomic_folder
 from tinkex.engine.adapters.checkpoints import SavedAdapter, read_adapter, size_bytes, usual_name
 from tinkex.engine.model import recurrent_layers
-from tinkex.engine.model.base_model import dequantized, load, quiet_transformers
+from tinkex.engine.model.base_model import dequantization, load, quiet_transformers
 from tinkex.engine.model.experts import ExpertWeights, is_experts
 from tinkex.engine.model.lora import Columns
 from tinkex.engine.model.targets import HEAD
@@ -53,8 +53,8 @@ def merge(
     with atomic_folder(out_folder) as part:
         copy_other_files(base_folder, part)
         with quiet_transformers():
-            # Weights that were in MXFP4 are plain numbers now, for which it had other names.
-            plain = dequantized(AutoConfig.from_pretrained(base_folder)) is not None
+            # Weights that were quantized are plain numbers now, for which it had other names.
+            plain = dequantization(AutoConfig.from_pretrained(base_folder)) is not None
             model.save_pretrained(part, max_shard_size=SHARD, save_original_format=not plain)
         # Replace the file that save_pretrained derives from the config.
         generation = base_folder / "generation_config.json"
@@ -80,8 +80,12 @@ def merged_model(base_folder: Path, adapter_folder: Path, dtype: torch.dtype) ->
 
 
 def own_dtype(base_folder: Path) -> torch.dtype:
-    found = AutoConfig.from_pretrained(base_folder).dtype
-    return found if isinstance(found, torch.dtype) else torch.float32
+    """As config.json says; for models with images, its part for text may be the one that does."""
+    config = AutoConfig.from_pretrained(base_folder)
+    for found in (config.dtype, config.get_text_config().dtype):
+        if isinstance(found, torch.dtype):
+            return found
+    return torch.float32
 
 
 def untie(model: Any) -> bool:

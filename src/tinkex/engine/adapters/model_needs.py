@@ -115,7 +115,7 @@ def read_shape(folder: Path) -> ModelShape:
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UnknownShape(f"config.json cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise UnknownShape("config.json is not a JSON object")

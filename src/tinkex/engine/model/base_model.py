@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.utils import logging as transformers_logging
-from transformers.utils.quantization_config import Mxfp4Config
+from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from tinkex.engine.device import is_device_lost, prepare_kernels
 from tinkex.engine.model import attention, model_experts, recurrent_layers
@@ -66,9 +66,14 @@ from tinkex.engine.model.targets import (
     linear_target,
     make_layout,
 )
-from tinkex.engine.model.unsupported import UnsupportedModel
+from tinkex.engine.model.unsupported import (
+    UnsupportedModel,
+    quantization_method,
+    refuse_quantization,
+)
 from tinkex.models.weight_file_checks import (
     check_complete,
+    check_fp8_blocks,
     check_layers,
     check_weight_files,
     tensor_names,
@@ -410,6 +415,12 @@ def load(
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     refuse_unsupported(config)
     check_weight_files(folder, config.to_dict())
+    # Without quantization, nothing is passed: None would hide the one of the folder.
+    options: dict[str, Any] = {}
+    if (dequantized := dequantization(config)) is not None:
+        if isinstance(dequantized, FineGrainedFP8Config):
+            check_fp8_blocks(folder, config.quantization_config)
+        options["quantization_config"] = dequantized
     model: PreTrainedModel
     found: dict[str, Any]
     auto: Any = AutoModelForCausalLM
@@ -425,11 +436,11 @@ def load(
                 output_loading_info=True,
                 dtype=dtype,
                 attn_implementation=original_attention(config),
-                quantization_config=dequantized(config),
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
                 device_map=None if device is None else {"": device},
+                **options,
             )
         except ValueError as error:
             if "attention implementation" not in str(error):
@@ -471,11 +482,11 @@ def original_attention(config: PretrainedConfig) -> str:
     return "eager" if family._supports_attention_backend and not family._supports_sdpa else "sdpa"
 
 
-def dequantized(config: PretrainedConfig) -> Mxfp4Config | None:
-    """For weights in MXFP4 (gpt-oss): training and the kernels need them in 16 or 32 bits."""
-    found: Any = getattr(config, "quantization_config", None) or {}
-    method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
-    return Mxfp4Config(dequantize=True) if method == "mxfp4" else None
+def dequantization(config: PretrainedConfig) -> Mxfp4Config | FineGrainedFP8Config | None:
+    """How quantized weights are loaded: training and the kernels need them in 16 or 32 bits."""
+    method = quantization_method(getattr(config, "quantization_config", None))
+    by_method = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
+    return None if method is None else by_method[method](dequantize=True)
 
 
 @contextlib.contextmanager
@@ -491,6 +502,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def refuse_unsupported(config: PretrainedConfig) -> None:
+    refuse_quantization(getattr(config, "quantization_config", None))
     # Not in its keys(): they would import the configuration modules of all model families.
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         images = getattr(config, "vision_config", None) is not None

@@ -360,15 +360,17 @@ def _layer_count(config: Mapping[str, Any]) -> int:
 
 def _need(config: Mapping[str, Any], key: str) -> int:
     found = config.get(key)
-    if not isinstance(found, int):
-        raise UnknownShape(f"config.json has {key} = {found!r}")
+    if type(found) is not int or not 0 < found < 2**40:
+        raise UnknownShape(f"config.json has {key} = {found!r:.100}, not a positive number")
     return found
 
 
 def _weights(tensors: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The tensors as they are loaded: MXFP4 blocks are matrices then."""
+    """The tensors as they are loaded: without scales, and MXFP4 blocks are matrices."""
     found: dict[str, Shape] = {}
     for name, shape in tensors.items():
+        if name.endswith(".weight_scale_inv"):  # of FP8
+            continue
         if name.endswith("_blocks") and len(shape) == 4:
             experts, rows, groups, size = shape  # a byte has two numbers
             found[name.removesuffix("_blocks")] = (experts, rows, groups * size * 2)
