@@ -43,7 +43,7 @@ NO_COMMANDS = {"ready", "or"}
 #: A module, or a file, and what follows.
 PROGRAM = re.compile(r"\bpython3? (?:-m ([\w.]+)|([\w./]+\.py))([^`\n]*)")
 #: Of other packages, and files of the reader's own.
-OTHER_PROGRAMS = ("venv", "pytest", "tinker_cookbook.")
+OTHER_PROGRAMS = ("venv", "pytest", "tinker_cookbook.", "tutorials/")
 READERS_FILES = {"quickstart.py", "your_training_loop.py"}
 FILE = re.compile(r"(?:tests|qa|benchmarks|examples|deploy|docs|src)/[\w./-]*\w")
 SOURCES = ("src", "tests", "qa", "benchmarks", "examples", "deploy")
@@ -160,7 +160,7 @@ def test_every_command_is_on_the_page_of_commands() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_python_program_exists_with_its_options(page: Path) -> None:
     for module, file, rest in PROGRAM.findall(page.read_text()):
-        if module.startswith(OTHER_PROGRAMS) or file in READERS_FILES:
+        if (module or file).startswith(OTHER_PROGRAMS) or file in READERS_FILES:
             continue
         code = module_file(module) if module else ROOT / file
         assert code is not None, f"there is no module {module}"
@@ -173,7 +173,9 @@ def test_every_python_program_exists_with_its_options(page: Path) -> None:
 def module_file(module: str) -> Path | None:
     """Of tinkex, or of a folder of the repository."""
     path = module.replace(".", "/")
-    places = [ROOT / base / f"{path}{end}" for base in ("src", "") for end in (".py", "/__main__.py")]
+    places = [
+        ROOT / base / f"{path}{end}" for base in ("src", "") for end in (".py", "/__main__.py")
+    ]
     return next((place for place in places if place.exists()), None)
 
 
