@@ -204,7 +204,7 @@ def thin(draw: random.Random) -> Made:
 
 
 def odd_mode(draw: random.Random) -> Made:
-    mode = draw.choice(["I;16", "I", "P", "LA", "1", "L"])
+    mode = draw.choice(["I;16", "P", "LA", "1", "L"])
     image = Image.new(mode, (31, 17), draw.choice([0, 1]))
     options: dict[str, Any] = {}
     if mode in ("P", "L", "1"):
