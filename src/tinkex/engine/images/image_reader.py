@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 
 from tinkex.engine.images.image_decoder import DecoderLimits, ImageDecoder
-from tinkex.engine.images.image_header import read_size
-from tinkex.engine.images.patch_rules import PatchRules
 from tinkex.engine.images.prepared_image import PreparedImage
+from tinkex.models.image_header import ImageRefused, read_size
+from tinkex.models.patch_rules import PatchRules
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.prompt_chunks import ImageChunk
 
@@ -37,20 +37,16 @@ class ImageReader:
 
     def count(self, image: ImageChunk) -> int:
         """The tokens of an image, from its header alone. Raises `UserFailure`."""
-        height, width = read_size(image.data, image.format)
-        tokens = self.rules.tokens(*self.rules.grid(height, width))
-        if image.expected_tokens not in (None, tokens):
-            raise UserFailure(
-                f"expected_tokens is {image.expected_tokens}, but the image of {width} x {height} "
-                f"pixels has {tokens} tokens for this model. Set {tokens}, or leave it out."
-            )
-        return tokens
+        try:
+            return self.rules.count(image.data, image.format, image.expected_tokens)
+        except ImageRefused as refused:
+            raise UserFailure(str(refused)) from None
 
     def prepare(self, images: Sequence[ImageChunk]) -> list[PreparedImage]:
         """
         Decodes images. Raises `UserFailure` for the first one that cannot be decoded.
 
-        Patches are much larger than files: 1.5 KB for each token's pixel row. Prepare the images of
+        Patches are much larger than files: 24 KB for each token of Qwen3-VL. Prepare the images of
         one micro-batch at a time.
         """
         return [self._prepare(image) for image in images]
@@ -60,9 +56,12 @@ class ImageReader:
         self._decoder.close()
 
     def _prepare(self, image: ImageChunk) -> PreparedImage:
-        rules = self.rules
-        height, width = read_size(image.data, image.format)
-        rows, columns = rules.grid(height, width)
+        try:
+            rules = self.rules
+            height, width = read_size(image.data, image.format)
+            rows, columns = rules.grid(height, width)
+        except ImageRefused as refused:
+            raise UserFailure(str(refused)) from None
         rgb = self._decoder.decode(
             image.data,
             is_png=image.format == "png",

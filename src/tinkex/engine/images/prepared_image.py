@@ -18,7 +18,7 @@ class PreparedImage:
     digest: bytes
     #: Patches in time, rows and columns: `image_grid_thw`.
     grid: tuple[int, int, int]
-    #: [patches, values]: `pixel_values`. Float32, so up to 24 times the bytes of the RGB pixels.
+    #: [patches, values]: `pixel_values`. Eight times the bytes of the scaled RGB pixels.
     patches: NDArray[np.float32]
     #: Placeholder tokens of the prompt that the image stands for.
     tokens: int

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from tinkex.wire.errors import UserFailure
+from tinkex.models.image_header import ImageRefused, read_size
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 #: The image processors with these rules, by what their names begin with.
@@ -52,17 +51,17 @@ class PatchRules:
 
     @classmethod
     def read(cls, folder: Path) -> PatchRules:
-        """The rules of a model folder. Raises `UserFailure` if it has others, or none."""
+        """The rules of a model folder. Raises `ImageRefused` if it has others, or none."""
         found = _processor_settings(folder)
         name = str(found.get("image_processor_type", ""))[:60]
         if not name.startswith(PROCESSOR):
-            raise UserFailure(
+            raise ImageRefused(
                 f"this model's image processor is {name or 'not named'}; supported is {PROCESSOR}. "
                 "Send text only."
             )
         for step in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
             if found.get(step) is False:
-                raise UserFailure(
+                raise ImageRefused(
                     f"this model's image processor has {step} = false, which is not supported."
                 )
         size = found.get("size")
@@ -82,10 +81,21 @@ class PatchRules:
             std=_numbers(found.get("image_std") or _STD, "image_std", 3),
         )
 
+    def count(self, data: bytes, format: str, expected_tokens: int | None = None) -> int:
+        """The tokens of an image, from its header alone. Raises `ImageRefused`."""
+        height, width = read_size(data, format)
+        tokens = self.tokens(*self.grid(height, width))
+        if expected_tokens not in (None, tokens):
+            raise ImageRefused(
+                f"expected_tokens is {expected_tokens}, but the image of {width} x {height} pixels "
+                f"has {tokens} tokens for this model. Set {tokens}, or leave it out."
+            )
+        return tokens
+
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of patches of an image of this size. Raises `UserFailure`."""
+        """Rows and columns of patches of an image of this size. Raises `ImageRefused`."""
         if max(height, width) > MAX_RATIO * min(height, width):
-            raise UserFailure(
+            raise ImageRefused(
                 f"the image has {width} x {height} pixels; one side may be at most {MAX_RATIO} "
                 "times as long as the other."
             )
@@ -106,6 +116,8 @@ class PatchRules:
 
     def patches(self, rgb: bytes, rows: int, columns: int) -> NDArray[np.float32]:
         """The patches of an image that was scaled to its grid: [rows * columns, values]."""
+        import numpy as np
+
         side = self.merge
         tiles = (
             np.frombuffer(rgb, dtype=np.uint8)
@@ -121,6 +133,8 @@ class PatchRules:
 
     def _values(self) -> NDArray[np.float32]:
         """The number that each of 256 brightnesses becomes, for each color: [3, 256]."""
+        import numpy as np
+
         scaled = (np.arange(256, dtype=np.float64) * self.scale).astype(np.float32)
         mean = np.array(self.mean, dtype=np.float32)[:, None]
         return (scaled - mean) / np.array(self.std, dtype=np.float32)[:, None]
@@ -134,12 +148,12 @@ def _processor_settings(folder: Path) -> Mapping[str, Any]:
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            raise UserFailure(f"this model's {name} cannot be read: {error}") from None
+            raise ImageRefused(f"this model's {name} cannot be read: {error}") from None
         if isinstance(found, dict):
             found = found if name.startswith("pre") else found.get("image_processor")
         if isinstance(found, dict):
             return found
-    raise UserFailure(
+    raise ImageRefused(
         "this model's folder has no preprocessor_config.json, which says how images become "
         "patches. Copy it from the published model, or send text only."
     )
@@ -147,7 +161,7 @@ def _processor_settings(folder: Path) -> Mapping[str, Any]:
 
 def _integer(value: Any, name: str, most: int, *, least: int = 1) -> int:
     if type(value) is not int or not least <= value <= most:
-        raise UserFailure(
+        raise ImageRefused(
             f"this model's image processor has {name} = {str(value)[:40]}; allowed are {least} to "
             f"{most}."
         )
@@ -161,7 +175,7 @@ def _numbers(values: Any, name: str, count: int) -> tuple[float, ...]:
         and all(type(one) in (int, float) and math.isfinite(one) for one in values)
     )
     if not good or (name == "image_std" and 0 in values):
-        raise UserFailure(
+        raise ImageRefused(
             f"this model's image processor has {name} = {str(values)[:40]}; {count} finite "
             "numbers are needed, and no deviation of 0."
         )

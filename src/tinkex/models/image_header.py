@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import struct
 
-from tinkex.wire.errors import UserFailure
-
 #: Encoded bytes of one image.
 MAX_BYTES = 32 * 2**20
 #: Pixels of one image, decoded: 33 million, such as 6,000 x 5,500.
 MAX_PIXELS = 2**25
 #: Segments of a JPEG file before its size. Cameras write about twenty.
 MAX_SEGMENTS = 1_000
+
+
+class ImageRefused(ValueError):
+    """An image that cannot be used, or a model that takes none. The message says what to do."""
+
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG = b"\xff\xd8"
@@ -33,23 +36,23 @@ _END, _SCAN = 0xD9, 0xDA
 
 
 def read_size(data: bytes, format: str) -> tuple[int, int]:
-    """Height and width in pixels. Raises `UserFailure` for bytes that are not such an image."""
+    """Height and width in pixels. Raises `ImageRefused` for bytes that are not such an image."""
     if len(data) > MAX_BYTES:
-        raise UserFailure(
+        raise ImageRefused(
             f"the image has {len(data)} bytes; at most {MAX_BYTES} are allowed. Scale it down."
         )
     found = "png" if data.startswith(_PNG) else "jpeg" if data.startswith(_JPEG) else None
     if found != format:
         what = "no PNG or JPEG file" if found is None else f"a {found.upper()} file"
-        raise UserFailure(
+        raise ImageRefused(
             f"the image's format is {format!r}, but its data is {what} (its first bytes are "
             f"{data[:8].hex(' ') or 'missing'}). Send the bytes of a PNG or JPEG file, and its format."
         )
     height, width = _png_size(data) if format == "png" else _jpeg_size(data)
     if not height or not width:
-        raise UserFailure(f"the image has {width} x {height} pixels; it must have at least one.")
+        raise ImageRefused(f"the image has {width} x {height} pixels; it must have at least one.")
     if height * width > MAX_PIXELS:
-        raise UserFailure(
+        raise ImageRefused(
             f"the image has {width} x {height} pixels; at most {MAX_PIXELS} are allowed in all. "
             "Scale it down."
         )
@@ -58,21 +61,21 @@ def read_size(data: bytes, format: str) -> tuple[int, int]:
 
 def _png_size(data: bytes) -> tuple[int, int]:
     if len(data) < len(_PNG) + _PNG_HEADER.size:
-        raise UserFailure("the PNG file ends within its header.")
+        raise ImageRefused("the PNG file ends within its header.")
     length, name, width, height = _PNG_HEADER.unpack_from(data, len(_PNG))
     if name != b"IHDR" or length != 13:
-        raise UserFailure("the PNG file does not begin with a header chunk (IHDR).")
+        raise ImageRefused("the PNG file does not begin with a header chunk (IHDR).")
     return height, width
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int]:
-    ended = UserFailure("the JPEG file ends before its size.")
+    ended = ImageRefused("the JPEG file ends before its size.")
     at = len(_JPEG)
     for _ in range(MAX_SEGMENTS):
         if at >= len(data):
             raise ended
         if data[at] != 0xFF:
-            raise UserFailure(f"the JPEG file has no marker at byte {at}, where one must be.")
+            raise ImageRefused(f"the JPEG file has no marker at byte {at}, where one must be.")
         while at < len(data) and data[at] == 0xFF:  # a marker may be preceded by fill bytes
             at += 1
         if at >= len(data):
@@ -81,16 +84,16 @@ def _jpeg_size(data: bytes) -> tuple[int, int]:
         if marker in _ALONE:
             continue
         if marker in (_END, _SCAN, 0):
-            raise UserFailure("the JPEG file has no size before its data.")
+            raise ImageRefused("the JPEG file has no size before its data.")
         if at + _LENGTH.size > len(data):
             raise ended
         (length,) = _LENGTH.unpack_from(data, at)
         if length < _LENGTH.size:
-            raise UserFailure(f"the JPEG file has a segment of {length} bytes at byte {at}.")
+            raise ImageRefused(f"the JPEG file has a segment of {length} bytes at byte {at}.")
         if marker in _FRAMES:
             if at + _LENGTH.size + _FRAME.size > len(data):
                 raise ended
             _, height, width = _FRAME.unpack_from(data, at + _LENGTH.size)
             return height, width
         at += length
-    raise UserFailure(f"the JPEG file has no size in its first {MAX_SEGMENTS} segments.")
+    raise ImageRefused(f"the JPEG file has no size in its first {MAX_SEGMENTS} segments.")
