@@ -1,6 +1,6 @@
 """Models that read images: training and sampling give the numbers of transformers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def engine_of(folder: Path, **settings: Any) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def engine_on(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Engine]:
+def engine_on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Engine]]:
     """An engine of a family. Shared: each test drops the models it creates."""
     root, engines = tmp_path_factory.mktemp("images"), dict[str, Engine]()
 
@@ -60,7 +60,10 @@ def engine_on(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Engin
             engines[family] = engine_of(write_image_model(root / family, family))
         return engines[family]
 
-    return get
+    yield get
+    for engine in engines.values():
+        if engine.images is not None:
+            engine.images.close()
 
 
 def request(chunks: Sequence[Chunk], *, samples: int = 1, **options: Any) -> SampleRequest:
