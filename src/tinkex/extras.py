@@ -15,6 +15,7 @@ __all__ = ["EXTRAS", "MissingExtra", "needs"]
 
 #: Package -> the extra of tinkex that installs it.
 EXTRAS = {
+    "PIL": "images",
     "gguf": "gguf",
     "huggingface_hub": "hub",
     "jinja2": "tokenizer",
@@ -30,7 +31,7 @@ EXTRAS = {
     "zstandard": "zstd",
 }
 #: Names on PyPI, where they differ from the package.
-_DISTRIBUTIONS = {"opentelemetry": "opentelemetry-api"}
+_DISTRIBUTIONS = {"PIL": "pillow", "opentelemetry": "opentelemetry-api"}
 
 
 class MissingExtra(ModuleNotFoundError):

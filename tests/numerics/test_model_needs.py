@@ -11,6 +11,7 @@ import torch
 
 from numerics.hybrids import HYBRIDS, write_hybrid
 from numerics.mixtures import MIXTURES, write_mixture
+from numerics.pictures import IMAGE_MODELS, write_image_model
 from numerics.test_families import SERVED, write_model
 from tinkex.engine import Engine, EngineSettings
 from tinkex.engine.adapters.memory_plan import DoesNotFit, plan_memory
@@ -19,6 +20,7 @@ from tinkex.engine.engine import measured_needs
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.model_shape import ModelShape, UnknownShape
 from tinkex.engine.model.stacked_weights import StackedWeights
+from tinkex.engine.model.targets import text_name
 from tinkex.engine.model_fit import Candidate, trained
 from tinkex.models.line_up import line_up, tensors_of
 from tinkex.models.weight_file_checks import tensor_shapes
@@ -42,6 +44,9 @@ FORMS = {
     "HunYuanMoEV1": FLOAT32,  # a router below another name
     "Qwen3Next": BFLOAT16,  # joint projections of recurrent layers
     "NemotronH": FLOAT32,  # Mamba 2, layers without attention, experts without a gate
+    "Qwen2_5_VL": FLOAT32,  # a vision tower
+    "Qwen3VL": BFLOAT16,  # whose features go to several layers
+    "Qwen3_5Moe": FLOAT32,  # beside recurrent layers
 }
 
 
@@ -50,6 +55,8 @@ def written(family: str, folder: Path) -> Path:
         return write_mixture(folder, family)
     if family in HYBRIDS:
         return write_hybrid(folder, family)
+    if family in IMAGE_MODELS:
+        return write_image_model(folder, family)
     return write_model(folder, family, **SERVED[family])
 
 
@@ -66,14 +73,18 @@ def test_the_needs_of_a_model_are_known_before_it_is_loaded(family: str, tmp_pat
     # What autograd keeps is estimated.
     estimated = predicted.activation_bytes_per_token / found.activation_bytes_per_token
     assert 0.7 < estimated < 1.3
-    for name in ("vocabulary", "context", "kv_bytes_per_token", "state_bytes", "adapter_numbers"):
+    names = ("vocabulary", "context", "kv_bytes_per_token", "image_bytes_per_token", "state_bytes")
+    for name in (*names, "adapter_numbers"):
         assert getattr(found, name) == getattr(predicted, name), name
+    assert (found.image_bytes_per_token > 0) == (family in IMAGE_MODELS)
     sizes = [
         sorted((each.kind, each.shape_A(8), each.shape_B(8)) for each in targets)
         for targets in (model.targets, shape.targets)
     ]
     assert sizes[0] == sizes[1]
-    stacked = StackedWeights.of(model._decoder, model._embed, model.head)
+    stacked = None
+    if model.vision is None:
+        stacked = StackedWeights.of(model._decoder, model._embed, model.head)
     assert shape.packed == (None if stacked is None else stacked.shape)
 
 
@@ -86,6 +97,7 @@ TYPES = {
     "qwen3_5": "Qwen3_5Text",
     "qwen3_5_moe": "Qwen3_5MoeText",
     "deepseek_v3": "DeepseekV3",
+    "qwen3_vl_moe": "Qwen3VLMoe",
 }
 
 
@@ -94,11 +106,17 @@ TYPES = {
 def test_weights_of_the_line_up_have_the_sizes_of_files(family: str, tmp_path: Path) -> None:
     folder = written(family, tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    of_files, computed = read_shape(folder), ModelShape.of(config, tensors_of(config))
+    if family in IMAGE_MODELS:
+        # The line-up has the keys of the text part beside that of the tower.
+        config = config["text_config"] | {"vision_config": config["vision_config"]}
+    of_files = read_shape(folder)
+    computed = ModelShape.of(config, tensors_of(config), images=family in IMAGE_MODELS)
+    assert computed.tower == of_files.tower
     assert computed.all_parameters == of_files.all_parameters
     assert computed.cached_numbers == of_files.cached_numbers
     assert computed.state_bytes(2) == of_files.state_bytes(2)
-    assert sorted(map(repr, computed.targets)) == sorted(map(repr, of_files.targets))
+    names = [sorted(text_name(repr(one)) for one in each.targets) for each in (computed, of_files)]
+    assert names[0] == names[1]
     assert trained(computed) == trained(of_files)
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from numerics.hybrids import HYBRIDS
 from numerics.mixtures import MIXTURES
+from numerics.pictures import IMAGE_MODELS
 from numerics.test_families import REFUSED, REFUSED_BY_CONFIG, SERVED
 from qa.reference_pages.models import PAGE, REPORTS, page
 from tinkex.engine.model_fit import Candidate
@@ -17,7 +18,7 @@ def test_the_tables_of_models_are_up_to_date() -> None:
 
 def test_the_families_are_those_that_are_tested() -> None:
     served = {family.name for family in FAMILIES if family.served}
-    assert served == {*SERVED, *MIXTURES, *HYBRIDS}
+    assert served == {*SERVED, *MIXTURES, *HYBRIDS, *IMAGE_MODELS}
     refused = {family.name for family in FAMILIES if not family.served}
     assert refused == {*REFUSED, *REFUSED_BY_CONFIG} - served
 

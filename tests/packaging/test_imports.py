@@ -47,6 +47,8 @@ ALLOWED_IMPORTS = {
     "models": "display extras file_locks ~numpy ~tokenizers ~huggingface_hub ~jinja2",
     "engine.sampling.guides": "extras wire numpy torch ~llguidance",
     "engine": "durable_files wire models numpy torch ~triton transformers safetensors tokenizers ~gguf",
+    "engine.images": "wire models",
+    "engine.images.decoder_process": "~PIL",
     "engine.model.decode_ops": "engine.model torch triton",  # itself loaded in functions only
     "engine.model.early_start": "torch triton",
     "engine.model.lora_kernels": "engine.model triton",

@@ -41,12 +41,15 @@ from tinkex.engine.device import (
     total_bytes,
     used_bytes,
 )
+from tinkex.engine.images.image_reader import ImageReader
+from tinkex.engine.input_checks import NONE_PREPARED, PreparedImages, limits_of
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.model_shape import UnknownShape
 from tinkex.engine.model.step_memory import PLANNED_RANK
 from tinkex.engine.model.targets import make_layout
 from tinkex.engine.model_fit import refuse_too_large
 from tinkex.engine.numerics import check_numerics, numerics
+from tinkex.engine.request_images import NamedInput, RequestImages, inputs_of
 from tinkex.engine.sampling.interface import Finished, PartialOutput, Sampler
 from tinkex.engine.sampling.sampler import BatchingSampler
 from tinkex.engine.training.batch import count_fitting
@@ -54,7 +57,7 @@ from tinkex.engine.training.custom_loss_graph import Graph
 from tinkex.engine.training.losses import CustomLoss
 from tinkex.engine.training.optimizer import optimizer_step
 from tinkex.engine.training.passes import Pass, PassSlice, run_micro_batch
-from tinkex.engine.training.request_checks import Limits, check_request
+from tinkex.engine.training.request_checks import check_request
 from tinkex.models.gguf import GgufError
 from tinkex.models.weight_file_checks import RefusedFolder
 from tinkex.wire.custom_loss import CustomLossGraph, CustomLossInput
@@ -119,9 +122,13 @@ class Engine:
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
         )
-        self.limits = Limits(
-            vocab_size=self.model.vocab_size, max_context_length=self.model.max_context_length
-        )
+        self.limits = limits_of(self.model)
+        #: Decodes images; None if they are refused. For another thread.
+        self.images: RequestImages | None = None
+        if self.model.vision is not None:
+            self.images = RequestImages(ImageReader(settings.folder), self.limits)
+        elif self.model.config.to_dict().get("vision_config"):
+            log.warning("images are refused: %s", self.model.no_images)
         self.plan = plan_memory(measured_needs(self.model), settings, free=available_bytes(device))
         self.facts.memory_used_bytes = used_bytes(device)
         self.facts.memory_bytes = self.plan.total
@@ -201,10 +208,27 @@ class Engine:
             self.run_micro_batch([(training_pass, count_fitting(waiting, self.pass_tokens))])
         return training_pass.output()
 
-    def begin_pass(self, model_id: str, work: ForwardBackwardInput, *, backward: bool) -> Pass:
-        """Checks a pass completely. The caller runs it in micro-batches."""
+    def begin_pass(
+        self,
+        model_id: str,
+        work: ForwardBackwardInput,
+        *,
+        backward: bool,
+        images: PreparedImages | None = None,
+    ) -> Pass:
+        """
+        Checks a pass completely. The caller runs it in micro-batches.
+
+        Without `images`, those of its data are decoded now.
+        """
         self._adapter(model_id)
-        loss, data = check_request(work, self.limits, backward=backward, custom=self._losses)
+        loss, data = check_request(
+            work,
+            self.limits,
+            backward=backward,
+            custom=self._losses,
+            images=self._prepared(inputs_of(work), images),
+        )
         if backward:
             longest = max(len(datum.tokens_N) for datum in data)
             if longest * self.model.bytes_per_token > self.plan.activations:
@@ -327,6 +351,7 @@ class Engine:
         adapter: Path | None,
         owner: str = "",
         streams: bool = False,
+        images: PreparedImages | None = None,
     ) -> None:
         """
         Queues a sample request. `adapter` is an immutable checkpoint folder; None is the base model.
@@ -334,8 +359,10 @@ class Engine:
         `ticket` is a number that the caller chooses; the results of the request have it. The
         folder is read when the request is admitted; if it is invalid, the request fails then.
         Owners get equal shares of the sampler, however many requests they send. With `streams` the
-        tokens are available from `partial_outputs` as they are sampled.
+        tokens are available from `partial_outputs` as they are sampled. Without `images`, those of
+        the prompt are decoded now.
         """
+        prepared = self._prepared([NamedInput("prompt", request.prompt)], images)
         if self._sampler is None:
             self._sampler = self._make_sampler(
                 self.model,
@@ -351,7 +378,9 @@ class Engine:
             )
             self._adapters.sampler = self._sampler
             self._adapters.cache_bytes = self.plan.cache
-        self._sampler.submit(ticket, request, adapter, owner=owner, streams=streams)
+        self._sampler.submit(
+            ticket, request, adapter, owner=owner, streams=streams, images=prepared
+        )
 
     def cancel(self, ticket: int) -> None:
         if self._sampler is not None:
@@ -409,6 +438,13 @@ class Engine:
     def sampling(self) -> bool:
         return self._sampler is not None and self._sampler.busy
 
+    def _prepared(
+        self, inputs: Sequence[NamedInput], images: PreparedImages | None
+    ) -> PreparedImages:
+        if images is not None:
+            return images
+        return NONE_PREPARED if self.images is None else self.images.prepare(inputs)
+
     def _adapter(self, model_id: str) -> TrainingAdapter:
         try:
             return self._adapters[model_id]
@@ -428,6 +464,9 @@ def measured_needs(model: BaseModel) -> ModelNeeds:
         activation_bytes_per_token=model.planned_bytes_per_token,
         rank=PLANNED_RANK,
         adapter_numbers=make_layout(model.targets, PLANNED_RANK).size,
+        image_bytes_per_token=(
+            0 if model.vision is None else model.vision.shape.image_bytes(model.dtype.itemsize)
+        ),
         state_bytes=model.state_bytes,
         graphs=model.fused is not None,
     )

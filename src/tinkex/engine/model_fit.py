@@ -24,6 +24,7 @@ from tinkex.engine.adapters.memory_plan import (
 from tinkex.engine.adapters.model_needs import ModelNeeds, predicted_needs, read_shape
 from tinkex.engine.model.model_shape import LayerShape, ModelShape, UnknownShape
 from tinkex.engine.model.targets import Target
+from tinkex.engine.model.tower_shape import IMAGE_TOKENS
 from tinkex.engine.model.unsupported import UnsupportedModel, refuse_quantization
 from tinkex.models.families import family_of
 from tinkex.models.gguf import GgufError
@@ -39,6 +40,7 @@ def smallest_total(needs: ModelNeeds, settings: EngineSettings, *, adapters: int
     fixed = reserved_of(needs, settings, max_batch_tokens, beside=0) + adapters
     fixed += MIN_TOKENS * (needs.activation_bytes_per_token + needs.kv_bytes_per_token)
     fixed += MIN_STATES * needs.state_bytes
+    fixed += IMAGE_TOKENS[needs.device] * needs.image_bytes_per_token
     return needs.weights + math.ceil(fixed / (1 - SLACK_FRACTION)) + 1
 
 
@@ -125,7 +127,8 @@ class Candidate:
         reason = "" if served else model.refused or (family.notes if family else "not tested")
         shape = None
         if model.config is not None:
-            shape = ModelShape.of(model.config, tensors_of(model.config))
+            images = "vision_config" in model.config
+            shape = ModelShape.of(model.config, tensors_of(model.config), images=images)
         return cls(
             name=model.name,
             type=model.type,

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from tinkex.engine import Engine
 from tinkex.engine.adapters.checkpoints import HOST, Files, copied, memory_bytes
@@ -34,6 +34,8 @@ from tinkex.engine.connection import (
     shared_failure_report,
 )
 from tinkex.engine.device import available_bytes, is_device_lost, is_out_of_memory
+from tinkex.engine.input_checks import PreparedImages
+from tinkex.engine.request_images import NamedInput, has_images, inputs_of
 from tinkex.engine.training.batch_mixer import BatchMixer, ModelQueue
 from tinkex.engine.training.passes import Pass
 from tinkex.engine.training.request_checks import unknown_custom_loss
@@ -83,11 +85,26 @@ def sampling_time(trained_s: float, training_share: float) -> float:
     return min(trained_s, MAX_TRAINED_S) * (1 - training_share) / training_share
 
 
+class DecodedPass(NamedTuple):
+    work: ForwardBackwardInput
+    images: PreparedImages | None
+
+
+class AwaitedSample(NamedTuple):
+    """A sample request whose images are being decoded."""
+
+    order: engine_protocol.Order
+    request: StoredSampleRequest
+    images: Future[PreparedImages]
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     """A training order and its progress."""
 
     order: engine_protocol.Order
+    #: The request of a pass with its images, where images are read; decoded by another thread.
+    decoded: Future[DecodedPass] | None = None
     training_pass: Pass | None = None
     compute_s: float = 0.0
 
@@ -115,6 +132,11 @@ class Worker:
         self._reported_stats: frames_pb2.Stats | None = None
         #: Writes snapshots while the engine continues to compute.
         self._writer = ThreadPoolExecutor(1, "tinkex-snapshots")
+        #: Decode images, so that other work need not wait for them. Apart, so that a large batch
+        #: delays no sample.
+        self._sample_images = ThreadPoolExecutor(1, "tinkex-sample-images")
+        self._pass_images = ThreadPoolExecutor(1, "tinkex-pass-images")
+        self._awaited_samples: dict[int, AwaitedSample] = {}
         #: Copies of snapshots that are not written yet, with their host memory.
         self._copies: dict[Future[None], int] = {}
 
@@ -157,6 +179,10 @@ class Worker:
             self._accept(self._connection.inbox.get(block=idle))
             while True:
                 self._accept(self._connection.inbox.get_nowait())
+        for ticket, awaited in list(self._awaited_samples.items()):
+            if awaited.images.done():
+                del self._awaited_samples[ticket]
+                self._submit_decoded(awaited)
 
     def _report_stats(self, idle: bool) -> None:
         """Sends changed stats: at intervals while there is work, and once when it ends."""
@@ -179,36 +205,73 @@ class Worker:
             case "sample":
                 self._submit(order)
             case "cancel":
-                self._engine.cancel(order.cancel.sample_ticket)
-                self._sample_began_s.pop(order.cancel.sample_ticket, None)
+                ticket = order.cancel.sample_ticket
+                self._engine.cancel(ticket)
+                self._sample_began_s.pop(ticket, None)
+                if (awaited := self._awaited_samples.pop(ticket, None)) is not None:
+                    awaited.images.cancel()
             case "register_loss":
                 self._register_loss(order)
             case "forget_losses":
                 self._drop_losses(order)
             case str(work):
                 model_id = getattr(order, work).model_id
-                self._training.setdefault(model_id, deque()).append(Job(order))
+                job = Job(order)
+                if work == "run_pass" and self._engine.images is not None:
+                    job.decoded = self._pass_images.submit(self._decode, order)
+                    job.decoded.add_done_callback(self._connection.wake)
+                self._training.setdefault(model_id, deque()).append(job)
             case None:
                 self._connection.send(
                     failure_report(order.ticket, ValueError("the order has no `work` field"))
                 )
 
     def _submit(self, order: engine_protocol.Order) -> None:
-        folder = order.sample.adapter_folder
+        self._sample_began_s[order.ticket] = time.perf_counter()
         try:
             request = decode_json(StoredSampleRequest, _payload_bytes(order.sample.payload))
-            self._sample_began_s[order.ticket] = time.perf_counter()
+        except Exception as error:  # noqa: BLE001  reported as the failure of this order
+            self._refuse_sample(order, error)
+            return
+        inputs = [NamedInput("prompt", request.prompt)]
+        if self._engine.images is None or not has_images(inputs):
+            self._submit_sample(order, request, None)
+            return
+        images = self._sample_images.submit(self._engine.images.prepare, inputs)
+        self._awaited_samples[order.ticket] = AwaitedSample(order, request, images)
+        images.add_done_callback(self._connection.wake)
+
+    def _submit_decoded(self, awaited: AwaitedSample) -> None:
+        try:
+            images = awaited.images.result()
+        except Exception as error:  # noqa: BLE001  reported as the failure of this order
+            self._refuse_sample(awaited.order, error)
+            return
+        self._submit_sample(awaited.order, awaited.request, images)
+
+    def _submit_sample(
+        self,
+        order: engine_protocol.Order,
+        request: StoredSampleRequest,
+        images: PreparedImages | None,
+    ) -> None:
+        folder = order.sample.adapter_folder
+        try:
             self._engine.submit(
                 order.ticket,
                 request,
                 adapter=Path(folder) if folder else None,
                 owner=order.sample.owner,
                 streams=order.sample.streams,
+                images=images,
             )
         except Exception as error:  # noqa: BLE001  reported as the failure of this order
-            _exit_if_device_lost_or_full(error)
-            self._sample_began_s.pop(order.ticket, None)
-            self._connection.send(failure_report(order.ticket, error))
+            self._refuse_sample(order, error)
+
+    def _refuse_sample(self, order: engine_protocol.Order, error: Exception) -> None:
+        _exit_if_device_lost_or_full(error)
+        self._sample_began_s.pop(order.ticket, None)
+        self._connection.send(failure_report(order.ticket, error))
 
     def _register_loss(self, order: engine_protocol.Order) -> None:
         work = order.register_loss
@@ -251,14 +314,15 @@ class Worker:
         """
         The model that ran least recently, of those that can run.
 
-        A model whose next order is a snapshot waits while too many copies wait to be written.
+        A model whose next order is a snapshot waits while too many copies wait to be written, and
+        one whose next pass has images until they are decoded.
         """
         full = self._pending_snapshot_bytes() >= MAX_PENDING_SNAPSHOT_BYTES
         return next(
             (
                 model_id
                 for model_id, jobs in self._training.items()
-                if not (full and _is_snapshot(jobs[0]))
+                if _is_decoded(jobs[0]) and not (full and _is_snapshot(jobs[0]))
             ),
             None,
         )
@@ -427,7 +491,7 @@ class Worker:
         A pass that is refused is refused again in its turn, so that reports keep their order.
         """
         job = next((job for job in self._training[model_id] if _is_pass(job)), None)
-        if job is not None:
+        if job is not None and _is_decoded(job):
             with contextlib.suppress(Exception):
                 self._decode_pass(model_id, job)
 
@@ -444,11 +508,21 @@ class Worker:
         if job.training_pass is not None:
             return
         order = job.order.run_pass
-        request, _ = decode_forward_backward_request(_payload_bytes(order.payload))
-        self._check_loss(request.forward_backward_input, order.session_id)
+        decoded = self._decode(job.order) if job.decoded is None else job.decoded.result()
+        self._check_loss(decoded.work, order.session_id)
         job.training_pass = self._engine.begin_pass(
-            model_id, request.forward_backward_input, backward=order.backward
+            model_id, decoded.work, backward=order.backward, images=decoded.images
         )
+        job.decoded = None
+
+    def _decode(self, order: engine_protocol.Order) -> DecodedPass:
+        """Where images are read, another thread calls this."""
+        request, _ = decode_forward_backward_request(_payload_bytes(order.run_pass.payload))
+        work = request.forward_backward_input
+        images = (
+            None if self._engine.images is None else self._engine.images.prepare(inputs_of(work))
+        )
+        return DecodedPass(work, images)
 
     def _check_loss(self, work: ForwardBackwardInput, session_id: str) -> None:
         """Raises `UserFailure` if the pass names a custom loss of another session."""
@@ -545,6 +619,10 @@ def _is_pass(job: Job) -> bool:
     return job.order.WhichOneof("work") == "run_pass"
 
 
+def _is_decoded(job: Job) -> bool:
+    return job.decoded is None or job.decoded.done()
+
+
 def _is_operation(job: Job) -> bool:
     return not _is_pass(job) and not _is_snapshot(job)
 
@@ -557,7 +635,7 @@ def _leading_passes(waiting: Sequence[Job], limit: int | None) -> list[Job]:
     """The passes before the first other operation; all with gradients, or all without."""
     leading: list[Job] = []
     for job in waiting:
-        if not _is_pass(job) or len(leading) == limit:
+        if not _is_pass(job) or len(leading) == limit or not _is_decoded(job):
             break
         if leading and job.order.run_pass.backward != leading[0].order.run_pass.backward:
             break

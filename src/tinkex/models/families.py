@@ -17,7 +17,7 @@ class Family:
 
 
 MIXTURE = "mixture of experts"
-IMAGES = "takes images, and transformers has no text form of it"
+IMAGES = "reads text and images"
 
 FAMILIES = (
     Family("Llama", ("llama",), "also SmolLM, SmolLM2 and TinyLlama"),
@@ -27,7 +27,7 @@ FAMILIES = (
     Family("Mistral", ("mistral",), "sliding windows"),
     Family("Gemma", ("gemma",)),
     Family("Gemma2", ("gemma2",), "sliding windows, soft caps"),
-    Family("Gemma3Text", ("gemma3_text", "gemma3"), "sliding windows"),
+    Family("Gemma3Text", ("gemma3_text", "gemma3"), "sliding windows; text only"),
     Family("Phi", ("phi",)),
     Family(
         "Phi3", ("phi3",), "fused projections: one adapter for query, key and value; also Phi 4"
@@ -48,14 +48,15 @@ FAMILIES = (
     Family("DeepseekV3", ("deepseek_v3",), f"{MIXTURE}, one of them shared by all tokens; MLA"),
     Family("HunYuanMoEV1", ("hunyuan_v1_moe",), MIXTURE),
     Family("Youtu", ("youtu",), "MLA"),
-    Family(
-        "Qwen3_5Text",
-        ("qwen3_5_text", "qwen3_5"),
-        "recurrent layers; also Qwen3.6 and Qwen3.8, text only",
-    ),
-    Family("Qwen3_5MoeText", ("qwen3_5_moe_text", "qwen3_5_moe"), f"recurrent layers, {MIXTURE}"),
+    Family("Qwen3_5Text", ("qwen3_5_text",), "recurrent layers"),
+    Family("Qwen3_5MoeText", ("qwen3_5_moe_text",), f"recurrent layers, {MIXTURE}"),
     Family("Qwen3Next", ("qwen3_next",), f"recurrent layers, {MIXTURE}"),
     Family("NemotronH", ("nemotron_h",), f"recurrent layers (Mamba 2), {MIXTURE}"),
+    Family("Qwen2_5_VL", ("qwen2_5_vl",), IMAGES),
+    Family("Qwen3VL", ("qwen3_vl",), IMAGES),
+    Family("Qwen3VLMoe", ("qwen3_vl_moe",), f"{IMAGES}, {MIXTURE}"),
+    Family("Qwen3_5", ("qwen3_5",), f"{IMAGES}, recurrent layers; also Qwen3.6 and Qwen3.8"),
+    Family("Qwen3_5Moe", ("qwen3_5_moe",), f"{IMAGES}, recurrent layers, {MIXTURE}"),
     Family("Cohere", ("cohere",), "scales its logits", served=False),
     Family(
         "StableLm",
@@ -68,8 +69,12 @@ FAMILIES = (
     Family("Lfm2", ("lfm2",), "convolutions instead of attention", served=False),
     Family("FalconH1", ("falcon_h1",), "attention and Mamba in one layer", served=False),
     Family("Llama4Text", ("llama4_text", "llama4"), "its decoder has no `layers`", served=False),
-    Family("Qwen2_5_VL", ("qwen2_5_vl",), IMAGES, served=False),
-    Family("Llava", ("llava",), IMAGES, served=False),
+    Family(
+        "Llava",
+        ("llava",),
+        "takes images, and transformers has no text form of it",
+        served=False,
+    ),
     Family("T5", ("t5",), "encoder and decoder", served=False),
 )
 

@@ -87,6 +87,8 @@ def tensors_of(config: Mapping[str, Any]) -> Shapes:
         for norm in ("input_layernorm", "post_attention_layernorm"):
             layer[f"{norm}.weight"] = (hidden,)
         found |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    if (vision := config.get("vision_config")) is not None:
+        found |= {f"model.visual.{name}": shape for name, shape in _tower(vision, hidden).items()}
     return found
 
 
@@ -183,3 +185,42 @@ def _gated(path: str, hidden: int, inner: int) -> Shapes:
         f"{path}.up_proj.weight": (inner, hidden),
         f"{path}.down_proj.weight": (hidden, inner),
     }
+
+
+def _tower(vision: Mapping[str, Any], decoder: int) -> Shapes:
+    """The vision tower of Qwen3-VL."""
+    hidden, inner = vision["hidden_size"], vision["intermediate_size"]
+    merged = hidden * vision["spatial_merge_size"] ** 2
+    size = vision["patch_size"]
+    found: Shapes = {
+        "patch_embed.proj.weight": (
+            *(hidden, vision["in_channels"], vision["temporal_patch_size"]),
+            *(size, size),
+        ),
+        "patch_embed.proj.bias": (hidden,),
+        "pos_embed.weight": (vision["num_position_embeddings"], hidden),
+    }
+    linears = {
+        "attn.qkv": (3 * hidden, hidden),
+        "attn.proj": (hidden, hidden),
+        "mlp.linear_fc1": (inner, hidden),
+        "mlp.linear_fc2": (hidden, inner),
+    }
+    norms = {"norm1": hidden, "norm2": hidden}
+    for index in range(vision["depth"]):
+        found |= _with_biases(f"blocks.{index}", linears, norms)
+    linears = {"linear_fc1": (merged, merged), "linear_fc2": (decoder, merged)}
+    found |= _with_biases("merger", linears, {"norm": hidden})
+    for index in range(len(vision["deepstack_visual_indexes"])):
+        found |= _with_biases(f"deepstack_merger_list.{index}", linears, {"norm": merged})
+    return found
+
+
+def _with_biases(
+    path: str, linears: Mapping[str, tuple[int, int]], norms: Mapping[str, int]
+) -> Shapes:
+    found: Shapes = {f"{path}.{name}.weight": shape for name, shape in linears.items()}
+    found |= {f"{path}.{name}.bias": (shape[0],) for name, shape in linears.items()}
+    for name, size in norms.items():
+        found |= {f"{path}.{name}.weight": (size,), f"{path}.{name}.bias": (size,)}
+    return found

@@ -1,6 +1,6 @@
 """Divides the memory of the device, and chooses which adapters to evict. Only numbers, no tensors.
 
-    total = base model + reserved + activations of a pass + KV cache + states + adapters
+    total = base model + reserved + images + activations of a pass + KV cache + states + adapters
 
 A plan of predicted needs shows before a model is loaded whether it fits, and a plan of measured
 needs is what the engine uses. `adapter_store` moves the adapters.
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from tinkex.engine.adapters.model_needs import ModelNeeds
 from tinkex.engine.model.step_memory import GATHERED_BYTES, PLANNED_RANK, logit_tokens
+from tinkex.engine.model.tower_shape import IMAGE_TOKENS
 from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.text_format import format_bytes
 
@@ -84,6 +85,10 @@ class MemoryPlan:
     #: How many states of recurrent layers there are, and their memory. None in most models.
     states: int = 0
     state_memory: int = 0
+    #: How many tokens of images the tower computes at once, and keeps features of; and the memory
+    #: for both. None in most models.
+    image_tokens: int = 0
+    images: int = 0
     #: Memory for training and sampler adapters together.
     adapters: int
     #: One adapter of PLANNED_RANK, in training and for sampling.
@@ -98,6 +103,7 @@ class MemoryPlan:
             (f"passes of {self.batch_tokens:,} tokens", self.activations),
             (f"KV cache of {self.kv_tokens:,} tokens", self.cache),
             *([(f"{self.states:,} recurrent states", self.state_memory)] if self.states else []),
+            *([(f"images of {self.image_tokens:,} tokens", self.images)] if self.images else []),
             ("adapters", self.adapters),
         )
 
@@ -138,9 +144,12 @@ def plan_memory(needs: ModelNeeds, settings: EngineSettings, *, free: int) -> Me
         total = min(needs.weights + free, settings.memory_bytes)
     else:
         total = needs.weights + int(FREE_FRACTION[device] * free)
+    image_tokens = IMAGE_TOKENS[device] if needs.image_bytes_per_token else 0
     plan = memory_plan(
         total=total,
         base=needs.weights,
+        image_tokens=image_tokens,
+        images=image_tokens * needs.image_bytes_per_token,
         reserved=reserved_of(needs, settings, max_batch_tokens, beside=total - needs.weights),
         activation_bytes_per_token=needs.activation_bytes_per_token,
         max_batch_tokens=max_batch_tokens,
@@ -213,6 +222,8 @@ def memory_plan(
     adapter_bytes: int | None = None,
     state_bytes: int = 0,
     max_states: int = 0,
+    image_tokens: int = 0,
+    images: int = 0,
 ) -> MemoryPlan:
     """
     Divides the whole memory, once at start.
@@ -221,13 +232,13 @@ def memory_plan(
     memory that they leave. If the rest for adapters were smaller than `one_adapter`, which is the
     size of a usual one, passes and cache give up what it lacks, unless nothing would be left.
     """
-    left = total - base - reserved
+    left = total - base - reserved - images
     smallest = MIN_TOKENS * (activation_bytes_per_token + kv_bytes_per_token)
     smallest += MIN_STATES * state_bytes
     if left < smallest:
         raise DoesNotFit(
             f"the base model takes {format_bytes(base)} of {format_bytes(total)}, and "
-            f"{format_bytes(reserved)} are reserved: {format_bytes(max(0, left))} are left, and at "
+            f"{format_bytes(reserved + images)} are reserved: {format_bytes(max(0, left))} are left, and at "
             f"least {format_bytes(smallest)} are needed.",
             hint="Serve a smaller model, use --dtype bfloat16, free memory, or allow more with "
             "--memory-gb.",
@@ -284,6 +295,8 @@ def memory_plan(
         cache=cache,
         states=counts[2],
         state_memory=state_memory,
+        image_tokens=image_tokens,
+        images=images,
         adapters=adapter_bytes,
     )
 

@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from tinkex.engine.model.image_models import why_no_images
 from tinkex.engine.model.model_shape import ModelShape, UnknownShape
 from tinkex.engine.model.step_memory import PEAK_FACTOR, PLANNED_RANK
 from tinkex.models.weight_file_checks import tensor_shapes
@@ -39,6 +40,8 @@ class ModelNeeds:
     activation_bytes_per_token: int
     #: The state of one sequence in all recurrent layers; 0 in most models.
     state_bytes: int = 0
+    #: For one token of an image, with the tower that computes it; 0 without a tower.
+    image_bytes_per_token: int = 0
     #: Numbers of an adapter of this rank of all layers.
     rank: int
     adapter_numbers: int
@@ -61,6 +64,11 @@ class ModelNeeds:
             ("the same for sampling", self.sampler_adapter),
             ("KV cache of 1,000 tokens", 1000 * self.kv_bytes_per_token),
             ("a pass of 1,000 tokens", 1000 * self.activation_bytes_per_token),
+            *(
+                [("an image of 1,000 tokens", 1000 * image)]
+                if (image := self.image_bytes_per_token)
+                else []
+            ),
         )
 
     def table(self) -> str:
@@ -86,6 +94,7 @@ def predicted_needs(
     # A CPU projects to logits in float32, with a copy of the weights.
     head = 4 if device == "cpu" else element
     shared = shape.tied and head == element
+    tower = shape.tower
     packed = shape.packed if kernels and device == "cuda" and element == 2 else None
     if packed is not None:
         activations = packed.bytes_per_token(rank=PLANNED_RANK, element=element)
@@ -94,13 +103,14 @@ def predicted_needs(
     return ModelNeeds(
         device=device,
         element=element,
-        weights=element * shape.parameters
+        weights=element * (shape.parameters + (0 if tower is None else tower.parameters))
         + (0 if shared else head * shape.vocabulary * shape.hidden),
         vocabulary=shape.vocabulary,
         context=shape.context,
         kv_bytes_per_token=element * shape.cached_numbers,
         state_bytes=shape.state_bytes(element),
         activation_bytes_per_token=activations,
+        image_bytes_per_token=0 if tower is None else tower.image_bytes(element),
         rank=rank,
         adapter_numbers=shape.adapter_parameters(rank),
         graphs=packed is not None,
@@ -121,7 +131,7 @@ def read_shape(folder: Path) -> ModelShape:
         raise UnknownShape("config.json is not a JSON object")
     tensors = tensor_shapes(folder)
     try:
-        return ModelShape.of(config, tensors)
+        return ModelShape.of(config, tensors, images=why_no_images(config, folder) is None)
     except UnknownShape:
         raise
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:

@@ -190,7 +190,8 @@ class Packing:
     lengths: Sequence[int]
     #: Segment i is starts[i] to starts[i + 1].
     starts: Sequence[int]
-    positions_1T: Tensor
+    #: [1, T], or [3, 1, T] if there are images, see `image_places`.
+    positions: Tensor
     starts_int32: Tensor
     cache: CacheUse | None = None
     #: If given, attention records its layers here.
@@ -203,14 +204,21 @@ class Packing:
         *,
         device: torch.device,
         offsets: Sequence[int] | None = None,
+        positions: Tensor | None = None,
         cache: CacheUse | None = None,
         layers_seen: dict[int, SeenLayer] | None = None,
     ) -> Packing:
-        """`offsets` are the first positions of the segments; the default is 0."""
+        """
+        `offsets` are the first positions of the segments; the default is 0.
+
+        `positions` [3, T] are those of all tokens, instead.
+        """
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + length)
-        if offsets is not None and starts[-1] == len(lengths):
+        if positions is not None:
+            pass
+        elif offsets is not None and starts[-1] == len(lengths):
             positions = torch.tensor(offsets)
         else:
             begin = offsets or [0] * len(lengths)
@@ -220,7 +228,7 @@ class Packing:
         return cls(
             lengths=lengths,
             starts=starts,
-            positions_1T=positions.to(device).unsqueeze(0),
+            positions=positions.to(device).unsqueeze(-2),
             starts_int32=torch.tensor(starts, dtype=torch.int32, device=device),
             cache=cache,
             layers_seen=layers_seen,

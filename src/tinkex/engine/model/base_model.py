@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -41,6 +42,13 @@ from tinkex.engine.model.attention import (
 from tinkex.engine.model.attention_scores import Scoring
 from tinkex.engine.model.experts import Experts, RoutedTokens
 from tinkex.engine.model.fused_decoder import FusedDecoder
+from tinkex.engine.model.image_models import IMAGE_TYPES, has_tower, why_no_images
+from tinkex.engine.model.image_places import (
+    NO_IMAGES,
+    ImagePlaces,
+    PlacedImage,
+    packed_positions,
+)
 from tinkex.engine.model.lm_head import Head
 from tinkex.engine.model.lora import (
     AdapterContext,
@@ -65,11 +73,18 @@ from tinkex.engine.model.targets import (
     is_attention,
     linear_target,
     make_layout,
+    text_name,
 )
 from tinkex.engine.model.unsupported import (
     UnsupportedModel,
     quantization_method,
     refuse_quantization,
+)
+from tinkex.engine.model.vision_tower import (
+    ImageRows,
+    SequencePart,
+    VisionTower,
+    inject,
 )
 from tinkex.models.weight_file_checks import (
     check_complete,
@@ -112,8 +127,15 @@ class BaseModel:
         self.config: PretrainedConfig = model.config
         self.device, self.dtype = device, dtype
         self.eos_token_ids = eos_token_ids(folder, model.config)
-        with model_experts.recorded_routing(model) as routed:
-            expected = original_logits(model)
+        #: Reads images; None if the model has none, or what it needs is not there.
+        self.vision: VisionTower | None = None
+        #: Why images are refused, if they are.
+        self.no_images = why_no_images(model.config.to_dict(), folder)
+        if self.no_images is None:
+            self.vision = VisionTower(model)
+        probes = [Probe.of(model, None)]
+        if self.vision is not None:
+            probes.append(Probe.of(model, self.vision))
         self._context = AdapterContext()
         self._decoder: Any = model.get_decoder()
         self._embed: nn.Module = model.get_input_embeddings()
@@ -122,18 +144,20 @@ class BaseModel:
         #: What can be adapted, and the mixtures of experts, layer by layer; none in a dense model.
         self.targets, self.experts = adapted(model, self._context)
         recurrent_layers.replace_recurrent_layers(model)
-        model.set_attn_implementation(attention.NAME)
+        # A vision tower keeps its own.
+        self._decoder.set_attn_implementation(attention.NAME)
         #: Decodes faster on a GPU; None if there is no such code for the model.
         self.fused: FusedDecoder | None = None
         #: Its weights as one matrix for each input; None for models of another form.
         self.stacked: StackedWeights | None = None
+        kernels = kernels and self.vision is None
         if kernels and device.type == "cuda" and dtype == torch.bfloat16 and prepare_kernels():
             self.stacked = StackedWeights.of(self._decoder, self._embed, self.head)
             # The weights were moved, and their old memory is in pieces.
             torch.cuda.empty_cache()
         #: A few tokens, and the original model's logits after them.
-        self.probed = (probe(self.vocab_size).to(device), expected[-1].clone())
-        seen = self._check(expected, routed)
+        self.probed = (probes[0].ids_T, probes[0].expected_TV[-1].clone())
+        seen, *_ = [self._check(each) for each in probes]
         self.max_context_length = context_length(model.config, seen)
         #: Of the keys and values of every layer, for the KV cache.
         self.cache_shapes: list[CacheShapes] = [layer.shapes for layer in seen]
@@ -158,18 +182,23 @@ class BaseModel:
         return self.head.vocab_size
 
     def hidden(
-        self, ids_T: Tensor, packing: Packing, segments: Sequence[AdapterSegment] = ()
+        self,
+        ids_T: Tensor,
+        packing: Packing,
+        segments: Sequence[AdapterSegment] = (),
+        images: Sequence[ImageRows] = (),
     ) -> Tensor:
         """The last hidden states [T, H] of a packed pass without gradients, ready for the head."""
         if self._packed is not None:
             return self._packed.hidden(ids_T, packing, segments)
-        return self._original_hidden(ids_T, packing, segments, gradients=False)
+        return self._original_hidden(ids_T, packing, segments, images, gradients=False)
 
     def hidden_with_backward(
         self,
         ids_T: Tensor,
         packing: Packing,
         segments: Sequence[AdapterSegment] = (),
+        images: Sequence[ImageRows] = (),
         *,
         checkpoint: bool = False,
     ) -> tuple[Tensor, Callable[[Tensor], None]]:
@@ -183,14 +212,15 @@ class BaseModel:
             return self._packed.hidden_with_backward(
                 ids_T, packing, segments, checkpoint=checkpoint
             )
-        hidden_TH = self._original_hidden(ids_T, packing, segments, gradients=True)
+        hidden_TH = self._original_hidden(ids_T, packing, segments, images, gradients=True)
         return hidden_TH.detach(), hidden_TH.backward
 
     def _original_hidden(
         self,
         ids_T: Tensor,
         packing: Packing,
-        segments: Sequence[AdapterSegment],
+        segments: Sequence[AdapterSegment] = (),
+        images: Sequence[ImageRows] = (),
         *,
         gradients: bool,
     ) -> Tensor:
@@ -198,15 +228,16 @@ class BaseModel:
         self._context.segments, self._context.tokens = segments, len(ids_T)
         try:
             with torch.set_grad_enabled(gradients):
-                embedded = self._embed(ids_T.unsqueeze(0))
+                embedded, arguments = inject(self._embed(ids_T.unsqueeze(0)), images)
                 if gradients:
                     # All weights are frozen, so this is what makes autograd record the pass.
                     embedded.requires_grad_()
                 output = self._decoder(
                     inputs_embeds=embedded,
-                    position_ids=packing.positions_1T,
+                    position_ids=packing.positions,
                     use_cache=False,
                     packing=packing,
+                    **arguments,
                 )
         finally:
             # Segments reference adapter memory, which may be dropped or evicted after the pass.
@@ -254,6 +285,8 @@ class BaseModel:
         """Memory of the frozen weights, including the head's copy."""
         weights = [*self._decoder.parameters(), *self._decoder.buffers(), *self._embed.parameters()]
         weights.append(self.head.weight_VH)
+        if self.vision is not None:
+            weights += self.vision.parameters
         return sum(distinct_storages(weights).values())
 
     @property
@@ -322,21 +355,30 @@ class BaseModel:
         few, many = lengths
         return (sizes[1] - sizes[0]) / (many - few)
 
-    def _check(self, expected_TV: Tensor, routed: Mapping[str, RoutedTokens]) -> list[SeenLayer]:
+    def _check(self, probe: Probe) -> list[SeenLayer]:
         """
         Refuses a model whose logits differ from those of the original.
 
         Returns what the attention of every layer computes.
         """
-        ids_T = probe(self.vocab_size).to(self.device)
         shapes: dict[int, SeenLayer] = {}
+        ids_T, expected_TV, routed = probe.ids_T, probe.expected_TV, probe.routed
         # A second sequence before it shows whether tokens attend across the boundary.
         before = len(ids_T) // 2
-        packing = Packing.of([before, len(ids_T)], device=self.device, layers_seen=shapes)
+        parts = [(NO_IMAGES, 0, before), (probe.places, 0, len(ids_T))]
+        packing = Packing.of(
+            [before, len(ids_T)],
+            device=self.device,
+            positions=packed_positions(parts),
+            layers_seen=shapes,
+        )
+        images: list[ImageRows] = []
+        if self.vision is not None:
+            images = self.vision.rows(SequencePart(*part, owner="") for part in parts)
         try:
             with model_experts.replayed_routing(self.experts, routed, before):
                 hidden_TH = self._original_hidden(
-                    torch.cat([ids_T[before:], ids_T]), packing, (), gradients=False
+                    torch.cat([ids_T[-before:], ids_T]), packing, (), images, gradients=False
                 )
             found_TV = self.head.logits(hidden_TH[before:])
         except PackingLost:
@@ -400,11 +442,39 @@ def distinct_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
-def original_logits(model: Any) -> Tensor:
-    ids = probe(model.get_output_embeddings().weight.shape[0]).to(model.device)
-    with torch.no_grad():
-        logits: Tensor = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0]
-    return logits.float()
+class Probe(NamedTuple):
+    """A few tokens, and what the original model computes of them."""
+
+    ids_T: Tensor
+    places: ImagePlaces
+    expected_TV: Tensor
+    routed: Mapping[str, RoutedTokens]
+
+    @classmethod
+    def of(cls, model: Any, vision: VisionTower | None) -> Probe:
+        """With an image if there is a tower."""
+        ids_T = probe(model.get_output_embeddings().weight.shape[0])
+        places, arguments = NO_IMAGES, dict[str, Any]()
+        if vision is not None:
+            image = vision.probe_image()
+            at = len(ids_T) // 3
+            # The original code takes all placeholders for images.
+            ids_T = ids_T.masked_fill(ids_T == vision.placeholder, 0)
+            own_n = torch.full((image.tokens,), vision.placeholder)
+            ids_T = torch.cat([ids_T[:at], own_n, ids_T[at:]])
+            places = ImagePlaces.of([PlacedImage(at, image)], vision.merge_size)
+            mask_T = torch.from_numpy(places.mask(len(ids_T)))
+            arguments = {
+                "pixel_values": torch.from_numpy(image.patches).to(model.device),
+                "image_grid_thw": torch.tensor([image.grid], device=model.device),
+                "mm_token_type_ids": mask_T.int().unsqueeze(0).to(model.device),
+            }
+        ids_T = ids_T.to(model.device)
+        with torch.no_grad(), model_experts.recorded_routing(model) as routed:
+            logits_TV: Tensor = model(
+                input_ids=ids_T.unsqueeze(0), use_cache=False, **arguments
+            ).logits[0]
+        return cls(ids_T, places, logits_TV.float(), routed)
 
 
 def load(
@@ -423,7 +493,7 @@ def load(
         options["quantization_config"] = dequantized
     model: PreTrainedModel
     found: dict[str, Any]
-    auto: Any = AutoModelForCausalLM
+    auto = auto_class(config, folder)
     ggufs = sorted(folder.glob("*.gguf"))
     with quiet_transformers():
         if ggufs and not any(folder.glob("*.safetensors")):
@@ -435,7 +505,7 @@ def load(
                 folder,
                 output_loading_info=True,
                 dtype=dtype,
-                attn_implementation=original_attention(config),
+                attn_implementation=original_attention(config, auto),
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
@@ -475,9 +545,16 @@ def load_gguf(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTr
     return model
 
 
-def original_attention(config: PretrainedConfig) -> str:
+def auto_class(config: PretrainedConfig, folder: Path) -> Any:
+    """Which class of transformers loads a folder: the one with a vision tower only if it is used."""
+    if has_tower(config.to_dict(), folder) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def original_attention(config: PretrainedConfig, auto: Any) -> str:
     """The attention of transformers with which logits are compared."""
-    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    family: Any = auto._model_mapping[type(config)]
     # gpt-oss and Gemma 2 have more in their attention than the faster function computes.
     return "eager" if family._supports_attention_backend and not family._supports_sdpa else "sdpa"
 
@@ -504,7 +581,7 @@ def quiet_transformers() -> Iterator[None]:
 def refuse_unsupported(config: PretrainedConfig) -> None:
     refuse_quantization(getattr(config, "quantization_config", None))
     # Not in its keys(): they would import the configuration modules of all model families.
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in IMAGE_TYPES:
         images = getattr(config, "vision_config", None) is not None
         what = "takes images" if images else "is not a decoder-only language model"
         raise UnsupportedModel(
@@ -564,9 +641,8 @@ def without_weights(folder: Path) -> Any:
     """The model of a folder with the shapes of its weights only."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     refuse_unsupported(config)
-    auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        return auto.from_config(config)
+        return auto_class(config, folder).from_config(config)
 
 
 def mixes_tokens(module: nn.Module, path: str) -> bool:
@@ -582,7 +658,7 @@ def replace_linears(model: Any, context: AdapterContext) -> list[Target]:
             f"transformers' code for {model.config.model_type} models has no decoder attribute "
             "`layers`. Serve another model."
         )
-    prefix = next(name for name, module in model.named_modules() if module is layers)
+    prefix = text_name(next(name for name, module in model.named_modules() if module is layers))
     targets = []
     routers = ROUTERS if model_experts.experts_modules(model) else frozenset()
     for path, module in list(layers.named_modules()):

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from tinkex.engine.model import experts
 from tinkex.engine.model.experts import Experts, RoutedTokens
 from tinkex.engine.model.lora import AdapterContext
-from tinkex.engine.model.targets import Target
+from tinkex.engine.model.targets import Target, text_name
 from tinkex.engine.model.unsupported import UnsupportedModel
 
 #: Keys of a config that say how many experts a layer has.
@@ -69,7 +69,9 @@ def replace_experts(model: Any, context: AdapterContext) -> tuple[list[Experts],
 
 
 def experts_modules(model: Any) -> dict[str, Any]:
-    return {name: each for name, each in model.named_modules() if experts.is_experts(each)}
+    return {
+        text_name(name): each for name, each in model.named_modules() if experts.is_experts(each)
+    }
 
 
 @contextlib.contextmanager

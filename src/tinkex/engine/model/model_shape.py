@@ -33,6 +33,7 @@ from tinkex.engine.model.targets import (
     linear_target,
     make_layout,
 )
+from tinkex.engine.model.tower_shape import TowerShape
 
 #: Parts of models that take images or sound, and layers that only predict further tokens.
 NOT_TEXT = frozenset(
@@ -41,6 +42,8 @@ NOT_TEXT = frozenset(
         *("embed_vision", "embed_audio", "mtp"),
     }
 )
+#: What models of `image_models` call the part that reads images.
+TOWER = "visual"
 #: Tensors of older programs that are no weights.
 BUFFERS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias")
 
@@ -150,7 +153,7 @@ class LayerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The text part of a causal language model."""
+    """The text part of a causal language model, and what reads its images."""
 
     #: Of the text part.
     config: Mapping[str, Any]
@@ -161,10 +164,18 @@ class ModelShape:
     parameters: int
     #: Whether the output projection is the embedding.
     tied: bool
+    #: What reads images; None if images are refused.
+    tower: TowerShape | None = None
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], tensors: Mapping[str, Shape]) -> ModelShape:
-        """From the names and shapes of all tensors. `read_shape` explains errors."""
+    def of(
+        cls, config: Mapping[str, Any], tensors: Mapping[str, Shape], *, images: bool = False
+    ) -> ModelShape:
+        """
+        From the names and shapes of all tensors. `read_shape` explains errors.
+
+        `images` says whether the vision tower is used too.
+        """
         text = text_config(config)
         count = _layer_count(text)
         layers: defaultdict[str, dict[str, Shape]] = defaultdict(dict)
@@ -197,6 +208,7 @@ class ModelShape:
             hidden=embedding[1],
             parameters=parameters,
             tied=head is None or bool(text.get("tie_word_embeddings")),
+            tower=_find_tower(config, tensors, embedding[1]) if images else None,
         )
         found._check()
         return found
@@ -209,7 +221,8 @@ class ModelShape:
 
     @property
     def all_parameters(self) -> int:
-        return self.parameters + (0 if self.tied else self.vocabulary * self.hidden)
+        tower = 0 if self.tower is None else self.tower.parameters
+        return self.parameters + tower + (0 if self.tied else self.vocabulary * self.hidden)
 
     @cached_property
     def targets(self) -> list[Target]:
@@ -273,7 +286,8 @@ class ModelShape:
         """For models of the usual form, whose layers fused kernels compute; None for others."""
         first = self.layers[0]
         if (
-            any({*layer.linears} != USUAL_LINEARS or layer.experts for layer in self.layers)
+            self.tower is not None
+            or any({*layer.linears} != USUAL_LINEARS or layer.experts for layer in self.layers)
             or {*first.norms} not in (USUAL_NORMS, USUAL_NORMS | HEAD_NORMS)
             or any(first.norms.get(norm, self.head_size) != self.head_size for norm in HEAD_NORMS)
             or self.config.get("hidden_act", "silu") not in ("silu", "swish")
@@ -384,3 +398,10 @@ def _find_recurrent(
 ) -> RecurrentShape | None:
     conv = next((shape for key, shape in tensors.items() if key.endswith(CONVOLUTION)), None)
     return None if conv is None else RecurrentShape.of(config, conv)
+
+
+def _find_tower(config: Mapping[str, Any], tensors: Mapping[str, Shape], hidden: int) -> TowerShape:
+    parameters = sum(
+        math.prod(shape) for name, shape in tensors.items() if TOWER in name.split(".")
+    )
+    return TowerShape.of(config["vision_config"], decoder=hidden, parameters=parameters)

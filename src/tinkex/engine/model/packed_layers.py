@@ -109,7 +109,7 @@ class PackedLayers:
 
     def _batch(self, ids_T: Tensor, packing: Packing, segments: Sequence[AdapterSegment]) -> _Batch:
         weights = self.weights
-        angles = packing.positions_1T[0].float()[:, None] * weights.frequencies
+        angles = packing.positions[0].float()[:, None] * weights.frequencies
         cos, sin = (
             (turn * weights.rope_scale).to(weights.embedding.dtype)
             for turn in (angles.cos(), angles.sin())

@@ -109,6 +109,15 @@ NOT_ADAPTED = frozenset(
 ROUTERS = frozenset({"gate", "router"})
 
 
+def text_name(path: str) -> str:
+    """
+    The name of a part of the decoder: in models with images, that of the text model alone.
+
+    The hosted service calls them so, and an adapter fits with and without a vision tower.
+    """
+    return path.replace("language_model.", "")
+
+
 def is_attention(path: str, parts: Collection[str]) -> bool:
     """Whether the module with this path in its layer, and with these parts, is attention."""
     return "attn" in path or "attention" in path or "q_proj" in parts

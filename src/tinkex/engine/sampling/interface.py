@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tinkex.engine.adapters.memory_plan import Resident
+from tinkex.engine.input_checks import NONE_PREPARED, PreparedImages
 from tinkex.wire.sampling import SampleRequest, SampleResponse
 
 
@@ -70,11 +71,12 @@ class Sampler(Protocol):
         *,
         owner: str = "",
         streams: bool = False,
+        images: PreparedImages = NONE_PREPARED,
     ) -> None:
         """
         Checks and queues a request. If it raises `UserFailure`, nothing has changed.
 
-        A request that waits holds no memory; its adapter is read when it is next.
+        A request that waits holds no memory but its images; its adapter is read when it is next.
         """
         ...
 

@@ -22,8 +22,10 @@ from tinkex.engine.model.attention import (
     StateUse,
 )
 from tinkex.engine.model.base_model import BaseModel
+from tinkex.engine.model.image_places import NO_IMAGES, packed_positions
 from tinkex.engine.model.lora import AdapterSegment
 from tinkex.engine.model.step_memory import GATHERED_BYTES
+from tinkex.engine.model.vision_tower import SequencePart
 from tinkex.engine.sampling.cache_reads import plan_decode_reads, rectangles, slots_of
 from tinkex.engine.sampling.decode_graphs import Burst, DecodeGraphs
 from tinkex.engine.sampling.fused_prefill import FusedPrefill
@@ -125,9 +127,19 @@ class ModelRunner:
                 [chunk.start == 0 for chunk in chunks],
             ),
         )
+        parts = [
+            SequencePart(request.images or NO_IMAGES, chunk.start, chunk.stop, request.owner)
+            for chunk in chunks
+            for request in [chunk.prefill.request]
+        ]
         packing = Packing.of(
-            lengths, device=device, offsets=[chunk.start for chunk in chunks], cache=cache
+            lengths,
+            device=device,
+            offsets=[chunk.start for chunk in chunks],
+            positions=packed_positions([part[:3] for part in parts]),
+            cache=cache,
         )
+        images = [] if self._model.vision is None else self._model.vision.rows(parts)
         ids = [
             token for chunk in chunks for token in chunk.prefill.tokens[chunk.start : chunk.stop]
         ]
@@ -138,7 +150,8 @@ class ModelRunner:
                 for start, stop, chunk in zip(starts, starts[1:], chunks, strict=False)
             ]
         )
-        hidden_TH = self._model.hidden(torch.tensor(ids, device=device), packing, segments)
+        ids_T = torch.tensor(ids, device=device)
+        hidden_TH = self._model.hidden(ids_T, packing, segments, images)
         return PrefillOutput(hidden_TH, starts)
 
     def start_burst(self, sequences: Sequence[SampleSequence], steps: int) -> Burst | None:
@@ -163,11 +176,7 @@ class ModelRunner:
 
     def _decode(self, sequences: Sequence[SampleSequence]) -> Tensor:
         device, pages = self._model.device, self._pages
-        positions = [sequence.length - 1 for sequence in sequences]
-        write = [
-            pages.slot(sequence.page_table, position)
-            for sequence, position in zip(sequences, positions, strict=True)
-        ]
+        write = [pages.slot(sequence.page_table, sequence.length - 1) for sequence in sequences]
         cache = CacheUse(
             layers=self._layers,
             write_slots_T=torch.tensor(write, device=device),
@@ -177,6 +186,7 @@ class ModelRunner:
                 [False] * len(sequences),
             ),
         )
+        positions = [sequence.position for sequence in sequences]
         packing = Packing.of([1] * len(sequences), device=device, offsets=positions, cache=cache)
         segments = self.adapter_segments(adapter_ranges(sequences))
         ids = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=device)

@@ -12,7 +12,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tinkex.engine.sampling.sequences import PromptLogprobRequest, PromptTargets, SamplingConfig
+from tinkex.engine.model.image_places import NO_IMAGES
+from tinkex.engine.sampling.sequences import (
+    PromptLogprobRequest,
+    PromptTargets,
+    Request,
+    SamplingConfig,
+)
 from tinkex.engine.sampling.token_sampling import sample_alternatives
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.sampling import (
@@ -137,11 +143,12 @@ def target_logprobs(targets: TensorData, logprobs: npt.NDArray[np.float32]) -> T
 class PromptLogprobResults:
     """Collects the results. Sources may be added in any order, and repeatedly."""
 
-    def __init__(
-        self, sample_request: SampleRequest, prompt: list[int], wanted: PromptLogprobRequest
-    ) -> None:
-        self._sample_request, self._prompt, self._wanted = sample_request, prompt, wanted
-        length = len(prompt)
+    def __init__(self, sample_request: SampleRequest, request: Request) -> None:
+        wanted = request.prompt_logprobs
+        self._sample_request, self._prompt, self._wanted = sample_request, request.prompt, wanted
+        length = len(request.prompt)
+        #: An image is no tokens, so its places have neither logprobs nor top tokens.
+        self._is_image = (request.images or NO_IMAGES).mask(length)
         self._logprobs = np.full(length, np.nan, np.float32)
         self._top_ids = np.full((length, wanted.top), EMPTY_TOKEN, np.int32)
         self._top_logprobs = np.full((length, wanted.top), EMPTY_LOGPROB, np.float32)
@@ -161,6 +168,8 @@ class PromptLogprobResults:
         if wanted.alternatives:
             first = 0
         sources = np.arange(max(start, first), min(stop, last))
+        if not wanted.alternatives:
+            sources = sources[~self._is_image[sources + 1]]
         if wanted.targets is not None:
             of_targets = wanted.targets.source
             inside = (of_targets >= start) & (of_targets < stop)
@@ -179,7 +188,7 @@ class PromptLogprobResults:
             self._alt_tokens[sources], self._alt_logprobs[sources] = tokens, logprobs
         logprobs_tV = logits_tV.sub_(logits_tV.logsumexp(dim=1, keepdim=True))
         if wanted.logprobs or wanted.top:
-            mine = sources >= wanted.first_position - 1
+            mine = (sources >= wanted.first_position - 1) & ~self._is_image[sources + 1]
             where = sources[mine] + 1
             scored_tV = logprobs_tV[torch.from_numpy(mine).to(logprobs_tV.device)]
             own = torch.tensor([self._prompt[at] for at in where], device=scored_tV.device)

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tinkex.engine.input_checks import Limits, PreparedImages, check_input
 from tinkex.engine.sampling.guides import Guides
 from tinkex.engine.sampling.kv_pages import Pages
 from tinkex.engine.sampling.prompt_logprobs import check_count, check_prompt_logprobs
 from tinkex.engine.sampling.sequences import AdapterKey, Decode, Request, SamplingConfig, Stops
-from tinkex.engine.training.request_checks import Limits, check_tokens
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.sample_controls import SampleControls, StoredSampleRequest
 from tinkex.wire.sampling import SampleRequest, SamplingParams
@@ -52,9 +52,11 @@ class SampleChecks:
         adapter: AdapterKey,
         owner: str,
         streams: bool,
+        images: PreparedImages,
     ) -> Request:
         refuse_unsupported(sample_request)
-        prompt = check_tokens(sample_request.prompt, self._limits, where="prompt").tolist()
+        tokens_N, places = check_input(sample_request.prompt, self._limits, images, where="prompt")
+        prompt: list[int] = tokens_N.tolist()
         params = sample_request.sampling_params
         if not 1 <= sample_request.num_samples <= MAX_SAMPLES:
             raise UserFailure(
@@ -85,6 +87,7 @@ class SampleChecks:
             ticket=ticket,
             adapter=adapter,
             prompt=prompt,
+            images=places or None,
             samples=sample_request.num_samples,
             max_new_tokens=new,
             sampling=sampling,

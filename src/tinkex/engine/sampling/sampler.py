@@ -18,6 +18,7 @@ from tinkex.engine.adapters import checkpoints
 from tinkex.engine.adapters.adapters import SamplerAdapter
 from tinkex.engine.adapters.memory_plan import Resident
 from tinkex.engine.device import SAMPLING_PROFILES, release_cached
+from tinkex.engine.input_checks import NONE_PREPARED, PreparedImages, limits_of
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.sampling.interface import Finished, PartialOutput, SamplerStats
 from tinkex.engine.sampling.kv_pages import Pages
@@ -38,7 +39,6 @@ from tinkex.engine.sampling.sequences import (
 )
 from tinkex.engine.sampling.state_slots import StateSlots
 from tinkex.engine.sampling.token_sampling import SampleStep, sample_tokens
-from tinkex.engine.training.request_checks import Limits
 from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.sampling import (
     SampledSequence,
@@ -158,7 +158,7 @@ class BatchingSampler:
             may_load=self._may_load,
         )
         self._checks = SampleChecks(
-            Limits(vocab_size=model.vocab_size, max_context_length=model.max_context_length),
+            limits_of(model),
             pages=pages,
             eos_token_ids=model.eos_token_ids,
             folder=settings.folder,
@@ -207,13 +207,14 @@ class BatchingSampler:
         *,
         owner: str = "",
         streams: bool = False,
+        images: PreparedImages = NONE_PREPARED,
     ) -> None:
         """Checks and queues a request. If it raises `UserFailure`, nothing has changed."""
         key = None if adapter is None else str(adapter)
-        request = self._checks.check(ticket, sample_request, key, owner, streams)
+        request = self._checks.check(ticket, sample_request, key, owner, streams, images)
         self._pending[ticket] = _PendingResponse(
             request=request,
-            prompt=PromptLogprobResults(sample_request, request.prompt, request.prompt_logprobs),
+            prompt=PromptLogprobResults(sample_request, request),
         )
         self._scheduler.add(request)
         self._stalled = False

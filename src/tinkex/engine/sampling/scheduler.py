@@ -40,6 +40,8 @@ class Prefill:
 
     request: Request
     tokens: list[int]
+    #: What the prefix cache knows the tokens by.
+    keys: list[int]
     sequences: list[SampleSequence]
     #: Computed only by the first prefill of a request.
     prompt_logprobs: PromptLogprobRequest
@@ -170,6 +172,7 @@ class Scheduler:
         prefill = Prefill(
             request=request,
             tokens=request.prompt,
+            keys=request.prompt_keys,
             sequences=[SampleSequence(request=request, index=i) for i in range(request.samples)],
             prompt_logprobs=request.prompt_logprobs,
         )
@@ -240,11 +243,11 @@ class Scheduler:
         self._waiting.charge(prefill.request.owner, chunk.stop - chunk.start)
         request = prefill.request
         self.pages.insert(
-            request.adapter, prefill.tokens[: chunk.stop], prefill.page_table, owner=request.owner
+            request.adapter, prefill.keys[: chunk.stop], prefill.page_table, owner=request.owner
         )
         if chunk.stop in prefill.kept_after:
             kept = self.pages.keep_state(
-                request.adapter, prefill.tokens[: chunk.stop], owner=request.owner
+                request.adapter, prefill.keys[: chunk.stop], owner=request.owner
             )
             if kept is not None:
                 self._state_copies.append(CopyState(prefill.states[0], kept))
@@ -278,7 +281,7 @@ class Scheduler:
         """Releases the pages of a sequence, after adding them to the prefix cache."""
         request = sequence.request
         self.pages.insert(
-            request.adapter, sequence.cached_tokens, sequence.page_table, owner=request.owner
+            request.adapter, sequence.cached_keys, sequence.page_table, owner=request.owner
         )
         self.pages.release(sequence.page_table)
         self._release_state(sequence)
@@ -444,7 +447,7 @@ class Scheduler:
         return None
 
     def _first_page(self, prefill: Prefill) -> tuple[int, ...]:
-        return tuple(prefill.tokens[: self.pages.size])
+        return tuple(prefill.keys[: self.pages.size])
 
     def _waits_on_prefix(self, prefill: Prefill, other: Prefill) -> bool:
         """Whether `other` is computing a page that `prefill` can use afterwards."""
@@ -456,13 +459,13 @@ class Scheduler:
         stop = (page + 1) * size
         if prefill.max_cached_tokens < stop or len(other.tokens) < stop:
             return False
-        return prefill.tokens[:stop] == other.tokens[:stop]
+        return prefill.keys[:stop] == other.keys[:stop]
 
     def _allocate(self, prefill: Prefill) -> bool:
         """Allocates pages for a prefill, using cached ones. Returns False if there are too few."""
         pages, length = self.pages, len(prefill.tokens)
         request, max_cached = prefill.request, prefill.max_cached_tokens // pages.size
-        cached = pages.find(request.adapter, prefill.tokens, max_cached, owner=request.owner)
+        cached = pages.find(request.adapter, prefill.keys, max_cached, owner=request.owner)
         needed = pages.needed(length)
         found, kept = len(cached), None
         if pages.states is not None:
@@ -615,10 +618,11 @@ def _decode_order(sequence: SampleSequence) -> tuple[str, list[int], int, int]:
 
 def _resume_prefill(request: Request, sequences: list[SampleSequence]) -> Prefill:
     """A prefill without prompt logprobs: for a preempted sequence or postponed samples."""
-    tokens = request.prompt + sequences[0].tokens
+    sampled = sequences[0].tokens
     return Prefill(
         request=request,
-        tokens=tokens,
+        tokens=request.prompt + sampled,
+        keys=request.prompt_keys + sampled,
         sequences=sequences,
         prompt_logprobs=PromptLogprobRequest(),
         cached_tokens=0,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from tinkex.engine.model.image_places import ImagePlaces
     from tinkex.engine.sampling.guides import Guide
 
 #: The folder of a sampler adapter; None is the base model.
@@ -137,7 +138,9 @@ class PromptLogprobRequest:
 class Request:
     ticket: int
     adapter: AdapterKey
+    #: With placeholders for images.
     prompt: list[int]
+    images: ImagePlaces | None = None
     samples: int
     max_new_tokens: int
     sampling: SamplingConfig
@@ -149,6 +152,11 @@ class Request:
     streams: bool = False
     #: The grammar of each sequence, before its first token.
     guide: Guide | None = None
+
+    @cached_property
+    def prompt_keys(self) -> list[int]:
+        """What the prefix cache knows the prompt by."""
+        return self.prompt if self.images is None else self.images.keys(self.prompt)
 
 
 @dataclass(kw_only=True, eq=False, slots=True, weakref_slot=True)
@@ -192,9 +200,15 @@ class SampleSequence:
         return 1 if self.request.sampling.needs_host else min(steps, self.tokens_left)
 
     @property
-    def cached_tokens(self) -> list[int]:
+    def position(self) -> int:
+        """The rotary position of the last token, which is behind all images."""
+        images = self.request.images
+        return self.length - 1 + (0 if images is None else images.delta)
+
+    @property
+    def cached_keys(self) -> list[int]:
         """The tokens whose keys and values are cached: all except the last sampled one."""
-        return self.request.prompt + self.tokens[:-1]
+        return self.request.prompt_keys + self.tokens[:-1]
 
     def append(self, token: int, logprob: float, top: tuple[list[int], list[float]] | None) -> None:
         self.tokens.append(token)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.model.attention import Packing
+from tinkex.engine.model.image_places import packed_positions
 from tinkex.engine.training.request_checks import CheckedDatum
 
 # N tokens of one datum, K targets of one token, T packed tokens
@@ -38,9 +39,11 @@ def count_fitting(lengths: Iterable[int], max_tokens: int) -> int:
 
 def pack(data: Sequence[CheckedDatum], device: torch.device) -> Batch:
     width = max(datum.targets_NK.shape[1] for datum in data)
+    lengths = [len(datum.tokens_N) for datum in data]
+    positions = packed_positions([(datum.images, 0, len(datum.tokens_N)) for datum in data])
     return Batch(
         ids_T=to_tensor([datum.tokens_N for datum in data], device),
-        packing=Packing.of([len(datum.tokens_N) for datum in data], device=device),
+        packing=Packing.of(lengths, device=device, positions=positions),
         targets_TK=to_tensor([pad_columns(datum.targets_NK, width) for datum in data], device),
     )
 

@@ -21,6 +21,7 @@ from tinkex.engine.model import model_experts
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.lm_head import Head, LossGradient
 from tinkex.engine.model.lora import AdapterSegment
+from tinkex.engine.model.vision_tower import ImageRows, SequencePart
 from tinkex.engine.training.batch import pack, pack_inputs
 from tinkex.engine.training.expert_metrics import expert_metrics
 from tinkex.engine.training.losses import (
@@ -229,13 +230,14 @@ def run_micro_batch(
     backward = parts[0].owner.backward
     batch = pack([datum for part in parts for datum in part.data], model.device)
     segments = adapter_segments_of(parts)
+    images = image_rows_of(model, parts)
     run_backward = None
     if backward:
         hidden_TH, run_backward = model.hidden_with_backward(
-            batch.ids_T, batch.packing, segments, checkpoint=checkpoint
+            batch.ids_T, batch.packing, segments, images, checkpoint=checkpoint
         )
     else:
-        hidden_TH = model.hidden(batch.ids_T, batch.packing, segments)
+        hidden_TH = model.hidden(batch.ids_T, batch.packing, segments, images)
     counts_PLE = model_experts.counted(model.experts, [part.tokens for part in parts])
     expert_counts = None if counts_PLE is None else HostCopies([counts_PLE])
     evaluator = LossEvaluator(model, parts, batch.targets_TK, backward=backward)
@@ -249,6 +251,17 @@ def run_micro_batch(
     if expert_counts is not None:
         for part, counts_LE in zip(parts, expert_counts.read()[0], strict=True):
             part.owner.count_experts(counts_LE)
+
+
+def image_rows_of(model: BaseModel, parts: Sequence[PassSlice]) -> list[ImageRows]:
+    """The features of all images in a micro-batch; kept for the model that is trained."""
+    if model.vision is None:
+        return []
+    return model.vision.rows(
+        SequencePart(datum.images, 0, len(datum.tokens_N), f"model {part.owner.model_id}")
+        for part in parts
+        for datum in part.data
+    )
 
 
 def adapter_segments_of(parts: Sequence[PassSlice]) -> list[AdapterSegment]:

@@ -13,9 +13,17 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
+from tinkex.engine.input_checks import (
+    NONE_PREPARED,
+    Limits,
+    PreparedImages,
+    check_input,
+    check_vocabulary,
+)
+from tinkex.engine.model.image_places import NO_IMAGES, ImagePlaces
 from tinkex.engine.training.losses import CUSTOM, LOSSES, AnyLoss, CustomLoss, Loss
 from tinkex.wire.errors import UserFailure
-from tinkex.wire.inputs import Datum, ModelInput
+from tinkex.wire.inputs import Datum
 from tinkex.wire.tensors import TensorData
 from tinkex.wire.training import ForwardBackwardInput
 
@@ -26,16 +34,12 @@ Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    vocab_size: int
-    max_context_length: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class CheckedDatum:
     """One datum of a request that passed all checks."""
 
+    #: With placeholders for images.
     tokens_N: Ints
+    images: ImagePlaces = NO_IMAGES
     targets_NK: Ints
     #: Loss inputs, including config values repeated for every token. A custom loss gets its inputs
     #: in their original shapes and types.
@@ -50,13 +54,15 @@ def check_request(
     *,
     backward: bool,
     custom: Mapping[str, CustomLoss] = MappingProxyType({}),
+    images: PreparedImages = NONE_PREPARED,
 ) -> tuple[AnyLoss, list[CheckedDatum]]:
     """The loss and the checked data of a request. Raises `UserFailure` that names what is wrong."""
     if work.loss_fn == CUSTOM:
         own = find_custom_loss(work.loss_fn_config or {}, custom)
         _check_not_empty(work)
         return own, [
-            _check_custom_datum(index, datum, own, limits) for index, datum in enumerate(work.data)
+            _check_custom_datum(index, datum, own, limits, images)
+            for index, datum in enumerate(work.data)
         ]
     loss = LOSSES.get(work.loss_fn)
     if loss is None:
@@ -67,7 +73,7 @@ def check_request(
     config = check_config(loss, work.loss_fn_config or {})
     _check_not_empty(work)
     data = [
-        _check_datum(index, datum, loss, config, limits, backward=backward)
+        _check_datum(index, datum, loss, config, limits, images, backward=backward)
         for index, datum in enumerate(work.data)
     ]
     return loss, data
@@ -126,11 +132,12 @@ def _check_datum(
     loss: Loss,
     config: Mapping[str, float],
     limits: Limits,
+    images: PreparedImages,
     *,
     backward: bool,
 ) -> CheckedDatum:
     where = f"data[{index}]"
-    tokens_N = check_tokens(datum.model_input, limits, where=f"{where}.model_input")
+    tokens_N, places = check_input(datum.model_input, limits, images, where=f"{where}.model_input")
     given = datum.loss_fn_inputs
     known = {"target_tokens", *loss.inputs, *config}
     if unknown := sorted(set(given) - known):
@@ -166,7 +173,9 @@ def _check_datum(
             inputs[name] = np.full(targets_NK.shape, value, np.float32)
     if loss.name == "gspo":
         _check_sequence_mask(inputs, where=where)
-    return CheckedDatum(tokens_N=tokens_N, targets_NK=targets_NK, inputs_NK=inputs, shape=shape)
+    return CheckedDatum(
+        tokens_N=tokens_N, images=places, targets_NK=targets_NK, inputs_NK=inputs, shape=shape
+    )
 
 
 def _check_sequence_mask(inputs: Mapping[str, Floats], *, where: str) -> None:
@@ -185,9 +194,11 @@ def _check_sequence_mask(inputs: Mapping[str, Floats], *, where: str) -> None:
         )
 
 
-def _check_custom_datum(index: int, datum: Datum, loss: CustomLoss, limits: Limits) -> CheckedDatum:
+def _check_custom_datum(
+    index: int, datum: Datum, loss: CustomLoss, limits: Limits, images: PreparedImages
+) -> CheckedDatum:
     where = f"data[{index}]"
-    tokens_N = check_tokens(datum.model_input, limits, where=f"{where}.model_input")
+    tokens_N, places = check_input(datum.model_input, limits, images, where=f"{where}.model_input")
     given = datum.loss_fn_inputs
     # A datum may have inputs that the loss does not declare; they are ignored. `logprobs` are
     # always those of the model, even if the datum has an input of that name.
@@ -220,36 +231,9 @@ def _check_custom_datum(index: int, datum: Datum, loss: CustomLoss, limits: Limi
                 f"{loss.graph.name!r} expects {one.rank} dimensions."
             )
         inputs[one.name] = values
-    return CheckedDatum(tokens_N=tokens_N, targets_NK=targets_NK, inputs_NK=inputs, shape=shape)
-
-
-def check_tokens(model_input: ModelInput, limits: Limits, *, where: str) -> Ints:
-    """The token ids of an input. Raises `UserFailure` unless it is text that fits the model."""
-    try:
-        tokens_N: Ints = model_input.tokens_np.astype(np.int64)
-    except ValueError as error:
-        raise UserFailure(
-            f"{where}: this model reads text only. {error} Send encoded_text chunks."
-        ) from None
-    if not len(tokens_N):
-        raise UserFailure(f"{where}: is empty; at least one token is needed.")
-    if len(tokens_N) > limits.max_context_length:
-        raise UserFailure(
-            f"{where}: has {len(tokens_N)} tokens; the model's context is "
-            f"{limits.max_context_length}. Shorten the sequence."
-        )
-    _check_vocabulary(tokens_N, limits, where=where)
-    return tokens_N
-
-
-def _check_vocabulary(tokens: Ints, limits: Limits, *, where: str) -> None:
-    outside = (tokens < 0) | (tokens >= limits.vocab_size)
-    if outside.any():
-        at = np.unravel_index(int(np.argmax(outside)), tokens.shape)
-        raise UserFailure(
-            f"{where}: token {tokens[at]} at position {'/'.join(map(str, at))} is outside the "
-            f"vocabulary; allowed ids are 0 to {limits.vocab_size - 1}."
-        )
+    return CheckedDatum(
+        tokens_N=tokens_N, images=places, targets_NK=targets_NK, inputs_NK=inputs, shape=shape
+    )
 
 
 def _check_targets(
@@ -279,7 +263,7 @@ def _check_targets(
             f"{where}: has shape {list(targets.shape)} for {length} input tokens; give one target "
             f"for each token, shape [{length}]" + (f" or [{length}, K]." if takes_2d else ".")
         )
-    _check_vocabulary(targets, limits, where=where)
+    check_vocabulary(targets, limits, where=where)
     return targets.reshape(length, -1), targets.shape
 
 
