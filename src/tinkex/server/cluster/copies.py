@@ -66,11 +66,16 @@ class Copies:
     def asked(self, model_id: str, term: int, home: str) -> None:
         """Another worker wants this copy to have the newest step."""
         one = self._copies.get(model_id)
+        newest = self._scheduler.terms().get(model_id, -1) if one is None else one.term
+        if newest > term:
+            # The one who asks has lost the model, and does not know.
+            self._answer(home, [model_id, term, None, "the model has changed hands"])
+            return
         if one is None:
             if self._scheduler.draining or not self._scheduler.may_copy(model_id, term=term):
                 return  # asked again a second later
             one = self._copies[model_id] = _Copy(term)
-        if one.is_over or one.term > term:
+        if one.is_over:
             return
         if one.term < term:
             # The model has changed hands; the log that the copy follows has only grown.
@@ -116,8 +121,11 @@ class Copies:
             log.info("the copy of %s failed: %s", model_id, one.error)
         finally:
             one.running = None
-        answer = [model_id, one.term, position, (one.error or "")[: messages.MAX_ERROR_CHARS]]
-        self._notifier.send(channel_of(home), messages.COPIED, answer)
+        text = (one.error or "")[: messages.MAX_ERROR_CHARS]
+        self._answer(home, [model_id, one.term, position, text])
+
+    def _answer(self, home: str, item: list[Any]) -> None:
+        self._notifier.send(channel_of(home), messages.COPIED, item)
 
     async def _position(self, model_id: str, one: _Copy) -> int:
         if one.copy is None:

@@ -10,6 +10,7 @@ without a move would: a model with a home, and a log.
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -39,7 +40,8 @@ TRAINING_S = 60.0
 UNEVEN_BY = 2
 #: ... for this time, which begins anew with each move.
 UNEVEN_S = 15.0
-#: After a model could not be moved.
+#: A model that has not moved by then stays, and none is tried for the time after it.
+MOVE_S = 600.0
 MOVE_RETRY_S = 60.0
 
 
@@ -240,9 +242,13 @@ class Moves:
             for state in self._scheduler.movable()
             if state.loaded_in is not None and state.last_step_s >= since_s
         ]
+        moved = not states
         try:
-            # Any of them: one that cannot be moved must not keep the others from it.
-            if states and not await self.move(random.choice(states), target):
-                self._next_move_s = time.monotonic() + MOVE_RETRY_S
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(MOVE_S):
+                    # Any of them: one that cannot be moved must not keep the others from it.
+                    moved = moved or await self.move(random.choice(states), target)
         finally:
             self._balancing = self._uneven_since_s = None
+            if not moved:
+                self._next_move_s = time.monotonic() + MOVE_RETRY_S

@@ -3,8 +3,8 @@ Moves a model to another engine while it trains.
 
 The model goes on where it is, while a copy elsewhere follows its log (`model_copy`). When the copy is
 less than two optimizer steps behind, the model stops at the end of a batch; the copy runs what it
-lacks, and the model continues there. A copy that comes no closer slows the model down: it waits between
-two batches until the copy has caught up, but each time no longer than its last batch took.
+lacks, and the model continues there. A copy that comes no closer slows the model down: after each
+batch, the model waits for it as long as the batch took.
 
 A move changes nothing that is stored until the model continues elsewhere, so one that fails changes
 nothing at all.
@@ -12,10 +12,10 @@ nothing at all.
 
 import asyncio
 import contextlib
-import functools
 import logging
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
 from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
@@ -37,8 +37,10 @@ CLOSE_STEPS = 2
 MAX_OPTIM_STEPS = 1
 #: How long a model stands still at most while its copy runs what it lacks; then it goes on.
 MAX_STOP_S = 60.0
-#: How often a model waits for a copy that comes no closer, before the move is given up.
-MAX_WAITS = 20
+#: How often a copy may come no closer before the move is given up.
+MAX_ROUNDS = 20
+#: How often a model without steps is looked at while its copy catches up.
+IDLE_POLL_S = 0.05
 
 
 class NotMoved(Exception):
@@ -96,7 +98,9 @@ class _Move:
         self._store = store
         self._origin = state.home
         self._position = -1
-        self._waits = 0
+        #: How often the copy came no closer.
+        self._rounds = 0
+        self._slows_down = False
         self._catching_up: asyncio.Task[int] | None = None
         self._is_over = False
 
@@ -105,20 +109,16 @@ class _Move:
         state, before = self._state, sys.maxsize
         try:
             while not self._is_over:
-                if self._catching_up is None:
-                    self._catching_up = asyncio.create_task(self._copy.catch_up())
+                self._catching_up = asyncio.create_task(self._copy.catch_up())
+                if self._slows_down:
+                    await self._wait_for_copy()
                 self._position = await self._catching_up
-                self._catching_up = None
                 behind = state.queue.next_seq - 1 - self._position
-                comes_closer = behind < before
-                before = min(before, behind)
-                if comes_closer and behind > CLOSE_STEPS:
+                if CLOSE_STEPS < behind < before:
+                    before = behind
                     continue
-                # While a batch runs, it took as long as this when the model has stopped.
-                began_s = state.last_step_s if state.queue.running else None
-                await self._origin.workers.run_between_batches(
-                    state, functools.partial(self._at_batch_end, began_s)
-                )
+                before = min(before, behind)
+                await self._between_batches(self._hand_over)
         finally:
             self._is_over = True
             if self._catching_up is not None:
@@ -126,8 +126,28 @@ class _Move:
                 with contextlib.suppress(asyncio.CancelledError, *NOT_MOVED):
                     await self._catching_up
 
-    async def _at_batch_end(self, began_s: float | None) -> None:
-        """The model stands still: it goes to its copy, waits a moment for it, or goes on."""
+    async def _between_batches(self, work: Callable[[], Awaitable[None]]) -> None:
+        await self._origin.workers.run_between_batches(self._state, work)
+
+    async def _wait_for_copy(self) -> None:
+        """After each batch, the model waits for its copy as long as the batch took."""
+        catching_up = self._catching_up
+        assert catching_up is not None
+
+        async def wait() -> None:
+            if not self._is_over:
+                took_s = time.monotonic() - began_s
+                await asyncio.wait({catching_up}, timeout=took_s)
+
+        while not catching_up.done():
+            if not self._state.queue.running:
+                await asyncio.wait({catching_up}, timeout=IDLE_POLL_S)
+                continue
+            began_s = self._state.last_step_s
+            await self._between_batches(wait)
+
+    async def _hand_over(self) -> None:
+        """The model stands still: it goes to its copy, or goes on here, more slowly."""
         state = self._state
         if self._is_over:
             return
@@ -140,13 +160,10 @@ class _Move:
             await self._copy.take_over()
             self._is_over = True
             return
-        if began_s is None:
-            return
-        self._waits += 1
-        if self._waits > MAX_WAITS:
+        self._slows_down = True
+        self._rounds += 1
+        if self._rounds > MAX_ROUNDS:
             raise NotMoved(f"its copy lacks {len(left)} requests and comes no closer")
-        self._catching_up = asyncio.create_task(self._copy.catch_up())
-        await asyncio.wait({self._catching_up}, timeout=time.monotonic() - began_s)
 
 
 class LocalCopy:
