@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -336,11 +336,12 @@ async def test_a_copy_holds_up_no_batch_of_another_owner(cluster: Cluster) -> No
         other = await cluster.webs[0].model()
         there = cluster.executors[cluster.there]
         assert cluster.having(other) == cluster.there
-        there.holds = lambda order: of_model(model)(order) and task_of(order) == "run_pass"
+        there.holds = lambda order: task_of(order) == "restore"
         moving = cluster.begin_move(model)
         await there.held.wait()
-        engine = cluster.workers[cluster.there]._scheduler.replicas(BASE).engines[0]
-        engine.models[other].model = _of_owner(engine.models[other], "somebody")
+        state = cluster.workers[cluster.there]._scheduler._models.get(other)
+        assert state is not None
+        state.model = replace(state.model, owner="somebody")
         await cluster.webs[0].passed(
             await cluster.webs[0].forward_backward(other, 1, tokens=50_000)
         )
@@ -348,12 +349,6 @@ async def test_a_copy_holds_up_no_batch_of_another_owner(cluster: Cluster) -> No
         there.go.set()
         assert await moving
         await training.stop()
-
-
-def _of_owner(state: ModelState, owner: str) -> Any:
-    from dataclasses import replace
-
-    return replace(state.model, owner=owner)
 
 
 async def test_a_drained_worker_moves_its_models_while_they_train(
