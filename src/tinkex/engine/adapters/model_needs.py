@@ -11,6 +11,8 @@ from pathlib import Path
 
 from tinkex.engine.model.model_shape import ModelShape, UnknownShape
 from tinkex.engine.model.step_memory import PEAK_FACTOR, PLANNED_RANK
+from tinkex.engine.model.targets import head_target, make_layout
+from tinkex.engine.ranks.divided_shape import divided
 from tinkex.models.weight_file_checks import tensor_shapes
 from tinkex.wire.text_format import format_bytes
 
@@ -76,9 +78,12 @@ def predicted_needs(
     element: int,
     kernels: bool = True,
     rank: int = PLANNED_RANK,
+    gpus: int = 1,
 ) -> ModelNeeds:
     """
     The needs of a model that is not loaded, and of adapters of this rank.
+
+    With `gpus`, those of one of the GPUs that the model is divided over. Raises `Undivided`.
 
     `kernels` says whether a GPU may use its fused kernels. All but the activations of transformers'
     code, which are an estimate, is what the engine finds when it has loaded the model.
@@ -86,6 +91,12 @@ def predicted_needs(
     # A CPU projects to logits in float32, with a copy of the weights.
     head = 4 if device == "cpu" else element
     shared = shape.tied and head == element
+    rows = shape.vocabulary // gpus
+    targets = shape.targets
+    if gpus > 1:
+        shape, kernels = divided(shape, gpus), False
+        head_rows = head_target(hidden=shape.hidden, vocabulary=rows)
+        targets = [*shape.targets[:-1], head_rows]
     packed = shape.packed if kernels and device == "cuda" and element == 2 else None
     if packed is not None:
         activations = packed.bytes_per_token(rank=PLANNED_RANK, element=element)
@@ -94,15 +105,14 @@ def predicted_needs(
     return ModelNeeds(
         device=device,
         element=element,
-        weights=element * shape.parameters
-        + (0 if shared else head * shape.vocabulary * shape.hidden),
+        weights=element * shape.parameters + (0 if shared else head * rows * shape.hidden),
         vocabulary=shape.vocabulary,
         context=shape.context,
         kv_bytes_per_token=element * shape.cached_numbers,
         state_bytes=shape.state_bytes(element),
         activation_bytes_per_token=activations,
         rank=rank,
-        adapter_numbers=shape.adapter_parameters(rank),
+        adapter_numbers=make_layout(targets, rank).size,
         graphs=packed is not None,
     )
 
