@@ -1,12 +1,13 @@
 """
 Fuzz tests: no response is a 5xx, none hangs, and no work fails with a server error.
 
-    python -m qa.fuzz.run [--bodies 50000] [--graphs 1000] [--cases 100] [--passes 3000] [--seed N]
+    python -m qa.fuzz.run [--bodies 50000] [--graphs 1000] [--cases 100] [--passes 3000] [--images 2000]
+        [--seed N]
 
 `make fuzz` runs all of it. Bodies are mutations of recorded requests of official clients
 (tests/data/wire), sent to the application in this process; graphs are hostile custom losses for the
-engine's interpreter. Schemathesis generates JSON from the server's OpenAPI page, and a real engine
-runs mutated passes. The same seed repeats a run. `python -m qa.fuzz.write_corpus` writes the corpus
+engine's interpreter, and images are hostile files for its reader. Schemathesis generates JSON from the server's OpenAPI page, and a real engine
+runs mutated passes and hostile images. The same seed repeats a run. `python -m qa.fuzz.write_corpus` writes the corpus
 that `make test` sends.
 """
 
@@ -23,15 +24,20 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.message import DecodeError
+from PIL import Image
 
+from processes import children
 from qa.fuzz import request_bodies as bodies
+from qa.fuzz.hostile_images import encoded, hostile_image
 from qa.fuzz.mutations import mutate_bytes, with_odd_values
 from serving import TINY, serving
-from tinkex.conformance.raw_client import Remote, TrainingModel, Unexpected
+from tinkex.conformance.raw_client import Failure, Remote, TrainingModel, Unexpected
 from tinkex.testing import write_tiny_model
 from tinkex.wire.codec import PROTOBUF_TYPE
+from tinkex.wire.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
 
 #: A tiny model with experts.
@@ -224,6 +230,80 @@ def fuzz_graphs(count: int, seed: int) -> list[str]:
     return wrong
 
 
+def fuzz_images(count: int, seed: int) -> list[str]:
+    """Reads hostile images in a process, then sends them to a server with a real engine."""
+    from numerics.pictures import write_image_model
+
+    done = subprocess.run(
+        [sys.executable, "-m", "qa.fuzz.hostile_images", str(count), str(seed)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=3600,
+        check=False,
+    )
+    if done.returncode:
+        return [f"the reader of images ended with {done.returncode}: {done.stderr[-4000:]}"]
+    read = json.loads(done.stdout)
+    wrong: list[str] = read.pop("wrong")
+    print(f"images: {count}, {read}")
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_image_model(Path(folder) / "model", "Qwen3VL")
+        with serving(f"{TINY}={model}", data=Path(folder) / "data") as server:
+            (web,) = children(server.process.pid)
+            engines = children(web)
+            found = images(server.url, count=count, seed=seed)
+            if children(web) != engines:
+                found.wrong.append("the engine did not survive the images")
+    print(f"images to an engine: {dict(found.statuses)}, futures: {dict(found.outcomes)}")
+    return wrong + found.wrong
+
+
+def images(url: str, *, count: int, seed: int) -> Findings:
+    """Samples and passes with hostile images; between them, good ones keep their logprobs."""
+    remote = Remote(url)
+    draw = random.Random(seed)
+    found = Findings()
+    model = remote.model()
+    good = ImageChunk(data=encoded(Image.new("RGB", (32, 16), "red"), "png"), format="png")
+    first: list[float] | None = None
+    for index in range(count):
+        kind, image = hostile_image(draw) if index % 50 else ("good", good)
+        prompt = ModelInput(
+            chunks=[EncodedTextChunk(tokens=[1, 2]), image, EncodedTextChunk(tokens=[3])]
+        )
+        if index % 2:
+            body = {"base_model": remote.base_model, "sampling_params": {"max_tokens": 1}}
+            answer = remote.post("asample", {**body, "prompt": prompt.model_dump()})
+        else:
+            # Its inputs would have to be as long as the prompt, which is counted first.
+            datum = {"model_input": prompt.model_dump(), "loss_fn_inputs": targets(image, good)}
+            passed = {"data": [datum], "loss_fn": "cross_entropy"}
+            numbered = {"model_id": model.model_id, "seq_id": model.number()}
+            answer = remote.post("forward", {"forward_input": passed, **numbered})
+        found.statuses[answer.status] += 1
+        settled = remote.result(remote.request_id(answer))
+        outcome = settled.category if isinstance(settled, Failure) else "done"
+        found.outcomes[outcome] += 1
+        if outcome not in ("done", "user"):
+            found.wrong.append(f"image {index} of seed {seed}, {kind}: {settled}")
+        if image is good and isinstance(settled, dict):
+            logprobs = settled["loss_fn_outputs"][0]["logprobs"]["data"]
+            first = first or logprobs
+            if logprobs != first:
+                found.wrong.append(f"image {index}: a good image has other logprobs than before")
+    return found
+
+
+def targets(image: ImageChunk, good: ImageChunk) -> dict[str, Any]:
+    """Of a good image, which has 8 tokens; of others they have the wrong length."""
+    length = 3 + (8 if image is good else 1)
+    return {
+        "target_tokens": {"data": [0] * length, "dtype": "int64", "shape": [length]},
+        "weights": {"data": [1.0] * length, "dtype": "float32", "shape": [length]},
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=100, help="schemathesis cases per route")
@@ -232,11 +312,13 @@ def main() -> int:
     parser.add_argument(
         "--graphs", type=int, default=1_000, help="custom losses for the interpreter"
     )
+    parser.add_argument("--images", type=int, default=2_000, help="images for a real engine")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     options = parser.parse_args()
     print(f"seed {options.seed}")
     wrong = fuzz_application(options.bodies, options.seed) if options.bodies else []
     wrong += fuzz_graphs(options.graphs, options.seed) if options.graphs else []
+    wrong += fuzz_images(options.images, options.seed) if options.images else []
     if options.cases or options.passes:
         wrong += fuzz_server(options.cases, options.passes, options.seed)
     print("\n".join(wrong) or "no findings")

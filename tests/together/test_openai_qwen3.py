@@ -47,7 +47,9 @@ def test_a_chat_with_tools_is_rendered_as_by_transformers(name: str) -> None:
     folder = npm_tokenizer(name)
     body = {"model": "m", "messages": CHAT, "tools": [TOOL]}
     limits = PromptLimits(chars=100_000, tokens=None)
-    found = prepare_chat(read_chat(json.dumps(body).encode()), load_tokenizer(folder), limits)
+    found = prepare_chat(
+        read_chat(json.dumps(body).encode()), load_tokenizer(folder), limits, folder
+    )
     arguments = {"name": "pick", "arguments": {"number": 5}}
     reference = transformers.AutoTokenizer.from_pretrained(folder)
     expected = reference.apply_chat_template(

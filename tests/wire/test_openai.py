@@ -1,5 +1,6 @@
 """Requests of OpenAI's API: what is read, what is refused by name, and what is ignored."""
 
+import base64
 import json
 from typing import Any
 
@@ -10,6 +11,7 @@ from tinkex.wire.openai import (
     REFUSED,
     ChatRequest,
     CompletionRequest,
+    images_of,
     read_chat,
     read_completion,
     text_of_content,
@@ -93,3 +95,53 @@ def test_an_empty_or_odd_prompt_is_refused(prompt: Any) -> None:
 def test_the_text_of_a_message_may_be_in_parts() -> None:
     assert text_of_content([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "ab"
     assert text_of_content(None) == ""
+
+
+# -- images ------------------------------------------------------------------------------------------
+
+
+def with_image(url: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+
+
+def test_images_are_data_urls() -> None:
+    data = base64.b64encode(b"\x89PNG").decode()
+    message = chat(
+        messages=[
+            with_image(f"data:image/png;base64,{data}"),
+            {"role": "assistant", "content": "a"},
+            with_image("data:image/jpg;base64,"),
+        ]
+    )
+    assert message.has_images
+    first, second = images_of(message)
+    assert (first.data, first.format) == (b"\x89PNG", "png")
+    assert (second.data, second.format) == (b"", "jpeg")
+    assert not chat(messages=[{"role": "user", "content": "a"}]).has_images
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (with_image("https://example.org/a.png"), "fetches no addresses: send data:image/png"),
+        (with_image("data:image/gif;base64,R0lG"), "is not the data of an image"),
+        (with_image("file:///etc/passwd"), "fetches no addresses"),
+        (with_image(None), r"content\[0\].image_url.url: expected a text"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "image_url.url: expected a text"),
+        (
+            {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]},
+            "not 'input_audio'. This server reads text and images, no sound, video or files",
+        ),
+    ],
+)
+def test_other_parts_are_refused_by_name(content: Any, message: str) -> None:
+    with pytest.raises(WireError, match=message):
+        chat(messages=[content])
+
+
+def test_an_image_that_is_not_base64_is_named() -> None:
+    message = chat(
+        messages=[{"role": "user", "content": "a"}, with_image("data:image/png;base64,*")]
+    )
+    with pytest.raises(WireError, match=r"messages\[1\].content\[0\].*is not base64"):
+        images_of(message)

@@ -140,6 +140,19 @@ class PatchRules:
         return (scaled - mean) / np.array(self.std, dtype=np.float32)[:, None]
 
 
+def placeholder_of(folder: Path) -> int:
+    """The token that chat templates write for an image. Raises `ImageRefused`."""
+    try:
+        found = json.loads((folder / "config.json").read_text()).get("image_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ImageRefused(f"this model's config.json cannot be read: {error}") from None
+    if type(found) is not int:
+        raise ImageRefused(
+            "this model takes no images: its config.json has no image_token_id. Send text only."
+        )
+    return found
+
+
 def _processor_settings(folder: Path) -> Mapping[str, Any]:
     """Transformers 5 writes them into processor_config.json, which goes before the older file."""
     for name in ("processor_config.json", "preprocessor_config.json"):

@@ -7,6 +7,7 @@ because it would change the result (`REFUSED`), or it is ignored.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
 
@@ -16,6 +17,7 @@ from tinkex.wire.base import LenientModel, StrictModel, json_kind
 from tinkex.wire.codec import decode_json, parse_json
 from tinkex.wire.errors import WireError
 from tinkex.wire.limits import check_count
+from tinkex.wire.prompt_chunks import ImageChunk, ImageFormat
 
 T = TypeVar("T", "ChatRequest", "CompletionRequest")
 
@@ -29,6 +31,13 @@ MAX_TOOLS: Final = 128
 MAX_PENALTY: Final = 2.0
 MAX_BIAS: Final = 100.0
 MAX_BIASED_TOKENS: Final = 1024
+
+#: What the address of an image begins with, and the image's format.
+DATA_URLS: Final[Mapping[str, ImageFormat]] = {
+    "data:image/png;base64,": "png",
+    "data:image/jpeg;base64,": "jpeg",
+    "data:image/jpg;base64,": "jpeg",
+}
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
@@ -125,6 +134,14 @@ class ChatRequest(_Sampling):
     add_generation_prompt: bool = True
     #: Whether the answer continues the last message. Not in OpenAI's API.
     continue_final_message: bool = False
+
+    @property
+    def has_images(self) -> bool:
+        return any(
+            is_image(part)
+            for one in self.messages
+            for part in (one["content"] if isinstance(one.get("content"), list) else ())
+        )
 
     @property
     def most_tokens(self) -> int | None:
@@ -239,12 +256,57 @@ def _check_message(position: int, message: Mapping[str, Any]) -> None:
 
 def _check_part(loc: tuple[str | int, ...], part: Any) -> None:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
+    if kind == "image_url":
+        _check_image(loc, part)
+    elif kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
         raise WireError.at(
             loc,
-            f"expected a part of type 'text', not {str(kind)[:60]!r}. This server reads text only.",
+            f"expected a part of type 'text' or 'image_url', not {str(kind)[:60]!r}. This server "
+            "reads text and images, no sound, video or files.",
             "unsupported",
         )
+
+
+def _check_image(loc: tuple[str | int, ...], part: Mapping[str, Any]) -> None:
+    found = part.get("image_url")
+    url = found.get("url") if isinstance(found, dict) else None
+    if not isinstance(url, str):
+        raise WireError.at((*loc, "image_url", "url"), "expected a text.")
+    if not url.startswith(tuple(DATA_URLS)):
+        shown = url[:40] + ("..." if len(url) > 40 else "")
+        raise WireError.at(
+            (*loc, "image_url", "url"),
+            f"{shown!r} is not the data of an image. This server fetches no addresses: send "
+            f"{' or '.join(list(DATA_URLS)[:2])} and the file in base64.",
+            "unsupported",
+        )
+
+
+def is_image(part: Any) -> bool:
+    """Whether a part of a checked message is an image."""
+    return isinstance(part, dict) and part.get("type") == "image_url"
+
+
+def images_of(message: ChatRequest) -> list[ImageChunk]:
+    """The images of all messages, in order; `WireError` for data that is not base64."""
+    found = []
+    for position, one in enumerate(message.messages):
+        content = one.get("content")
+        for index, part in enumerate(content if isinstance(content, list) else ()):
+            if not is_image(part):
+                continue
+            kind, _, data = part["image_url"]["url"].partition(",")
+            try:
+                chunk = ImageChunk(
+                    data=base64.b64decode(data, validate=True), format=DATA_URLS[f"{kind},"]
+                )
+            except ValueError:
+                raise WireError.at(
+                    ("messages", position, "content", index, "image_url", "url"),
+                    "the data after the comma is not base64.",
+                ) from None
+            found.append(chunk)
+    return found
 
 
 def _check_tool(position: int, tool: Mapping[str, Any]) -> None:

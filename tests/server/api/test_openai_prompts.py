@@ -1,5 +1,6 @@
 """From a chat to a prompt: templates that fail, that lack tools, or that would do more than render."""
 
+import base64
 import json
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from qa.fuzz.hostile_images import png, write_processor
 from tinkex.models.tiny_model import write_tiny_tokenizer
 from tinkex.models.tokenizer import Tokenizer, load_tokenizer
 from tinkex.server.api.errors import Refusal
@@ -17,8 +19,11 @@ from tinkex.server.api.openai_prompts import (
     check_logprobs,
     prepare_chat,
 )
+from tinkex.wire.inputs import ImageChunk
 from tinkex.wire.openai import read_chat
 
+#: Of a model that reads text only.
+FOLDER = Path("/nonexistent")
 LIMITS = PromptLimits.of(2048, max_message_bytes=1)
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -31,7 +36,7 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 def prepare(tokenizer: Tokenizer, **fields: Any) -> Prepared:
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
-    return prepare_chat(read_chat(json.dumps(body).encode()), tokenizer, LIMITS)
+    return prepare_chat(read_chat(json.dumps(body).encode()), tokenizer, LIMITS, FOLDER)
 
 
 def refusal(tokenizer: Tokenizer, **fields: Any) -> Refusal:
@@ -103,7 +108,7 @@ def test_too_many_logprobs_are_refused(tokenizer: Tokenizer) -> None:
     for logprobs, allowed in ((False, True), (True, False)):
         fields = {**body, "logprobs": logprobs, "top_logprobs": 20 * logprobs}
         message = read_chat(json.dumps(fields).encode())
-        prepared = [prepare_chat(message, tokenizer, LIMITS)]
+        prepared = [prepare_chat(message, tokenizer, LIMITS, FOLDER)]
         if allowed:
             check_logprobs(message, prepared, 2048)
         else:
@@ -141,3 +146,73 @@ def test_without_the_library_a_schema_is_refused_with_what_to_install(
     error = refusal(tokenizer, response_format={"type": "json_object"})
     assert error.field == "response_format"
     assert "pip install 'tinkex[guided]'" in str(error)
+
+
+# -- images ------------------------------------------------------------------------------------------
+
+#: As Qwen's templates write images.
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<|im_start|><|endoftext|><|im_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tokenizer: Tokenizer) -> Path:
+    """A model whose images are the token `<|endoftext|>`, 16 x 16 pixels each."""
+    tokenizer.chat_template = TEMPLATE
+    (placeholder,) = tokenizer.encode("<|endoftext|>")
+    (tmp_path / "config.json").write_text(json.dumps({"image_token_id": placeholder}))
+    return write_processor(tmp_path)
+
+
+def with_images(*parts: Any) -> bytes:
+    content = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {
+            "type": "image_url",
+            "image_url": {"url": f"data:image/png;base64,{base64.b64encode(part).decode()}"},
+        }
+        for part in parts
+    ]
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
+
+
+def test_images_take_the_places_of_the_template(tokenizer: Tokenizer, folder: Path) -> None:
+    one, two = png(64, 48), png(32, 32)
+    message = read_chat(with_images("a", one, two, "b"))
+    found = prepare_chat(message, tokenizer, LIMITS, folder)
+    chunks = found.sample.prompt.chunks
+    assert [chunk.type[:5] for chunk in chunks] == ["encod", "image", "encod", "image", "encod"]
+    assert [chunk.data for chunk in chunks if isinstance(chunk, ImageChunk)] == [one, two]
+    text = [tokenizer.decode(chunk.tokens) for chunk in chunks if chunk.type == "encoded_text"]
+    assert text == ["a<|im_start|>", "<|im_end|><|im_start|>", "<|im_end|>b"]
+    # What is counted and returned has a placeholder for each token of an image.
+    (placeholder,) = tokenizer.encode("<|endoftext|>")
+    assert found.tokens.count(placeholder) == 12 + 4
+
+
+def test_a_text_cannot_make_a_place_for_an_image(tokenizer: Tokenizer, folder: Path) -> None:
+    message = read_chat(with_images("<|endoftext|>", png(16, 16)))
+    with pytest.raises(Refusal, match=r"have 1 images, and the chat template .* makes 2 places"):
+        prepare_chat(message, tokenizer, LIMITS, folder)
+
+
+def test_an_image_that_does_not_fit_is_refused(tokenizer: Tokenizer, folder: Path) -> None:
+    message = read_chat(with_images("a", png(512, 512)))
+    small = PromptLimits.of(1000, max_message_bytes=1)
+    with pytest.raises(Refusal, match="has 1027 tokens; the model's context is 1000"):
+        prepare_chat(message, tokenizer, small, folder)
+    with pytest.raises(Refusal, match="ends within its header"):
+        prepare_chat(read_chat(with_images(png(9, 9)[:20])), tokenizer, LIMITS, folder)
+
+
+def test_a_model_of_text_refuses_images(tokenizer: Tokenizer, folder: Path) -> None:
+    message = read_chat(with_images("a", png(16, 16)))
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(Refusal, match=r"takes no images: its config\.json has no image_token_id"):
+        prepare_chat(message, tokenizer, LIMITS, folder)
+    with pytest.raises(Refusal, match=r"has no preprocessor_config\.json"):
+        prepare_chat(message, tokenizer, LIMITS, FOLDER)

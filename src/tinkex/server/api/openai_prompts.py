@@ -8,13 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tinkex.models.image_header import ImageRefused
+from tinkex.models.patch_rules import PatchRules, placeholder_of
 from tinkex.models.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from tinkex.models.tool_calls import CLOSE, ToolFormat, renders_tools, tool_format
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.openai_guides import grammar_of
 from tinkex.server.executor import ServedModel
-from tinkex.wire.inputs import ModelInput
-from tinkex.wire.openai import ChatRequest, CompletionRequest, text_of_content
+from tinkex.wire.inputs import Chunk, EncodedTextChunk, ImageChunk, ModelInput
+from tinkex.wire.openai import (
+    ChatRequest,
+    CompletionRequest,
+    images_of,
+    is_image,
+    text_of_content,
+)
 from tinkex.wire.sample_controls import SampleControls, StoredSampleRequest
 from tinkex.wire.sampling import SamplingParams
 
@@ -60,6 +68,7 @@ class Tokenizers:
 class Prepared:
     """A prompt and how to sample from it."""
 
+    #: With the placeholder of an image as often as the image has tokens.
     tokens: list[int]
     sample: StoredSampleRequest
     #: How calls are written in the answer; None: it has none.
@@ -100,18 +109,54 @@ class PromptLimits:
             )
 
 
-def prepare_chat(message: ChatRequest, tokenizer: Tokenizer, limits: PromptLimits) -> Prepared:
+def prepare_chat(
+    message: ChatRequest, tokenizer: Tokenizer, limits: PromptLimits, folder: Path
+) -> Prepared:
+    """`folder` is that of the model, which says how it reads images."""
     template = _template(tokenizer, message.tools)
     format = _tool_format(message, template)
     grammar = grammar_of(message, format, tokenizer)
     tokens = _render(message, tokenizer, template, limits, with_tools=format is not None)
+    prompt = ModelInput.from_ints(tokens)
+    if images := images_of(message):
+        prompt, tokens = _with_images(tokens, images, folder)
     limits.check_tokens(tokens, field="messages")
-    sample = _sample(message, tokens, max_tokens=message.most_tokens, grammar=grammar)
+    sample = _sample(message, prompt, max_tokens=message.most_tokens, grammar=grammar)
     return Prepared(
         tokens=tokens,
         sample=sample.model_copy(update={"topk_sample_logprobs": message.top_logprobs}),
         tool_format=format,
     )
+
+
+def _with_images(
+    tokens: Sequence[int], images: Sequence[ImageChunk], folder: Path
+) -> tuple[ModelInput, list[int]]:
+    """The prompt with images in place of the template's placeholders, and its tokens."""
+    try:
+        rules, placeholder = PatchRules.read(folder), placeholder_of(folder)
+        counts = [rules.count(image.data, image.format) for image in images]
+    except ImageRefused as refused:
+        raise Refusal(400, str(refused), field="messages") from None
+    places = [at for at, token in enumerate(tokens) if token == placeholder]
+    if len(places) != len(images):
+        raise Refusal(
+            400,
+            f"the messages have {len(images)} images, and the chat template of this model makes "
+            f"{len(places)} places for images of them. The text of a message must not contain the "
+            "model's token for images.",
+            field="messages",
+        )
+    chunks: list[Chunk] = []
+    counted: list[int] = []
+    begin = 0
+    for at, image, count in zip(places, images, counts, strict=True):
+        chunks += [EncodedTextChunk(tokens[begin:at]), image]
+        counted += [*tokens[begin:at], *[placeholder] * count]
+        begin = at + 1
+    chunks.append(EncodedTextChunk(tokens[begin:]))
+    filled = [chunk for chunk in chunks if not isinstance(chunk, EncodedTextChunk) or chunk.length]
+    return ModelInput(chunks=filled), [*counted, *tokens[begin:]]
 
 
 def _tool_format(message: ChatRequest, template: str) -> ToolFormat | None:
@@ -159,7 +204,7 @@ def prepare_completion(
             tokens = list(prompt)
         limits.check_tokens(tokens, field="prompt")
         # The engine samples at least one token; the answer leaves it out if none was requested.
-        sample = _sample(message, tokens, max_tokens=most or 1)
+        sample = _sample(message, ModelInput.from_ints(tokens), max_tokens=most or 1)
         update: dict[str, Any] = {"topk_sample_logprobs": top}
         if message.echo and message.logprobs is not None:
             update |= {"prompt_logprobs": True, "topk_prompt_logprobs": top}
@@ -189,7 +234,7 @@ def check_logprobs(
 
 def _sample(
     message: ChatRequest | CompletionRequest,
-    tokens: Sequence[int],
+    prompt: ModelInput,
     *,
     max_tokens: int | None,
     grammar: str | None = None,
@@ -198,7 +243,7 @@ def _sample(
     seed = secrets.randbits(31) if message.seed is None else message.seed
     return StoredSampleRequest(
         num_samples=message.n,
-        prompt=ModelInput.from_ints(tokens),
+        prompt=prompt,
         sampling_params=SamplingParams(
             max_tokens=max_tokens,
             seed=seed,
@@ -293,7 +338,17 @@ def _template(tokenizer: Tokenizer, tools: Any) -> str:
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as chat templates expect it."""
     rendered = {name: value for name, value in message.items() if value is not None}
-    rendered["content"] = text_of_content(message.get("content"))
+    content = message.get("content")
+    if isinstance(content, list) and any(map(is_image, content)):
+        # The data stays out of the template, which writes a placeholder.
+        rendered["content"] = [
+            {"type": "image"}
+            if is_image(part)
+            else {"type": "text", "text": text_of_content([part])}
+            for part in content
+        ]
+    else:
+        rendered["content"] = text_of_content(content)
     if message["role"] == "developer":  # OpenAI's newer word, which templates do not know
         rendered["role"] = "system"
     if isinstance(calls := message.get("tool_calls"), list):

@@ -10,6 +10,7 @@ disconnects is canceled at once. They are at `/v1`, where OpenAI's clients expec
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import APIRouter
@@ -127,8 +128,8 @@ async def _source(request: Request, context: Context, model: str) -> Source:
 async def chat_completions(request: Request) -> Response:
     message, size = await _read(request, read_chat)
 
-    def prepare(tokenizer: Tokenizer, limits: PromptLimits) -> list[Prepared]:
-        return [prepare_chat(message, tokenizer, limits)]
+    def prepare(tokenizer: Tokenizer, limits: PromptLimits, folder: Path) -> list[Prepared]:
+        return [prepare_chat(message, tokenizer, limits, folder)]
 
     return await _answer(request, message, size, prepare)
 
@@ -136,7 +137,7 @@ async def chat_completions(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     message, size = await _read(request, read_completion)
 
-    def prepare(tokenizer: Tokenizer, limits: PromptLimits) -> list[Prepared]:
+    def prepare(tokenizer: Tokenizer, limits: PromptLimits, _: Path) -> list[Prepared]:
         return prepare_completion(message, tokenizer, limits)
 
     return await _answer(request, message, size, prepare)
@@ -153,7 +154,7 @@ async def _answer(
     request: Request,
     message: ChatRequest | CompletionRequest,
     size: int,
-    prepare: Callable[[Tokenizer, PromptLimits], list[Prepared]],
+    prepare: Callable[[Tokenizer, PromptLimits, Path], list[Prepared]],
 ) -> Response:
     context = context_of(request)
     source = await _source(request, context, message.model)
@@ -162,12 +163,14 @@ async def _answer(
     limits = PromptLimits.of(
         base.max_context_length, max_message_bytes=context.settings.max_message_bytes
     )
-    if size <= INLINE_PROMPT_BYTES and not _has_schemas(message):
-        prepared = prepare(tokenizer, limits)
+    if size <= INLINE_PROMPT_BYTES and not _takes_long(message):
+        prepared = prepare(tokenizer, limits, base.folder)
     else:
-        prepared = await in_decode_slot(request, lambda: prepare(tokenizer, limits))
+        prepared = await in_decode_slot(request, lambda: prepare(tokenizer, limits, base.folder))
     check_logprobs(message, prepared, base.max_context_length)
     samples = [_new_sample(request, source, one) for one in prepared]
+    if isinstance(message, ChatRequest):
+        message.messages.clear()  # a stream would keep its images in memory for minutes
 
     def answer_to(request_id: str) -> Answer:
         return Answer(
@@ -191,9 +194,11 @@ async def _answer(
     return Response(body, media_type=JSON_TYPE)
 
 
-def _has_schemas(message: ChatRequest | CompletionRequest) -> bool:
-    """Whether schemas may have to be compiled, which may take long for a small one."""
-    return isinstance(message, ChatRequest) and bool(message.response_format or message.tools)
+def _takes_long(message: ChatRequest | CompletionRequest) -> bool:
+    """Whether a small body may take long: schemas are compiled, and images need files."""
+    return isinstance(message, ChatRequest) and bool(
+        message.response_format or message.tools or message.has_images
+    )
 
 
 def _new_sample(request: Request, source: Source, prepared: Prepared) -> QueuedRequest:

@@ -17,7 +17,8 @@ from tinkex.server.api.deps import (
     readable_checkpoint,
 )
 from tinkex.server.api.errors import Refusal
-from tinkex.server.api.submit import FUTURE, accept, future_response, tokens_known
+from tinkex.server.api.prompt_tokens import count_tokens
+from tinkex.server.api.submit import FUTURE, accept, future_response
 from tinkex.server.queued_request import Kind, QueuedRequest
 from tinkex.server.scheduler.checkpoints import refuse_external
 from tinkex.server.scheduler.replicas import PREFIX_TOKENS
@@ -141,7 +142,7 @@ async def read_sample(request: Request) -> QueuedRequest:
         sampling_session_id=message.sampling_session_id,
         seq_id=message.seq_id,
         sequences=message.num_samples,
-        tokens=tokens_known(message.prompt),
+        tokens=await count_tokens(request, source.base_model, [message.prompt]),
         prompt_start=prompt_start(message.prompt),
     )
 

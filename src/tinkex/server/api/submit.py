@@ -29,6 +29,7 @@ from tinkex.server.api.bodies import (
 )
 from tinkex.server.api.deps import Context, context_of, describe_body, json_response
 from tinkex.server.api.errors import Refusal
+from tinkex.server.api.prompt_tokens import count_tokens
 from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.server.scheduler.fairness import Limits, over_limit, server_full
 from tinkex.server.scheduler.result_waiters import load_of
@@ -42,7 +43,6 @@ from tinkex.wire.checkpoints import (
 from tinkex.wire.codec import PROTOBUF_TYPE, decode_forward_json, decode_json, encode_json
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.futures import UntypedAPIFuture
-from tinkex.wire.inputs import EncodedTextChunk, ModelInput
 from tinkex.wire.malformed_steps import StepId, step_id_in_json, step_id_in_protobuf
 from tinkex.wire.protobuf import decode_forward_backward_request, encode_forward_backward_request
 from tinkex.wire.redaction import redact
@@ -145,14 +145,6 @@ def future_response(new: QueuedRequest, first: QueuedRequest) -> Response:
 def sequence_ids(first: QueuedRequest) -> list[str]:
     """The ids of a sample's sequences, which are known before the sequences exist."""
     return [f"{first.request_id}-{index}" for index in range(first.sequences)]
-
-
-def tokens_known(prompt: ModelInput) -> int:
-    """Tokens of a prompt, without images: only the engine knows how many tokens those have."""
-    try:
-        return prompt.length
-    except ValueError:
-        return sum(c.length for c in prompt.chunks if isinstance(c, EncodedTextChunk))
 
 
 class StepRoute(MessageRoute):
@@ -292,7 +284,8 @@ async def _accept_pass(request: Request, kind: Kind) -> Response:
     model = await context_of(request).model(request, message.model_id)
     if forward_only:
         kind = Kind.FORWARD
-    tokens = sum(tokens_known(datum.model_input) for datum in message.forward_backward_input.data)
+    inputs = [datum.model_input for datum in message.forward_backward_input.data]
+    tokens = await count_tokens(request, model.base_model, inputs)
     return await accept_step(request, model, kind, message.seq_id, payload, tokens=tokens)
 
 
