@@ -31,7 +31,7 @@ help:
 	@echo "make frameworks  run LangChain and llm, unmodified, against OpenAI's routes"
 	@echo "make defects   test known defects of the official client with both clients; writes docs/reference/defects.md"
 	@echo "make faults    2,000 steps and 5,000 samples on a faulty network; writes docs/reference/faults.md"
-	@echo "make fuzz      50,000 mutated request bodies, 1,000 hostile custom losses, and more"
+	@echo "make fuzz      50,000 mutated request bodies, 1,000 hostile custom losses, 2,000 hostile images, and more"
 	@echo "make chaos     a hundred kills of server processes under running clients"
 	@echo "make cluster   kills in a cluster of web and worker processes, behind nginx and on Ray"
 	@echo "make soak      twenty minutes of mixed load; memory and descriptors must stay flat"

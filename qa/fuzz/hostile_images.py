@@ -325,8 +325,8 @@ def fuzz(count: int, seed: int) -> dict[str, Any]:
     }
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def resident_bytes(process: int | str = "self") -> int:
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from PIL import Image
 
 from processes import children
 from qa.fuzz import request_bodies as bodies
-from qa.fuzz.hostile_images import encoded, hostile_image
+from qa.fuzz.hostile_images import encoded, hostile_image, resident_bytes
 from qa.fuzz.mutations import mutate_bytes, with_odd_values
 from serving import TINY, serving
 from tinkex.conformance.raw_client import Failure, Remote, TrainingModel, Unexpected
@@ -50,6 +50,8 @@ MAX_RESPONSE_S = 20
 MEBIBYTE = 2**20
 #: Allowed memory in the last quarter of a run relative to the first.
 MAX_GROWTH = 1.1
+#: Memory that an engine may need more after its first passes, samples and images.
+MAX_IMAGE_GROWTH_BYTES = 600 * MEBIBYTE
 #: Memory limit of the process that runs the graphs.
 GRAPH_BYTES = 8 * 2**30
 
@@ -252,10 +254,17 @@ def fuzz_images(count: int, seed: int) -> list[str]:
         with serving(f"{TINY}={model}", data=Path(folder) / "data") as server:
             (web,) = children(server.process.pid)
             engines = children(web)
+            before = resident_bytes(engines[0])
             found = images(server.url, count=count, seed=seed)
             if children(web) != engines:
                 found.wrong.append("the engine did not survive the images")
-    print(f"images to an engine: {dict(found.statuses)}, futures: {dict(found.outcomes)}")
+            grown = resident_bytes(engines[0]) - before
+            if grown > MAX_IMAGE_GROWTH_BYTES:
+                found.wrong.append(f"the engine grew by {grown} bytes")
+    print(
+        f"images to an engine: {dict(found.statuses)}, futures: {dict(found.outcomes)}; it grew by "
+        f"{grown / MEBIBYTE:.0f} MiB"
+    )
     return wrong + found.wrong
 
 

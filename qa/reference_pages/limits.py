@@ -15,6 +15,7 @@ A well-formed step that is too large is accepted and fails with category `user`;
 Limits on waiting and running work of an owner are separate: `max_requests`, `max_queued_tokens`, `max_samples` and `max_training` in [the settings](settings.md).
 So are storage quotas of an owner: `max_checkpoint_bytes`, `max_checkpoints` and `max_runs` ([quotas](../guides/keys.md#quotas)).
 The tokens of a prompt or an example are limited by the model's context length, which `get_server_capabilities` returns.
+The sizes of images are limited by the engine ([images](../guides/images.md#what-is-refused)).
 
 `tests/server/test_limits_page.py` sends a request over each of these limits to a server, and checks this page.
 

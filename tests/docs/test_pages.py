@@ -25,9 +25,12 @@ import yaml
 import tinkex
 from doc_pages import PAGES, ROOT, Block, blocks, commands, name
 from forked_shell import WITH_TOKENIZERS, WITH_TORCH, ForkedShell
+from numerics.pictures import write_image_model
 from tinkex import types
 from tinkex.client.local_server import LocalSettings, attach
 
+#: A model that reads images; a tiny one takes its place.
+IMAGE_MODEL = "Qwen/Qwen3-VL-2B-Instruct"
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 #: Pages whose commands `make newcomer` runs in a fresh clone, and `test_newcomer.py` checks.
 NEWCOMER = ("README.md", "docs/quickstart.md")
@@ -77,9 +80,12 @@ class World:
     data: Path
     model: Path
     runs: list[str]
+    #: A folder, which the local server loads when a program names it.
+    image_model: Path
 
     def replaced_paths(self, code: str) -> str:
         """Code of a page, with the paths of a checkpoint here."""
+        code = code.replace(IMAGE_MODEL, str(self.image_model))
         return CHECKPOINT.sub(lambda path: f"tinker://{self.runs[0]}/{path[1]}/final", code)
 
     def replaced(self, command: str) -> str:
@@ -101,6 +107,7 @@ class World:
 @pytest.fixture(scope="module")
 def world(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     data = tmp_path_factory.mktemp("local")
+    image_model = write_image_model(tmp_path_factory.mktemp("images") / "model", "Qwen3VL")
     settings = {
         "TINKEX_LOCAL_DATA": str(data),
         "TINKEX_LOCAL_ARGS": "--threads 1",
@@ -113,7 +120,7 @@ def world(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             runs = [a_run(service, run) for run in ("pirate", "other")]
         modules = tuple(dict.fromkeys((*WITH_TOKENIZERS, *WITH_TORCH)))
         with ForkedShell(settings, ROOT, modules, strict=True) as shell:
-            yield World(shell, held.url, data, tiny_model, runs)
+            yield World(shell, held.url, data, tiny_model, runs, image_model)
     finally:
         held.release()
 

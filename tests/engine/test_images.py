@@ -6,7 +6,10 @@ import json
 import os
 import random
 import signal
+import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +21,7 @@ from PIL import Image
 
 from qa.fuzz import hostile_images
 from qa.fuzz.hostile_images import encoded, png, png_chunk, zeros
+from tinkex.engine.images.decoder_process import READY, REFUSED, REQUEST, STATUS
 from tinkex.engine.images.image_decoder import DecoderLimits
 from tinkex.engine.images.image_reader import ImageReader
 from tinkex.engine.images.prepared_image import PreparedImage
@@ -290,6 +294,42 @@ def test_a_decoder_that_the_machine_ended_is_started_again(reader: ImageReader) 
     (second,) = reader.prepare([good])
     assert (first.patches == second.patches).all()
     assert reader.decoder_pid not in (None, pid)
+
+
+def test_a_decoder_opens_no_files_or_connections() -> None:
+    """A program in place of the decoder tries both."""
+    program = """
+import socket
+from tinkex.engine.images import decoder_process
+
+def decode(*_):
+    opened = []
+    for attempt in (lambda: open("/etc/hostname"), socket.socket, socket.socketpair):
+        try:
+            opened.append(attempt())
+        except OSError as error:
+            opened.append(error.strerror)
+    raise ValueError(str(opened))
+
+decoder_process.decode = decode
+decoder_process.main()
+"""
+    control, theirs = socket.socketpair()
+    with control, theirs:
+        limits = (str(2**30), "10")
+        command = [sys.executable, "-c", program, *limits]
+        process = subprocess.Popen(command, stdin=theirs.fileno())
+        theirs.close()
+        assert control.recv(1) == READY
+        image, theirs = socket.socketpair()
+        with image:
+            with theirs:
+                socket.send_fds(control, [b"\0"], [theirs.fileno()])
+            image.sendall(REQUEST.pack(True, 1, 1, 1, 1, 3, 0))
+            said = image.makefile("rb").read()
+        assert control.recv(STATUS.size) == STATUS.pack(0)
+    assert process.wait(20) == 0
+    assert said == REFUSED + str(["Too many open files"] * 3).encode()
 
 
 def test_several_threads_may_read_images(reader: ImageReader) -> None:

@@ -11,12 +11,16 @@ from urllib.parse import urlencode
 
 import pytest
 
+from qa.fuzz.hostile_images import png, write_processor
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from tinkex.server.settings import Prices
 from tinkex.server.store import open_store
+from tinkex.wire.codec import encode_json
+from tinkex.wire.inputs import Datum, EncodedTextChunk, ImageChunk, ModelInput
 from tinkex.wire.proto import tinkex_wire_pb2 as pb
 from tinkex.wire.proto.frames_pb2 import Done, Order
+from tinkex.wire.tensors import TensorData
 
 pytestmark = pytest.mark.anyio
 
@@ -162,6 +166,27 @@ async def test_invalid_times_are_refused(
     answer = await api.get(f"/api/v1/billing/usage/events?{query}")
     assert answer.status == 422
     assert says in answer.json["detail"][0]["msg"]
+
+
+async def test_images_count_as_the_model_places_them(tmp_path: Path) -> None:
+    """The sender's number is not used: 64 x 48 pixels are 12 tokens of this model."""
+    folder = write_processor(tmp_path / "model")
+    image = ImageChunk(data=png(64, 48), format="png", expected_tokens=2)
+    prompt = ModelInput(chunks=[EncodedTextChunk(tokens=[1, 2, 3]), image])
+    targets = {"target_tokens": TensorData(data=[0], dtype="int64")}
+    async with hosted(EchoExecutor(folder=folder), tmp_path / "data") as api:
+        model = await api.model()
+        data = [Datum(model_input=prompt, loss_fn_inputs=targets).model_dump()]
+        passed = {"data": data, "loss_fn": "cross_entropy"}
+        forward = {"model_id": model, "seq_id": 1, "forward_input": passed}
+        params = {"max_tokens": 1}
+        sample = {"base_model": api.base_model, "prompt": prompt, "sampling_params": params}
+        for path, body in (("forward", forward), ("asample", sample)):
+            answer = await api.post(path, json.loads(encode_json(body)))
+            assert answer.status == 200, answer
+            await api.poll(answer.json["request_id"])
+        found = totals(await events(api))
+    assert (found["training"], found["sampling_prefill"]) == (15, 15), found
 
 
 async def test_current_storage_is_reported_by_project(api: Api) -> None:

@@ -4,7 +4,7 @@ The process that decodes images: python -P -m tinkex.engine.images.decoder_proce
 It gets one socket, its standard input. For each image arrives a byte with a socket of its own, and a
 fork of this process reads the image from there, answers there and exits. So an image that damages
 the memory of its decoder damages no other image, and this process never reads foreign bytes.
-A fork cannot open files or sockets, start processes or write files. The arguments limit its address
+A fork cannot open files or sockets. The arguments limit its address
 space and its CPU time.
 """
 
