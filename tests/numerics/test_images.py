@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from numerics.helpers import model_from, random_adapter, sample, work
+from numerics.helpers import gradients, model_from, random_adapter, sample, work
 from numerics.pictures import (
     HYBRIDS,
     IMAGE_MODELS,
@@ -25,7 +27,9 @@ from numerics.pictures import (
     untouched,
     write_image_model,
 )
+from tinkex.cli.command_group import command
 from tinkex.engine import Engine, EngineSettings
+from tinkex.engine.adapters.checkpoints import from_peft_names
 from tinkex.engine.adapters.merge import merge
 from tinkex.engine.adapters.model_needs import read_shape
 from tinkex.engine.images.prepared_image import PreparedImage
@@ -407,3 +411,69 @@ def test_the_memory_of_images_is_planned(engine_on: Callable[[str], Engine]) -> 
     assert engine.plan.images == 4096 * shape.tower.image_bytes(4)
     assert "images of 4,096 tokens" in engine.plan.table()
     assert sum(size for _, size in engine.plan.parts) == engine.plan.total
+
+
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VLMoe"])
+def test_peft_opens_an_exported_adapter(
+    family: str, engine_on: Callable[[str], Engine], tmp_path: Path
+) -> None:
+    """With the names of the whole model, and none in the tower."""
+    from peft import PeftModel
+
+    engine = engine_on(family)
+    folder = engine.settings.folder
+    adapter = random_adapter(engine, tmp_path / "adapter", rank=3)
+    exported = tmp_path / "exported"
+    found = CliRunner().invoke(
+        command,
+        ["export", str(adapter), "--as", "peft", "--base", str(folder), "-o", str(exported)],
+    )
+    assert found.exit_code == 0, found.output
+    base = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, exported)
+    assert not [name for name, _ in model.named_parameters() if "visual" in name and "lora" in name]
+    chunks = ROWS[0]
+    with torch.no_grad():
+        logits = model(**arguments_of(folder, chunks)).logits[0, :-1]
+    targets = torch.tensor(datum_of(chunks).loss_fn_inputs["target_tokens"].to_numpy())
+    expected = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    model_from(engine, "m", adapter)
+    (output,) = engine.run_pass("m", work([datum_of(chunks)]), backward=False).loss_fn_outputs
+    engine.drop("m")
+    np.testing.assert_allclose(output["logprobs"].to_numpy(), expected, atol=1e-5)
+
+
+def test_gradients_are_those_of_autograd_through_merged_weights(
+    engine_on: Callable[[str], Engine], tmp_path: Path
+) -> None:
+    """With features that are added behind the first layers."""
+    engine = engine_on("Qwen3VL")
+    adapter = random_adapter(engine, tmp_path / "adapter", rank=3)
+    chunks = ROWS[3]
+    datum = datum_of(chunks)
+    model_from(engine, "m", adapter)
+    engine.run_pass("m", work([datum_of(ROWS[0]), datum]), backward=True)
+    engine.clear_gradients("m")
+    engine.run_pass("m", work([datum]), backward=True)
+    found = gradients(engine, "m", tmp_path / "snapshot")
+    engine.drop("m")
+
+    folder = engine.settings.folder
+    leaves = {
+        name: tensor.requires_grad_()
+        for name, tensor in load_file(adapter / "adapter_model.safetensors").items()
+    }
+    reference = untouched(folder)
+    weights = {}
+    for name, (A, B) in from_peft_names(leaves).items():
+        path = name.replace("model.layers", "model.language_model.layers") + ".weight"
+        weights[path] = reference.get_parameter(path).detach() + 32 / 3 * B @ A
+    arguments = arguments_of(folder, chunks)
+    logits = torch.func.functional_call(reference, weights, (), arguments).logits[0, :-1]
+    targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"].to_numpy())
+    factors = torch.from_numpy(datum.loss_fn_inputs["weights"].to_numpy())
+    (-(factors * logits.log_softmax(-1).gather(1, targets[:, None])[:, 0])).sum().backward()
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None, name
+        assert leaf.grad.any(), name
+        assert float((found[name] - leaf.grad).norm()) < 1e-4 * float(leaf.grad.norm()), name

@@ -199,7 +199,7 @@ def write_adapter(source: Path, part: Path, base_model: str, base: str | None, f
         if not (source / name).is_file():
             raise CommandFailed(f"{source} has no {name}.", hint="Give the folder of an adapter.")
     copy_config(source, part / CONFIG, base)
-    if needs_base(source / WEIGHTS):
+    if needs_base(source / WEIGHTS) or reads_images(base_model):
         write_for_base(source, part, base_model, form)
     else:
         copy_with_peft_names(source / WEIGHTS, part / WEIGHTS)
@@ -224,6 +224,25 @@ def needs_base(weights: Path) -> bool:
         names = read_header(file, weights)
     parts = (".experts.", ".attn.", ".in_proj_", ".mixer.")
     return any(part in name for name in names for part in parts)
+
+
+def reads_images(base_model: str) -> bool:
+    """Whether other programs find the layers of a base model beside a vision tower."""
+    from tinkex.models.resolve import base_name, find_in_hub_cache
+
+    folder = Path(base_model).expanduser()
+    if not folder.is_dir():
+        cached, _ = find_in_hub_cache(base_name(base_model), os.environ)
+        if cached is None:
+            return False
+        folder = cached
+    if not (folder / "preprocessor_config.json").is_file():
+        return False
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and "vision_config" in config
 
 
 def write_for_base(source: Path, part: Path, base_model: str, form: str) -> None:

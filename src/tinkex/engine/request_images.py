@@ -6,7 +6,7 @@ Decoding takes up to seconds, so a thread of its own calls this, not the one tha
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tinkex.engine.images.image_reader import ImageReader
@@ -24,8 +24,8 @@ from tinkex.wire.inputs import ModelInput
 from tinkex.wire.prompt_chunks import EncodedTextChunk, ImageChunk
 from tinkex.wire.training import ForwardBackwardInput
 
-#: Tokens of the different images of one request. Until they are computed their patches are in host
-#: memory, about 25 KB for a token.
+#: Tokens of the different images of one request, and of all that are decoded at once. Until their
+#: requests are done, their patches are in host memory: 24 KB for a token of Qwen3-VL.
 MAX_IMAGE_TOKENS = 1 << 17
 
 
@@ -51,21 +51,116 @@ def has_images(inputs: Iterable[NamedInput]) -> bool:
     )
 
 
+class Holder(NamedTuple):
+    """A request, and within whom its images are shared."""
+
+    ticket: int
+    owner: str
+
+
+class DecodedImages:
+    """
+    Decoded images in host memory, each once for an owner, until the requests that read it are done.
+
+    They have at most `max_tokens`, or belong to one request: the decoding of others waits.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._images: dict[tuple[str, bytes], PreparedImage] = {}
+        self._tickets: dict[tuple[str, bytes], set[int]] = {}
+        self._changed = threading.Condition()
+
+    @property
+    def tokens(self) -> int:
+        return sum(image.tokens for image in self._images.values())
+
+    def find(self, holder: Holder, digests: Iterable[bytes]) -> dict[bytes, PreparedImage]:
+        """Those that are here, from now on also for this request."""
+        with self._changed:
+            found = {}
+            for each in digests:
+                image = self._images.get((holder.owner, each))
+                if image is not None:
+                    self._tickets[holder.owner, each].add(holder.ticket)
+                    found[each] = image
+            return found
+
+    def wait_for_room(self, holder: Holder, tokens: int) -> None:
+        """Waits until so many more tokens fit, or until no other request has any."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self.tokens + tokens <= self._max_tokens
+                    or not set().union(*self._tickets.values()) - {holder.ticket}
+                )
+            )
+
+    def add(self, holder: Holder, image: PreparedImage) -> None:
+        with self._changed:
+            self._images[holder.owner, image.digest] = image
+            tickets = self._tickets.setdefault((holder.owner, image.digest), set())
+            tickets.add(holder.ticket)
+
+    def release(self, ticket: int) -> None:
+        """When the request is done."""
+        with self._changed:
+            for key, tickets in list(self._tickets.items()):
+                tickets.discard(ticket)
+                if not tickets:
+                    del self._tickets[key], self._images[key]
+            self._changed.notify_all()
+
+
 class RequestImages:
     """For several threads: they take turns, image by image."""
 
-    def __init__(self, reader: ImageReader, limits: Limits) -> None:
+    def __init__(
+        self, reader: ImageReader, limits: Limits, *, max_tokens: int = MAX_IMAGE_TOKENS
+    ) -> None:
         self._reader, self._limits = reader, limits
         self._turn = threading.Lock()
+        self._decoded = DecodedImages(max_tokens)
 
-    def prepare(self, inputs: Sequence[NamedInput]) -> PreparedImages:
+    def prepare(self, inputs: Sequence[NamedInput], holder: Holder | None = None) -> PreparedImages:
         """
         The images of a request, each once. Raises `UserFailure`.
 
         All are counted before the first is decoded: whether a request fits shows in their headers.
+        With a `holder`, this waits until there is room for them, which they take until `release`.
         """
         if not has_images(inputs):
             return NONE_PREPARED
+        chunks = self._check(inputs)
+        if holder is None:
+            return {key: self._decode(*each) for key, each in chunks.items()}
+        try:
+            return self._prepare(chunks, holder)
+        except BaseException:
+            self.release(holder.ticket)
+            raise
+
+    def release(self, ticket: int) -> None:
+        self._decoded.release(ticket)
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _prepare(
+        self, chunks: Mapping[bytes, tuple[str, ImageChunk]], holder: Holder
+    ) -> PreparedImages:
+        found = self._decoded.find(holder, chunks)
+        missing = {key: each for key, each in chunks.items() if key not in found}
+        if missing:
+            tokens = sum(self._count(*each) for each in missing.values())
+            self._decoded.wait_for_room(holder, tokens)
+        for key, each in missing.items():
+            found[key] = self._decode(*each)
+            self._decoded.add(holder, found[key])
+        return found
+
+    def _check(self, inputs: Sequence[NamedInput]) -> dict[bytes, tuple[str, ImageChunk]]:
+        """The different images of a request, with what errors call them."""
         found: dict[bytes, tuple[str, ImageChunk]] = {}
         total = 0
         for where, model_input in inputs:
@@ -88,7 +183,7 @@ class RequestImages:
                 f"the {len(found)} different images of the request have {total} tokens; at most "
                 f"{MAX_IMAGE_TOKENS} are allowed. Send fewer images in one request."
             )
-        return {key: self._decode(*each) for key, each in found.items()}
+        return found
 
     def _count(self, where: str, image: ImageChunk) -> int:
         try:
@@ -103,6 +198,3 @@ class RequestImages:
         except UserFailure as failure:
             raise UserFailure(f"{where}: {failure}") from None
         return found
-
-    def close(self) -> None:
-        self._reader.close()

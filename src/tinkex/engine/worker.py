@@ -34,8 +34,8 @@ from tinkex.engine.connection import (
     shared_failure_report,
 )
 from tinkex.engine.device import available_bytes, is_device_lost, is_out_of_memory
-from tinkex.engine.input_checks import PreparedImages
-from tinkex.engine.request_images import NamedInput, has_images, inputs_of
+from tinkex.engine.input_checks import NONE_PREPARED, PreparedImages
+from tinkex.engine.request_images import Holder, NamedInput, has_images, inputs_of
 from tinkex.engine.training.batch_mixer import BatchMixer, ModelQueue
 from tinkex.engine.training.passes import Pass
 from tinkex.engine.training.request_checks import unknown_custom_loss
@@ -103,7 +103,7 @@ class Job:
     """A training order and its progress."""
 
     order: engine_protocol.Order
-    #: The request of a pass with its images, where images are read; decoded by another thread.
+    #: The request of a pass with its images, where images are read.
     decoded: Future[DecodedPass] | None = None
     training_pass: Pass | None = None
     compute_s: float = 0.0
@@ -208,8 +208,10 @@ class Worker:
                 ticket = order.cancel.sample_ticket
                 self._engine.cancel(ticket)
                 self._sample_began_s.pop(ticket, None)
-                if (awaited := self._awaited_samples.pop(ticket, None)) is not None:
-                    awaited.images.cancel()
+                awaited = self._awaited_samples.pop(ticket, None)
+                if awaited is not None and not awaited.images.cancel():
+                    awaited.images.add_done_callback(lambda _: self._release_images(ticket))
+                self._release_images(ticket)
             case "register_loss":
                 self._register_loss(order)
             case "forget_losses":
@@ -218,8 +220,7 @@ class Worker:
                 model_id = getattr(order, work).model_id
                 job = Job(order)
                 if work == "run_pass" and self._engine.images is not None:
-                    job.decoded = self._pass_images.submit(self._decode, order)
-                    job.decoded.add_done_callback(self._connection.wake)
+                    job.decoded = self._decode_images(order)
                 self._training.setdefault(model_id, deque()).append(job)
             case None:
                 self._connection.send(
@@ -237,7 +238,8 @@ class Worker:
         if self._engine.images is None or not has_images(inputs):
             self._submit_sample(order, request, None)
             return
-        images = self._sample_images.submit(self._engine.images.prepare, inputs)
+        holder = Holder(order.ticket, order.sample.owner)
+        images = self._sample_images.submit(self._engine.images.prepare, inputs, holder)
         self._awaited_samples[order.ticket] = AwaitedSample(order, request, images)
         images.add_done_callback(self._connection.wake)
 
@@ -268,9 +270,15 @@ class Worker:
         except Exception as error:  # noqa: BLE001  reported as the failure of this order
             self._refuse_sample(order, error)
 
+    def _release_images(self, ticket: int) -> None:
+        """When a request is done."""
+        if self._engine.images is not None:
+            self._engine.images.release(ticket)
+
     def _refuse_sample(self, order: engine_protocol.Order, error: Exception) -> None:
         _exit_if_device_lost_or_full(error)
         self._sample_began_s.pop(order.ticket, None)
+        self._release_images(order.ticket)
         self._connection.send(failure_report(order.ticket, error))
 
     def _register_loss(self, order: engine_protocol.Order) -> None:
@@ -299,6 +307,7 @@ class Worker:
         ):
             self._connection.send(partial_output_report(ticket, outputs))
         for finished in all_finished:
+            self._release_images(finished.ticket)
             began_s = self._sample_began_s.pop(finished.ticket, time.perf_counter())
             outcome = finished.outcome
             if isinstance(outcome, Exception):
@@ -508,21 +517,34 @@ class Worker:
         if job.training_pass is not None:
             return
         order = job.order.run_pass
-        decoded = self._decode(job.order) if job.decoded is None else job.decoded.result()
+        if job.decoded is None:
+            decoded = DecodedPass(_decode_pass_order(job.order), None)
+        else:
+            decoded = job.decoded.result()
         self._check_loss(decoded.work, order.session_id)
         job.training_pass = self._engine.begin_pass(
             model_id, decoded.work, backward=order.backward, images=decoded.images
         )
         job.decoded = None
 
-    def _decode(self, order: engine_protocol.Order) -> DecodedPass:
-        """Where images are read, another thread calls this."""
-        request, _ = decode_forward_backward_request(_payload_bytes(order.run_pass.payload))
-        work = request.forward_backward_input
-        images = (
-            None if self._engine.images is None else self._engine.images.prepare(inputs_of(work))
-        )
-        return DecodedPass(work, images)
+    def _decode_images(self, order: engine_protocol.Order) -> Future[DecodedPass]:
+        """Decodes a pass, and in another thread its images if it has some."""
+        images = self._engine.images
+        assert images is not None
+        found: Future[DecodedPass] = Future()
+        try:
+            work = _decode_pass_order(order)
+        except Exception as error:  # noqa: BLE001  reported when it is the turn of the pass
+            found.set_exception(error)
+            return found
+        inputs = inputs_of(work)
+        if not has_images(inputs):
+            found.set_result(DecodedPass(work, NONE_PREPARED))
+            return found
+        holder = Holder(order.ticket, f"model {order.run_pass.model_id}")
+        found = self._pass_images.submit(lambda: DecodedPass(work, images.prepare(inputs, holder)))
+        found.add_done_callback(self._connection.wake)
+        return found
 
     def _check_loss(self, work: ForwardBackwardInput, session_id: str) -> None:
         """Raises `UserFailure` if the pass names a custom loss of another session."""
@@ -549,6 +571,11 @@ class Worker:
         self._finish(model_id, job, failure_report(job.order.ticket, error))
 
     def _remove(self, model_id: str, job: Job) -> None:
+        if job.decoded is None:
+            self._release_images(job.order.ticket)
+        elif not job.decoded.cancel():
+            # It may still be running, if an earlier pass of the model failed.
+            job.decoded.add_done_callback(lambda _: self._release_images(job.order.ticket))
         waiting = self._training.pop(model_id)
         waiting.remove(job)
         if waiting:
@@ -601,6 +628,11 @@ class Worker:
             self._engine.clear_gradients(work.model_id)
             raise
         return encode_json(OptimStepResponse(metrics=metrics))
+
+
+def _decode_pass_order(order: engine_protocol.Order) -> ForwardBackwardInput:
+    request, _ = decode_forward_backward_request(_payload_bytes(order.run_pass.payload))
+    return request.forward_backward_input
 
 
 def _optim_params(payload: frames_pb2.Payload) -> OptimParams:

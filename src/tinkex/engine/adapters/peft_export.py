@@ -32,6 +32,7 @@ from tinkex.engine.model.base_model import adapted, without_weights
 from tinkex.engine.model.experts import Experts
 from tinkex.engine.model.lora import AdapterContext, LoraLinear
 from tinkex.engine.model.recurrent_layers import is_mamba
+from tinkex.engine.model.targets import text_name
 from tinkex.wire.errors import UserFailure
 
 # E experts, R rank, O outputs of gate and up together
@@ -39,6 +40,9 @@ from tinkex.wire.errors import UserFailure
 #: Models whose experts vLLM reads as a pair for each, and as PEFT's pairs of all experts.
 VLLM_ONE_EACH = frozenset({"qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe"})
 VLLM_ALL = frozenset({"gpt_oss"})
+
+#: The layers of vision towers, as a pattern for PEFT.
+TOWER_LAYERS = r".*\.visual\..*"
 
 
 class _Exported(NamedTuple):
@@ -64,7 +68,9 @@ def export_adapter(source: Path, target: Path, base: Path, form: str) -> None:
             "PEFT opens no adapter that changes the output projection of Mamba layers. Use --as hf: "
             "a full model."
         )
-    if form == "peft":
+    if not experts and not joint_layers(model):
+        exported = _Exported(dict(saved.pairs), {"target_modules": _leaves(saved.pairs)})
+    elif form == "peft":
         exported = for_peft(saved, experts, joint_layers(model))
     elif family in VLLM_ONE_EACH:
         exported = one_pair_each(saved.pairs)
@@ -79,14 +85,30 @@ def export_adapter(source: Path, target: Path, base: Path, form: str) -> None:
     config: dict[str, Any] = json.loads((target / CONFIG).read_text())
     for key in ("rank_pattern", "alpha_pattern", "target_parameters"):
         config.pop(key, None)
+    if _decoder_path(model) != text_name(_decoder_path(model)):
+        # Its layers have the names of layers that are adapted.
+        config["exclude_modules"] = TOWER_LAYERS
     config |= {"r": saved.rank, "lora_alpha": _plain(saved.scale * saved.rank)}
     (target / CONFIG).write_text(json.dumps(config | exported.config, indent=2) + "\n")
+    decoder = _decoder_path(model)
     tensors = {
-        f"{PREFIX}{name}.lora_{letter}.weight": matrix.contiguous().clone()
+        f"{PREFIX}{_full_name(name, decoder)}.lora_{letter}.weight": matrix.contiguous().clone()
         for name, pair in exported.pairs.items()
         for letter, matrix in zip("AB", pair, strict=True)
     }
     save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
+
+
+def _decoder_path(model: Any) -> str:
+    """The path of the decoder's layers in a model, which may have a vision tower beside them."""
+    layers = model.get_decoder().layers
+    return next(name for name, module in model.named_modules() if module is layers)
+
+
+def _full_name(name: str, decoder: str) -> str:
+    """The name of a layer in the whole model: adapters leave `language_model.` out."""
+    short = text_name(decoder)
+    return decoder + name.removeprefix(short) if name.startswith(f"{short}.") else name
 
 
 def _plain(number: float) -> float:

@@ -1,0 +1,196 @@
+"""Images in the worker: they are decoded apart, and only what needs them waits for them."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.test_worker import Rounds, passes, step
+from numerics.helpers import sample
+from numerics.pictures import datum_of, picture, text, write_image_model
+from tinkex.engine import Engine, EngineSettings
+from tinkex.engine.images.image_reader import ImageReader
+from tinkex.engine.images.prepared_image import PreparedImage
+from tinkex.engine.request_images import (
+    DecodedImages,
+    Holder,
+    NamedInput,
+    RequestImages,
+)
+from tinkex.wire import engine_protocol
+from tinkex.wire.codec import encode_json
+from tinkex.wire.errors import UserFailure
+from tinkex.wire.inputs import ImageChunk, ModelInput
+from tinkex.wire.prompt_chunks import Chunk
+from tinkex.wire.proto import frames_pb2
+from tinkex.wire.protobuf import (
+    decode_forward_backward_output,
+    decode_sample_response,
+    encode_forward_backward_request,
+)
+from tinkex.wire.sampling import SampleRequest, SamplingParams
+from tinkex.wire.training import ForwardBackwardInput, ForwardBackwardRequest
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class GatedReader(ImageReader):
+    """Decodes when it is let."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.gate = threading.Event()
+
+    def prepare(self, images: Sequence[ImageChunk]) -> list[PreparedImage]:
+        assert self.gate.wait(30)
+        return super().prepare(images)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = write_image_model(tmp_path_factory.mktemp("worker") / "m", "Qwen3VL")
+    engine = Engine(EngineSettings(name="m", folder=folder, device="cpu", kv_tokens=1024))
+    assert engine.images is not None
+    engine.images.close()
+    return engine
+
+
+@pytest.fixture
+def reader(engine: Engine) -> Iterator[GatedReader]:
+    reader = GatedReader(engine.settings.folder)
+    engine.images = RequestImages(reader, engine.limits)
+    yield reader
+    reader.gate.set()
+    reader.close()
+
+
+@pytest.fixture
+def rounds(engine: Engine, reader: GatedReader) -> Iterator[Rounds]:
+    rounds = Rounds(engine)
+    rounds.create("a", "b")
+    yield rounds
+    reader.gate.set()
+    rounds.close()
+
+
+def sampled(*chunks: Chunk) -> frames_pb2.Sample:
+    params = SamplingParams(max_tokens=3, seed=1, stop=[])
+    request = SampleRequest(prompt=ModelInput(list(chunks)), num_samples=1, sampling_params=params)
+    return frames_pb2.Sample(payload=frames_pb2.Payload(inline=encode_json(request)), owner="o")
+
+
+def trained(model_id: str, *chunks: Chunk) -> frames_pb2.Pass:
+    work = ForwardBackwardInput._of([datum_of(chunks)], "cross_entropy", None)
+    body = encode_forward_backward_request(ForwardBackwardRequest(work, model_id, 1))
+    payload = frames_pb2.Payload(inline=body)
+    return frames_pb2.Pass(model_id=model_id, payload=payload, backward=True)
+
+
+def until(rounds: Rounds, *tickets: int) -> dict[int, engine_protocol.Report]:
+    """Runs rounds until these requests are done; all reports on the way."""
+    reports: dict[int, engine_protocol.Report] = {}
+    while not reports.keys() >= {*tickets}:
+        reports |= rounds.whole_round()
+    return reports
+
+
+def test_a_sample_with_an_image_delays_no_other(rounds: Rounds, reader: GatedReader) -> None:
+    with_image = rounds.order(sample=sampled(text(3), picture(2, 3), text(2)))
+    plain = rounds.order(sample=sampled(text(5)))
+    training = rounds.order(run_pass=passes("a", 1, 4))
+    assert sorted(until(rounds, plain, training)) == [plain, training]
+    reader.gate.set()
+    # Nothing else is to do: the worker waits until it is woken.
+    found = decode_sample_response(until(rounds, with_image)[with_image].done.result)
+    engine = rounds.worker._engine
+    params = SamplingParams(max_tokens=3, seed=1, stop=[])
+    prompt = ModelInput([text(3), picture(2, 3), text(2)])
+    (alone,) = sample(engine, [SampleRequest(prompt=prompt, num_samples=1, sampling_params=params)])
+    assert found.sequences[0].tokens == alone.sequences[0].tokens
+    assert engine.images is not None
+    assert engine.images._decoded.tokens == 0
+
+
+def test_a_pass_with_an_image_delays_only_its_model(rounds: Rounds, reader: GatedReader) -> None:
+    with_image = rounds.order(run_pass=trained("a", text(3), picture(2, 3), text(2)))
+    stepped = rounds.order(optim_step=step("a"))
+    others = [rounds.order(run_pass=passes("b", 1, 4)), rounds.order(optim_step=step("b"))]
+    assert sorted(until(rounds, others[1])) == others
+    reader.gate.set()
+    reports = until(rounds, stepped)
+    assert list(reports) == [with_image, stepped]
+    output = decode_forward_backward_output(reports[with_image].done.result)
+    # Nine places of 3 + 6 + 1 tokens, of which the last five have targets that are text.
+    assert output.loss_fn_outputs[0]["logprobs"].shape == [10]
+    assert np.isfinite(output.metrics["loss:sum"])
+    engine = rounds.worker._engine
+    assert engine.images is not None
+    assert engine.images._decoded.tokens == 0
+
+
+def test_a_refused_image_fails_its_request_alone(rounds: Rounds, reader: GatedReader) -> None:
+    reader.gate.set()
+    bad = ImageChunk(data=picture(2, 3).data[:100], format="png")
+    tickets = [
+        rounds.order(sample=sampled(text(3), bad)),
+        rounds.order(run_pass=trained("a", picture(2, 3), text(3))),
+        rounds.order(run_pass=trained("a", bad.model_copy(update={"expected_tokens": 6}), text(3))),
+        rounds.order(run_pass=trained("a", picture(2, 3), text(3))),
+    ]
+    reports = until(rounds, *tickets)
+    failed = [reports[tickets[at]].failed for at in (0, 2)]
+    assert [each.category for each in failed] == ["user", "user"]
+    assert failed[0].message.startswith("prompt.chunks[1]: ")
+    assert failed[1].message.startswith("data[0].model_input.chunks[0]: ")
+    assert reports[tickets[1]].WhichOneof("body") == "done"
+    assert reports[tickets[3]].WhichOneof("body") == "done"
+
+
+def test_a_cancelled_sample_gives_its_room_back(rounds: Rounds, reader: GatedReader) -> None:
+    cancelled = rounds.order(sample=sampled(picture(2, 3), text(3)))
+    rounds.order(cancel=frames_pb2.Cancel(sample_ticket=cancelled))
+    reader.gate.set()
+    last = rounds.order(sample=sampled(picture(2, 4), text(3)))
+    assert list(until(rounds, last)) == [last]
+    engine = rounds.worker._engine
+    assert engine.images is not None
+    assert engine.images._decoded.tokens == 0
+
+
+def image(number: int, tokens: int) -> PreparedImage:
+    return PreparedImage(bytes([number]), (1, 2, 2), np.zeros((0, 0), np.float32), tokens)
+
+
+def test_decoding_waits_for_room() -> None:
+    images = DecodedImages(max_tokens=100)
+    first, second = Holder(1, "o"), Holder(2, "o")
+    # More than the limit, but no other request has any.
+    images.wait_for_room(first, 150)
+    images.add(first, image(1, 90))
+    images.wait_for_room(first, 60)
+    assert images.find(second, [bytes([1])]) == images.find(first, [bytes([1]), bytes([2])])
+    assert images.find(Holder(3, "other"), [bytes([1])]) == {}
+    waiting = threading.Thread(target=images.wait_for_room, args=(second, 20))
+    waiting.start()
+    images.release(2)
+    waiting.join(0.05)
+    assert waiting.is_alive(), "90 of 100 tokens are taken"
+    images.release(1)
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert images.tokens == 0
+
+
+def test_a_request_with_too_many_images_is_refused(
+    engine: Engine, reader: GatedReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinkex.engine.request_images.MAX_IMAGE_TOKENS", 11)
+    assert engine.images is not None
+    inputs = [
+        NamedInput(f"data[{at}]", ModelInput([picture(2, 3, seed)]))
+        for at, seed in enumerate((1, 1, 2))
+    ]
+    with pytest.raises(UserFailure, match="the 2 different images of the request have 12 tokens"):
+        engine.images.prepare(inputs)
