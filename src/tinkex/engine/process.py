@@ -68,6 +68,18 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = Connection(options.fd)
     connection.start_reading()
+    engine = load(settings)
+    if isinstance(engine, frames_pb2.Refused):
+        connection.send(engine_protocol.Report(refused=engine))
+        return
+    connection.send(engine_protocol.Report(ready=engine.facts))
+    # Engines on the CPU share a lock, so that only one of them computes at a time.
+    compute_lock = settings.compute_lock if engine.facts.device.startswith("cpu") else None
+    Worker(engine, connection, compute_lock=compute_lock).run()
+
+
+def load(settings: EngineSettings) -> Engine | frames_pb2.Refused:
+    """The engine, or why there is none."""
     log.info("loading %s from %s", settings.name, settings.folder)
     began_s = time.perf_counter()
     try:
@@ -76,13 +88,8 @@ def main() -> None:
         # The command line shows the message. Only a bug needs the traceback too.
         if not isinstance(error, EXPECTED):
             log.exception("%s cannot be loaded", settings.name)
-        refused = frames_pb2.Refused(
+        return frames_pb2.Refused(
             message=f"{settings.name} cannot be loaded: {error}", hint=getattr(error, "hint", "")
         )
-        connection.send(engine_protocol.Report(refused=refused))
-        return
     log.info("loaded %s in %.1f s", settings.name, time.perf_counter() - began_s)
-    connection.send(engine_protocol.Report(ready=engine.facts))
-    # Engines on the CPU share a lock, so that only one of them computes at a time.
-    compute_lock = settings.compute_lock if engine.facts.device.startswith("cpu") else None
-    Worker(engine, connection, compute_lock=compute_lock).run()
+    return engine
