@@ -12,6 +12,7 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -77,21 +78,31 @@ def main() -> None:
         follower.run(settings, options.rank, options.fd)
     connection = Connection(options.fd)
     connection.start_reading()
-    log.info("loading %s from %s", settings.name, settings.folder)
-    began_s = time.perf_counter()
-    try:
-        engine = make_engine(settings, connection)
-    except Exception as error:
-        # The command line shows the message. Only a bug needs the traceback too.
-        if not isinstance(error, EXPECTED):
-            log.exception("%s cannot be loaded", settings.name)
-        refuse(connection, settings.name, error)
+    engine = load(settings, lambda settings: make_engine(settings, connection))
+    if isinstance(engine, frames_pb2.Refused):
+        connection.send(engine_protocol.Report(refused=engine))
         return
-    log.info("loaded %s in %.1f s", settings.name, time.perf_counter() - began_s)
     connection.send(engine_protocol.Report(ready=engine.facts))
     # Engines on the CPU share a lock, so that only one of them computes at a time.
     compute_lock = settings.compute_lock if engine.facts.device.startswith("cpu") else None
     Worker(engine, connection, compute_lock=compute_lock).run()
+
+
+def load(
+    settings: EngineSettings, make: Callable[[EngineSettings], Engine] = Engine
+) -> Engine | frames_pb2.Refused:
+    """The engine, or why there is none."""
+    log.info("loading %s from %s", settings.name, settings.folder)
+    began_s = time.perf_counter()
+    try:
+        engine = make(settings)
+    except Exception as error:
+        # The command line shows the message. Only a bug needs the traceback too.
+        if not isinstance(error, EXPECTED):
+            log.exception("%s cannot be loaded", settings.name)
+        return refusal(settings.name, error)
+    log.info("loaded %s in %.1f s", settings.name, time.perf_counter() - began_s)
+    return engine
 
 
 def make_engine(settings: EngineSettings, connection: Connection) -> Engine:
@@ -101,14 +112,15 @@ def make_engine(settings: EngineSettings, connection: Connection) -> Engine:
         settings,
         # The socket of a dead engine ends when all its ranks have: no new one starts beside them.
         keeps=connection.descriptor,
-        on_refusal=lambda error: refuse(connection, settings.name, error),
+        on_refusal=lambda error: connection.send(
+            engine_protocol.Report(refused=refusal(settings.name, error))
+        ),
     )
     return cast(Engine, engine)
 
 
-def refuse(connection: Connection, name: str, error: Exception) -> None:
-    """Reports that the model cannot be loaded."""
-    refused = frames_pb2.Refused(
+def refusal(name: str, error: Exception) -> frames_pb2.Refused:
+    """Why a model cannot be loaded."""
+    return frames_pb2.Refused(
         message=f"{name} cannot be loaded: {error}", hint=getattr(error, "hint", "")
     )
-    connection.send(engine_protocol.Report(refused=refused))

@@ -88,11 +88,11 @@ function Steps({ points }) {
 }
 
 const REQUEST_COLUMNS = [
-  { name: 'Number', width: '76px', narrow: '52px', kind: 'num' },
+  { name: 'Number', width: '76px', narrow: '58px', kind: 'num' },
   { name: 'Kind', width: 'minmax(120px, 1fr)', narrow: '1fr' },
   { name: 'State', width: 'minmax(90px, 2fr)', narrow: '1fr' },
   { name: 'Tokens', width: '90px', kind: 'num wide' },
-  { name: 'Took', width: '90px', narrow: '62px', kind: 'num' },
+  { name: 'Took', width: '90px', kind: 'num wide' },
   { name: 'Arrived', width: '110px', kind: 'wide' },
 ];
 const STATES = { active: 'running or next', paused_capacity: 'waits for capacity', paused_rate_limit: 'waits for a limit of yours' };
@@ -113,7 +113,7 @@ function Requests({ id, version }) {
         ${one.queue_state && html`<span class="muted">${STATES[one.queue_state] ?? one.queue_state}${one.queue_state_reason ? `: ${one.queue_state_reason}` : ''}</span>`}
         ${one.error && html`<button class="quiet reason" title=${one.error} onClick=${() => setRead(one)}><${Text} max=${200}>${one.error}</${Text}></button>`}</${Cell}>
       <${Cell} kind="num wide">${count(one.tokens)}</${Cell}>
-      <${Cell} kind="num">${duration((new Date(one.finished_at ?? Date.now()) - new Date(one.created_at)) / 1000)}</${Cell}>
+      <${Cell} kind="num wide">${duration((new Date(one.finished_at ?? Date.now()) - new Date(one.created_at)) / 1000)}</${Cell}>
       <${Cell} kind="wide muted"><${When} time=${one.created_at} /></${Cell}>`} />
     ${read && html`<${Dialog} title=${`Request ${read.seq_id} failed: ${read.kind}`} onClose=${() => setRead(null)}>
       <p><${Text} max=${4000}>${read.error}</${Text}></p><p class="id muted"><code>${read.request_id}</code> <${CopyButton} text=${read.request_id} /></p>

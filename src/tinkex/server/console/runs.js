@@ -13,7 +13,7 @@ const POINTS = 600;
 const COLUMNS = [
   { name: 'Compare', width: '20px', narrow: '18px', kind: 'visually-hidden' },
   { name: 'Run', width: 'minmax(150px, 2.2fr)', narrow: 'minmax(0, 1fr)' },
-  { name: 'Status', width: '92px', narrow: '80px' },
+  { name: 'Status', width: '92px', narrow: '86px' },
   { name: 'Base model', width: 'minmax(110px, 1.4fr)', kind: 'wide' },
   { name: 'Rank', width: '52px', kind: 'wide num' },
   { name: 'Steps', width: '76px', kind: 'wide num' },
