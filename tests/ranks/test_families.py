@@ -16,10 +16,15 @@ from tinkex.engine.adapters.model_needs import predicted_needs, read_shape
 from tinkex.engine.engine import measured_needs
 from tinkex.engine.model.unsupported import UnsupportedModel
 from tinkex.engine.ranks.divided_shape import Undivided, fitting_counts
+from tinkex.models.families import FAMILIES
 
 #: Families whose projections the plan of transformers does not divide by heads.
 WHOLE = {"Phi3": "o_proj", "Olmo2": "q_proj", "Glm4": "gate_up_proj", "Youtu": "q_a_proj"}
 DIVIDED = sorted(SERVED.keys() - WHOLE.keys() - {"Llama", "Qwen3"})  # these have tests of their own
+
+
+def test_the_table_of_families_says_which_are_divided() -> None:
+    assert {family.name for family in FAMILIES if family.divided} == {*DIVIDED, "Llama", "Qwen3"}
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -46,7 +46,7 @@ from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.model_shape import UnknownShape
 from tinkex.engine.model.step_memory import PLANNED_RANK
 from tinkex.engine.model.targets import make_layout
-from tinkex.engine.model_fit import refuse_too_large
+from tinkex.engine.model_fit import refuse_too_large, smallest_division
 from tinkex.engine.numerics import check_numerics, numerics
 from tinkex.engine.ranks.divided_shape import Undivided
 from tinkex.engine.ranks.process_group import ProcessGroup, agreed
@@ -523,4 +523,12 @@ def check_size(
     log.info("needs of %s in %s%s, with %s free:", settings.name, form, each, format_bytes(free))
     for line in needs.table().splitlines():
         log.info("%s", line)
-    refuse_too_large(needs, settings, free=free)
+    refuse_too_large(
+        *(needs, settings),
+        free=free,
+        division=lambda: (
+            smallest_division(shape, settings, element=dtype.itemsize, free=free)
+            if device.type == "cuda"
+            else None
+        ),
+    )
