@@ -102,7 +102,7 @@ def export_adapter(source: Path, target: Path, base: Path, form: str) -> None:
 def _decoder_path(model: Any) -> str:
     """The path of the decoder's layers in a model, which may have a vision tower beside them."""
     layers = model.get_decoder().layers
-    return next(name for name, module in model.named_modules() if module is layers)
+    return str(next(name for name, module in model.named_modules() if module is layers))
 
 
 def _full_name(name: str, decoder: str) -> str:
