@@ -15,7 +15,7 @@ from tinkex.models.tool_calls import CLOSE, ToolFormat, renders_tools, tool_form
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.openai_guides import grammar_of
 from tinkex.server.executor import ServedModel
-from tinkex.wire.inputs import Chunk, EncodedTextChunk, ImageChunk, ModelInput
+from tinkex.wire.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from tinkex.wire.openai import (
     ChatRequest,
     CompletionRequest,
@@ -23,6 +23,7 @@ from tinkex.wire.openai import (
     is_image,
     text_of_content,
 )
+from tinkex.wire.prompt_chunks import Chunk
 from tinkex.wire.sample_controls import SampleControls, StoredSampleRequest
 from tinkex.wire.sampling import SamplingParams
 
