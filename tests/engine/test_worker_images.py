@@ -130,6 +130,24 @@ def test_a_pass_with_an_image_delays_only_its_model(rounds: Rounds, reader: Gate
     assert engine.images._decoded.tokens == 0
 
 
+def test_a_large_request_is_decoded_apart(
+    rounds: Rounds, reader: GatedReader, tmp_path: Path
+) -> None:
+    """Base64 of megabytes: also if it is in a file."""
+    reader.gate.set()
+    order = sampled(text(3), picture(2, 3), text(2))
+    file = tmp_path / "payload"
+    file.write_bytes(order.payload.inline)
+    large = frames_pb2.Sample(payload=frames_pb2.Payload(file=str(file)), owner="o")
+    broken = frames_pb2.Sample(payload=frames_pb2.Payload(inline=b" " * (1 << 17)), owner="o")
+    tickets = [rounds.order(sample=each) for each in (order, large, broken)]
+    assert set(rounds.worker._awaited_samples) == {*tickets}
+    reports = until(rounds, *tickets)
+    one, other = (decode_sample_response(reports[each].done.result) for each in tickets[:2])
+    assert one.sequences[0].tokens == other.sequences[0].tokens
+    assert reports[tickets[2]].WhichOneof("body") == "failed"
+
+
 def test_a_refused_image_fails_its_request_alone(rounds: Rounds, reader: GatedReader) -> None:
     reader.gate.set()
     bad = ImageChunk(data=picture(2, 3).data[:100], format="png")
