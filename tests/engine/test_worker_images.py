@@ -18,6 +18,7 @@ from tinkex.engine.request_images import (
     Holder,
     NamedInput,
     RequestImages,
+    most_tokens,
 )
 from tinkex.wire import engine_protocol
 from tinkex.wire.codec import encode_json
@@ -201,14 +202,14 @@ def test_decoding_waits_for_room() -> None:
     assert images.tokens == 0
 
 
-def test_a_request_with_too_many_images_is_refused(
-    engine: Engine, reader: GatedReader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tinkex.engine.request_images.MAX_IMAGE_TOKENS", 11)
-    assert engine.images is not None
+def test_a_request_with_too_many_images_is_refused(engine: Engine, reader: GatedReader) -> None:
+    images = RequestImages(reader, engine.limits, max_tokens=11)
     inputs = [
         NamedInput(f"data[{at}]", ModelInput([picture(2, 3, seed)]))
         for at, seed in enumerate((1, 1, 2))
     ]
-    with pytest.raises(UserFailure, match="the 2 different images of the request have 12 tokens"):
-        engine.images.prepare(inputs)
+    with pytest.raises(UserFailure, match=r"the 2 different images .* 12 tokens; at most 11 are"):
+        images.prepare(inputs)
+    # Four patches of 4 by 4 pixels, 3 colors and 2 frames, in float32: 1,536 bytes for a token.
+    assert most_tokens(reader.rules, 4 * 1536 * 100) == 100
+    assert most_tokens(reader.rules, 10**12) == 131_072
