@@ -177,3 +177,15 @@ def test_the_fake_supports_every_option_of_a_sample(service):
     assert [row[0][0] for row in answer.sequences[0].topk_logprobs] == [5, 6]
     assert answer.target_prompt_logprobs.shape == [2, 1]
     assert answer.prompt_alt_tokens.tokens.shape == [3, 1]
+
+
+def test_a_prompt_of_the_fake_may_have_images(service):
+    chunks = [
+        types.EncodedTextChunk(tokens=[5]),
+        types.ImageChunk(data=b"any", format="png", expected_tokens=2),
+        types.EncodedTextChunk(tokens=[6]),
+    ]
+    sampler = service.create_sampling_client(base_model="fake/model")
+    prompt, params = types.ModelInput(chunks=chunks), types.SamplingParams(max_tokens=4)
+    answer = sampler.sample(prompt, num_samples=1, sampling_params=params).result(5)
+    assert answer.sequences[0].tokens == [5, 0, 0, 6]

@@ -80,7 +80,11 @@ def prefill_of(tokens: list[int], adapter: str | None) -> Prefill:
         stops=Stops(),
     )
     return Prefill(
-        request=request, tokens=tokens, sequences=[], prompt_logprobs=PromptLogprobRequest()
+        request=request,
+        tokens=tokens,
+        keys=request.prompt_keys,
+        sequences=[],
+        prompt_logprobs=PromptLogprobRequest(),
     )
 
 

@@ -332,6 +332,17 @@ decoder_process.main()
     assert said == REFUSED + str(["Too many open files"] * 3).encode()
 
 
+def test_without_pillow_the_message_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "PIL.py").write_text("raise ImportError('there is no Pillow')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    reader = ImageReader(hostile_images.write_processor(tmp_path / "model"))
+    message = refusal(reader, chunk(noise("RGB", 32, 32)))
+    assert "cannot read images: there is no Pillow. The operator can run `pip install" in message
+    assert reader.decoder_pid is None
+
+
 def test_several_threads_may_read_images(reader: ImageReader) -> None:
     pictures = [chunk(noise("RGB", 30 + index, 40)) for index in range(8)]
     found: dict[int, PreparedImage] = {}

@@ -18,6 +18,7 @@ from tinkex.engine.request_images import (
     Holder,
     NamedInput,
     RequestImages,
+    most_tokens,
 )
 from tinkex.wire import engine_protocol
 from tinkex.wire.codec import encode_json
@@ -130,6 +131,24 @@ def test_a_pass_with_an_image_delays_only_its_model(rounds: Rounds, reader: Gate
     assert engine.images._decoded.tokens == 0
 
 
+def test_a_large_request_is_decoded_apart(
+    rounds: Rounds, reader: GatedReader, tmp_path: Path
+) -> None:
+    """Base64 of megabytes: also if it is in a file."""
+    reader.gate.set()
+    order = sampled(text(3), picture(2, 3), text(2))
+    file = tmp_path / "payload"
+    file.write_bytes(order.payload.inline)
+    large = frames_pb2.Sample(payload=frames_pb2.Payload(file=str(file)), owner="o")
+    broken = frames_pb2.Sample(payload=frames_pb2.Payload(inline=b" " * (1 << 17)), owner="o")
+    tickets = [rounds.order(sample=each) for each in (order, large, broken)]
+    assert set(rounds.worker._awaited_samples) == {*tickets}
+    reports = until(rounds, *tickets)
+    one, other = (decode_sample_response(reports[each].done.result) for each in tickets[:2])
+    assert one.sequences[0].tokens == other.sequences[0].tokens
+    assert reports[tickets[2]].WhichOneof("body") == "failed"
+
+
 def test_a_refused_image_fails_its_request_alone(rounds: Rounds, reader: GatedReader) -> None:
     reader.gate.set()
     bad = ImageChunk(data=picture(2, 3).data[:100], format="png")
@@ -183,14 +202,14 @@ def test_decoding_waits_for_room() -> None:
     assert images.tokens == 0
 
 
-def test_a_request_with_too_many_images_is_refused(
-    engine: Engine, reader: GatedReader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tinkex.engine.request_images.MAX_IMAGE_TOKENS", 11)
-    assert engine.images is not None
+def test_a_request_with_too_many_images_is_refused(engine: Engine, reader: GatedReader) -> None:
+    images = RequestImages(reader, engine.limits, max_tokens=11)
     inputs = [
         NamedInput(f"data[{at}]", ModelInput([picture(2, 3, seed)]))
         for at, seed in enumerate((1, 1, 2))
     ]
-    with pytest.raises(UserFailure, match="the 2 different images of the request have 12 tokens"):
-        engine.images.prepare(inputs)
+    with pytest.raises(UserFailure, match=r"the 2 different images .* 12 tokens; at most 11 are"):
+        images.prepare(inputs)
+    # Four patches of 4 by 4 pixels, 3 colors and 2 frames, in float32: 1,536 bytes for a token.
+    assert most_tokens(reader.rules, 4 * 1536 * 100) == 100
+    assert most_tokens(reader.rules, 10**12) == 131_072

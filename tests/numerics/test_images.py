@@ -1,5 +1,6 @@
 """Models that read images: training and sampling give the numbers of transformers."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -343,7 +344,7 @@ def test_text_without_images_is_computed_as_by_a_text_model(
     asked = [request([text(40, 1)], max_tokens=10, seed=1, stop=[])]
     ((found,), (expected,)) = (sample(each, asked) for each in (engine, text_only))
     np.testing.assert_array_equal(found.sequences[0].logprobs_np, expected.sequences[0].logprobs_np)
-    with pytest.raises(UserFailure, match=r"prompt: the folder of this model has no preproc.*json"):
+    with pytest.raises(UserFailure, match=r"prompt: this model's folder has no preproc.*json"):
         text_only.submit(9, request([picture(2, 2), text(1)]), adapter=None)
     # The places of images and of text are the same tokens for a model that knows no images.
     row = [text(4), EncodedTextChunk([PLACEHOLDER] * 4), text(4, 2)]
@@ -351,6 +352,38 @@ def test_text_without_images_is_computed_as_by_a_text_model(
         sample(each, [request(row, max_tokens=3, seed=1, stop=[])]) for each in (engine, text_only)
     )
     np.testing.assert_array_equal(found.sequences[0].logprobs_np, expected.sequences[0].logprobs_np)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"patch_size": 6}, "this model's image processor has patch_size = 6, but .* has 4"),
+        ({"image_processor_type": "Other"}, "this model's image processor is Other"),
+    ],
+)
+def test_a_folder_whose_images_cannot_be_cut_is_served_as_text(
+    change: dict[str, Any], says: str, engine_on: Callable[[str], Engine], tmp_path: Path
+) -> None:
+    shutil.copytree(engine_on("Qwen3VL").settings.folder, tmp_path / "m")
+    file = tmp_path / "m" / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    engine = engine_of(tmp_path / "m")
+    with pytest.raises(UserFailure, match=says):
+        engine.submit(9, request([picture(2, 2), text(1)]), adapter=None)
+    assert read_shape(tmp_path / "m").tower is None
+
+
+def test_the_newer_file_of_transformers_says_how_to_cut_too(
+    engine_on: Callable[[str], Engine], tmp_path: Path
+) -> None:
+    shutil.copytree(engine_on("Qwen3VL").settings.folder, tmp_path / "m")
+    file = tmp_path / "m" / "preprocessor_config.json"
+    newer = {"image_processor": json.loads(file.read_text())}
+    (tmp_path / "m" / "processor_config.json").write_text(json.dumps(newer))
+    file.unlink()
+    assert (
+        read_shape(tmp_path / "m").tower == read_shape(engine_on("Qwen3VL").settings.folder).tower
+    )
 
 
 @pytest.mark.parametrize(

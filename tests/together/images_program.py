@@ -31,7 +31,9 @@ def prompt_of(picture: dict[str, Any], *, seen: bool = True, **changed: Any) -> 
     count = picture["tokens"]
     chunk = types.EncodedTextChunk(tokens=[16] * count)
     if seen:
-        settings = {"format": picture["format"], "expected_tokens": count, **changed}
+        # Of every other picture, only the server knows the number of tokens.
+        known = {"expected_tokens": count} if picture["format"] == "png" else {}
+        settings = {"format": picture["format"], **known, **changed}
         chunk = types.ImageChunk(data=base64.b64decode(picture["data"]), **settings)
     text = [types.EncodedTextChunk(tokens=tokens) for tokens in (BEFORE, AFTER)]
     return types.ModelInput(chunks=[text[0], chunk, text[1]])

@@ -228,6 +228,7 @@ def needs_base(weights: Path) -> bool:
 
 def reads_images(base_model: str) -> bool:
     """Whether other programs find the layers of a base model beside a vision tower."""
+    from tinkex.engine.model.image_models import has_tower
     from tinkex.models.resolve import base_name, find_in_hub_cache
 
     folder = Path(base_model).expanduser()
@@ -236,13 +237,11 @@ def reads_images(base_model: str) -> bool:
         if cached is None:
             return False
         folder = cached
-    if not (folder / "preprocessor_config.json").is_file():
-        return False
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(config, dict) and "vision_config" in config
+    return isinstance(config, dict) and has_tower(config, folder)
 
 
 def write_for_base(source: Path, part: Path, base_model: str, form: str) -> None:

@@ -19,6 +19,7 @@ from tinkex.engine.input_checks import (
     check_length,
     digest,
 )
+from tinkex.models.patch_rules import PatchRules
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import ModelInput
 from tinkex.wire.prompt_chunks import EncodedTextChunk, ImageChunk
@@ -27,6 +28,14 @@ from tinkex.wire.training import ForwardBackwardInput
 #: Tokens of the different images of one request, and of all that are decoded at once. Until their
 #: requests are done, their patches are in host memory: 24 KB for a token of Qwen3-VL.
 MAX_IMAGE_TOKENS = 1 << 17
+#: Less on a machine of which they would take more than this part of the free memory.
+HOST_FRACTION = 0.25
+
+
+def most_tokens(rules: PatchRules, free: int) -> int:
+    """How many tokens of images may be decoded at once, with so much free host memory."""
+    values = 3 * rules.frames * rules.patch**2
+    return max(1, min(MAX_IMAGE_TOKENS, int(HOST_FRACTION * free) // (4 * values * rules.merge**2)))
 
 
 class NamedInput(NamedTuple):
@@ -120,6 +129,7 @@ class RequestImages:
     ) -> None:
         self._reader, self._limits = reader, limits
         self._turn = threading.Lock()
+        self._max_tokens = max_tokens
         self._decoded = DecodedImages(max_tokens)
 
     def prepare(self, inputs: Sequence[NamedInput], holder: Holder | None = None) -> PreparedImages:
@@ -178,10 +188,10 @@ class RequestImages:
                     found[key] = name, chunk
                     total += tokens
             check_length(length, self._limits, where=where)
-        if total > MAX_IMAGE_TOKENS:
+        if total > self._max_tokens:
             raise UserFailure(
                 f"the {len(found)} different images of the request have {total} tokens; at most "
-                f"{MAX_IMAGE_TOKENS} are allowed. Send fewer images in one request."
+                f"{self._max_tokens} are allowed. Send fewer images in one request."
             )
         return found
 

@@ -35,7 +35,13 @@ from tinkex.engine.connection import (
 )
 from tinkex.engine.device import available_bytes, is_device_lost, is_out_of_memory
 from tinkex.engine.input_checks import NONE_PREPARED, PreparedImages
-from tinkex.engine.request_images import Holder, NamedInput, has_images, inputs_of
+from tinkex.engine.request_images import (
+    Holder,
+    NamedInput,
+    RequestImages,
+    has_images,
+    inputs_of,
+)
 from tinkex.engine.training.batch_mixer import BatchMixer, ModelQueue
 from tinkex.engine.training.passes import Pass
 from tinkex.engine.training.request_checks import unknown_custom_loss
@@ -74,6 +80,9 @@ MAX_MICRO_BATCH_S = 0.5
 #: A shortened micro-batch still has this many tokens, to keep training efficient.
 MIN_BATCH_TOKENS = 256
 
+#: Where images are read, sample requests of more bytes are decoded in another thread.
+SMALL_PAYLOAD = 1 << 16
+
 #: No snapshot is copied while the copies that wait to be written take this much host memory.
 MAX_PENDING_SNAPSHOT_BYTES = 256 * 2**20
 #: A larger snapshot is copied only if its copy takes at most this fraction of the free host memory.
@@ -90,12 +99,20 @@ class DecodedPass(NamedTuple):
     images: PreparedImages | None
 
 
+class DecodedSample(NamedTuple):
+    request: StoredSampleRequest
+    images: PreparedImages
+
+    @property
+    def inputs(self) -> list[NamedInput]:
+        return [NamedInput("prompt", self.request.prompt)]
+
+
 class AwaitedSample(NamedTuple):
-    """A sample request whose images are being decoded."""
+    """A sample request that is being decoded, because of its images."""
 
     order: engine_protocol.Order
-    request: StoredSampleRequest
-    images: Future[PreparedImages]
+    decoded: Future[DecodedSample]
 
 
 @dataclass(slots=True, eq=False)
@@ -180,7 +197,7 @@ class Worker:
             while True:
                 self._accept(self._connection.inbox.get_nowait())
         for ticket, awaited in list(self._awaited_samples.items()):
-            if awaited.images.done():
+            if awaited.decoded.done():
                 del self._awaited_samples[ticket]
                 self._submit_decoded(awaited)
 
@@ -191,6 +208,7 @@ class Worker:
             return
         self._stats_reported_s = now_s
         stats = self._engine.stats()
+        stats.samples_waiting += len(self._awaited_samples)
         stats.training_waiting = sum(len(jobs) for jobs in self._training.values())
         stats.models_training = len(self._training)
         stats.tokens_trained = self._tokens_trained
@@ -209,8 +227,8 @@ class Worker:
                 self._engine.cancel(ticket)
                 self._sample_began_s.pop(ticket, None)
                 awaited = self._awaited_samples.pop(ticket, None)
-                if awaited is not None and not awaited.images.cancel():
-                    awaited.images.add_done_callback(lambda _: self._release_images(ticket))
+                if awaited is not None and not awaited.decoded.cancel():
+                    awaited.decoded.add_done_callback(lambda _: self._release_images(ticket))
                 self._release_images(ticket)
             case "register_loss":
                 self._register_loss(order)
@@ -229,43 +247,37 @@ class Worker:
 
     def _submit(self, order: engine_protocol.Order) -> None:
         self._sample_began_s[order.ticket] = time.perf_counter()
-        try:
-            request = decode_json(StoredSampleRequest, _payload_bytes(order.sample.payload))
-        except Exception as error:  # noqa: BLE001  reported as the failure of this order
-            self._refuse_sample(order, error)
-            return
-        inputs = [NamedInput("prompt", request.prompt)]
-        if self._engine.images is None or not has_images(inputs):
-            self._submit_sample(order, request, None)
-            return
-        holder = Holder(order.ticket, order.sample.owner)
-        images = self._sample_images.submit(self._engine.images.prepare, inputs, holder)
-        self._awaited_samples[order.ticket] = AwaitedSample(order, request, images)
-        images.add_done_callback(self._connection.wake)
+        if self._engine.images is None or _is_small(order.sample.payload):
+            try:
+                decoded = _decode_sample(order, None)
+            except Exception as error:  # noqa: BLE001  reported as the failure of this order
+                self._refuse_sample(order, error)
+                return
+            if self._engine.images is None or not has_images(decoded.inputs):
+                self._submit_sample(order, decoded)
+                return
+        waiting = self._sample_images.submit(_decode_sample, order, self._engine.images)
+        self._awaited_samples[order.ticket] = AwaitedSample(order, waiting)
+        waiting.add_done_callback(self._connection.wake)
 
     def _submit_decoded(self, awaited: AwaitedSample) -> None:
         try:
-            images = awaited.images.result()
+            decoded = awaited.decoded.result()
         except Exception as error:  # noqa: BLE001  reported as the failure of this order
             self._refuse_sample(awaited.order, error)
             return
-        self._submit_sample(awaited.order, awaited.request, images)
+        self._submit_sample(awaited.order, decoded)
 
-    def _submit_sample(
-        self,
-        order: engine_protocol.Order,
-        request: StoredSampleRequest,
-        images: PreparedImages | None,
-    ) -> None:
+    def _submit_sample(self, order: engine_protocol.Order, decoded: DecodedSample) -> None:
         folder = order.sample.adapter_folder
         try:
             self._engine.submit(
                 order.ticket,
-                request,
+                decoded.request,
                 adapter=Path(folder) if folder else None,
                 owner=order.sample.owner,
                 streams=order.sample.streams,
-                images=images,
+                images=decoded.images,
             )
         except Exception as error:  # noqa: BLE001  reported as the failure of this order
             self._refuse_sample(order, error)
@@ -630,6 +642,16 @@ class Worker:
         return encode_json(OptimStepResponse(metrics=metrics))
 
 
+def _decode_sample(order: engine_protocol.Order, images: RequestImages | None) -> DecodedSample:
+    """With its images, if there is somebody to decode them."""
+    request = decode_json(StoredSampleRequest, _payload_bytes(order.sample.payload))
+    found = DecodedSample(request, NONE_PREPARED)
+    if images is None:
+        return found
+    holder = Holder(order.ticket, order.sample.owner)
+    return found._replace(images=images.prepare(found.inputs, holder))
+
+
 def _decode_pass_order(order: engine_protocol.Order) -> ForwardBackwardInput:
     request, _ = decode_forward_backward_request(_payload_bytes(order.run_pass.payload))
     return request.forward_backward_input
@@ -695,6 +717,10 @@ def _pass_report(job: Job, training_pass: Pass) -> engine_protocol.Report:
     except Exception as error:  # noqa: BLE001  reported as the failure of this order
         return failure_report(job.order.ticket, error)
     return done_report(job.order.ticket, result, job.compute_s)
+
+
+def _is_small(payload: frames_pb2.Payload) -> bool:
+    return payload.WhichOneof("source") == "inline" and len(payload.inline) <= SMALL_PAYLOAD
 
 
 def _payload_bytes(payload: frames_pb2.Payload) -> bytes:

@@ -118,18 +118,18 @@ class PatchRules:
         """The patches of an image that was scaled to its grid: [rows * columns, values]."""
         import numpy as np
 
-        side = self.merge
+        side, pixels = self.merge, self.patch**2
         tiles = (
             np.frombuffer(rgb, dtype=np.uint8)
             .reshape(rows // side, side, self.patch, columns // side, side, self.patch, 3)
             # Squares of patches follow each other, and the patches of a square.
             .transpose(0, 3, 1, 4, 6, 2, 5)
+            .reshape(rows * columns, 3, pixels)
         )
-        colors = self._values()[np.arange(3)[:, None, None], tiles]
-        frames = np.broadcast_to(
-            colors[..., None, :, :], (*colors.shape[:5], self.frames, *colors.shape[5:])
-        )
-        return frames.reshape(rows * columns, -1)
+        found = np.empty((rows * columns, 3, self.frames, pixels), np.float32)
+        for color, values in enumerate(self._values()):
+            found[:, color] = values.take(tiles[:, color])[:, None]
+        return found.reshape(rows * columns, -1)
 
     def _values(self) -> NDArray[np.float32]:
         """The number that each of 256 brightnesses becomes, for each color: [3, 256]."""

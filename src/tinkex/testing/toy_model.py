@@ -5,6 +5,7 @@ import math
 from typing import Any, Literal
 
 from tinkex.wire.errors import UserFailure
+from tinkex.wire.inputs import EncodedTextChunk, ModelInput
 from tinkex.wire.sampling import (
     PromptAltTokens,
     SampledSequence,
@@ -42,9 +43,20 @@ def toy_pass(work: ForwardBackwardInput, steps: int) -> ForwardBackwardOutput:
     return ForwardBackwardOutput("ArrayRecord", outputs, {"loss:sum": loss})
 
 
+def _tokens(prompt: ModelInput) -> list[int]:
+    """Other chunks than text are token 0, as often as the sender expects it, or once."""
+    found: list[int] = []
+    for chunk in prompt.chunks:
+        if isinstance(chunk, EncodedTextChunk):
+            found += chunk.tokens
+        else:
+            found += [0] * (getattr(chunk, "expected_tokens", None) or 1)
+    return found
+
+
 def toy_sample(request: SampleRequest, steps: int) -> SampleResponse:
     """Repeats the prompt up to `max_tokens`."""
-    prompt = request.prompt.to_ints()
+    prompt = _tokens(request.prompt)
     if not prompt:
         raise UserFailure("the prompt is empty")
     logprob = toy_logprob(steps)

@@ -102,8 +102,7 @@ def export_adapter(source: Path, target: Path, base: Path, form: str) -> None:
 def _decoder_path(model: Any) -> str:
     """The path of the decoder's layers in a model, which may have a vision tower beside them."""
     layers = model.get_decoder().layers
-    found: str = next(name for name, module in model.named_modules() if module is layers)
-    return found
+    return str(next(name for name, module in model.named_modules() if module is layers))
 
 
 def _full_name(name: str, decoder: str) -> str:

@@ -10,7 +10,6 @@ space and its CPU time.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import resource
@@ -39,7 +38,8 @@ def main() -> None:
     control = socket.socket(fileno=sys.stdin.fileno())
     # A service manager sends SIGTERM to all processes at once, while the engine finishes its work.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _limit(resource.RLIMIT_AS, memory_bytes)
+    if sys.platform != "darwin":  # macOS has no limit of the address space
+        _limit(resource.RLIMIT_AS, memory_bytes)
     _limit(resource.RLIMIT_CORE, 0)
     try:
         _load()
@@ -65,8 +65,7 @@ def main() -> None:
 
 
 def _limit(kind: int, soft: int, hard: int | None = None) -> None:
-    with contextlib.suppress(OSError, ValueError):  # macOS has no limit of the address space
-        resource.setrlimit(kind, (soft, soft if hard is None else hard))
+    resource.setrlimit(kind, (soft, soft if hard is None else hard))
 
 
 def _load() -> None:

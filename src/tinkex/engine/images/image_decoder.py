@@ -27,17 +27,17 @@ log = logging.getLogger(__name__)
 START_S = 120.0
 #: Environment variables that the process gets; the others may hold keys.
 ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "LD_LIBRARY_PATH")
-INSTALL = "Its operator installs it with: pip install 'tinkex[images]'"
+INSTALL = "The operator can run `pip install 'tinkex[images]'`."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderLimits:
     """What one image may take."""
 
-    #: Address space. The largest allowed image needs 0.7 GB.
+    #: Address space. The largest allowed image needs 0.6 GB.
     memory_bytes: int = 2**30
-    #: CPU time: several times what the largest allowed image takes.
-    cpu_s: int = 10
+    #: CPU time. The largest allowed image takes a second; a slow machine needs more.
+    cpu_s: int = 5
     #: Wall-clock time, which other programs may make longer.
     wall_s: float = 60
 
@@ -148,12 +148,14 @@ class ImageDecoder:
         ours.settimeout(START_S)
         try:
             said = ours.recv(1 + decoder_process.MAX_REASON_CHARS)
-        except OSError as error:
-            said = REFUSED + str(error).encode()
+        except OSError:
+            said = b""
         if said != READY:
             self._stop()
-            reason = said[1:].decode(errors="replace") or "its decoder ended at once"
-            raise UserFailure(f"this server cannot read images: {reason}. {INSTALL}")
+            reason = f"{said[1:].decode(errors='replace')}. {INSTALL}"
+            raise UserFailure(
+                f"this server cannot read images: {reason if said else 'its decoder ended at once.'}"
+            )
         return ours
 
     def _stop(self) -> None:
