@@ -451,3 +451,21 @@ async def test_models_move_to_a_worker_that_is_free(
             assert len(first.models) == len(second.models) == 2
             for training in trainings:
                 await training.stop()
+
+
+async def test_a_model_that_comes_while_its_copy_is_dropped_is_rebuilt(cluster: Cluster) -> None:
+    async with asyncio.timeout(25):
+        model, training = await begin(cluster, 3)
+        there = cluster.executors[cluster.there]
+        there.holds = of_model(model)
+        moving = cluster.begin_move(model)
+        await there.held.wait()
+        moving.cancel()
+        copies = cluster.workers[cluster.there]._copies._copies
+        await until_async(lambda: copies[model].dropping is not None)
+        old = cluster.workers[cluster.here]
+        await old._moves._stop(cluster.state(model))
+        there.go.set()
+        await training.reached(training.steps + 3)
+        await training.stop()
+        assert cluster.having(model) == cluster.there

@@ -28,12 +28,15 @@ class _Copy:
     def __init__(self, term: int) -> None:
         self.term = term
         self.heard_s = time.monotonic()
+        #: The number of the last question.
+        self.question = 0
         self.copy: ModelCopy | None = None
         self.running: asyncio.Task[None] | None = None
         #: Why it is useless.
         self.error: str | None = None
         #: Whether it is being removed, or its model is here now.
         self.is_over = False
+        self.dropping: asyncio.Task[None] | None = None
 
     async def stopped(self) -> None:
         """Wait until it runs nothing; it stops after its current batch."""
@@ -63,13 +66,13 @@ class Copies:
         self._spawn = spawn
         self._copies: dict[str, _Copy] = {}
 
-    def asked(self, model_id: str, term: int, home: str) -> None:
+    def asked(self, model_id: str, term: int, question: int, home: str) -> None:
         """Another worker wants this copy to have the newest step."""
         one = self._copies.get(model_id)
         newest = self._scheduler.terms().get(model_id, -1) if one is None else one.term
         if newest > term:
             # The one who asks has lost the model, and does not know.
-            self._answer(home, [model_id, term, None, "the model has changed hands"])
+            self._answer(home, [model_id, term, question, None, "the model has changed hands"])
             return
         if one is None:
             if self._scheduler.draining or not self._scheduler.may_copy(model_id, term=term):
@@ -82,24 +85,28 @@ class Copies:
             one.term = term
             if one.copy is not None:
                 one.copy.state.term = term
-        one.heard_s = time.monotonic()
+        one.heard_s, one.question = time.monotonic(), question
         if one.running is None:
             one.running = self._spawn(self._catch_up(model_id, one, home))
 
     def not_needed(self, model_id: str, term: int) -> None:
         if (one := self._copies.get(model_id)) is not None and one.term == term:
-            self._spawn(self._drop(model_id))
+            self._drop(model_id, one)
 
     def look(self) -> None:
         """Drop copies that nobody has asked for lately."""
         now_s = time.monotonic()
         for model_id, one in list(self._copies.items()):
-            if not one.is_over and one.running is None and now_s - one.heard_s > self._kept_s:
-                self._spawn(self._drop(model_id))
+            if one.running is None and now_s - one.heard_s > self._kept_s:
+                self._drop(model_id, one)
 
     async def take(self, model_id: str) -> ModelCopy | None:
         """The model is here now: its copy, if it is of use."""
-        if (one := self._copies.get(model_id)) is None or one.is_over:
+        if (one := self._copies.get(model_id)) is None:
+            return None
+        if one.dropping is not None:
+            # Otherwise it would remove what is rebuilt here.
+            await asyncio.wait({one.dropping})
             return None
         await one.stopped()
         del self._copies[model_id]
@@ -112,17 +119,21 @@ class Copies:
                 one.running.cancel()
 
     async def _catch_up(self, model_id: str, one: _Copy, home: str) -> None:
-        position = None
+        answered = -1
         try:
-            if one.error is None:
-                position = await self._position(model_id, one)
-        except (*NOT_MOVED, LookupError) as error:
-            one.error = str(error) or type(error).__name__
-            log.info("the copy of %s failed: %s", model_id, one.error)
+            # A question that came meanwhile needs what was not in the log yet.
+            while answered != one.question and not one.is_over:
+                answered, position = one.question, None
+                try:
+                    if one.error is None:
+                        position = await self._position(model_id, one)
+                except (*NOT_MOVED, LookupError) as error:
+                    one.error = str(error) or type(error).__name__
+                    log.info("the copy of %s failed: %s", model_id, one.error)
+                text = (one.error or "")[: messages.MAX_ERROR_CHARS]
+                self._answer(home, [model_id, one.term, answered, position, text])
         finally:
             one.running = None
-        text = (one.error or "")[: messages.MAX_ERROR_CHARS]
-        self._answer(home, [model_id, one.term, position, text])
 
     def _answer(self, home: str, item: list[Any]) -> None:
         self._notifier.send(channel_of(home), messages.COPIED, item)
@@ -140,12 +151,15 @@ class Copies:
             one.copy = ModelCopy(state, engine, self._store)
         return await one.copy.catch_up()
 
-    async def _drop(self, model_id: str) -> None:
-        if (one := self._copies.get(model_id)) is None or one.is_over:
-            return
-        await one.stopped()
-        try:
-            if one.copy is not None:
-                await one.copy.drop()
-        finally:
-            del self._copies[model_id]
+    def _drop(self, model_id: str, one: _Copy) -> None:
+        async def drop() -> None:
+            try:
+                await one.stopped()
+                if one.copy is not None:
+                    await one.copy.drop()
+            finally:
+                del self._copies[model_id]
+
+        if not one.is_over:
+            one.is_over = True
+            one.dropping = self._spawn(drop())

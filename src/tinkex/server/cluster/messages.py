@@ -20,8 +20,10 @@ STREAMED = "streamed"  # "REQUEST-ID CHANNEL": a sample whose tokens go to this 
 CANCELLED = "cancelled"  # requests
 REFUSED = "refused"  # models with a refused step
 
-COPY = "copy"  # [model, term, worker]: bring a copy of a model to the newest step, and tell that worker
-COPIED = "copied"  # [model, term, step, error]: what a copy has; without a step, why there is none
+# [model, term, question, worker]: bring a copy of a model to the newest step, and tell that worker.
+COPY = "copy"
+# [model, term, question, step, error]: what a copy has; without a step, why there is none.
+COPIED = "copied"
 NO_COPY = "no copy"  # [model, term]: its copy is not needed
 MOVED = "moved"  # models that the worker has now, or whose steps came to another one
 

@@ -82,13 +82,16 @@ class RemoteCopy:
         self._notifier = notifier
         self._takes_work = takes_work
         self._disown = disown
+        #: The number of the last question, and its answer.
+        self._question = 0
         self._answer: asyncio.Future[int] | None = None
 
     async def catch_up(self) -> int:
         """Ask until the other worker answers; NotMoved if it cannot, or is gone."""
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._answer = answer
-        question = [self._model_id, self._term, self._home]
+        self._question += 1
+        question = [self._model_id, self._term, self._question, self._home]
         while not answer.done():
             if not self._takes_work(self._target):
                 raise NotMoved(f"the worker {self._target} takes no more work")
@@ -96,8 +99,10 @@ class RemoteCopy:
             await asyncio.wait({answer}, timeout=LOOK_S)
         return answer.result()
 
-    def answered(self, term: int, position: int | None, error: str) -> None:
-        if self._answer is None or self._answer.done() or term != self._term:
+    def answered(self, term: int, question: int, position: int | None, error: str) -> None:
+        if (term, question) != (self._term, self._question):
+            return
+        if self._answer is None or self._answer.done():
             return
         if position is None:
             self._answer.set_exception(NotMoved(f"the worker {self._target} has no copy: {error}"))
@@ -150,9 +155,9 @@ class Moves:
 
     def answered(self, item: Sequence[Any]) -> None:
         """Another worker tells how far its copy is."""
-        model_id, term, position, error = item
+        model_id, *answer = item
         if (copy := self._copies.get(model_id)) is not None:
-            copy.answered(term, position, error)
+            copy.answered(*answer)
 
     async def move(self, state: ModelState, target: str) -> bool:
         """Move a model to another worker while it trains; False if it stays."""

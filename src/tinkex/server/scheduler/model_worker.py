@@ -414,7 +414,7 @@ class ModelWorkers:
             while not self._execution.closing and not state.disowned:
                 while state.between:
                     await state.between.popleft()()
-                if state.home.workers is not self:
+                if state.home.workers is not self or state.disowned:
                     break
                 # No step is running now, so all steps that had to be requeued have been.
                 state.rewinding = False

@@ -12,6 +12,7 @@ nothing at all.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import sys
 import time
@@ -33,10 +34,12 @@ log = logging.getLogger("tinkex.server.scheduler")
 
 #: A copy that is this close is not waited for: an optimizer step and the pass before it.
 CLOSE_STEPS = 2
-#: A model stops for a copy that lacks no more optimizer steps than this, if it comes no closer.
+#: A model stops for a copy that lacks no more optimizer steps than this: less than two steps.
 MAX_OPTIM_STEPS = 1
 #: How long a model stands still at most while its copy runs what it lacks; then it goes on.
 MAX_STOP_S = 60.0
+#: A model waits this long after a shorter batch: copies are also behind by the messages about them.
+MIN_WAIT_S = 0.2
 #: How often a copy may come no closer before the move is given up.
 MAX_ROUNDS = 20
 #: How often a model without steps is looked at while its copy catches up.
@@ -98,72 +101,87 @@ class _Move:
         self._store = store
         self._origin = state.home
         self._position = -1
-        #: How often the copy came no closer.
+        #: The fewest steps that the copy lacked, and how often it came no closer since.
+        self._least = sys.maxsize
         self._rounds = 0
         self._slows_down = False
-        self._catching_up: asyncio.Task[int] | None = None
+        self._catching_up: asyncio.Task[int]
         self._is_over = False
 
     async def run(self) -> None:
         """Until the model is elsewhere; raises one of NOT_MOVED."""
         state, before = self._state, sys.maxsize
+        self._catch_up()
         try:
-            while not self._is_over:
-                self._catching_up = asyncio.create_task(self._copy.catch_up())
-                if self._slows_down:
-                    await self._wait_for_copy()
+            while not self._slows_down and not self._is_over:
                 self._position = await self._catching_up
                 behind = state.queue.next_seq - 1 - self._position
-                if CLOSE_STEPS < behind < before:
-                    before = behind
-                    continue
-                before = min(before, behind)
-                await self._between_batches(self._hand_over)
+                comes_closer, before = behind < before, min(before, behind)
+                if comes_closer and behind > CLOSE_STEPS:
+                    self._catch_up()
+                else:
+                    await self._between_batches(self._hand_over_or_slow_down)
+            while not self._is_over:
+                runs = bool(state.queue.running)
+                if not runs:
+                    await asyncio.wait({self._catching_up}, timeout=IDLE_POLL_S)
+                if runs or self._catching_up.done():
+                    await self._between_batches(functools.partial(self._wait_for_copy, runs))
         finally:
             self._is_over = True
-            if self._catching_up is not None:
-                self._catching_up.cancel()
-                with contextlib.suppress(asyncio.CancelledError, *NOT_MOVED):
-                    await self._catching_up
+            self._catching_up.cancel()
+            with contextlib.suppress(asyncio.CancelledError, *NOT_MOVED):
+                await self._catching_up
+
+    def _catch_up(self) -> None:
+        self._catching_up = asyncio.create_task(self._copy.catch_up())
 
     async def _between_batches(self, work: Callable[[], Awaitable[None]]) -> None:
-        await self._origin.workers.run_between_batches(self._state, work)
-
-    async def _wait_for_copy(self) -> None:
-        """After each batch, the model waits for its copy as long as the batch took."""
-        catching_up = self._catching_up
-        assert catching_up is not None
-
-        async def wait() -> None:
+        async def run() -> None:
             if not self._is_over:
-                took_s = time.monotonic() - began_s
-                await asyncio.wait({catching_up}, timeout=took_s)
+                await work()
 
-        while not catching_up.done():
-            if not self._state.queue.running:
-                await asyncio.wait({catching_up}, timeout=IDLE_POLL_S)
-                continue
-            began_s = self._state.last_step_s
-            await self._between_batches(wait)
+        await self._origin.workers.run_between_batches(self._state, run)
 
-    async def _hand_over(self) -> None:
-        """The model stands still: it goes to its copy, or goes on here, more slowly."""
-        state = self._state
-        if self._is_over:
+    async def _hand_over_or_slow_down(self) -> None:
+        if not await self._hand_over(MAX_OPTIM_STEPS):
+            self._slows_down = True
+            self._catch_up()
+
+    async def _wait_for_copy(self, after_batch: bool) -> None:
+        """After a batch, the model waits for its copy as long as the batch took, or a moment."""
+        took_s = max(time.monotonic() - self._state.last_step_s, MIN_WAIT_S)
+        await self._look_at_copy()
+        if after_batch and not self._is_over:
+            await asyncio.wait({self._catching_up}, timeout=took_s)
+            await self._look_at_copy()
+
+    async def _look_at_copy(self) -> None:
+        """Hand the model over if its copy is close now; otherwise the copy goes on."""
+        if self._is_over or not self._catching_up.done():
             return
+        self._position = self._catching_up.result()
+        # A model that waits after each batch has lost up to a step already.
+        if not await self._hand_over(0):
+            self._catch_up()
+
+    async def _hand_over(self, may_lack: int) -> bool:
+        """The model stands still: it goes to its copy, if that lacks so few optimizer steps."""
+        state = self._state
         if self._origin.models.get(state.model.model_id) is not state:
             raise NotMoved("it was taken over or forgotten meanwhile")
         await state.results_stored()
         lacking = await self._store.requests.log(state.model.model_id, after=self._position)
         left = [row for row in lacking if replay_of(row) is not Replay.SKIP]
-        if sum(row.kind is Kind.OPTIM_STEP for row in left) <= MAX_OPTIM_STEPS:
+        if sum(row.kind is Kind.OPTIM_STEP for row in left) <= may_lack:
             await self._copy.take_over()
             self._is_over = True
-            return
-        self._slows_down = True
-        self._rounds += 1
+            return True
+        self._rounds = 0 if len(left) < self._least else self._rounds + 1
+        self._least = min(self._least, len(left))
         if self._rounds > MAX_ROUNDS:
             raise NotMoved(f"its copy lacks {len(left)} requests and comes no closer")
+        return False
 
 
 class LocalCopy:
