@@ -35,7 +35,6 @@ from tinkex.engine.adapters.memory_plan import (
 from tinkex.engine.adapters.model_needs import ModelNeeds, predicted_needs, read_shape
 from tinkex.engine.device import (
     available_bytes,
-)(
     choose_device,
     choose_dtype,
     prepare_determinism,
