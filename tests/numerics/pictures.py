@@ -56,7 +56,7 @@ IMAGE_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen3VLMoe": (
         SHAPE
         | {"head_dim": 16, "max_position_embeddings": 512}
-        | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         | rope(4, 2, 2),
         DEEP,
     ),
