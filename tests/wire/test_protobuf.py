@@ -267,6 +267,10 @@ def request_with(change):
             lambda m: setattr(m.data[0].model_input[1].image, "expected_tokens", -1),
             "data[0].model_input[1].expected_tokens",
         ),
+        (
+            lambda m: setattr(m.data[0].model_input[1].image.override_dimensions, "width", 8),
+            "data[0].model_input[1].override_dimensions",
+        ),
         (lambda m: m.data[1].ClearField("model_input_spans"), "data[1].model_input_spans"),
         (lambda m: m.data[1].model_input_spans.add(), "data[1].model_input_spans[1]"),
         (

@@ -188,6 +188,12 @@ def _read_chunk(message: pb.Chunk, loc: Loc) -> Chunk:
         image = message.image
         if image.format not in ("png", "jpeg"):
             raise WireError.at((*loc, "format"), f"must be png or jpeg, not {image.format!r}.")
+        if image.HasField("override_dimensions"):
+            raise WireError.at(
+                (*loc, "override_dimensions"),
+                "is not supported; no client of this protocol sends it. Scale the image itself.",
+                "unsupported",
+            )
         expected = image.expected_tokens if image.HasField("expected_tokens") else None
         if expected is not None and expected < 0:
             raise WireError.at((*loc, "expected_tokens"), f"must be 0 or greater, not {expected}.")
