@@ -19,6 +19,7 @@ from tinkex.engine.request_images import (
     NamedInput,
     RequestImages,
     most_tokens,
+    reader_count,
 )
 from tinkex.wire import engine_protocol
 from tinkex.wire.codec import encode_json
@@ -61,7 +62,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 @pytest.fixture
 def reader(engine: Engine) -> Iterator[GatedReader]:
     reader = GatedReader(engine.settings.folder)
-    engine.images = RequestImages(reader, engine.limits)
+    engine.images = RequestImages([reader], engine.limits)
     yield reader
     reader.gate.set()
     reader.close()
@@ -178,6 +179,35 @@ def test_a_cancelled_sample_gives_its_room_back(rounds: Rounds, reader: GatedRea
     assert engine.images._decoded.tokens == 0
 
 
+def test_images_of_a_request_are_decoded_at_once(engine: Engine) -> None:
+    """Each by a reader of its own; the first that fails in the request is the one that is named."""
+    both = threading.Barrier(2)
+
+    class Meeting(ImageReader):
+        def prepare(self, images: Sequence[ImageChunk]) -> list[PreparedImage]:
+            both.wait(30)
+            return super().prepare(images)
+
+    readers = [Meeting(engine.settings.folder) for _ in range(reader_count(8))]
+    images = RequestImages(readers, engine.limits)
+    chunks = [picture(2, 3, 1), picture(4, 5, 2), picture(2, 3, 1), text(2), picture(3, 3, 3)]
+    chunks.append(picture(1, 9, 4))
+    found = images.prepare([NamedInput("prompt", ModelInput(chunks))], Holder(1, "o"))
+    assert [image.tokens for image in found.values()] == [6, 20, 9, 9]
+    images.close()
+    images = RequestImages([ImageReader(engine.settings.folder) for _ in range(2)], engine.limits)
+    bad = [
+        ImageChunk(data=picture(2, size).data[:-40], format="png", expected_tokens=2 * size)
+        for size in (3, 4)
+    ]
+    inputs = [NamedInput("prompt", ModelInput([picture(4, 5, 2), *bad, picture(3, 3, 3)]))]
+    with pytest.raises(UserFailure, match=r"prompt\.chunks\[1\]: "):
+        images.prepare(inputs, Holder(2, "o"))
+    assert images._decoded.tokens == 0
+    images.close()
+    assert [reader_count(cores) for cores in (1, 2, 8, 64)] == [1, 1, 2, 4]
+
+
 def image(number: int, tokens: int) -> PreparedImage:
     return PreparedImage(bytes([number]), (1, 2, 2), np.zeros((0, 0), np.float32), tokens)
 
@@ -203,7 +233,7 @@ def test_decoding_waits_for_room() -> None:
 
 
 def test_a_request_with_too_many_images_is_refused(engine: Engine, reader: GatedReader) -> None:
-    images = RequestImages(reader, engine.limits, max_tokens=11)
+    images = RequestImages([reader], engine.limits, max_tokens=11)
     inputs = [
         NamedInput(f"data[{at}]", ModelInput([picture(2, 3, seed)]))
         for at, seed in enumerate((1, 1, 2))
