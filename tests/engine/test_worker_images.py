@@ -208,6 +208,35 @@ def test_images_of_a_request_are_decoded_at_once(engine: Engine) -> None:
     assert [reader_count(cores) for cores in (1, 2, 8, 64)] == [1, 1, 2, 4]
 
 
+def test_a_large_request_lets_a_small_one_through(engine: Engine) -> None:
+    """Image by image, with one reader."""
+    order: list[int] = []
+    begun, later = threading.Event(), threading.Event()
+
+    class Noting(ImageReader):
+        def prepare(self, images: Sequence[ImageChunk]) -> list[PreparedImage]:
+            begun.set()
+            assert later.wait(30)
+            found = super().prepare(images)
+            order.append(found[0].tokens)
+            return found
+
+    images = RequestImages([Noting(engine.settings.folder)], engine.limits)
+    many = [NamedInput("prompt", ModelInput([picture(2, 2, seed) for seed in range(6)]))]
+    one = [NamedInput("prompt", ModelInput([picture(3, 3)]))]
+    threads = [threading.Thread(target=images.prepare, args=(each,)) for each in (many, one)]
+    threads[0].start()
+    assert begun.wait(30)
+    threads[1].start()
+    while images._threads._work_queue.empty():
+        threads[1].join(0.01)
+    later.set()
+    for thread in threads:
+        thread.join(30)
+    assert order == [4, 9, 4, 4, 4, 4, 4]
+    images.close()
+
+
 def image(number: int, tokens: int) -> PreparedImage:
     return PreparedImage(bytes([number]), (1, 2, 2), np.zeros((0, 0), np.float32), tokens)
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import islice
 from typing import NamedTuple
 
 from tinkex.engine.images.image_reader import ImageReader
@@ -184,11 +186,20 @@ class RequestImages:
         return found
 
     def _decode_all(self, chunks: Iterable[tuple[str, ImageChunk]]) -> Iterator[PreparedImage]:
-        """In their order. Nothing is decoded any longer when this has ended."""
-        waiting = [self._threads.submit(self._decode, *each) for each in chunks]
+        """
+        In their order. Nothing is decoded any longer when this has ended.
+
+        Few at a time, so that images of other requests come between them.
+        """
+        left = iter(chunks)
+        waiting: deque[Future[PreparedImage]] = deque()
         try:
-            for each in waiting:
-                yield each.result()
+            while True:
+                for each in islice(left, len(self._readers) - len(waiting)):
+                    waiting.append(self._threads.submit(self._decode, *each))
+                if not waiting:
+                    return
+                yield waiting.popleft().result()
         finally:
             wait([each for each in waiting if not each.cancel()])
 
