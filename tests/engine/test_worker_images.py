@@ -150,6 +150,24 @@ def test_a_large_request_is_decoded_apart(
     assert reports[tickets[2]].WhichOneof("body") == "failed"
 
 
+def test_passes_of_a_model_are_decoded_in_order_and_others_beside_them(
+    rounds: Rounds, reader: GatedReader
+) -> None:
+    """With room for one image: a later pass must not take it before an earlier one."""
+    engine = rounds.worker._engine
+    engine.images = RequestImages([reader], engine.limits, max_tokens=6)
+    tickets = [
+        rounds.order(run_pass=trained(name, picture(2, 3, seed), text(3)))
+        for name in "ab"
+        for seed in range(4)
+    ]
+    reader.gate.set()
+    reports = until(rounds, *tickets)
+    assert {report.WhichOneof("body") for report in reports.values()} == {"done"}
+    assert [each for each in reports if each in tickets[:4]] == tickets[:4]
+    assert engine.images._decoded.tokens == 0
+
+
 def test_a_refused_image_fails_its_request_alone(rounds: Rounds, reader: GatedReader) -> None:
     reader.gate.set()
     bad = ImageChunk(data=picture(2, 3).data[:100], format="png")
@@ -250,14 +268,24 @@ def test_decoding_waits_for_room() -> None:
     images.wait_for_room(first, 60)
     assert images.find(second, [bytes([1])]) == images.find(first, [bytes([1]), bytes([2])])
     assert images.find(Holder(3, "other"), [bytes([1])]) == {}
-    waiting = threading.Thread(target=images.wait_for_room, args=(second, 20))
-    waiting.start()
+    passed: list[int] = []
+
+    def wait(holder: Holder, tokens: int) -> None:
+        images.wait_for_room(holder, tokens)
+        passed.append(holder.ticket)
+
+    threads = []
+    for ticket, tokens in ((2, 20), (3, 10)):
+        threads.append(threading.Thread(target=wait, args=(Holder(ticket, "o"), tokens)))
+        threads[-1].start()
+        while len(images._line) < len(threads):
+            threads[-1].join(0.01)
     images.release(2)
-    waiting.join(0.05)
-    assert waiting.is_alive(), "90 of 100 tokens are taken"
+    assert not passed, "90 of 100 tokens are taken, and a small request passes no larger one"
     images.release(1)
-    waiting.join(10)
-    assert not waiting.is_alive()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(passed) == [2, 3]
     assert images.tokens == 0
 
 

@@ -84,6 +84,8 @@ class DecodedImages:
         self._max_tokens = max_tokens
         self._images: dict[tuple[str, bytes], PreparedImage] = {}
         self._tickets: dict[tuple[str, bytes], set[int]] = {}
+        #: Requests that wait for room.
+        self._line: deque[int] = deque()
         self._changed = threading.Condition()
 
     @property
@@ -102,14 +104,24 @@ class DecodedImages:
             return found
 
     def wait_for_room(self, holder: Holder, tokens: int) -> None:
-        """Waits until so many more tokens fit, or until no other request has any."""
+        """
+        Waits until so many more tokens fit, or until no other request has any.
+
+        In the order of the calls: a large request is not passed by small ones for ever.
+        """
         with self._changed:
+            self._line.append(holder.ticket)
             self._changed.wait_for(
                 lambda: (
-                    self.tokens + tokens <= self._max_tokens
-                    or not set().union(*self._tickets.values()) - {holder.ticket}
+                    self._line[0] == holder.ticket
+                    and (
+                        self.tokens + tokens <= self._max_tokens
+                        or not set().union(*self._tickets.values()) - {holder.ticket}
+                    )
                 )
             )
+            self._line.popleft()
+            self._changed.notify_all()
 
     def add(self, holder: Holder, image: PreparedImage) -> None:
         with self._changed:
