@@ -19,6 +19,7 @@ from tinkex.engine.request_images import (
     NamedInput,
     RequestImages,
     most_tokens,
+    reader_count,
 )
 from tinkex.wire import engine_protocol
 from tinkex.wire.codec import encode_json
@@ -61,7 +62,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 @pytest.fixture
 def reader(engine: Engine) -> Iterator[GatedReader]:
     reader = GatedReader(engine.settings.folder)
-    engine.images = RequestImages(reader, engine.limits)
+    engine.images = RequestImages([reader], engine.limits)
     yield reader
     reader.gate.set()
     reader.close()
@@ -149,6 +150,24 @@ def test_a_large_request_is_decoded_apart(
     assert reports[tickets[2]].WhichOneof("body") == "failed"
 
 
+def test_passes_of_a_model_are_decoded_in_order_and_others_beside_them(
+    rounds: Rounds, reader: GatedReader
+) -> None:
+    """With room for one image: a later pass must not take it before an earlier one."""
+    engine = rounds.worker._engine
+    engine.images = RequestImages([reader], engine.limits, max_tokens=6)
+    tickets = [
+        rounds.order(run_pass=trained(name, picture(2, 3, seed), text(3)))
+        for name in "ab"
+        for seed in range(4)
+    ]
+    reader.gate.set()
+    reports = until(rounds, *tickets)
+    assert {report.WhichOneof("body") for report in reports.values()} == {"done"}
+    assert [each for each in reports if each in tickets[:4]] == tickets[:4]
+    assert engine.images._decoded.tokens == 0
+
+
 def test_a_refused_image_fails_its_request_alone(rounds: Rounds, reader: GatedReader) -> None:
     reader.gate.set()
     bad = ImageChunk(data=picture(2, 3).data[:100], format="png")
@@ -178,6 +197,64 @@ def test_a_cancelled_sample_gives_its_room_back(rounds: Rounds, reader: GatedRea
     assert engine.images._decoded.tokens == 0
 
 
+def test_images_of_a_request_are_decoded_at_once(engine: Engine) -> None:
+    """Each by a reader of its own; the first that fails in the request is the one that is named."""
+    both = threading.Barrier(2)
+
+    class Meeting(ImageReader):
+        def prepare(self, images: Sequence[ImageChunk]) -> list[PreparedImage]:
+            both.wait(30)
+            return super().prepare(images)
+
+    readers = [Meeting(engine.settings.folder) for _ in range(reader_count(8))]
+    images = RequestImages(readers, engine.limits)
+    chunks = [picture(2, 3, 1), picture(4, 5, 2), picture(2, 3, 1), text(2), picture(3, 3, 3)]
+    chunks.append(picture(1, 9, 4))
+    found = images.prepare([NamedInput("prompt", ModelInput(chunks))], Holder(1, "o"))
+    assert [image.tokens for image in found.values()] == [6, 20, 9, 9]
+    images.close()
+    images = RequestImages([ImageReader(engine.settings.folder) for _ in range(2)], engine.limits)
+    bad = [
+        ImageChunk(data=picture(2, size).data[:-40], format="png", expected_tokens=2 * size)
+        for size in (3, 4)
+    ]
+    inputs = [NamedInput("prompt", ModelInput([picture(4, 5, 2), *bad, picture(3, 3, 3)]))]
+    with pytest.raises(UserFailure, match=r"prompt\.chunks\[1\]: "):
+        images.prepare(inputs, Holder(2, "o"))
+    assert images._decoded.tokens == 0
+    images.close()
+    assert [reader_count(cores) for cores in (1, 2, 8, 64)] == [1, 1, 2, 4]
+
+
+def test_a_large_request_lets_a_small_one_through(engine: Engine) -> None:
+    """Image by image, with one reader."""
+    order: list[int] = []
+    begun, later = threading.Event(), threading.Event()
+
+    class Noting(ImageReader):
+        def prepare(self, images: Sequence[ImageChunk]) -> list[PreparedImage]:
+            begun.set()
+            assert later.wait(30)
+            found = super().prepare(images)
+            order.append(found[0].tokens)
+            return found
+
+    images = RequestImages([Noting(engine.settings.folder)], engine.limits)
+    many = [NamedInput("prompt", ModelInput([picture(2, 2, seed) for seed in range(6)]))]
+    one = [NamedInput("prompt", ModelInput([picture(3, 3)]))]
+    threads = [threading.Thread(target=images.prepare, args=(each,)) for each in (many, one)]
+    threads[0].start()
+    assert begun.wait(30)
+    threads[1].start()
+    while images._threads._work_queue.empty():
+        threads[1].join(0.01)
+    later.set()
+    for thread in threads:
+        thread.join(30)
+    assert order == [4, 9, 4, 4, 4, 4, 4]
+    images.close()
+
+
 def image(number: int, tokens: int) -> PreparedImage:
     return PreparedImage(bytes([number]), (1, 2, 2), np.zeros((0, 0), np.float32), tokens)
 
@@ -191,19 +268,29 @@ def test_decoding_waits_for_room() -> None:
     images.wait_for_room(first, 60)
     assert images.find(second, [bytes([1])]) == images.find(first, [bytes([1]), bytes([2])])
     assert images.find(Holder(3, "other"), [bytes([1])]) == {}
-    waiting = threading.Thread(target=images.wait_for_room, args=(second, 20))
-    waiting.start()
+    passed: list[int] = []
+
+    def wait(holder: Holder, tokens: int) -> None:
+        images.wait_for_room(holder, tokens)
+        passed.append(holder.ticket)
+
+    threads = []
+    for ticket, tokens in ((2, 20), (3, 10)):
+        threads.append(threading.Thread(target=wait, args=(Holder(ticket, "o"), tokens)))
+        threads[-1].start()
+        while len(images._line) < len(threads):
+            threads[-1].join(0.01)
     images.release(2)
-    waiting.join(0.05)
-    assert waiting.is_alive(), "90 of 100 tokens are taken"
+    assert not passed, "90 of 100 tokens are taken, and a small request passes no larger one"
     images.release(1)
-    waiting.join(10)
-    assert not waiting.is_alive()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(passed) == [2, 3]
     assert images.tokens == 0
 
 
 def test_a_request_with_too_many_images_is_refused(engine: Engine, reader: GatedReader) -> None:
-    images = RequestImages(reader, engine.limits, max_tokens=11)
+    images = RequestImages([reader], engine.limits, max_tokens=11)
     inputs = [
         NamedInput(f"data[{at}]", ModelInput([picture(2, 3, seed)]))
         for at, seed in enumerate((1, 1, 2))

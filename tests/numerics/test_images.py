@@ -454,7 +454,7 @@ def test_what_cannot_be_read_is_refused_before_anything_runs(
     engine = engine_on("Qwen3VL")
     limits = replace(engine.limits, max_context_length=60)
     assert engine.images is not None
-    images = RequestImages(engine.images._reader, limits)
+    images = RequestImages(engine.images._readers, limits)
     with pytest.raises(UserFailure, match=says):
         images.prepare([NamedInput("prompt", ModelInput([text(1), chunk]))])
     if "context" not in says:

@@ -20,7 +20,8 @@ from typing import Any
 tinker: Any = importlib.import_module(sys.argv[1])
 types: Any = tinker.types
 
-STEPS = 30
+STEPS = 22
+BLIND_STEPS = 8
 KILLED_AT = 5
 ADAM = types.AdamParams(learning_rate=1e-2)
 BEFORE, AFTER = [11, 12, 13], [14, 15]
@@ -92,17 +93,20 @@ def main(base_model: str, pictures: list[dict[str, Any]], engine: int | None) ->
 
     sampler = training.save_weights_and_get_sampling_client("trained")
     greedy = types.SamplingParams(max_tokens=1, temperature=0.0, stop=[])
-    answers = [
-        sampler.sample(prompt_of(picture), num_samples=2, sampling_params=greedy).result()
-        for picture in pictures * 2
-    ]
+    answers = []
+    for _ in range(2):
+        waiting = [
+            sampler.sample(prompt_of(picture), num_samples=2, sampling_params=greedy)
+            for picture in pictures
+        ]
+        answers += [one.result() for one in waiting]
     output = training.forward(data, "cross_entropy").result()
     (first, *_) = pictures
     return {
         "losses": losses,
         "later": later,
         "again": again,
-        "blind": train(blind, [datum(picture, seen=False) for picture in pictures], STEPS // 2),
+        "blind": train(blind, [datum(picture, seen=False) for picture in pictures], BLIND_STEPS),
         "sampled": [
             [(list(one.tokens), list(one.logprobs)) for one in answer.sequences]
             for answer in answers

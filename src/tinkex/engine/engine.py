@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -51,7 +52,13 @@ from tinkex.engine.model_fit import refuse_too_large, smallest_division
 from tinkex.engine.numerics import check_numerics, numerics
 from tinkex.engine.ranks.divided_shape import Undivided
 from tinkex.engine.ranks.process_group import ProcessGroup, agreed
-from tinkex.engine.request_images import NamedInput, RequestImages, inputs_of, most_tokens
+from tinkex.engine.request_images import (
+    NamedInput,
+    RequestImages,
+    inputs_of,
+    most_tokens,
+    reader_count,
+)
 from tinkex.engine.sampling.interface import Finished, PartialOutput, Sampler
 from tinkex.engine.sampling.sampler import BatchingSampler
 from tinkex.engine.training.batch import count_fitting
@@ -140,9 +147,10 @@ class Engine:
         #: Decodes images; None if they are refused. For another thread.
         self.images: RequestImages | None = None
         if self.model.vision is not None:
-            reader = ImageReader(settings.folder)
-            most = most_tokens(reader.rules, available_bytes(checkpoints.HOST))
-            self.images = RequestImages(reader, self.limits, max_tokens=most)
+            count = reader_count(os.cpu_count() or 1)
+            readers = [ImageReader(settings.folder) for _ in range(count)]
+            most = most_tokens(readers[0].rules, available_bytes(checkpoints.HOST))
+            self.images = RequestImages(readers, self.limits, max_tokens=most)
         elif self.model.config.to_dict().get("vision_config"):
             log.warning("images are refused: %s", self.model.no_images)
         needs, free = measured_needs(self.model), shared_bytes(device, group)

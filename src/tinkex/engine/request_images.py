@@ -5,8 +5,12 @@ Decoding takes up to seconds, so a thread of its own calls this, not the one tha
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import islice
 from typing import NamedTuple
 
 from tinkex.engine.images.image_reader import ImageReader
@@ -30,6 +34,8 @@ from tinkex.wire.training import ForwardBackwardInput
 MAX_IMAGE_TOKENS = 1 << 17
 #: Less on a machine of which they would take more than this part of the free memory.
 HOST_FRACTION = 0.25
+#: Images that are decoded at once, at most.
+MAX_READERS = 4
 
 
 def most_tokens(rules: PatchRules, free: int) -> int:
@@ -78,6 +84,8 @@ class DecodedImages:
         self._max_tokens = max_tokens
         self._images: dict[tuple[str, bytes], PreparedImage] = {}
         self._tickets: dict[tuple[str, bytes], set[int]] = {}
+        #: Requests that wait for room.
+        self._line: deque[int] = deque()
         self._changed = threading.Condition()
 
     @property
@@ -96,14 +104,24 @@ class DecodedImages:
             return found
 
     def wait_for_room(self, holder: Holder, tokens: int) -> None:
-        """Waits until so many more tokens fit, or until no other request has any."""
+        """
+        Waits until so many more tokens fit, or until no other request has any.
+
+        In the order of the calls: a large request is not passed by small ones for ever.
+        """
         with self._changed:
+            self._line.append(holder.ticket)
             self._changed.wait_for(
                 lambda: (
-                    self.tokens + tokens <= self._max_tokens
-                    or not set().union(*self._tickets.values()) - {holder.ticket}
+                    self._line[0] == holder.ticket
+                    and (
+                        self.tokens + tokens <= self._max_tokens
+                        or not set().union(*self._tickets.values()) - {holder.ticket}
+                    )
                 )
             )
+            self._line.popleft()
+            self._changed.notify_all()
 
     def add(self, holder: Holder, image: PreparedImage) -> None:
         with self._changed:
@@ -121,14 +139,23 @@ class DecodedImages:
             self._changed.notify_all()
 
 
+def reader_count(cores: int) -> int:
+    """How many images are decoded at once. Other cores compute."""
+    return max(1, min(MAX_READERS, cores // 4))
+
+
 class RequestImages:
     """For several threads: they take turns, image by image."""
 
     def __init__(
-        self, reader: ImageReader, limits: Limits, *, max_tokens: int = MAX_IMAGE_TOKENS
+        self, readers: Sequence[ImageReader], limits: Limits, *, max_tokens: int = MAX_IMAGE_TOKENS
     ) -> None:
-        self._reader, self._limits = reader, limits
-        self._turn = threading.Lock()
+        """Each reader decodes one image at a time."""
+        self._readers, self._limits = readers, limits
+        self._free: queue.SimpleQueue[ImageReader] = queue.SimpleQueue()
+        for reader in readers:
+            self._free.put(reader)
+        self._threads = ThreadPoolExecutor(len(readers), "tinkex-images")
         self._max_tokens = max_tokens
         self._decoded = DecodedImages(max_tokens)
 
@@ -143,7 +170,7 @@ class RequestImages:
             return NONE_PREPARED
         chunks = self._check(inputs)
         if holder is None:
-            return {key: self._decode(*each) for key, each in chunks.items()}
+            return {image.digest: image for image in self._decode_all(chunks.values())}
         try:
             return self._prepare(chunks, holder)
         except BaseException:
@@ -154,7 +181,8 @@ class RequestImages:
         self._decoded.release(ticket)
 
     def close(self) -> None:
-        self._reader.close()
+        for reader in self._readers:
+            reader.close()
 
     def _prepare(
         self, chunks: Mapping[bytes, tuple[str, ImageChunk]], holder: Holder
@@ -164,10 +192,28 @@ class RequestImages:
         if missing:
             tokens = sum(self._count(*each) for each in missing.values())
             self._decoded.wait_for_room(holder, tokens)
-        for key, each in missing.items():
-            found[key] = self._decode(*each)
-            self._decoded.add(holder, found[key])
+        for image in self._decode_all(missing.values()):
+            found[image.digest] = image
+            self._decoded.add(holder, image)
         return found
+
+    def _decode_all(self, chunks: Iterable[tuple[str, ImageChunk]]) -> Iterator[PreparedImage]:
+        """
+        In their order. Nothing is decoded any longer when this has ended.
+
+        Few at a time, so that images of other requests come between them.
+        """
+        left = iter(chunks)
+        waiting: deque[Future[PreparedImage]] = deque()
+        try:
+            while True:
+                for each in islice(left, len(self._readers) - len(waiting)):
+                    waiting.append(self._threads.submit(self._decode, *each))
+                if not waiting:
+                    return
+                yield waiting.popleft().result()
+        finally:
+            wait([each for each in waiting if not each.cancel()])
 
     def _check(self, inputs: Sequence[NamedInput]) -> dict[bytes, tuple[str, ImageChunk]]:
         """The different images of a request, with what errors call them."""
@@ -197,14 +243,16 @@ class RequestImages:
 
     def _count(self, where: str, image: ImageChunk) -> int:
         try:
-            return self._reader.count(image)
+            return self._readers[0].count(image)
         except UserFailure as failure:
             raise UserFailure(f"{where}: {failure}") from None
 
     def _decode(self, where: str, image: ImageChunk) -> PreparedImage:
+        reader = self._free.get()
         try:
-            with self._turn:
-                (found,) = self._reader.prepare([image])
+            (found,) = reader.prepare([image])
         except UserFailure as failure:
             raise UserFailure(f"{where}: {failure}") from None
+        finally:
+            self._free.put(reader)
         return found

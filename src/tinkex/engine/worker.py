@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import queue
+import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
@@ -80,6 +81,8 @@ MAX_MICRO_BATCH_S = 0.5
 #: A shortened micro-batch still has this many tokens, to keep training efficient.
 MIN_BATCH_TOKENS = 256
 
+#: Sample requests, and passes, whose images are decoded at the same time.
+DECODED_REQUESTS = 8
 #: Where images are read, sample requests of more bytes are decoded in another thread.
 SMALL_PAYLOAD = 1 << 16
 
@@ -149,10 +152,12 @@ class Worker:
         self._reported_stats: frames_pb2.Stats | None = None
         #: Writes snapshots while the engine continues to compute.
         self._writer = ThreadPoolExecutor(1, "tinkex-snapshots")
-        #: Decode images, so that other work need not wait for them. Apart, so that a large batch
-        #: delays no sample.
-        self._sample_images = ThreadPoolExecutor(1, "tinkex-sample-images")
-        self._pass_images = ThreadPoolExecutor(1, "tinkex-pass-images")
+        #: Decode images, so that other work need not wait for them. Apart, so that passes delay no
+        #: sample. Requests take turns, image by image.
+        self._sample_images = ThreadPoolExecutor(DECODED_REQUESTS, "tinkex-sample-images")
+        self._pass_images = ThreadPoolExecutor(DECODED_REQUESTS, "tinkex-pass-images")
+        #: Whether the images of a model's last pass are decoded.
+        self._last_decoded: dict[str, threading.Event] = {}
         self._awaited_samples: dict[int, AwaitedSample] = {}
         #: Copies of snapshots that are not written yet, with their host memory.
         self._copies: dict[Future[None], int] = {}
@@ -553,8 +558,21 @@ class Worker:
         if not has_images(inputs):
             found.set_result(DecodedPass(work, NONE_PREPARED))
             return found
-        holder = Holder(order.ticket, f"model {order.run_pass.model_id}")
-        found = self._pass_images.submit(lambda: DecodedPass(work, images.prepare(inputs, holder)))
+        model_id = order.run_pass.model_id
+        holder = Holder(order.ticket, f"model {model_id}")
+        before, own = self._last_decoded.get(model_id), threading.Event()
+        self._last_decoded[model_id] = own
+
+        def decode() -> DecodedPass:
+            # A later pass must not take the room that this one waits for.
+            if before is not None:
+                before.wait()
+            try:
+                return DecodedPass(work, images.prepare(inputs, holder))
+            finally:
+                own.set()
+
+        found = self._pass_images.submit(decode)
         found.add_done_callback(self._connection.wake)
         return found
 
@@ -585,7 +603,7 @@ class Worker:
     def _remove(self, model_id: str, job: Job) -> None:
         if job.decoded is None:
             self._release_images(job.order.ticket)
-        elif not job.decoded.cancel():
+        else:
             # It may still be running, if an earlier pass of the model failed.
             job.decoded.add_done_callback(lambda _: self._release_images(job.order.ticket))
         waiting = self._training.pop(model_id)
@@ -616,6 +634,7 @@ class Worker:
             case "clear_gradients":
                 engine.clear_gradients(order.clear_gradients.model_id)
             case "drop":
+                self._last_decoded.pop(order.drop.model_id, None)
                 if engine.has(order.drop.model_id):
                     engine.drop(order.drop.model_id)
         return b"{}"
