@@ -383,8 +383,9 @@ class Worker:
             others = self.known.live(base_model) - {self.name}
             rows = [row for row in self.known.that_take(base_model) if row.name != self.name]
             homes = plan_homes(stranded, rows, others, base_model)
-            await self._store.workers.rehome(homes)
-            self._tell(homes, [one.request_id for one in stranded])
+            if homes.models or homes.requests:
+                await self._store.workers.rehome(homes)
+                self._tell(homes, [one.request_id for one in stranded])
 
     def _tell_moved(self, home: str, model_id: str) -> None:
         self._notifier.send(channel_of(home), messages.MOVED, model_id)
@@ -443,6 +444,7 @@ class Worker:
                     self._scheduler.give_up_waiting_samples()
                 await self._send_on()
                 await self._moves.move_all(within_s=within_s)
+                await self._send_on()
                 await poll_async(lambda: not self._scheduler.has_samples, every_s=0.05)
         except TimeoutError:
             log.warning("not everything was finished within %.0f s; other workers do it", within_s)

@@ -672,6 +672,8 @@ class Scheduler:
         if (moving := self._moves.get(state.model.model_id)) is not None:
             # If it were forgotten now, its next step could rebuild it beside its copy.
             await asyncio.wait({moving})
+        if state.disowned:
+            return
         if await state.home.retire(state):
             self._models.forget(state)
 
