@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from fastapi import FastAPI
 
-from tinkex.server.activity import ActivityLog
 from tinkex.server.api import (
     account,
     console_data,
@@ -44,13 +43,10 @@ from tinkex.server.api.deps import Context
 from tinkex.server.api.response_limits import ReportSlots
 from tinkex.server.executor import Executor
 from tinkex.server.maintenance.cleanup import Cleanup
-from tinkex.server.maintenance.disk_monitor import DiskMonitor
 from tinkex.server.request_metrics import CountRequests, HttpCounts
-from tinkex.server.scheduler.base_model_check import BaseModelChecks
-from tinkex.server.scheduler.crash_files import CrashFiles
 from tinkex.server.scheduler.result_waiters import Futures
-from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.scheduler.session_status import SessionTimeouts
+from tinkex.server.scheduling import scheduling
 from tinkex.server.settings import Settings
 from tinkex.server.store import Quota, Store
 from tinkex.server.store.server_secrets import LINKS, TOKENS
@@ -98,51 +94,30 @@ async def one_machine(
 ) -> AsyncIterator[Parts]:
     """A server that is alone on its database, with its scheduler and engines."""
     results = Futures(store, retention_s=settings.result_kept_s)
-    base_checks = BaseModelChecks(
-        store, executor.served, folder=settings.folder, accept=settings.accept_changed_base
-    )
-    base_checks.start()
-    crash_files = CrashFiles(settings.folder)
-    scheduler = Scheduler.of(
-        settings,
-        store=store,
-        executor=executor,
-        futures=results,
-        crash_files=crash_files,
-        last_status=last_status,
-        base_checks=base_checks,
-    )
-    activity = ActivityLog(executor, scheduler, every_s=settings.activity_s)
-    session_timeouts = SessionTimeouts(store, scheduler, grace_s=settings.session_grace_s)
-    context = Context(
-        settings=settings,
-        store=store,
-        executor=executor,
-        futures=results,
-        scheduler=scheduler,
-        session_timeouts=session_timeouts,
-        signer=Signer(store.secrets[LINKS]),
-    )
-    disk_monitor = DiskMonitor(settings, store)
-    await disk_monitor.start()
-    await session_timeouts.start()
-    # Last: requests run from now on, so a failure counts as a crash of this process.
-    await scheduler.start()
-    cleanup = Cleanup(settings=settings, store=store, scheduler=scheduler, futures=results)
-    cleanup.start()
-    activity.start()
-    try:
-        yield Parts(context=context, cleanup=cleanup)
-    finally:
-        results.release()
-        await activity.close()
-        await cleanup.close()
-        await disk_monitor.close()
-        await session_timeouts.close()
-        await scheduler.close()
-        await base_checks.close()
-        await executor.close()
-        crash_files.close()
+    async with scheduling(settings, executor, store, results, last_status=last_status) as scheduler:
+        session_timeouts = SessionTimeouts(store, scheduler, grace_s=settings.session_grace_s)
+        context = Context(
+            settings=settings,
+            store=store,
+            executor=executor,
+            futures=results,
+            scheduler=scheduler,
+            session_timeouts=session_timeouts,
+            signer=Signer(store.secrets[LINKS]),
+        )
+        cleanup = Cleanup(settings=settings, store=store, scheduler=scheduler, futures=results)
+        await session_timeouts.start()
+        # Last: requests run from now on, so a failure counts as a crash of this process.
+        await scheduler.start()
+        cleanup.start()
+        try:
+            yield Parts(context=context, cleanup=cleanup)
+        finally:
+            results.release()
+            await cleanup.close()
+            await session_timeouts.close()
+            await scheduler.close()
+            await executor.close()
 
 
 def create_app(

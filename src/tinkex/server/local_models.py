@@ -93,7 +93,7 @@ class LocalModels:
             )
         if same is None:
             self._executor.add(model, self._engine_settings(model))
-            cast(Scheduler, scheduler).add_model(model)
+            cast(Scheduler, scheduler).placement.add_model(model)
             log.info("a program adds the model %s (%s)", model.name, model.folder)
         try:
             await self._executor.load(model.name)

@@ -12,7 +12,7 @@ Retries and periodic work of the server.
 | `fleet.worker_actor` | a worker process that ended |
 | `scheduler.results` | storing a result that the file store refused |
 | `scheduler.checkpoints` | a save on a full disk |
-| `scheduler.scheduler`, `scheduler.session_status` | looking for waiting requests, lost replicas and silent sessions |
+| `scheduler.scheduler`, `scheduler.placement`, `scheduler.session_status` | looking for waiting requests, lost replicas and silent sessions |
 | `store.database` | reads and files of accepted work while storage has a problem |
 | `store.group_commit` | a transaction after the connection was lost |
 | `store.connections` | switching a SQLite file to its write-ahead log |

@@ -22,7 +22,6 @@ from typing import Any
 from tinkex.models.cache import line_progress
 from tinkex.models.resolve import ModelSource, resolve
 from tinkex.server import process_setup
-from tinkex.server.activity import ActivityLog
 from tinkex.server.cluster.known_workers import LOOK_S
 from tinkex.server.cluster.worker import PublishedResults, Worker
 from tinkex.server.engine_process import LocalExecutor
@@ -30,12 +29,9 @@ from tinkex.server.executor import EngineRefused, Executor
 from tinkex.server.folder_lock import lock_folder
 from tinkex.server.local_models import served_model
 from tinkex.server.maintenance.cleanup import Cleanup
-from tinkex.server.maintenance.disk_monitor import DiskMonitor
 from tinkex.server.process_end import REPLACED_STATUS
 from tinkex.server.retry import poll_async
-from tinkex.server.scheduler.base_model_check import BaseModelChecks
-from tinkex.server.scheduler.crash_files import CrashFiles
-from tinkex.server.scheduler.scheduler import Scheduler
+from tinkex.server.scheduling import scheduling
 from tinkex.server.settings import Settings, SettingsError
 from tinkex.server.store import DatabaseRefused, Store, open_store
 from tinkex.server.supervisor import StartFailed
@@ -147,58 +143,43 @@ async def running_worker(
 ) -> AsyncIterator[Worker]:
     """A worker with its scheduler, from start to end. Its executor has one base model."""
     results = PublishedResults(store)
-    base_checks = BaseModelChecks(
-        store, executor.served, folder=settings.folder, accept=settings.accept_changed_base
-    )
-    crash_files = CrashFiles(settings.folder)
-    scheduler = Scheduler.of(
+    async with scheduling(
         settings,
-        store=store,
-        executor=executor,
-        futures=results,
-        crash_files=crash_files,
+        executor,
+        store,
+        results,
         # Whoever started the last process does not say how it ended.
         last_status=-signal.SIGKILL,
-        base_checks=base_checks,
         ownership=store.ownership(name),
-    )
-    worker = Worker(
-        name,
-        executor.served[0],
-        store=store,
-        executor=executor,
-        scheduler=scheduler,
-        results=results,
-        db_url=settings.db_url,
-        takeover_s=settings.takeover_s,
-    )
-    activity = ActivityLog(executor, scheduler, every_s=settings.activity_s)
-    disk_monitor = DiskMonitor(settings, store)
-    cleanup = Cleanup(
-        settings=settings,
-        store=store,
-        scheduler=worker,
-        futures=results,
-        homes=worker.homes,
-        base_model=executor.served[0].name,
-        is_first=lambda: worker.is_first,
-    )
-    try:
-        base_checks.start()
-        await disk_monitor.start()
-        await worker.start()
-        await scheduler.start()
-        cleanup.start()
-        activity.start()
-        yield worker
-    finally:
-        await activity.close()
-        await cleanup.close()
-        await disk_monitor.close()
-        await scheduler.close()
-        await worker.close()
-        await base_checks.close()
-        crash_files.close()
+    ) as scheduler:
+        worker = Worker(
+            name,
+            executor.served[0],
+            store=store,
+            executor=executor,
+            scheduler=scheduler,
+            results=results,
+            db_url=settings.db_url,
+            takeover_s=settings.takeover_s,
+        )
+        cleanup = Cleanup(
+            settings=settings,
+            store=store,
+            scheduler=worker,
+            futures=results,
+            homes=worker.homes,
+            base_model=executor.served[0].name,
+            is_first=lambda: worker.is_first,
+        )
+        try:
+            await worker.start()
+            await scheduler.start()
+            cleanup.start()
+            yield worker
+        finally:
+            await cleanup.close()
+            await scheduler.close()
+            await worker.close()
 
 
 async def _before_stop(

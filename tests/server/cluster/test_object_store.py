@@ -86,6 +86,25 @@ async def test_nothing_is_lost_while_the_object_store_is_away(
     assert (await two.result(sampled["request_id"]))["sequences"][0]["tokens"] == [LARGE]
 
 
+@pytest.mark.parametrize("outage", ["paused", "refusing"])
+async def test_a_worker_that_is_drained_while_the_object_store_is_away_loses_nothing(
+    stored_parts: Parts, running: ObjectStore, outage: str
+) -> None:
+    one, two = stored_parts.webs
+    model = await one.model()
+    here = stored_parts.having(model)
+    (there,) = set(stored_parts.workers) - {here}
+    await two.passed(await one.forward_backward(model, 1, tokens=LARGE))
+    with getattr(running, outage)():
+        # No snapshot can be written, and the payload of the log cannot be read elsewhere.
+        await stored_parts.workers[here].drain(3.0)
+        await stored_parts.workers[here].close()
+        stepped = await two.optim_step(model, 2)
+        assert "object store" in await reason(one, stepped)
+    assert await one.value(stepped) == LARGE
+    assert stored_parts.having(model) == there
+
+
 async def reason(web: Api, request_id: str) -> str:
     """Why a request waits: soon, its web process knows."""
     end_s = time.monotonic() + SOON_S

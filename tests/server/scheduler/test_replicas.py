@@ -111,7 +111,7 @@ def test_few_samples_of_a_prompt_stay_together_and_a_large_one_goes_to_the_least
 def quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas that are down are found at once."""
     monkeypatch.setattr(replicas, "DOWN_S", 0.0)
-    monkeypatch.setattr("tinkex.server.scheduler.scheduler.REPLICA_CHECK_S", 0.05)
+    monkeypatch.setattr("tinkex.server.scheduler.placement.REPLICA_CHECK_S", 0.05)
 
 
 async def train(api: Api, model: str, first: int, steps: int) -> float:
@@ -300,7 +300,7 @@ async def test_a_model_whose_session_ends_during_a_move_leaves_both_engines(tmp_
         await until_async(lambda: len(here.models) < 2)
         await asyncio.sleep(0.1)
         executor.engines[1].open.set()
-        await until_async(lambda: not scheduler._moves)
+        await until_async(lambda: not scheduler.placement.moves)
         await until_async(lambda: not here.models and not there.models)
         await until_async(lambda: not executor.models(0) and not executor.models(1))
         assert [await train(api, model, 7, 1) for model in models] == [15.0, 15.0]

@@ -206,7 +206,7 @@ class Moves:
 
         if self._balancing is not None:
             self._balancing.cancel()
-        await self._scheduler.moves_over()
+        await self._scheduler.placement.moves_over()
         while states := self._scheduler.movable():
             await asyncio.gather(*map(one, states))
 

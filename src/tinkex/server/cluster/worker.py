@@ -383,8 +383,9 @@ class Worker:
             others = self.known.live(base_model) - {self.name}
             rows = [row for row in self.known.that_take(base_model) if row.name != self.name]
             homes = plan_homes(stranded, rows, others, base_model)
-            await self._store.workers.rehome(homes)
-            self._tell(homes, [one.request_id for one in stranded])
+            if homes.models or homes.requests:
+                await self._store.workers.rehome(homes)
+                self._tell(homes, [one.request_id for one in stranded])
 
     def _tell_moved(self, home: str, model_id: str) -> None:
         self._notifier.send(channel_of(home), messages.MOVED, model_id)
@@ -434,16 +435,17 @@ class Worker:
     async def drain(self, within_s: float) -> None:
         """Give models and waiting samples to other workers; running samples may finish."""
         self._state = DRAINING
-        self._scheduler.draining = True
+        self._scheduler.drain()
         await self._beat()
         try:
             async with asyncio.timeout(within_s):
                 await self.known.look()
                 if any(row.name != self.name for row in self.known.that_take(self._model.name)):
-                    self._scheduler.give_up_waiting_samples()
+                    self._scheduler.placement.give_up_waiting_samples()
                 await self._send_on()
                 await self._moves.move_all(within_s=within_s)
-                await poll_async(lambda: not self._scheduler.has_samples, every_s=0.05)
+                await self._send_on()
+                await poll_async(lambda: not self._scheduler.placement.has_samples, every_s=0.05)
         except TimeoutError:
             log.warning("not everything was finished within %.0f s; other workers do it", within_s)
         except StorageError as error:

@@ -9,17 +9,16 @@ import asyncio
 import contextlib
 import functools
 import logging
-import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Self
 
-from tinkex.server.executor import Executor, ServedModel
+from tinkex.server.executor import Executor
 from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.server.retry import run_periodically
 from tinkex.server.scheduler.base_model_check import BaseModelChecks
 from tinkex.server.scheduler.crash_files import CrashFiles
-from tinkex.server.scheduler.engine_client import LostAttempts, RunElsewhere, after_web_crash
+from tinkex.server.scheduler.engine_client import RunElsewhere, after_web_crash
 from tinkex.server.scheduler.engine_scheduler import EngineScheduler
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits
 from tinkex.server.scheduler.model_copy import ModelCopy
@@ -27,7 +26,7 @@ from tinkex.server.scheduler.model_states import ModelStates
 from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers
 from tinkex.server.scheduler.moves import Copy, move
 from tinkex.server.scheduler.pickup import PICKUP_INTERVAL_S, WORKER_PICKUP_INTERVAL_S, Pickup
-from tinkex.server.scheduler.replicas import Replicas, choose_move
+from tinkex.server.scheduler.placement import Placement
 from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.results import Execution
 from tinkex.server.scheduler.sample_worker import CustomLossWorker, TokenStream
@@ -40,10 +39,6 @@ log = logging.getLogger("tinkex.server.scheduler")
 
 # How long a stopping server waits until results are stored.
 STORE_TIMEOUT_S = 5.0
-#: How often replicas that are down are looked for.
-REPLICA_CHECK_S = 1.0
-#: After a model could not be moved to another replica.
-MOVE_RETRY_S = 60.0
 
 
 class Scheduler:
@@ -76,7 +71,7 @@ class Scheduler:
         self.usage = self._execution.usage
         #: How many models of each owner may train at once on one engine.
         self.training_limits = TrainingLimits(max_training)
-        self._new_engine = functools.partial(
+        new_engine = functools.partial(
             EngineScheduler,
             execution=self._execution,
             limits=self.training_limits,
@@ -101,18 +96,12 @@ class Scheduler:
         self._crash_files = crash_files
         #: The exit status of the last web process.
         self._last_status = last_status
-        self._base_checks = base_checks
-        #: By base model.
-        self._replicas: dict[str, Replicas] = {}
-        for served in executor.served:
-            self.replicas(served.name)
+        self.placement = Placement(self._execution, new_engine, base_checks)
+        #: The engines of a base model.
+        self.replicas = self.placement.replicas
         self._models = ModelStates(
             store, lambda base: self.replicas(base).for_training(), ownership
         )
-        #: Models that are moving to another replica or worker; each is done at the end of its move.
-        self._moves: dict[str, asyncio.Future[None]] = {}
-        #: When a model may move to another replica, after one was not moved.
-        self._next_move_s = 0.0
         #: Models whose steps are being read.
         self._opening: set[str] = set()
         self._losses = CustomLossWorker(self._execution, self._models, self.replicas)
@@ -152,38 +141,6 @@ class Scheduler:
         """The base models that have unfinished requests."""
         return self._execution.futures.base_models()
 
-    def replicas(self, base_model: str) -> Replicas:
-        """The engines of a base model; requests of a model that is not served fail there."""
-        found = self._replicas.get(base_model)
-        if found is None:
-            found = self._replicas[base_model] = self._new_replicas(base_model)
-        return found
-
-    def _new_replicas(self, base_model: str) -> Replicas:
-        executor = self._execution.executor
-        served = next((one for one in executor.served if one.name == base_model), None)
-        names = (base_model,) if served is None else served.engines
-        lost = LostAttempts()
-        engines = [
-            self._new_engine(
-                name,
-                base_model=base_model,
-                lost=lost,
-                has_replicas=len(names) > 1,
-                base_check=self._base_checks.get(base_model) if self._base_checks else None,
-            )
-            for name in names
-        ]
-        return Replicas(engines, lost)
-
-    def add_model(self, model: ServedModel) -> None:
-        """A running server serves one more model; requests of its earlier runs may come now."""
-        replicas = self.replicas(model.name)
-        if self._base_checks is not None:
-            check = self._base_checks.add(model)
-            for engine in replicas.engines:
-                engine.set_base_check(check)
-
     async def start(self) -> None:
         """Start, and schedule the requests that an earlier process accepted and did not finish."""
         # Set the limits before any work is scheduled. Later, each request updates the limits of its
@@ -200,16 +157,7 @@ class Scheduler:
                 after_s=0.0,
             )
         )
-
-        if any(len(replicas.engines) > 1 for replicas in self._replicas.values()):
-            self._execution.spawn(
-                run_periodically(
-                    self._share_work,
-                    REPLICA_CHECK_S,
-                    what="sharing work between replicas",
-                    log=log,
-                )
-            )
+        self.placement.start()
 
     async def refresh(self) -> None:
         """Read what other processes may have changed: failed sessions, and limits of keys."""
@@ -218,56 +166,6 @@ class Scheduler:
         for key in await self._store.keys.all():
             if key.state(now_s) == "active" and "max_training" in key.limits:
                 self.training_limits.set(key.owner, key.limits["max_training"])
-
-    async def _share_work(self) -> None:
-        """Move the work of replicas that stay down to the others, and back when they return."""
-        for replicas in self._replicas.values():
-            for engine in replicas.lost_engines(time.monotonic()):
-                # A moving model goes on moving: its copy needs only the log, and a rebuild on the
-                # same engine would run the same steps again.
-                states = [one for id_, one in engine.models.items() if id_ not in self._moves]
-                if states:
-                    log.warning(
-                        "the engine of %s is down; its %d models move to other replicas",
-                        engine.name,
-                        len(states),
-                    )
-                for state in states:
-                    replicas.for_training().take_over(state)
-                engine.client.give_up()
-            is_free = not self._moves and not self.draining
-            if is_free and time.monotonic() >= self._next_move_s:
-                self._balance(replicas)
-
-    def _balance(self, replicas: Replicas) -> None:
-        """Move one model if one replica has more than its share, for example after a crash."""
-        move = choose_move(replicas.loads()) if len(replicas.engines) > 1 else None
-        if move is None:
-            return
-        origin, target = (replicas.engines[number] for number in move)
-        movable = [state for state in origin.models.values() if state.is_movable]
-        if movable:
-            # Any of them: one that cannot be moved must not keep the others from it.
-            self._execution.spawn(self._move_to_replica(random.choice(movable), target))
-
-    async def _move_to_replica(self, state: ModelState, target: EngineScheduler) -> None:
-        """In the background: engines that are lost meanwhile are noticed."""
-        origin = state.home
-        with self._moving(state):
-            if await target.move_here(state):
-                log.info("%s moved from %s to %s", state.model.model_id, origin.name, target.name)
-            else:
-                self._next_move_s = time.monotonic() + MOVE_RETRY_S
-
-    @contextlib.contextmanager
-    def _moving(self, state: ModelState) -> Iterator[None]:
-        """While it is in force, nothing else moves this model, and it is not forgotten."""
-        over = self._moves[state.model.model_id] = asyncio.get_running_loop().create_future()
-        try:
-            yield
-        finally:
-            del self._moves[state.model.model_id]
-            over.set_result(None)
 
     def _is_served(self, base_model: str) -> bool:
         return any(model.name == base_model for model in self._execution.executor.served)
@@ -325,9 +223,7 @@ class Scheduler:
         storing = [one.storing for one in self._models.opened() if one.storing is not None]
         if storing:
             await asyncio.wait(storing, timeout=STORE_TIMEOUT_S)
-        for replicas in self._replicas.values():
-            for engine in replicas.engines:
-                engine.client.close()
+        self.placement.close()
         await self._execution.stop()
 
     async def place(self, request: QueuedRequest) -> None:
@@ -556,6 +452,10 @@ class Scheduler:
         finally:
             del self._models.leaving[state.model.model_id]
 
+    def drain(self) -> None:
+        """Take no more work, except that of the models that are here."""
+        self.draining = self.placement.draining = True
+
     def terms(self) -> dict[str, int]:
         """The models that this worker has, each with its term."""
         return {
@@ -574,11 +474,6 @@ class Scheduler:
         """The sessions that have a model here."""
         return {state.model.session_id for state in self._models.opened()}
 
-    @property
-    def has_samples(self) -> bool:
-        """Whether samples are running."""
-        return any(replicas.has_samples for replicas in self._replicas.values())
-
     def models_with_gap(self) -> list[str]:
         """Models whose next step is missing while later ones wait."""
         return [
@@ -587,17 +482,14 @@ class Scheduler:
 
     def movable(self) -> list[ModelState]:
         """The models that this process has and that do not move, busy ones last."""
-        states = [one for id_, one in self._models.opened_by_id() if id_ not in self._moves]
+        states = [
+            one for id_, one in self._models.opened_by_id() if id_ not in self.placement.moves
+        ]
         return sorted(states, key=lambda state: not state.is_idle)
-
-    async def moves_over(self) -> None:
-        """Wait until no model moves."""
-        while self._moves:
-            await asyncio.wait(self._moves.values())
 
     async def move(self, state: ModelState, copy: Copy) -> bool:
         """Move a model to another worker while it goes on here; False if it stays."""
-        with self._moving(state):
+        with self.placement.moving(state):
             if state.loaded_in is not None and state.queue.creation_error is None:
                 return await move(state, copy, self._store)
             # It is not in memory, so there is nothing to copy.
@@ -656,12 +548,6 @@ class Scheduler:
             self._disown(state)
         return self._models.get(model_id) is None and model_id not in self._models.leaving
 
-    def give_up_waiting_samples(self) -> None:
-        """Samples that no engine has yet go to other workers."""
-        for replicas in self._replicas.values():
-            for engine in replicas.engines:
-                engine.client.give_up_waiting_samples()
-
     def unload_session(self, session_id: str) -> None:
         """Unload the models of a session; the next step of each rebuilds it."""
         for state in self._models.opened():
@@ -669,9 +555,11 @@ class Scheduler:
                 self._execution.spawn(self._retire(state))
 
     async def _retire(self, state: ModelState) -> None:
-        if (moving := self._moves.get(state.model.model_id)) is not None:
+        if (moving := self.placement.moves.get(state.model.model_id)) is not None:
             # If it were forgotten now, its next step could rebuild it beside its copy.
             await asyncio.wait({moving})
+        if state.disowned:
+            return
         if await state.home.retire(state):
             self._models.forget(state)
 
