@@ -185,6 +185,8 @@ class BaseModel:
         #: The same, set by the thread that compiles.
         self._prepared: PackedLayers | None = None
         self._original_bytes_per_token = int(self._saved_per_token() * PEAK_FACTOR)
+        if group is not None:  # what fits decides what runs, on all ranks
+            self._original_bytes_per_token = -group.least(-self._original_bytes_per_token)
 
     @property
     def vocab_size(self) -> int:
@@ -365,11 +367,12 @@ class BaseModel:
         """
         ids_T = probe(self.vocab_size).to(self.device)
         shapes: dict[int, SeenLayer] = {}
+        compared = [each for each in self.experts if each.name in routed]
         # A second sequence before it shows whether tokens attend across the boundary.
         before = len(ids_T) // 2
         packing = Packing.of([before, len(ids_T)], device=self.device, layers_seen=shapes)
         try:
-            with model_experts.replayed_routing(self.experts, routed, before):
+            with model_experts.replayed_routing(compared, routed, before):
                 hidden_TH = self._original_hidden(
                     torch.cat([ids_T[before:], ids_T]), packing, (), gradients=False
                 )
@@ -409,7 +412,7 @@ class BaseModel:
                 f"more than layers and output projection (logits differ by {gap:.1e}). "
                 "Serve another model."
             )
-        agreement = model_experts.agreement(self.experts, routed, before)
+        agreement = model_experts.agreement(compared, routed, before) if compared else 1.0
         if agreement < model_experts.MIN_AGREEMENT:
             raise UnsupportedModel(
                 f"this engine does not compute {self.config.model_type} models correctly: routers "

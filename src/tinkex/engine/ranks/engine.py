@@ -170,6 +170,8 @@ class RankedEngine:
             self.close()  # what it refuses, another rank may wait for
             raise
         self._finished(lambda: None, "load the model")
+        devices = (settings_of_rank(settings, rank).device for rank in range(settings.ranks))
+        self._engine.facts.device = ", ".join(dict.fromkeys(devices))
 
     def _start(
         self, settings: EngineSettings, number: int, start: Start, keeps: int | None
