@@ -203,8 +203,7 @@ def _is_finite_step(
     ):
         momentum = torch.stack(momenta).lerp_(torch.stack(grads).mul_(scale), 1 - params.beta1)
         old = torch.stack(targets)
-        update = like.orthogonalized(momentum)
-        new = old.sub(update, alpha=_step_length(params, like.shape))
+        new = old.sub(like.orthogonalized(momentum), alpha=_step_length(params, like.shape))
         finite = finite and _are_finite(new, momentum, old.sub_(new))
     return finite
 
