@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="default: the current time")
     parser.add_argument("--mode", choices=("both", "deterministic", "default"), default="both")
     parser.add_argument("--replicas", type=int, default=1, help="engines of the model")
+    parser.add_argument("--gpus-per-replica", type=int, default=1, help="ranks of each engine")
     parser.add_argument("--mixture", action="store_true", help="a model with experts")
     options = parser.parse_args()
     seed = int(time.time()) if options.seed is None else options.seed
@@ -62,6 +63,7 @@ def main() -> int:
                 kills=count,
                 deterministic=deterministic,
                 replicas=options.replicas,
+                ranks=options.gpus_per_replica,
                 log_progress=_print,
             )
             for line in (*report.lines(), *map(str, report.violations[:20])):

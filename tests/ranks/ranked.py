@@ -2,7 +2,7 @@
 
 import multiprocessing
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -41,10 +41,19 @@ def follow(settings: str, rank: int, control: socket.socket) -> None:
     follower.follow(EngineSettings.from_json(settings), rank, control)
 
 
-def fork(settings: EngineSettings, rank: int, control: socket.socket, _: int | None) -> Forked:
-    process = _forks.Process(target=follow, args=(settings.to_json(), rank, control), daemon=True)
-    process.start()
-    return Forked(process)
+def forked(run: Callable[[str, int, socket.socket], None]) -> Callable[..., Forked]:
+    """Starts ranks that run this function."""
+
+    def start(settings: EngineSettings, rank: int, control: socket.socket, _: int | None) -> Forked:
+        arguments = settings.to_json(), rank, control
+        process = _forks.Process(target=run, args=arguments, daemon=True)
+        process.start()
+        return Forked(process)
+
+    return start
+
+
+fork = forked(follow)
 
 
 def fail(reason: str, status: int) -> NoReturn:

@@ -1,5 +1,6 @@
 """Which model families are divided, and what the others are told."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,10 @@ import pytest
 
 from numerics.helpers import random_adapter, request, sample, weighted, work
 from numerics.hybrids import write_hybrid
-from numerics.mixtures import write_mixture
+from numerics.mixtures import MIXTURES, write_mixture
 from numerics.test_families import SERVED, write_model
 from ranks.ranked import ranked
-from ranks.test_agreement import assert_close, assert_same_sample, create, outputs, tensors
+from ranks.test_agreement import PARAMS, assert_close, assert_same_sample, create, outputs, tensors
 from tinkex.engine.adapters.model_needs import predicted_needs, read_shape
 from tinkex.engine.engine import measured_needs
 from tinkex.engine.model.unsupported import UnsupportedModel
@@ -20,17 +21,23 @@ from tinkex.models.families import FAMILIES
 
 #: Families whose projections the plan of transformers does not divide by heads.
 WHOLE = {"Phi3": "o_proj", "Olmo2": "q_proj", "Glm4": "gate_up_proj", "Youtu": "q_a_proj"}
+EXPERTS = ("Qwen3Moe", "Mixtral", "Glm4Moe")
 DIVIDED = sorted(SERVED.keys() - WHOLE.keys() - {"Llama", "Qwen3"})  # these have tests of their own
 
 
 def test_the_table_of_families_says_which_are_divided() -> None:
-    assert {family.name for family in FAMILIES if family.divided} == {*DIVIDED, "Llama", "Qwen3"}
+    assert {family.name for family in FAMILIES if family.divided} == {
+        *(*DIVIDED, *EXPERTS, "Llama", "Qwen3"),
+    }
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", DIVIDED)
+@pytest.mark.parametrize("family", [*DIVIDED, *EXPERTS])
 def test_a_family_computes_the_same_on_two_ranks(family: str, tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model", family, **SERVED[family])
+    if family in MIXTURES:
+        folder = write_mixture(tmp_path / "model", family)
+    else:
+        folder = write_model(tmp_path / "model", family, **SERVED[family])
     data = work([weighted(np.random.default_rng(0), length) for length in (20, 7)])
     with ranked(folder, 1) as one, ranked(folder, 2) as two:
         adapter = random_adapter(one, tmp_path / "adapter")
@@ -39,6 +46,15 @@ def test_a_family_computes_the_same_on_two_ranks(family: str, tmp_path: Path) ->
             engine.load("m", adapter, optimizer=False)
         assert_close(*(outputs(engine, "m", data, backward=True) for engine in (one, two)))
         assert_close(*(tensors(engine, "m") for engine in (one, two)))
+        assert_close(*(engine.optim_step("m", PARAMS["adamw"]) for engine in (one, two)))
+        assert_close(*(tensors(engine, "m") for engine in (one, two)))
+        if family in EXPERTS:
+            # A factor with a matrix for each expert is that many matrices.
+            for engine in (one, two):
+                create(engine, "d", "dimuon")
+                engine.run_pass("d", data, backward=True)
+            assert_close(*(engine.optim_step("d", PARAMS["dimuon"]) for engine in (one, two)))
+            assert_close(*(tensors(engine, "d") for engine in (one, two)))
         asked = [request([5, 6, 7, 8], samples=2, max_tokens=12, seed=1, stop=[])]
         (first,), (second,) = (sample(engine, asked, [adapter]) for engine in (one, two))
         assert_same_sample(first, second)
@@ -86,11 +102,19 @@ def test_a_number_of_gpus_that_does_not_divide_the_heads_is_refused_with_the_num
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_experts_recurrent_layers_and_other_files_are_refused_by_name(
+@pytest.mark.parametrize("family", sorted(MIXTURES.keys() - {*EXPERTS}))
+def test_other_mixtures_are_refused_by_name(family: str, refused: Any, tmp_path: Path) -> None:
+    message = refused(write_mixture(tmp_path / "mixture", family))
+    assert re.search("no plan|plan of transformers|another form", message), message
+    assert "--gpus-per-replica 1" in message
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_recurrent_layers_and_other_files_are_refused(
     refused: Any, tmp_path: Path, models: dict[str, Path]
 ) -> None:
-    assert "mixture of experts" in refused(write_mixture(tmp_path / "mixture", "Qwen3Moe"))
-    assert "gpus-per-replica 1" in refused(write_hybrid(tmp_path / "hybrid", "Qwen3_5Text"))
+    for family in ("Qwen3_5Text", "NemotronH"):
+        assert "gpus-per-replica 1" in refused(write_hybrid(tmp_path / family, family))
     (tmp_path / "gguf").mkdir()
     (tmp_path / "gguf" / "config.json").write_text((models["llama"] / "config.json").read_text())
     (tmp_path / "gguf" / "model.gguf").write_bytes(b"GGUF")

@@ -12,14 +12,11 @@ from pathlib import Path
 
 import pytest
 
-import sdk_envs
 import tinkex
-from engine.test_process import Engine, pass_of, step_of
+from engine.test_process import Engine
 from processes import children, has_exited
-from qa.chaos.process_kills import run
 from serving import TINY, serving
 from tinkex import types
-from tinkex.wire import engine_protocol
 from tinkex.wire.engine_settings import EngineSettings
 
 pytestmark = pytest.mark.timeout(120)
@@ -53,18 +50,6 @@ def process(folder: Path, **settings: float) -> Iterator[Engine]:
                 started.wait()
 
 
-def test_a_rank_that_is_killed_ends_the_engine_in_the_same_way(tiny_model: Path) -> None:
-    with process(tiny_model) as engine:
-        assert engine.report().ready.device == "cpu"
-        engine.create("m")
-        assert engine.ask(run_pass=pass_of("m")).done.result
-        (other,) = children(engine.process.pid)
-        os.kill(other, signal.SIGKILL)
-        # The server then knows that it was not the work that ended it.
-        assert engine.process.wait(20) == -signal.SIGKILL
-        assert "rank 1 ended (SIGKILL)" in engine.log.read_text()
-
-
 def test_no_rank_outlives_rank_0_even_if_it_is_stopped(tiny_model: Path) -> None:
     with process(tiny_model) as engine:
         assert engine.report().ready.device == "cpu"
@@ -74,59 +59,6 @@ def test_no_rank_outlives_rank_0_even_if_it_is_stopped(tiny_model: Path) -> None
         assert has_exited(other)
         # Only then is the socket at its end, and a new engine may start.
         engine.stream.read()
-
-
-def test_a_rank_that_does_not_answer_ends_the_engine_with_a_reason(tiny_model: Path) -> None:
-    with process(tiny_model, rank_timeout_s=15.0) as engine:
-        assert engine.report().ready.device == "cpu"
-        engine.create("m")
-        (other,) = children(engine.process.pid)
-        os.kill(other, signal.SIGSTOP)
-        engine.order(run_pass=pass_of("m"))
-        assert engine.process.wait(50) == engine_protocol.RANK_LOST_STATUS
-        assert "did not answer for 15 s" in engine.log.read_text()
-        assert has_exited(other)
-
-
-@pytest.mark.parametrize("how", ["dies", "never_joins"])
-def test_a_rank_that_never_joins_ends_the_engine_with_a_reason(
-    how: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    end = {"dies": "os._exit(5)", "never_joins": "time.sleep(600)"}[how]
-    (tmp_path / "sitecustomize.py").write_text(
-        f"import os, sys, time\nif '--rank' in sys.orig_argv:\n    {end}\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with process(tiny_model, rank_timeout_s=3.0) as engine:
-        status = engine.process.wait(30)
-        log = engine.log.read_text()
-    if how == "dies":
-        assert (status, "rank 1 ended (exit status 5)" in log) == (5, True), log
-    else:
-        assert status == engine_protocol.RANK_LOST_STATUS
-        assert "one did not answer for 3 s" in log
-
-
-def test_a_failure_on_one_rank_only_ends_the_engine(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        """
-import sys
-if "--rank" in sys.orig_argv:
-    from tinkex.engine import engine
-    def fails(*args, **kwargs):
-        raise RuntimeError("only here")
-    engine.optimizer_step = fails
-"""
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with process(tiny_model, rank_timeout_s=15.0) as engine:
-        assert engine.report().ready.device == "cpu"
-        engine.create("m")
-        engine.order(optim_step=step_of("m"))
-        assert engine.process.wait(50) == engine_protocol.RANK_LOST_STATUS
-        assert "RuntimeError: only here" in engine.log.read_text()
 
 
 @pytest.mark.timeout(240)
@@ -168,20 +100,3 @@ def test_a_server_over_two_ranks_loses_nothing_when_any_of_them_is_killed(
     assert samples[True] == samples[False]
     assert all(has_exited(pid) for pid in ranks)
     assert any("killed from outside" in line for line in one.log)
-
-
-@pytest.mark.sdk
-@pytest.mark.timeout(240)
-def test_kills_of_ranks_change_no_result_of_either_client(tiny_model: Path, tmp_path: Path) -> None:
-    report = run(
-        model=tiny_model,
-        data=tmp_path / "data",
-        sdk=sdk_envs.ensure("0.36.0"),
-        seed=5,
-        kills=2,
-        deterministic=True,
-        ranks=2,
-        steps=4,
-    )
-    details = "\n".join([*report.lines(), *map(str, report.violations), *report.log[-100:]])
-    assert report.is_good(deterministic=True), details

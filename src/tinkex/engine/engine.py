@@ -200,9 +200,12 @@ class Engine:
         check_lora(lora)
         family = check_optimizer(optimizer)
         targets = chosen_targets(self.model.targets, lora)
+        shard = self.model.shard
+        # Parts differ a little; what fits must not.
+        counted = targets if shard is None else shard.own_targets(targets, 0)
         self._adapters.add(
             model_id,
-            adapter_bytes(make_layout(targets, lora.rank).size, self.model.dtype),
+            adapter_bytes(make_layout(counted, lora.rank).size, self.model.dtype),
             f"an adapter of rank {lora.rank}",
             lambda: TrainingAdapter(
                 lora=lora,
@@ -211,7 +214,7 @@ class Engine:
                 model_dtype=self.model.dtype,
                 device=self.model.device,
                 optimizer=family,
-                shard=self.model.shard,
+                shard=shard,
             ),
         )
 

@@ -28,8 +28,12 @@ FLAT_VECTORS = ("master", "m", "v", "grad")
 class SamplerAdapter:
     """Immutable weights in the number format of the base model."""
 
-    def __init__(self, *, layout: Layout, scale: float, live: Tensor) -> None:
+    def __init__(
+        self, *, layout: Layout, scale: float, live: Tensor, size: int | None = None
+    ) -> None:
         self._layout = layout
+        #: Bytes that count for the memory plan: the same on all ranks, whose parts differ a little.
+        self.size = live.nbytes if size is None else size
         self.scale = scale
         self.live = live
         self.pairs: Mapping[str, Pair] = make_pairs(layout, live, scale=scale)
@@ -39,7 +43,7 @@ class SamplerAdapter:
         live = self.live.to(device)
         if live is self.live:
             return self
-        return SamplerAdapter(layout=self._layout, scale=self.scale, live=live)
+        return SamplerAdapter(layout=self._layout, scale=self.scale, live=live, size=self.size)
 
     @property
     def rank(self) -> int:

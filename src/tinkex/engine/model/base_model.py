@@ -216,6 +216,8 @@ class BaseModel:
         #: The same, set by the thread that compiles.
         self._prepared: PackedLayers | None = None
         self._original_bytes_per_token = int(self._saved_per_token() * PEAK_FACTOR)
+        if group is not None:  # what fits decides what runs, on all ranks
+            self._original_bytes_per_token = -group.least(-self._original_bytes_per_token)
 
     @property
     def vocab_size(self) -> int:
@@ -403,6 +405,7 @@ class BaseModel:
         """
         shapes: dict[int, SeenLayer] = {}
         ids_T, expected_TV, routed = probe.ids_T, probe.expected_TV, probe.routed
+        compared = [each for each in self.experts if each.name in routed]
         # A second sequence before it shows whether tokens attend across the boundary.
         before = len(ids_T) // 2
         parts = [(NO_IMAGES, 0, before), (probe.places, 0, len(ids_T))]
@@ -416,7 +419,7 @@ class BaseModel:
         if self.vision is not None:
             images = self.vision.rows(SequencePart(*part, owner="") for part in parts)
         try:
-            with model_experts.replayed_routing(self.experts, routed, before):
+            with model_experts.replayed_routing(compared, routed, before):
                 hidden_TH = self._original_hidden(
                     torch.cat([ids_T[-before:], ids_T]), packing, (), images, gradients=False
                 )
@@ -456,7 +459,7 @@ class BaseModel:
                 f"more than layers and output projection (logits differ by {gap:.1e}). "
                 "Serve another model."
             )
-        agreement = model_experts.agreement(self.experts, routed, before)
+        agreement = model_experts.agreement(compared, routed, before) if compared else 1.0
         if agreement < model_experts.MIN_AGREEMENT:
             raise UnsupportedModel(
                 f"this engine does not compute {self.config.model_type} models correctly: routers "

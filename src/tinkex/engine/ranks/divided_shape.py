@@ -53,14 +53,15 @@ def fitting_counts(shape: ModelShape, most: int) -> list[int]:
 def _reasons(shape: ModelShape, ranks: int) -> Iterator[str]:
     if ranks == 1:
         return
-    if shape.experts is not None:
-        yield "a mixture of experts is served on one GPU"
     if any(layer.recurrent is not None for layer in shape.layers):
         yield "a model with recurrent layers is served on one GPU"
     heads, keys = shape.query_heads, shape.key_heads
     if heads % ranks or keys % ranks:
         yield f"{heads} attention heads and {keys} key heads are not divisible by {ranks}"
     for layer in shape.layers:
+        for experts in layer.experts.values():
+            if not experts.gated or experts.inner % ranks:
+                yield f"experts of width {experts.inner} are not divided by {ranks}"
         for path, (outputs, inputs) in layer.linears.items():
             leaf = path.rpartition(".")[2]
             if leaf not in BY_OUTPUTS | BY_INPUTS:
@@ -76,8 +77,12 @@ def _divided_layer(layer: LayerShape, ranks: int) -> LayerShape:
         else (outputs, inputs // ranks)
         for path, (outputs, inputs) in layer.linears.items()
     }
-    return replace(layer, linears=linears)
+    experts = {
+        path: replace(each, inner=each.inner // ranks) for path, each in layer.experts.items()
+    }
+    return replace(layer, linears=linears, experts=experts)
 
 
 def _numbers(layer: LayerShape) -> int:
-    return sum(math.prod(sizes) for sizes in layer.linears.values())
+    of_experts = sum(3 * each.count * each.hidden * each.inner for each in layer.experts.values())
+    return of_experts + sum(math.prod(sizes) for sizes in layer.linears.values())

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -139,7 +138,6 @@ class RankedEngine:
         self._timeout_s = settings.rank_timeout_s
         self._closing = False
         self._lock = threading.Lock()
-        self._ended = False
         #: The call that runs now.
         self._calls = 0
         self._running = True
@@ -173,6 +171,8 @@ class RankedEngine:
             self.close()  # what it refuses, another rank may wait for
             raise
         self._finished(lambda: None, "load the model")
+        devices = (settings_of_rank(settings, rank).device for rank in range(settings.ranks))
+        self._engine.facts.device = ", ".join(dict.fromkeys(devices))
 
     def _start(
         self, settings: EngineSettings, number: int, start: Start, keeps: int | None
@@ -319,14 +319,12 @@ class RankedEngine:
         )
 
     def _end(self, reason: str, status: int) -> NoReturn:
-        with self._lock:
-            if not self._ended:
-                self._ended = True
-                for rank in self._ranks:
-                    rank.process.kill()
-                self._on_end(reason, status)
-        while True:  # another thread ends this process
-            time.sleep(1)
+        with self._lock:  # the first thread that sees it ends the process
+            self._closing = True
+            for rank in self._ranks:
+                rank.process.kill()
+                rank.channel.close()
+            self._on_end(reason, status)
 
     # -- to the other ranks -----------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tinkex.engine.model.experts import is_experts
 from tinkex.engine.model.lora import LoraLinear
 from tinkex.engine.ranks.process_group import ProcessGroup
 from tinkex.engine.ranks.shard import Shard
@@ -64,6 +65,8 @@ def connect(layers: nn.Module, shard: Shard) -> None:
     """Makes the linear layers of a rank compute what one process would."""
     blocks: dict[str, nn.Module] = {}
     for path, module in list(layers.named_modules()):
+        if is_experts(module):
+            connect_experts(module, shard.group)
         if not isinstance(module, LoraLinear) or module.name not in shard.divisions:
             continue
         parent_path, _, leaf = path.rpartition(".")
@@ -86,3 +89,32 @@ def connect(layers: nn.Module, shard: Shard) -> None:
 
     for block in blocks.values():
         block.register_forward_pre_hook(sum_gradient, with_kwargs=True)
+
+
+def connect_experts(module: nn.Module, group: ProcessGroup) -> None:
+    """
+    The same for the experts of a layer, of which each rank has a part of the width of each.
+
+    All ranks use the choices and weights of rank 0's router, because near ties may round differently.
+    """
+
+    def share(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        names = ("hidden_states", "top_k_index", "top_k_weights")
+        x, index, weights = (*args, *(kwargs[name] for name in names[len(args) :]))
+        own = weights.detach()
+        weights = weights + (group.first(own) - own)
+        if x.requires_grad or weights.requires_grad:
+            x = _SumBackward.apply(x, group)  # type: ignore[no-untyped-call]
+            weights = _SumBackward.apply(weights, group)  # type: ignore[no-untyped-call]
+        return (x, group.first(index), weights), {}
+
+    def sum_output(module: nn.Module, args: tuple[Any, ...], part: Tensor) -> Tensor:
+        if not part.requires_grad:
+            return group.sum_(part)
+        whole: Tensor = _SumForward.apply(part, group)  # type: ignore[no-untyped-call]
+        return whole
+
+    module.register_forward_pre_hook(share, with_kwargs=True)
+    module.register_forward_hook(sum_output)

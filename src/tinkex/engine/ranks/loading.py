@@ -10,9 +10,9 @@ from __future__ import annotations
 import fnmatch
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -24,7 +24,8 @@ from transformers import (
     PretrainedConfig,
 )
 
-from tinkex.engine.model import base_model, model_experts
+from tinkex.engine.model import base_model, experts, model_experts
+from tinkex.engine.model.experts import RoutedTokens
 from tinkex.engine.model.model_shape import NOT_TEXT
 from tinkex.engine.model.targets import HEAD
 from tinkex.engine.model.unsupported import UnsupportedModel, quantization_method
@@ -47,6 +48,12 @@ STYLES: Mapping[str, Any] = {"colwise": "B", "rowwise": "A"}
 _IN_LAYER = re.compile(r"(?:^|\.)(layers\.\d+\..+)\.(weight|bias)$")
 
 
+#: The projection of one expert, as files have them.
+_OF_EXPERT = re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
+#: A projection of all experts in one tensor.
+_ALL_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)(\.weight)?$")
+
+
 def load_shard(
     folder: Path, dtype: torch.dtype, device: torch.device, group: ProcessGroup
 ) -> tuple[Any, Shard]:
@@ -58,8 +65,11 @@ def load_shard(
     check_layers(config.get_text_config().num_hidden_layers, {*tensor_names(folder)}, folder)
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with torch.device("meta"):
-        divisions = divide(family(config), group.rank, group.size)
+        whole = family(config)
+        names = {part for name, _ in whole.named_parameters() for part in name.split(".")}
+        divisions = divide(whole, group.rank, group.size)
     shard = Shard(group, divisions)
+    unused = NOT_TEXT - names
 
     def __init__(self: Any, config: PretrainedConfig) -> None:
         family.__init__(self, config)
@@ -74,7 +84,7 @@ def load_shard(
         model, found = smaller.from_pretrained(
             None,
             config=config,
-            state_dict=read_shard(folder, shard, dtype, device),
+            state_dict=read_shard(folder, shard, dtype, device, unused=unused),
             dtype=dtype,
             attn_implementation=base_model.original_attention(config, AutoModelForCausalLM),
             output_loading_info=True,
@@ -99,11 +109,6 @@ def refuse_undivided(config: PretrainedConfig, folder: Path, ranks: int) -> None
             f"divided over {ranks} GPUs. {one}"
         )
     text = config.get_text_config()
-    if model_experts.expert_count(config):
-        raise UnsupportedModel(
-            f"{config.model_type} is a mixture of experts, which cannot be divided over {ranks} "
-            f"GPUs yet. {one}"
-        )
     if not getattr(text, "base_model_tp_plan", None):
         raise UnsupportedModel(
             f"transformers has no plan that divides {config.model_type} models over {ranks} GPUs. "
@@ -138,12 +143,25 @@ def divide(model: Any, rank: int, ranks: int) -> dict[str, Division]:
         )
     prefix = next(name for name, module in model.named_modules() if module is layers)
     divisions: dict[str, Division] = {}
-    for path, module in list(layers.named_modules()):
-        if not isinstance(module, nn.Linear):
-            continue
-        style = next(
+
+    def planned(path: str) -> str | None:
+        return next(
             (plan[each] for each in plan if fnmatch.fnmatchcase(f"layers.{path}", each)), None
         )
+
+    for path, module in list(layers.named_modules()):
+        if experts.is_experts(module):
+            styles = planned(f"{path}.gate_up_proj"), planned(f"{path}.down_proj")
+            if styles != ("packed_colwise", "rowwise"):
+                raise UnsupportedModel(
+                    f"the plan of transformers for {model.config.model_type} models does not "
+                    f"divide their experts ({styles[0] or 'not named'}). Serve it on one GPU "
+                    "(--gpus-per-replica 1)."
+                )
+            divisions |= _divide_experts(module, f"{prefix}.{path}", ranks)
+        if not isinstance(module, nn.Linear):
+            continue
+        style = planned(path)
         if style is None or style not in STYLES:
             raise UnsupportedModel(
                 f"the plan of transformers for {model.config.model_type} models does not divide "
@@ -171,6 +189,26 @@ def divide(model: Any, rank: int, ranks: int) -> dict[str, Division]:
     return divisions
 
 
+def _divide_experts(module: Any, name: str, ranks: int) -> dict[str, Division]:
+    """Each expert has a part of its width on each rank."""
+    if not (module.has_gate and module.is_concatenated) or module.is_transposed or module.has_bias:
+        raise UnsupportedModel(
+            f"the experts at {name} have another form than gate, up and down without biases, so "
+            "they cannot be divided. Serve it on one GPU (--gpus-per-replica 1)."
+        )
+    count, hidden, inner = module.down_proj.shape
+    if inner % ranks:
+        raise UnsupportedModel(
+            f"the experts at {name} have a width of {inner}, which {ranks} GPUs cannot divide. Use "
+            "another --gpus-per-replica."
+        )
+    own = inner // ranks
+    module.gate_up_proj = nn.Parameter(module.gate_up_proj.new_empty(count, 2 * own, hidden))
+    module.down_proj = nn.Parameter(module.down_proj.new_empty(count, hidden, own))
+    letters: Mapping[str, Any] = {"w1": "B", "w3": "B", "w2": "A"}
+    return {f"{name}.{part}": Division(letter, inner) for part, letter in letters.items()}
+
+
 def _linear(inputs: int, outputs: int, like: nn.Linear) -> nn.Linear:
     return nn.Linear(
         inputs,
@@ -187,9 +225,18 @@ def _replace(root: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def read_shard(
-    folder: Path, shard: Shard, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    shard: Shard,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    unused: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """The tensors of this rank, read straight to its device: of divided layers only its part."""
+    """
+    The tensors of this rank, read straight to its device: of divided layers only its part.
+
+    Those of `unused` parts of the model are left out.
+    """
     by_layer = {
         match[1]: division
         for name, division in shard.divisions.items()
@@ -199,11 +246,23 @@ def read_shard(
     for file in weight_files(folder):
         with safe_open(file, framework="pt", device=str(device)) as opened:
             for key in [*opened.keys()]:
-                if NOT_TEXT & set(key.split(".")):
+                parts = set(key.split("."))
+                if not parts.isdisjoint(unused):
                     continue
-                match = _IN_LAYER.search(key)
+                # Layers for images may be called like those of the text.
+                match = _IN_LAYER.search(key) if parts.isdisjoint(NOT_TEXT) else None
                 division = None if match is None else by_layer.get(match[1])
                 kind = key.rpartition(".")[2]
+                if _ALL_EXPERTS.search(key) is not None:
+                    raise UnsupportedModel(
+                        f"{file.name} has all experts of a layer in one tensor ({key}), which "
+                        "cannot be divided. Serve it on one GPU (--gpus-per-replica 1), or save the "
+                        "model with a tensor for each expert."
+                    )
+                if (part := _OF_EXPERT.search(key)) is not None:
+                    letter: Literal["A", "B"] = "A" if part[1] in ("down_proj", "w2") else "B"
+                    sizes = opened.get_slice(key).get_shape()
+                    division = Division(letter, sizes[1 if letter == "A" else 0])
                 if match is None and key.rpartition(".")[0].rpartition(".")[2] in HEADS:
                     division = shard.divisions[HEAD]
                 found[key] = _read(opened.get_slice(key), kind, division, shard).to(dtype)
@@ -234,11 +293,14 @@ def compared_layers(config: PretrainedConfig) -> int:
     text = config.get_text_config()
     kinds = list(getattr(text, "layer_types", None) or [])
     last = max((kinds.index(kind) for kind in kinds), default=0)
-    return min(int(text.num_hidden_layers), max(last + 1, 2))
+    dense = int(getattr(text, "first_k_dense_replace", None) or 0)
+    return min(int(text.num_hidden_layers), max(last + 1, dense + 1, 2))
 
 
-def original_logits(folder: Path, dtype: torch.dtype, device: torch.device, layers: int) -> Tensor:
-    """What transformers computes with the first layers, whole."""
+def original_logits(
+    folder: Path, dtype: torch.dtype, device: torch.device, layers: int
+) -> tuple[Tensor, dict[str, RoutedTokens]]:
+    """What transformers computes with the first layers, whole, and which experts it chooses."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     text = config.get_text_config()
     text.num_hidden_layers = layers
@@ -255,9 +317,13 @@ def original_logits(folder: Path, dtype: torch.dtype, device: torch.device, laye
             trust_remote_code=False,
             use_safetensors=True,
         )
-    found = base_model.Probe.of(model.to(device).eval(), None).expected_TV
+    _, _, found, routed = base_model.Probe.of(model.to(device).eval(), None)
     assert found is not None
-    return found.cpu()
+    on_host = {
+        name: RoutedTokens(0, index.cpu(), weights.cpu())
+        for name, (_, index, weights) in routed.items()
+    }
+    return found.cpu(), on_host
 
 
 def check_first_layers(model: BaseModel, folder: Path, group: ProcessGroup) -> None:
@@ -267,13 +333,17 @@ def check_first_layers(model: BaseModel, folder: Path, group: ProcessGroup) -> N
     Raises `UnsupportedModel`. A whole model would not fit: that is why it is divided.
     """
     count = compared_layers(model.config)
-    expected_TV = group.agree(
-        lambda: original_logits(folder, model.dtype, model.device, count).numpy()
+    expected_TV, chosen = group.agree(
+        lambda: original_logits(folder, model.dtype, model.device, count)
     )
-    found_TV = model.first_layers_logits(count)
-    gap = group.agree(
-        lambda: base_model.relative_gap(found_TV.cpu(), torch.from_numpy(expected_TV))
-    )
+    routed = {
+        name: RoutedTokens(0, index.to(model.device), weights.to(model.device))
+        for name, (_, index, weights) in chosen.items()
+    }
+    compared = [each for each in model.experts if each.name in routed]
+    with model_experts.replayed_routing(compared, routed, 0):
+        found_TV = model.first_layers_logits(count)
+    gap = group.agree(lambda: base_model.relative_gap(found_TV.cpu(), expected_TV))
     if not gap < base_model.TOLERANCE[model.dtype]:  # NaN is refused too
         raise UnsupportedModel(
             f"{group.size} ranks do not compute {model.config.model_type} models correctly (the "

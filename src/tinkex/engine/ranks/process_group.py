@@ -70,6 +70,7 @@ class ProcessGroup:
         backend: Any
         try:
             if device.type == "cuda":
+                torch.cuda.set_device(device)
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
                 backend = dist.ProcessGroupNCCL(store, rank, size, options)
@@ -92,6 +93,14 @@ class ProcessGroup:
     def max_(self, tensor: Tensor) -> Tensor:
         """The largest over all ranks, in place."""
         return self._reduce(tensor, dist.ReduceOp.MAX)
+
+    def first(self, tensor: Tensor) -> Tensor:
+        """That of rank 0, on all ranks."""
+        own = tensor.clone(memory_format=torch.contiguous_format)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._wait(lambda: self._backend.broadcast([own], options))
+        return own
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """On rank 0: the tensors of all ranks, which have one shape. Empty on the others."""

@@ -324,11 +324,11 @@ class BatchingSampler:
         used = self._scheduler.adapters_in_use()
         adapter = self._loading.future.result()
         # If adapters are in use, wait for them to become idle. Otherwise load now or fail.
-        if used - {None} and self._must_wait(adapter.live.nbytes):
+        if used - {None} and self._must_wait(adapter.size):
             if self._loading.waiting_since_s is None:
                 self._loading.waiting_since_s = time.monotonic()
             return False
-        self._make_room(adapter.live.nbytes, f"the adapter of {Path(key).name}")
+        self._make_room(adapter.size, f"the adapter of {Path(key).name}")
         self._adapters[key] = adapter.to(self._model.device)
         self._loading = None
         return True
@@ -339,7 +339,7 @@ class BatchingSampler:
         return [
             Resident(
                 name=key,
-                size=adapter.live.nbytes,
+                size=adapter.size,
                 last_used=self._last_used[key],
                 busy=key in used,
                 has_file=True,
@@ -357,11 +357,11 @@ class BatchingSampler:
             return
         kept = self._scheduler.adapters_in_use() | self._scheduler.adapters_awaited()
         idle = [key for key in self._adapters if key not in kept]
-        size = sum(self._adapters[key].live.nbytes for key in idle)
+        size = sum(self._adapters[key].size for key in idle)
         for key in idle:
             if len(self._adapters) <= self._settings.idle_adapters and size <= self._idle_bytes:
                 break
-            size -= self._adapters[key].live.nbytes
+            size -= self._adapters[key].size
             self.drop_adapter(key)
 
     # -- steps ------------------------------------------------------------------------------------
@@ -565,8 +565,11 @@ def read_sampler_adapter(model: BaseModel, folder: Path) -> SamplerAdapter:
     layout = checkpoints.fitted_layout(
         targets if shard is None else shard.whole_targets(targets), saved, folder
     )
+    size = None
     if shard is not None:
-        layout = make_layout([each for each in targets if each.name in saved.pairs], saved.rank)
+        own = [each for each in targets if each.name in saved.pairs]
+        layout = make_layout(own, saved.rank)
+        size = model.dtype.itemsize * make_layout(shard.own_targets(own, 0), saved.rank).size
     live = torch.zeros(layout.size, dtype=model.dtype)
     checkpoints.copy_pairs(live, layout, saved.pairs, shard)
-    return SamplerAdapter(layout=layout, scale=saved.scale, live=live)
+    return SamplerAdapter(layout=layout, scale=saved.scale, live=live, size=size)

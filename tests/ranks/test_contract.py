@@ -1,0 +1,56 @@
+"""The tests of an engine, on one of two ranks. Not those that change the code of one process."""
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine import (
+    test_checkpoints,
+    test_engine,
+    test_prefix_cache,
+    test_sample_controls,
+    test_sampler,
+    test_streaming,
+)
+from engine.conftest import tiny_folder
+from ranks.ranked import ranked
+from tinkex.engine import Engine
+from tinkex.engine.ranks.engine import ON_ALL_RANKS, RankedEngine
+
+assert tiny_folder  # a fixture
+
+for module in (
+    *(test_checkpoints, test_engine, test_prefix_cache),
+    *(test_sample_controls, test_sampler, test_streaming),
+):
+    for name, value in vars(module).items():
+        if not name.startswith("test_"):
+            globals().setdefault(name, value)  # fixtures
+        elif "without_stop" not in name:  # which fills the whole context
+            takes = set(inspect.signature(value).parameters)
+            if "engine" in takes and takes.isdisjoint({"monkeypatch", "tiny_folder"}):
+                assert name not in globals(), name
+                globals()[name] = value
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_folder: Path) -> Iterator[Engine]:
+    with ranked(tiny_folder) as engine:
+        yield engine
+
+
+#: What rank 0 answers alone: nothing changes.
+READS = {
+    *("has", "resident", "pass_tokens", "wait", "partial_outputs", "stats", "sampling"),
+    "awaited_read",
+}
+#: Calls whose arguments differ between the ranks.
+OWN = {"submit", "begin_pass", "run_micro_batch", "run_pass"}
+
+
+def test_every_call_of_an_engine_is_made_on_all_ranks_or_changes_nothing() -> None:
+    calls = {name for name in vars(Engine) if not name.startswith("_")}
+    assert calls == READS | OWN | ON_ALL_RANKS
+    assert vars(RankedEngine).keys() >= OWN
