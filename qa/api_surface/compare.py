@@ -298,10 +298,10 @@ def all_checks(want: dict[str, Any], have: dict[str, Any]) -> Iterator[Check]:
 
 
 def extract_surface(
-    package: str, python: str, extractor: Path, cli: str | None
+    package: str, python: str, extractor: Path, cli: str | None, paths: list[str]
 ) -> tuple[dict[str, Any], str | None]:
     """The surface of the other package, or an empty one and the reason."""
-    command = [python, str(extractor), package, "--indent", "0"]
+    command = [python, str(extractor), package, "--indent", "0", "--paths", json.dumps(paths)]
     if cli:
         command += ["--cli", cli]
     try:
@@ -418,7 +418,8 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as exc:
         print(f"no usable baseline ({type(exc).__name__}): {args.baseline.name}", file=sys.stderr)
         return 2
-    have, note = extract_surface(args.package, args.python, args.extractor, args.cli)
+    paths = list(want.get("import_paths", {}))
+    have, note = extract_surface(args.package, args.python, args.extractor, args.cli, paths)
     if args.package != want["package"] and want["package"] in have.get("loaded_packages", ()):
         have, note = (
             {},

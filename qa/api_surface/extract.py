@@ -2,7 +2,7 @@
 """
 Prints the public API surface of an importable package as JSON.
 
-    python qa/api_surface/extract.py PACKAGE [--cli MODULE:ATTR] [--no-cli] [--indent N]
+    python qa/api_surface/extract.py PACKAGE [--cli MODULE:ATTR] [--no-cli] [--paths JSON] [--indent N]
 
 It records names, parameters, defaults, fields, enum and literal values, base classes of exceptions and
 the command tree, but no documentation text. `compare.py` measures another package against the output.
@@ -522,19 +522,30 @@ def describe_module(module: pytypes.ModuleType, norm: Normaliser) -> dict[str, A
     return {"declares_all": declared, "names": described}
 
 
-def import_paths(package: pytypes.ModuleType) -> dict[str, list[str]]:
-    """Public submodule paths (relative) and the names defined in or exported by each."""
+def import_paths(
+    package: pytypes.ModuleType, only: typing.Iterable[str] | None = None
+) -> dict[str, list[str]]:
+    """
+    Public submodule paths (relative) and the names defined in or exported by each.
+
+    With `only`, those of these that exist: the others of a large package are not imported.
+    """
     out: dict[str, list[str]] = {}
     root = package.__name__
-    for info in pkgutil.walk_packages(package.__path__, root + "."):
-        relative = info.name[len(root) + 1 :]
+    if only is None:
+        names = [info.name for info in pkgutil.walk_packages(package.__path__, root + ".")]
+    else:
+        names = [f"{root}.{path}" for path in only]
+    for name in names:
+        relative = name[len(root) + 1 :]
         parts = relative.split(".")
         if any(p.startswith(("_", "test_")) or p.endswith("_test") for p in parts):
             continue
         try:
-            module = importlib.import_module(info.name)
-        except Exception:  # an optional dependency is missing: the path exists all the same
-            out[relative] = []
+            module = importlib.import_module(name)
+        except Exception as error:  # if an optional dependency is missing, the path exists
+            if not (isinstance(error, ModuleNotFoundError) and error.name == name):
+                out[relative] = []
             continue
         declared = getattr(module, "__all__", None)
         if declared is None:
@@ -668,7 +679,13 @@ def describe_cli(package: str, explicit: str | None, norm: Normaliser) -> dict[s
 # --------------------------------------------------------------------------- entry points
 
 
-def extract(package: str, *, cli: str | None = None, with_cli: bool = True) -> dict[str, Any]:
+def extract(
+    package: str,
+    *,
+    cli: str | None = None,
+    with_cli: bool = True,
+    only: typing.Iterable[str] | None = None,
+) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     norm = Normaliser(package)
     root = importlib.import_module(package)
@@ -701,7 +718,7 @@ def extract(package: str, *, cli: str | None = None, with_cli: bool = True) -> d
         ),
         "modules": modules,
         "extra": extra,
-        "import_paths": import_paths(root),
+        "import_paths": import_paths(root, only),
         "cli": describe_cli(package, cli, norm) if with_cli else None,
     }
     surface["counts"] = count(surface)
@@ -756,12 +773,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("package")
     parser.add_argument("--cli", help="MODULE:ATTR of the click group or argparse parser")
     parser.add_argument("--no-cli", action="store_true")
+    parser.add_argument("--paths", help="a JSON list: only these paths of submodules are imported")
     parser.add_argument("--indent", type=int, default=1)
     args = parser.parse_args(argv)
     noise = io.StringIO()
     try:
         with redirect_stdout(noise), redirect_stderr(noise):
-            surface = extract(args.package, cli=args.cli, with_cli=not args.no_cli)
+            only = json.loads(args.paths) if args.paths else None
+            surface = extract(args.package, cli=args.cli, with_cli=not args.no_cli, only=only)
     except Exception as exc:
         print(f"cannot import {args.package}: {type(exc).__name__}: {exc}", file=sys.stderr)
         return 3

@@ -192,7 +192,7 @@ EXPORT = "export TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local"
 #: Every command of the pages, and its check. They run page by page, in the order of the page.
 CHECKS: Mapping[tuple[str, str], Check] = {
     ("README.md", "make demo"): demo,
-    ("README.md", "make test"): not_run("it takes half an hour, and every change runs it"),
+    ("README.md", "make test"): not_run("it takes a quarter of an hour, and every change runs it"),
     ("README.md", "git clone ADDRESS tinkex && cd tinkex"): clones,
     ("README.md", "make setup"): succeeds(),
     ("README.md", "source .venv/bin/activate"): succeeds(),

@@ -280,6 +280,17 @@ def nginx() -> str:
     return found
 
 
+def test_the_guide_makes_the_site_of_nginx_one_for_a_single_server(tmp_path):
+    site = tmp_path / "tinkex.conf"
+    shutil.copy(DEPLOY / "nginx" / "tinkex.conf", site)
+    guide = (DEPLOY.parent / "docs" / "guides" / "deploy.md").read_text()
+    (change,) = re.findall(r"^\$ sudo (sed -i '.+') /etc/nginx/\S+$", guide, re.MULTILINE)
+    subprocess.run(f"{change} {site}", shell=True, check=True)
+    servers = re.findall(r"^ +server (\S+);", site.read_text(), re.MULTILINE)
+    assert servers == [f"127.0.0.1:{Settings().port}"]
+    assert "server_name gpu.example;" in site.read_text()
+
+
 @pytest.mark.timeout(180)
 def test_nginx_passes_requests_to_a_server_and_hides_its_metrics(nginx, server: Server, tmp_path):
     subprocess.run(

@@ -5,8 +5,6 @@ import json
 import logging
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -201,13 +199,15 @@ def test_a_log_entry_is_one_line_without_control_characters(log: io.StringIO) ->
     assert "tml-0" not in log.getvalue()
 
 
-def test_an_engine_uses_the_same_log_format() -> None:
-    """In a separate process, because logging is set up per process."""
-    program = (
-        "import logging; from tinkex.engine import process; process._begin_log(); "
-        "logging.getLogger('x').error('%s', 'tml-0123456789abcdef\\n\\x1b')"
-    )
-    reported = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert reported.stderr.endswith("engine ***\\n\\x1b\n")
+def test_an_engine_uses_the_same_log_format(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tinkex.engine import process
+
+    root = logging.getLogger()
+    level = root.level
+    monkeypatch.setattr(root, "handlers", [])  # as in a new process
+    process._begin_log()
+    logging.getLogger("x").error("%s", "tml-0123456789abcdef\n\x1b")
+    root.setLevel(level)
+    assert capsys.readouterr().err.endswith("engine ***\\n\\x1b\n")
