@@ -23,6 +23,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+#: Where the programs of a user keep their files.
+FOLDERS = ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")
 #: Folders and files that take longest. The files took 25 s of CPU time and more, on 2026-11-17.
 LONG = {
     *("together", "chaos", "conformance", "console", "defects", "docs", "faults", "numerics"),
@@ -107,22 +109,24 @@ def _no_real_service(tmp_path_factory: pytest.TempPathFactory) -> None:
     for name in ("TINKER_API_KEY", "TINKER_BASE_URL", "TINKEX_API_KEY", "TINKEX_BASE_URL"):
         os.environ.pop(name, None)
     home = tmp_path_factory.mktemp("home")
-    for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"):
+    for name in FOLDERS:
         os.environ[name] = str(home / name.lower())
     # A local server leaves with the last program of a test.
     os.environ["TINKEX_LOCAL_KEEP_S"] = "0"
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _own_servers(
+def _own_folders(
     tmp_path_factory: pytest.TempPathFactory, _no_real_service: None
 ) -> Iterator[None]:
     """
-    The tests of a file do not find the local servers that other files started.
+    The tests of a file do not find the local servers, services and keys of other files' tests.
 
-    A local server lives as long as the process that uses it, here until the last test.
+    A local server lives as long as the process that uses it, here until the last test, and
+    `tinkex use` is remembered.
     """
-    before = os.environ["XDG_STATE_HOME"]
-    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
-    yield
-    os.environ["XDG_STATE_HOME"] = before
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in FOLDERS:
+            patch.setenv(name, str(home / name.lower()))
+        yield

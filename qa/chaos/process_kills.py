@@ -130,6 +130,10 @@ class Killer:
         while not self._stopped.is_set():
             webs = [pid for pid in children(self._server.process.pid) if _is_running(pid)]
             engines = [child for web in webs for child in _children(web) if _is_running(child)]
+            if target == "engine":
+                # Of an engine over several GPUs also the other ranks.
+                ranks = (rank for engine in engines for rank in _children(engine))
+                engines += filter(_is_running, ranks)
             if target == "web" and webs:
                 return webs
             if target == "engine" and engines:
@@ -277,6 +281,7 @@ def run(
     kills: int,
     deterministic: bool,
     replicas: int = 1,
+    ranks: int = 1,
     steps: int = 12,
     log_progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
@@ -284,7 +289,8 @@ def run(
     began_s = time.monotonic()
     history: list[Event] = []
     progress = Progress()
-    args = ("--replicas", str(replicas), *(("--deterministic",) if deterministic else ()))
+    args = ("--replicas", str(replicas), "--gpus-per-replica", str(ranks))
+    args += ("--deterministic",) if deterministic else ()
     data.mkdir(parents=True, exist_ok=True)
     # Frequent snapshots, so that kills hit their writing and recoveries start from them.
     (data / "tinkex.toml").write_text("snapshot_steps = 7\n")

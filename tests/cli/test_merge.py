@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from serving import TINY, serving
+from serving import TINY, Server
 from tinkex import ServiceClient
 from tinkex.cli.command_group import command
 from tinkex.testing import write_tiny_model
@@ -64,22 +64,23 @@ def test_problems_are_reported_with_advice(adapter: Path, tiny_model: Path, tmp_
 
 
 @pytest.mark.timeout(120)
-def test_a_tinker_path_is_found_in_the_data_folder(tiny_model: Path, tmp_path: Path) -> None:
-    with serving(f"{TINY}={tiny_model}", data=tmp_path / "data") as server:
-        with ServiceClient(base_url=server.url) as service:
-            training = service.create_lora_training_client(base_model=TINY, rank=4)
-            path = training.save_state("first").result().path
-        arguments = (path, tmp_path / "out", "--base", tiny_model, "--data", tmp_path / "data")
-        status, output = run(*arguments)  # while the server runs
+def test_a_tinker_path_is_found_in_the_data_folder(
+    server: Server, tiny_model: Path, tmp_path: Path
+) -> None:
+    with ServiceClient(base_url=server.url) as service:
+        training = service.create_lora_training_client(base_model=TINY, rank=4)
+        path = training.save_state("first").result().path
+    arguments = (path, tmp_path / "out", "--base", tiny_model, "--data", server.data)
+    status, output = run(*arguments)  # while the server runs
     assert status == 0, output
     assert f"merged with {path}," in output  # as it was typed, not the name of a folder
     (tmp_path / "sibling").touch()
     modes = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
     assert modes == {(tmp_path / "sibling").stat().st_mode}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
-    status, output = run(f"{path}-other", tmp_path / "no", "--data", tmp_path / "data")
+    status, output = run(f"{path}-other", tmp_path / "no", "--data", server.data)
     assert status == 1
     assert "there is no checkpoint" in output
-    status, output = run("tinker://nonsense", tmp_path / "no", "--data", tmp_path / "data")
+    status, output = run("tinker://nonsense", tmp_path / "no", "--data", server.data)
     assert status == 1
     assert output.startswith("error: ")

@@ -177,6 +177,8 @@ def something_of_everything(url: str, key: str) -> dict[str, str]:
         service.create_sampling_client(model_path=sampler)
         for name in (SCRIPT, BIDI, LONG):
             untrained = new_run(service, name)
+        with pytest.raises(tinkex.RequestFailedError):
+            untrained.forward_backward([datum(10_000)], "cross_entropy").result()
         return {
             "run": training.model_id,
             "untrained": untrained.model_id,
@@ -347,6 +349,7 @@ def test_the_playground_streams_two_models_side_by_side(world: World) -> None:
     page.goto(f"{world.url}/playground?mode=checkpoint&checkpoint={quote(world.sampler, safe='')}")
     page.get_by_role("button", name="Prompt", exact=True).click()
     page.get_by_label("Tokens").fill("300")
+    page.get_by_label("Temperature").fill("0")  # at random, the tiny model may end soon
     page.get_by_label("Prompt", exact=True).fill("Once upon a time")
     expect(page.get_by_role("button", name="Send")).to_be_enabled()
     page.keyboard.press("Control+Enter")
@@ -565,7 +568,8 @@ def test_a_playground_that_is_left_samples_nothing_more(world: World) -> None:
     page = world.page()
     page.goto(f"{world.url}/playground")
     page.get_by_role("button", name="Prompt", exact=True).click()
-    page.get_by_label("Tokens").fill("300")
+    page.get_by_label("Tokens").fill("2000")
+    page.get_by_label("Temperature").fill("0")  # at random, the tiny model may end soon
     page.get_by_label("Prompt", exact=True).fill("Once upon a time")
     expect(page.get_by_role("button", name="Send")).to_be_enabled()
     page.keyboard.press("Control+Enter")
@@ -635,6 +639,26 @@ def test_pages_have_no_serious_barrier_and_fit_a_phone(world: World) -> None:
             wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
             assert wide <= 0, f"{path} is {wide} pixels wider than the screen"
     assert found == {}
+    page.close()
+
+
+def test_the_whole_error_of_a_request_can_be_read_on_a_phone(world: World) -> None:
+    page = world.page(width=390, height=844)
+    page.goto(f"{world.url}/training_runs/{world.untrained}?tab=requests")
+    page.get_by_role("button", name="data[0].model_input").click()
+    dialog = page.get_by_role("dialog", name="Request 1 failed: forward_backward")
+    expect(dialog).to_contain_text("token 10000 at position 0 is outside the vocabulary")
+    page.keyboard.press("Escape")
+    expect(dialog).to_have_count(0)
+    page.close()
+
+
+def test_a_phone_shows_the_names_of_runs(world: World) -> None:
+    page = world.page(width=390, height=844)
+    page.goto(f"{world.url}/training_runs?search=first")
+    name = page.get_by_role("link", name="first try").last
+    expect(name).to_be_visible()
+    assert name.evaluate("(one) => one.clientWidth >= 120 || one.scrollWidth <= one.clientWidth")
     page.close()
 
 

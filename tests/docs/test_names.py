@@ -15,6 +15,7 @@ import pytest
 
 import tinkex
 from doc_pages import PAGES, ROOT, blocks, commands, inline, name
+from tinkex.cli.command_group import SUBCOMMANDS
 from tinkex.cli.command_group import command as tinkex_command
 from tinkex.server.fleet.plan import WorkerGroup
 from tinkex.server.settings import Settings
@@ -35,6 +36,15 @@ DOTTED = re.compile(r"tinkex(?:\.\w+)*\.(?!db\b|toml\b)\w+")
 METRIC = re.compile(r"^(?:tinkex_engine)?_|_total$")
 #: Perhaps after assignments, after another command, or in a virtual environment.
 COMMAND = re.compile(r"(?:^(?:\w+=\S+ )*|&& |bin/)(tinkex (?!ready )[a-z-][^`\n]*)")
+#: In a cron table, a start file of a shell, or a drawing: after other words.
+WITHIN = re.compile(r"(?:^|[\s(`/])(tinkex ([a-z][a-z-]*)[^`\n)]*)", re.MULTILINE)
+#: In outputs, `tinkex ready at URL`, and as one of two packages in a drawing.
+NO_COMMANDS = {"ready", "or"}
+#: A module, or a file, and what follows.
+PROGRAM = re.compile(r"\bpython3? (?:-m ([\w.]+)|([\w./]+\.py))([^`\n]*)")
+#: Of other packages, and files of the reader's own.
+OTHER_PROGRAMS = ("venv", "pytest", "tinker_cookbook.", "tutorials/")
+READERS_FILES = {"quickstart.py", "your_training_loop.py"}
 FILE = re.compile(r"(?:tests|qa|benchmarks|examples|deploy|docs|src)/[\w./-]*\w")
 SOURCES = ("src", "tests", "qa", "benchmarks", "examples", "deploy")
 
@@ -130,13 +140,62 @@ def test_every_command_exists_with_its_options(page: Path) -> None:
     for text in named(page):
         for found in COMMAND.finditer(text):
             check_command(found[1])
+    for block in blocks(page):
+        if block.language in ("sh", "text", "toml", "yaml"):
+            for found in WITHIN.finditer(block.text.replace("\\\n", " ")):
+                if found[2] not in NO_COMMANDS:
+                    check_command(found[1])
+
+
+def test_every_command_is_on_the_page_of_commands() -> None:
+    """Groups share the code that names them: `tinkex auth login`, `logout`, ..."""
+    page = ROOT / "docs" / "guides" / "command-line.md"
+    found = {word for text in inline(page) for word in re.findall(r"[a-z][a-z-]*", text)}
+    for name_ in SUBCOMMANDS:
+        command = tinkex_command.get_command(context(), name_)
+        parts = command.list_commands(context()) if isinstance(command, click.Group) else []
+        assert {name_, *parts} <= found, f"{page}: tinkex {name_} {parts}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_python_program_exists_with_its_options(page: Path) -> None:
+    for module, file, rest in PROGRAM.findall(page.read_text()):
+        if (module or file).startswith(OTHER_PROGRAMS) or file in READERS_FILES:
+            continue
+        code = module_file(module) if module else ROOT / file
+        assert code is not None, f"there is no module {module}"
+        assert code.exists(), f"there is no {file}"
+        if module != "tinkex.as_tinker":  # the options are those of the program that it runs
+            for option in OPTION.findall(rest):
+                assert f'"{option}"' in code.read_text(), f"{code.name} has no option {option}"
+
+
+def module_file(module: str) -> Path | None:
+    """Of tinkex, or of a folder of the repository."""
+    path = module.replace(".", "/")
+    places = [
+        ROOT / base / f"{path}{end}" for base in ("src", "") for end in (".py", "/__main__.py")
+    ]
+    return next((place for place in places if place.exists()), None)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_make_target_exists(page: Path) -> None:
     for text in named(page):
         if text.startswith("make "):
-            assert set(MAKE.findall(text)) <= targets(), text
+            assert MAKE.match(text), text
+            assert {word for word in text.split()[1:] if "=" not in word} <= targets(), text
+
+
+def test_every_make_target_is_in_the_help_and_in_contributing() -> None:
+    text = (ROOT / "Makefile").read_text()
+    helped = set(re.findall(r'^\t@echo "make ([a-z]+)', text, re.MULTILINE))
+    assert helped == targets() - {"help"}
+    phony = re.search(r"^\.PHONY: (.+)$", text, re.MULTILINE)
+    assert phony is not None
+    assert set(phony[1].split()) == targets()
+    written = MAKE.findall((ROOT / "CONTRIBUTING.md").read_text())
+    assert targets() - {"help", "clean", "dist"} <= set(written)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -214,3 +273,4 @@ def test_what_does_not_exist_is_noticed() -> None:
     check_command("tinkex checkpoint delete PATH... --yes")
     assert not importable("tinkex.recipes.no_such")
     assert "no-such" not in targets()
+    assert module_file("qa.no_such") is None

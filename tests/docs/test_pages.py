@@ -39,7 +39,7 @@ NOT_RUN = {
     "make": "`make newcomer` runs those of a reader",
     "git ": "`make newcomer` clones",
     "pip ": "`make newcomer` installs",
-    "python -m venv": "`make newcomer` installs",
+    "python3 -m venv": "`make newcomer` installs",
     "/opt/tinkex/bin/": "`make newcomer` installs and serves",
     "sudo": "changes the machine",
     "pg_restore": "tests/server/store start PostgreSQL",

@@ -13,6 +13,7 @@ from typing import IO
 
 import pytest
 
+from tinkex.engine import process
 from tinkex.wire import engine_protocol
 from tinkex.wire.codec import encode_json
 from tinkex.wire.engine_settings import EngineSettings
@@ -244,3 +245,23 @@ def test_stats_are_reported_when_the_engine_becomes_idle(engine: Engine) -> None
     assert report.stats.adapters_resident == before.adapters_resident + 1
     assert report.stats.adapters_resident_bytes > before.adapters_resident_bytes
     assert report.stats.adapters_on_disk == 0
+
+
+def test_a_device_that_is_not_there_is_refused_with_a_hint(tiny_model: Path) -> None:
+    refused = process.load(EngineSettings(name="tiny", folder=tiny_model, device="cuda:99"))
+    assert isinstance(refused, frames_pb2.Refused)
+    says = "tiny cannot be loaded: the device is 'cuda:99', but torch finds "
+    assert refused.message.startswith(says)
+    assert refused.hint.startswith("Use ")
+
+
+def test_damaged_weights_are_refused_without_a_traceback(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for file in tiny_model.iterdir():
+        content = b"not a tensor" if file.suffix == ".safetensors" else file.read_bytes()
+        (tmp_path / file.name).write_bytes(content)
+    refused = process.load(EngineSettings(name="broken", folder=tmp_path))
+    assert isinstance(refused, frames_pb2.Refused)
+    assert refused.message.startswith("broken cannot be loaded: ")
+    assert "Traceback" not in caplog.text

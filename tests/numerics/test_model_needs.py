@@ -263,7 +263,7 @@ def test_a_folder_with_the_same_weights_twice_is_counted_once(tmp_path: Path) ->
         ({"num_hidden_layers": None}, "config.json has num_hidden_layers = None"),
         ({"max_position_embeddings": "many"}, "config.json has max_position_embeddings = 'many'"),
         ({"kv_lora_rank": 8}, "unusual sizes .KeyError.'qk_nope_head_dim'"),
-        ({"num_attention_heads": 0, "head_dim": None}, "unusual sizes .ZeroDivisionError"),
+        ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads = 0, not a positive"),
         ({"num_key_value_heads": "two", "head_dim": [1]}, "unusual sizes .TypeError"),
     ],
 )

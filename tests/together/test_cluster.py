@@ -144,9 +144,20 @@ async def test_a_killed_web_process_and_a_drained_worker_lose_nothing(
         os.kill(web, signal.SIGKILL)
         await other.result(await submit(other, model, 4))
         leaving = home_of(running, postgres, model)
-        assert leaving.stop() == 0
-        await other.result(await submit(other, model, 6))
+        # Its client trains on meanwhile.
+        stopping = asyncio.create_task(asyncio.to_thread(leaving.stop))
+        last = 6
+        while not stopping.done() or last < 18:
+            await other.result(await submit(api, model, last))
+            last += 2
+        assert await stopping == 0
         assert home_of(running, postgres, model).said != leaving.said
+        assert f"{model} moved to the worker" in leaving.log
+        undisturbed = await new_model(api)
+        await api.result(await submit(api, undisturbed, 1))
+        for first in range(3, last - 1, 2):
+            await api.result(await submit(api, undisturbed, first))
+        assert await logprobs(api, model, last) == await logprobs(other, undisturbed, last - 1)
         body = {
             "model_path": path,
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},

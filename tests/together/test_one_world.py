@@ -16,7 +16,7 @@ import pytest
 
 import tinkex
 from processes import has_exited
-from serving import TINY, serving
+from serving import TINY, serving, unloaded
 from tinkex.local import control, leases, registry
 
 PROGRAM = (sys.executable, "-m", "tinkex.cli.main")
@@ -103,9 +103,9 @@ def test_programs_local_servers_and_serve_share_one_folder(
         assert f"process {os.getpid()} (" in refused.stderr
         assert f"tinkex stop --force {warm.pid}" in refused.stderr
 
-    # Without one, it takes over, and has everything.
+    # Without one, it takes over, and has everything. Its model is loaded on first use.
     names = {name: os.environ[name] for name in NAMES}
-    with serving(f"{TINY}={tiny_model}", data=Path(warm.data), env=names) as server:
+    with serving(*unloaded(tiny_model), data=Path(warm.data), env=names) as server:
         assert has_exited(warm.pid)
         assert any("stopped the unused local server" in line for line in server.log)
         assert [one.url for one in registry.running()] == [server.url]
@@ -113,7 +113,7 @@ def test_programs_local_servers_and_serve_share_one_folder(
         # base_url="local" uses it, and its end does not stop it.
         monkeypatch.delenv("TINKEX_LOCAL_ARGS")
         with tinkex.ServiceClient(base_url="local") as service:
-            assert service.create_training_client_from_state(path)
+            assert service.get_server_capabilities().supported_models
             assert [one.pid for one in leases.holders(Path(warm.data))] == [os.getpid()]
         assert saved() == [path]
         monkeypatch.setenv("TINKEX_LOCAL_ARGS", "--dtype bfloat16")

@@ -5,37 +5,47 @@ No client sees an error, no step is lost or duplicated, samplers return the same
 weights equal those of a run without kills. `make chaos` runs the same with many more kills.
 """
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import sdk_envs
 from numerics.mixtures import write_mixture
-from qa.chaos.process_kills import run
+from qa.chaos.process_kills import plan, run
 
 pytestmark = [pytest.mark.sdk, pytest.mark.timeout(300)]
-
-SEED = 3
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("family", "deterministic", "kills"),
-    [("dense", True, 4), ("dense", False, 2), ("mixture", True, 2)],
+    ("family", "deterministic", "seed", "targets"),
+    [
+        ("dense", True, 3, ["engine", "both", "web"]),
+        ("dense", False, 2, ["both"]),
+        ("mixture", True, 3, ["engine"]),
+    ],
 )
 def test_kills_change_no_result(
-    tiny_model: Path, tmp_path: Path, family: str, *, deterministic: bool, kills: int
+    tiny_model: Path,
+    tmp_path: Path,
+    family: str,
+    *,
+    deterministic: bool,
+    seed: int,
+    targets: list[str],
 ) -> None:
+    assert [kill.target for kill in plan(seed, len(targets))] == targets
     dense = family == "dense"
     report = run(
         model=tiny_model if dense else write_mixture(tmp_path / "model", "Qwen3Moe"),
         data=tmp_path / "data",
         sdk=sdk_envs.ensure("0.36.0") if dense else None,
-        seed=SEED,
-        kills=kills,
+        seed=seed,
+        kills=len(targets),
         deterministic=deterministic,
         steps=8,
     )
     details = "\n".join([*report.lines(), *map(str, report.violations), *report.log[-100:]])
-    assert sum(report.killed.values()) == kills, details
+    assert report.killed == Counter(targets), details
     assert report.is_good(deterministic=deterministic), details

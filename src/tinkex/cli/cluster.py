@@ -22,7 +22,8 @@ _WEB = (
     *("max_checkpoint_bytes", "max_checkpoints", "max_runs"),
 )
 _WORKER = (
-    *("config", "device", "replicas", "dtype", "threads", "memory_gb", "adapter_gb", "kv_tokens"),
+    *("config", "device", "replicas", "gpus_per_replica", "dtype", "threads"),
+    *("memory_gb", "adapter_gb", "kv_tokens"),
     *("batch_tokens", "max_sequences", "max_training", "keep_last", "deterministic"),
     *("accept_changed_numerics", "no_compile", "accept_changed_base"),
 )

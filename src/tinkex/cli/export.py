@@ -198,16 +198,17 @@ def write_adapter(source: Path, part: Path, base_model: str, base: str | None, f
     for name in (CONFIG, WEIGHTS):
         if not (source / name).is_file():
             raise CommandFailed(f"{source} has no {name}.", hint="Give the folder of an adapter.")
-    config = copy_config(source, part / CONFIG, base)
+    copy_config(source, part / CONFIG, base)
     if needs_base(source / WEIGHTS) or reads_images(base_model):
         write_for_base(source, part, base_model, form)
     else:
         copy_with_peft_names(source / WEIGHTS, part / WEIGHTS)
-    return int(config["r"])
+    # Layouts for vLLM have another rank.
+    return int(adapter_config(part)["r"])
 
 
-def copy_config(source: Path, target: Path, base: str | None) -> dict[str, Any]:
-    """Write the config of an adapter with the names of PEFT, and return it."""
+def copy_config(source: Path, target: Path, base: str | None) -> None:
+    """Write the config of an adapter with the names of PEFT."""
     config = adapter_config(source)
     if base:
         config["base_model_name_or_path"] = base
@@ -215,7 +216,6 @@ def copy_config(source: Path, target: Path, base: str | None) -> dict[str, Any]:
         names = {_peft_module(module) for module in config["target_modules"]}
         config["target_modules"] = sorted(names)
     target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return config
 
 
 def needs_base(weights: Path) -> bool:

@@ -157,6 +157,9 @@ def _fits(found: Fit, machine: Machine) -> str:
         return f"yes, {count}"
     if found.fits is None:
         return "unknown"
+    if found.division is not None:
+        gpus, adapters = found.division
+        return f"on {gpus} GPUs, {adapters:,} adapter{'s' if adapters != 1 else ''}"
     if found.needed is None:
         return "no"
     if found.needed <= machine.free:
@@ -182,4 +185,5 @@ def as_fields(found: Fit) -> dict[str, Any]:
         "fits": found.fits,
         "adapters_that_fit": found.adapters,
         "needed_bytes": found.needed,
+        "gpus_needed": 1 if found.fits else found.division and found.division.gpus,
     }

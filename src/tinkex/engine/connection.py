@@ -30,6 +30,10 @@ class Connection:
         self.inbox: queue.SimpleQueue[engine_protocol.Order | None] = queue.SimpleQueue()
         self._sending = threading.Lock()
 
+    @property
+    def descriptor(self) -> int:
+        return self._socket.fileno()
+
     def start_reading(self) -> None:
         """Starts the thread that reads orders into the inbox."""
         threading.Thread(target=self._read, name="tinkex-orders", daemon=True).start()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tinkex.engine.adapters import checkpoints
-from tinkex.engine.adapters.adapter_store import AdapterStore
+from tinkex.engine.adapters.adapter_store import AdapterStore, shared_bytes
 from tinkex.engine.adapters.adapters import (
     TrainingAdapter,
     adapter_bytes,
@@ -48,8 +48,10 @@ from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.model_shape import UnknownShape
 from tinkex.engine.model.step_memory import PLANNED_RANK
 from tinkex.engine.model.targets import make_layout
-from tinkex.engine.model_fit import refuse_too_large
+from tinkex.engine.model_fit import refuse_too_large, smallest_division
 from tinkex.engine.numerics import check_numerics, numerics
+from tinkex.engine.ranks.divided_shape import Undivided
+from tinkex.engine.ranks.process_group import ProcessGroup, agreed
 from tinkex.engine.request_images import (
     NamedInput,
     RequestImages,
@@ -95,8 +97,14 @@ class Engine:
         settings: EngineSettings,
         *,
         make_sampler: Callable[..., Sampler] = BatchingSampler,
+        group: ProcessGroup | None = None,
     ) -> None:
-        """`make_sampler` has the parameters of `BatchingSampler`."""
+        """
+        `make_sampler` has the parameters of `BatchingSampler`.
+
+        With `group`, this is one rank of several, which all get the same calls (`ranks.engine`).
+        """
+        self._group = group
         self._make_sampler = make_sampler
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -108,19 +116,25 @@ class Engine:
             torch.cuda.set_device(device)
         dtype = choose_dtype(settings, device)
         self.settings = settings
-        if settings.deterministic and settings.numerics_file is not None:
-            check_numerics(
-                settings.numerics_file,
-                numerics(device, dtype, batch_tokens=settings.max_batch_tokens),
-                accept=settings.accept_changed_numerics,
+        numerics_file = settings.numerics_file
+        if settings.deterministic and numerics_file is not None:
+            found = numerics(
+                device, dtype, batch_tokens=settings.max_batch_tokens, ranks=settings.ranks
             )
-        check_size(settings, device, dtype)
+            agreed(
+                group,
+                lambda: check_numerics(
+                    numerics_file, found, accept=settings.accept_changed_numerics
+                ),
+            )
+        check_size(settings, device, dtype, group)
         self.model = BaseModel(
             settings.folder,
             device=device,
             dtype=dtype,
             # With compiled kernels, the bits depend on when they are ready.
             kernels=settings.compiles and not settings.deterministic,
+            group=group,
         )
         self.facts = frames_pb2.Ready(
             arch=self.model.config.model_type,
@@ -139,7 +153,9 @@ class Engine:
             self.images = RequestImages(readers, self.limits, max_tokens=most)
         elif self.model.config.to_dict().get("vision_config"):
             log.warning("images are refused: %s", self.model.no_images)
-        self.plan = plan_memory(measured_needs(self.model), settings, free=available_bytes(device))
+        needs, free = measured_needs(self.model), shared_bytes(device, group)
+        # One plan, because what fits decides what runs together.
+        self.plan = agreed(group, lambda: plan_memory(needs, settings, free=free))
         self.facts.memory_used_bytes = used_bytes(device)
         self.facts.memory_bytes = self.plan.total
         self.facts.device_bytes = total_bytes(device)
@@ -148,10 +164,12 @@ class Engine:
             limit=self.facts.memory_bytes,
             total=self.facts.device_bytes,
         )
-        # A record is one line of the log.
-        for line in (f"memory: {memory}", *self.plan.table().splitlines()):
-            log.info("%s", line)
-        log.info("adapters: %s", self.plan.adapters_text())
+        if group is None or not group.rank:
+            each = "" if group is None else f" of each of {group.size} ranks"
+            # A record is one line of the log.
+            for line in (f"memory{each}: {memory}", *self.plan.table().splitlines()):
+                log.info("%s", line)
+            log.info("adapters: %s", self.plan.adapters_text())
         #: Maximum tokens of one forward pass. A longer sequence runs alone.
         self.max_batch_tokens = self.plan.batch_tokens
         self._use_count = itertools.count(1)
@@ -164,6 +182,7 @@ class Engine:
             limit_bytes=settings.memory_bytes,
             disk_reserve=settings.disk_reserve_bytes,
             clock=self._use_count.__next__,
+            group=group,
         )
         self._losses: dict[str, CustomLoss] = {}
         # Created with the first request: a server that only trains needs no KV cache.
@@ -192,6 +211,7 @@ class Engine:
                 model_dtype=self.model.dtype,
                 device=self.model.device,
                 optimizer=family,
+                shard=self.model.shard,
             ),
         )
 
@@ -254,7 +274,7 @@ class Engine:
                 f"training on a sequence of {longest} tokens",
                 "Shorten the sequence",
             )
-        return Pass(model_id, loss, data, backward=backward)
+        return Pass(model_id, loss, data, backward=backward, group=self._group)
 
     def resident(self, model_id: str) -> bool:
         """Whether the adapter is on the device, so that it can run without evicting others."""
@@ -482,8 +502,17 @@ def measured_needs(model: BaseModel) -> ModelNeeds:
     )
 
 
-def check_size(settings: EngineSettings, device: torch.device, dtype: torch.dtype) -> None:
-    """Logs what a model needs, before it is loaded. Raises `DoesNotFit` if it is too large."""
+def check_size(
+    settings: EngineSettings,
+    device: torch.device,
+    dtype: torch.dtype,
+    group: ProcessGroup | None = None,
+) -> None:
+    """
+    Logs what a model needs, before it is loaded. Raises `DoesNotFit` if it is too large.
+
+    With several ranks, these are the numbers of each.
+    """
     try:
         shape = read_shape(settings.folder)
         needs = predicted_needs(
@@ -491,14 +520,26 @@ def check_size(settings: EngineSettings, device: torch.device, dtype: torch.dtyp
             device=device.type,
             element=dtype.itemsize,
             kernels=settings.compiles and not settings.deterministic,
+            gpus=settings.ranks,
         )
-    except (UnknownShape, RefusedFolder, GgufError) as unknown:
+    except (UnknownShape, Undivided, RefusedFolder, GgufError) as unknown:
         # If the folder is damaged or its family unknown, loading it says so.
         log.info("needs: not known before loading: %s", unknown)
         return
-    free = available_bytes(device)
+    free = shared_bytes(device, group)
+    if group is not None and group.rank:
+        return  # rank 0 says it
     form = str(dtype).removeprefix("torch.")
-    log.info("needs of %s in %s, with %s free:", settings.name, form, format_bytes(free))
+    each = f", on each of {settings.ranks} ranks" if settings.ranks > 1 else ""
+    log.info("needs of %s in %s%s, with %s free:", settings.name, form, each, format_bytes(free))
     for line in needs.table().splitlines():
         log.info("%s", line)
-    refuse_too_large(needs, settings, free=free)
+    refuse_too_large(
+        *(needs, settings),
+        free=free,
+        division=lambda: (
+            smallest_division(shape, settings, element=dtype.itemsize, free=free)
+            if device.type == "cuda"
+            else None
+        ),
+    )

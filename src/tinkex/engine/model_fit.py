@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from tinkex.engine.adapters.memory_plan import (
     BATCH_TOKENS,
@@ -23,9 +24,11 @@ from tinkex.engine.adapters.memory_plan import (
 )
 from tinkex.engine.adapters.model_needs import ModelNeeds, predicted_needs, read_shape
 from tinkex.engine.model.model_shape import LayerShape, ModelShape, UnknownShape
+from tinkex.engine.model.step_memory import PLANNED_RANK
 from tinkex.engine.model.targets import Target
 from tinkex.engine.model.tower_shape import IMAGE_TOKENS
 from tinkex.engine.model.unsupported import UnsupportedModel, refuse_quantization
+from tinkex.engine.ranks.divided_shape import fitting_counts
 from tinkex.models.families import family_of
 from tinkex.models.gguf import GgufError
 from tinkex.models.line_up import LineUpModel, line_up, tensors_of
@@ -44,8 +47,52 @@ def smallest_total(needs: ModelNeeds, settings: EngineSettings, *, adapters: int
     return needs.weights + math.ceil(fixed / (1 - SLACK_FRACTION)) + 1
 
 
-def refuse_too_large(needs: ModelNeeds, settings: EngineSettings, *, free: int) -> None:
-    """Raises `DoesNotFit` with the numbers if a model that is not loaded yet cannot be served."""
+#: A model is divided over the GPUs of one machine.
+MAX_GPUS = 8
+
+
+class Division(NamedTuple):
+    """Over how many GPUs a model is divided, and how many adapters then train at once."""
+
+    gpus: int
+    adapters: int
+
+
+def smallest_division(
+    shape: ModelShape,
+    settings: EngineSettings,
+    *,
+    element: int,
+    free: int,
+    rank: int = PLANNED_RANK,
+) -> Division | None:
+    """The fewest GPUs, more than one, on which a model and an adapter in training fit."""
+    family = family_of(str(shape.config.get("model_type")))
+    if family is None or not family.divided:
+        return None
+    for gpus in fitting_counts(shape, MAX_GPUS)[1:]:
+        needs = predicted_needs(shape, device="cuda", element=element, rank=rank, gpus=gpus)
+        try:
+            plan = plan_memory(needs, settings, free=free - needs.weights)
+        except DoesNotFit:
+            continue
+        if adapters := plan.adapters // needs.training_adapter:
+            return Division(gpus, adapters)
+    return None
+
+
+def refuse_too_large(
+    needs: ModelNeeds,
+    settings: EngineSettings,
+    *,
+    free: int,
+    division: Callable[[], Division | None] = lambda: None,
+) -> None:
+    """
+    Raises `DoesNotFit` with the numbers if a model that is not loaded yet cannot be served.
+
+    `division` finds on how many GPUs it could be.
+    """
     try:
         plan_memory(needs, settings, free=free - needs.weights)
     except DoesNotFit:
@@ -67,14 +114,24 @@ def refuse_too_large(needs: ModelNeeds, settings: EngineSettings, *, free: int) 
         f"in {dtype} it needs at least {format_bytes(least)} of memory, of which the weights take "
         f"{format_bytes(needs.weights)}, and {format_bytes(with_adapter)} with an adapter of rank "
         f"{needs.rank} on all layers in training and for sampling; {', and '.join(limits)}.",
-        hint=_advice(needs, settings, least=least, with_adapter=with_adapter, free=free),
+        hint=_advice(
+            *(needs, settings, division()), least=least, with_adapter=with_adapter, free=free
+        ),
     )
 
 
 def _advice(
-    needs: ModelNeeds, settings: EngineSettings, *, least: int, with_adapter: int, free: int
+    needs: ModelNeeds,
+    settings: EngineSettings,
+    division: Division | None,
+    *,
+    least: int,
+    with_adapter: int,
+    free: int,
 ) -> str:
     advice = []
+    if division is not None:
+        advice.append(f"divide it over {division.gpus} GPUs (--gpus-per-replica {division.gpus})")
     if least <= free:
         tenths = min(math.ceil(with_adapter / 1e8), math.floor(free / 1e8))
         advice.append(f"allow more memory with --memory-gb {tenths / 10}")
@@ -188,6 +245,8 @@ class Fit:
     adapters: int | None
     #: The memory that the model needs with one adapter; None if it is not known.
     needed: int | None
+    #: How it fits on several GPUs like this one, if it does not fit on one.
+    division: Division | None = None
 
 
 def candidates(folders: Iterable[Path] = ()) -> list[Candidate]:
@@ -220,6 +279,11 @@ def fit(candidate: Candidate, machine: Machine, *, element: int, rank: int) -> F
         adapters = plan.adapters // needs.training_adapter
     except DoesNotFit:
         adapters = 0
+    division = None
+    if not adapters and machine.device == "cuda":
+        division = smallest_division(
+            candidate.shape, settings, element=element, free=machine.free, rank=rank
+        )
     return Fit(
         candidate=candidate,
         needs=needs,
@@ -229,6 +293,7 @@ def fit(candidate: Candidate, machine: Machine, *, element: int, rank: int) -> F
         needed=smallest_total(
             needs, settings, adapters=needs.training_adapter + needs.sampler_adapter
         ),
+        division=division,
     )
 
 

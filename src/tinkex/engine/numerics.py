@@ -34,7 +34,7 @@ class NumericsChanged(ValueError):
 
 
 def numerics(
-    device: torch.device, dtype: torch.dtype, *, batch_tokens: int | None
+    device: torch.device, dtype: torch.dtype, *, batch_tokens: int | None, ranks: int = 1
 ) -> dict[str, str]:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -42,7 +42,7 @@ def numerics(
         # Sums are divided among threads, and into vectors of the processor's width.
         vectors = torch.backends.cpu.get_cpu_capability()
         name = f"{platform.machine()} CPU with {vectors}, {torch.get_num_threads()} threads"
-    return {
+    found = {
         "device": name,
         "dtype": str(dtype).removeprefix("torch."),
         "torch": torch.__version__,
@@ -51,6 +51,8 @@ def numerics(
         # Where a pass is cut into micro-batches changes the order of sums.
         "batch_tokens": "default" if batch_tokens is None else str(batch_tokens),
     }
+    # Each rank computes a part of a sum. Without the key: one process, as in older files.
+    return found if ranks == 1 else {**found, "ranks": str(ranks)}
 
 
 def check_numerics(file: Path, now: dict[str, str], *, accept: bool) -> None:

@@ -12,6 +12,8 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from safetensors import SafetensorError
@@ -22,6 +24,8 @@ from tinkex.engine.connection import Connection
 from tinkex.engine.device import UnusableDevice
 from tinkex.engine.model.unsupported import UnsupportedModel
 from tinkex.engine.numerics import NumericsChanged
+from tinkex.engine.ranks import follower
+from tinkex.engine.ranks.engine import RankedEngine, RefusedByRank
 from tinkex.engine.worker import Worker
 from tinkex.models.gguf import GgufError
 from tinkex.models.weight_file_checks import RefusedFolder
@@ -38,6 +42,7 @@ EXPECTED = (
     NumericsChanged,
     DoesNotFit,
     UnsupportedModel,
+    RefusedByRank,
     RefusedFolder,
     GgufError,
     SafetensorError,
@@ -46,9 +51,10 @@ EXPECTED = (
 )
 
 
-def _begin_log() -> None:
+def _begin_log(rank: int) -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(RedactingFormatter("%(asctime)s engine %(message)s"))
+    who = f"engine, rank {rank}:" if rank else "engine"
+    handler.setFormatter(RedactingFormatter(f"%(asctime)s {who} %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.INFO)
 
 
@@ -56,33 +62,65 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--settings", type=EngineSettings.from_json, required=True)
+    # Of a process that rank 0 has started; `--fd` is then their socket.
+    parser.add_argument("--rank", type=int, default=0)
     return parser
 
 
 def main() -> None:
     options = parser().parse_args()
     settings: EngineSettings = options.settings
-    _begin_log()
+    _begin_log(options.rank)
     # A service manager sends SIGTERM to all processes at once. The web process needs this process
     # until it has finished its work. Then it closes the socket, which ends this process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if options.rank:
+        follower.run(settings, options.rank, options.fd)
     connection = Connection(options.fd)
     connection.start_reading()
-    log.info("loading %s from %s", settings.name, settings.folder)
-    began_s = time.perf_counter()
-    try:
-        engine = Engine(settings)
-    except Exception as error:
-        # The command line shows the message. Only a bug needs the traceback too.
-        if not isinstance(error, EXPECTED):
-            log.exception("%s cannot be loaded", settings.name)
-        refused = frames_pb2.Refused(
-            message=f"{settings.name} cannot be loaded: {error}", hint=getattr(error, "hint", "")
-        )
-        connection.send(engine_protocol.Report(refused=refused))
+    engine = load(settings, lambda settings: make_engine(settings, connection))
+    if isinstance(engine, frames_pb2.Refused):
+        connection.send(engine_protocol.Report(refused=engine))
         return
-    log.info("loaded %s in %.1f s", settings.name, time.perf_counter() - began_s)
     connection.send(engine_protocol.Report(ready=engine.facts))
     # Engines on the CPU share a lock, so that only one of them computes at a time.
     compute_lock = settings.compute_lock if engine.facts.device.startswith("cpu") else None
     Worker(engine, connection, compute_lock=compute_lock).run()
+
+
+def load(
+    settings: EngineSettings, make: Callable[[EngineSettings], Engine] = Engine
+) -> Engine | frames_pb2.Refused:
+    """The engine, or why there is none."""
+    log.info("loading %s from %s", settings.name, settings.folder)
+    began_s = time.perf_counter()
+    try:
+        engine = make(settings)
+    except Exception as error:
+        # The command line shows the message. Only a bug needs the traceback too.
+        if not isinstance(error, EXPECTED):
+            log.exception("%s cannot be loaded", settings.name)
+        return refusal(settings.name, error)
+    log.info("loaded %s in %.1f s", settings.name, time.perf_counter() - began_s)
+    return engine
+
+
+def make_engine(settings: EngineSettings, connection: Connection) -> Engine:
+    if settings.ranks == 1:
+        return Engine(settings)
+    engine = RankedEngine(
+        settings,
+        # The socket of a dead engine ends when all its ranks have: no new one starts beside them.
+        keeps=connection.descriptor,
+        on_refusal=lambda error: connection.send(
+            engine_protocol.Report(refused=refusal(settings.name, error))
+        ),
+    )
+    return cast(Engine, engine)
+
+
+def refusal(name: str, error: Exception) -> frames_pb2.Refused:
+    """Why a model cannot be loaded."""
+    return frames_pb2.Refused(
+        message=f"{name} cannot be loaded: {error}", hint=getattr(error, "hint", "")
+    )

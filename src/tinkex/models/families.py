@@ -14,29 +14,31 @@ class Family:
     types: tuple[str, ...]
     notes: str = ""
     served: bool = True
+    #: Whether a model may be divided over several GPUs.
+    divided: bool = False
 
 
 MIXTURE = "mixture of experts"
 IMAGES = "reads text and images"
 
 FAMILIES = (
-    Family("Llama", ("llama",), "also SmolLM, SmolLM2 and TinyLlama"),
-    Family("Qwen2", ("qwen2",), "biases in attention; also Qwen2.5"),
-    Family("Qwen3", ("qwen3",), "norms of queries and keys"),
-    Family("SmolLM3", ("smollm3",), "some layers without positions"),
-    Family("Mistral", ("mistral",), "sliding windows"),
-    Family("Gemma", ("gemma",)),
-    Family("Gemma2", ("gemma2",), "sliding windows, soft caps"),
-    Family("Gemma3Text", ("gemma3_text", "gemma3"), "sliding windows; text only"),
-    Family("Phi", ("phi",)),
+    Family("Llama", ("llama",), "also SmolLM, SmolLM2 and TinyLlama", divided=True),
+    Family("Qwen2", ("qwen2",), "biases in attention; also Qwen2.5", divided=True),
+    Family("Qwen3", ("qwen3",), "norms of queries and keys", divided=True),
+    Family("SmolLM3", ("smollm3",), "some layers without positions", divided=True),
+    Family("Mistral", ("mistral",), "sliding windows", divided=True),
+    Family("Gemma", ("gemma",), divided=True),
+    Family("Gemma2", ("gemma2",), "sliding windows, soft caps", divided=True),
+    Family("Gemma3Text", ("gemma3_text", "gemma3"), "sliding windows; text only", divided=True),
+    Family("Phi", ("phi",), divided=True),
     Family(
         "Phi3", ("phi3",), "fused projections: one adapter for query, key and value; also Phi 4"
     ),
-    Family("GPTNeoX", ("gpt_neox",), "Pythia"),
+    Family("GPTNeoX", ("gpt_neox",), "Pythia", divided=True),
     Family("Olmo2", ("olmo2",)),
-    Family("Granite", ("granite",), "refused if `logits_scaling` is not 1"),
+    Family("Granite", ("granite",), "refused if `logits_scaling` is not 1", divided=True),
     Family("Glm4", ("glm4",), "fused projections"),
-    Family("Starcoder2", ("starcoder2",)),
+    Family("Starcoder2", ("starcoder2",), divided=True),
     Family("Qwen3Moe", ("qwen3_moe",), MIXTURE),
     Family("Mixtral", ("mixtral",), MIXTURE),
     Family("Olmoe", ("olmoe",), MIXTURE),

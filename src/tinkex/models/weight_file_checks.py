@@ -120,8 +120,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
     Those of a GGUF file have the names of a Llama checkpoint.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files and (ggufs := sorted(folder.glob("*.gguf"))):
+    if not any(folder.glob("*.safetensors")) and (ggufs := sorted(folder.glob("*.gguf"))):
         from tinkex.models.gguf import hf_name, read_gguf
 
         tensors = read_gguf(ggufs[0]).tensors
@@ -130,13 +129,8 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
             for name in tensors
             if (new_name := hf_name(name)) is not None
         }
-    if index := next(folder.glob("*.safetensors.index.json"), None):
-        # Some folders have the same weights again under other names.
-        files = [folder / name for name in sorted(check_index(index))]
-    elif (single := folder / "model.safetensors") in files:
-        files = [single]
     found: dict[str, tuple[int, ...]] = {}
-    for file in files:
+    for file in weight_files(folder):
         for name, entry in _header(file).items():
             shape = entry.get("shape") if isinstance(entry, dict) else None
             if isinstance(shape, list) and all(
@@ -144,6 +138,15 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
             ):
                 found[name] = tuple(shape)
     return found
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that are loaded: some folders have the same weights again."""
+    if index := next(folder.glob("*.safetensors.index.json"), None):
+        return [folder / name for name in sorted(check_index(index))]
+    files = sorted(folder.glob("*.safetensors"))
+    single = folder / "model.safetensors"
+    return [single] if single in files else files
 
 
 def _header(file: Path) -> dict[str, Any]:

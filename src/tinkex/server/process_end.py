@@ -39,6 +39,8 @@ class ProcessEnd:
             return "SIGKILL: killed from outside"
         if self.status == engine_protocol.DEVICE_LOST_STATUS:
             return "its device failed or ran out of memory; see its log"
+        if self.status == engine_protocol.RANK_LOST_STATUS:
+            return "one of its ranks was lost; see its log"
         if self.status < 0:
             return signal.Signals(-self.status).name
         return f"exit status {self.status}"

@@ -25,6 +25,8 @@ These wait elsewhere, because something else may end the wait, or because nothin
 - `store.group_commit`: its writer thread repeats writes that a full disk refused in the loop that
   waits for its queue, because other writes may come first.
 - `scheduler.model_worker`: the timer of a gap, which the missing step cancels.
+- `scheduler.moves`, `cluster.moves`: a model that waits a moment for its copy; a question about a copy
+  is asked again every second, until the answer comes.
 - `scheduler.engine_scheduler`: a model that is unloaded checks every second whether its gap is closed.
 - `scheduler.sample_worker`, `scheduler.result_waiters`: one pause before a sample is cancelled, or
   before a poll that could not read the database is answered.

@@ -81,6 +81,9 @@ class Settings:
     device: str = "auto"
     #: Engines of each base model. 0 is one, or one for each device of a list if there is one model.
     replicas: int = 0
+    #: GPUs over which each engine divides its model: a model that is too large for one. Each engine
+    #: takes so many devices of a list, which then stand for one replica.
+    gpus_per_replica: int = 1
     #: Number format of the base model: auto, float32 or bfloat16.
     dtype: str = "auto"
     #: Where engines run; the only choice is `local`.
@@ -270,6 +273,13 @@ class Settings:
             if isinstance(value, int | float) and value < 0:
                 hint = f"Use 0 or more; the default is {field.default}."
                 yield field.name, f"{field.name} {value} is negative.", hint
+        if self.gpus_per_replica < 1:
+            hint = "Use 1, or how many GPUs one model is divided over."
+            yield "gpus_per_replica", f"gpus_per_replica is {self.gpus_per_replica}.", hint
+        if len(self.devices) > 1 and len(self.devices) % max(1, self.gpus_per_replica):
+            found = f"{len(self.devices)} devices ({self.device}) are listed for engines of"
+            hint = f"List a multiple of {self.gpus_per_replica}."
+            yield "gpus_per_replica", f"{found} {self.gpus_per_replica} GPUs.", hint
         if not 0 < self.training_share < 1:
             hint = "Use a fraction between 0 and 1; 0.5 shares the time equally."
             yield "training_share", f"training_share is {self.training_share}.", hint
@@ -309,7 +319,16 @@ class Settings:
 
     def replicas_of_each(self, models: int) -> int:
         """How many engines each of this many base models has."""
-        return self.replicas or (len(self.devices) if models == 1 else 1)
+        listed = max(1, len(self.devices) // self.gpus_per_replica)
+        return self.replicas or (listed if models == 1 else 1)
+
+    def device_of(self, engine: int) -> str:
+        """The device of an engine by its number; of several GPUs, a list."""
+        if len(self.devices) == 1:
+            return self.device
+        first = engine * self.gpus_per_replica
+        each = range(first, first + self.gpus_per_replica)
+        return ",".join(self.devices[number % len(self.devices)] for number in each)
 
     @property
     def folder(self) -> Path:

@@ -341,7 +341,7 @@ def engine_settings(
 
     `number` is that of the engine among all engines of the server, which take devices in turn.
     """
-    folder, devices = settings.folder, settings.devices
+    folder = settings.folder
     engine = model.engines[replica]
     # One for all engines of a model: a run may move from one to another.
     file = f"{hashlib.sha256(model.name.encode()).hexdigest()[:16]}.json"
@@ -350,8 +350,9 @@ def engine_settings(
         name=model.name,
         folder=model.folder,
         replica=None if model.replicas == 1 else replica,
-        device=devices[number % len(devices)],
+        device=settings.device_of(number),
         gpu=number,
+        ranks=settings.gpus_per_replica,
         dtype=cast(DtypeName, settings.dtype),
         threads=settings.threads or None,
         deterministic=settings.deterministic,

@@ -14,6 +14,8 @@ SHARED_FAILURE = "shared_failure"
 MODEL_MISSING = "missing"
 #: Exit status of an engine that lost its device.
 DEVICE_LOST_STATUS = 70
+#: Exit status of an engine of several ranks of which one was lost.
+RANK_LOST_STATUS = 71
 
 
 class _Message(Protocol):
@@ -36,6 +38,7 @@ __all__ = [
     "DEVICE_LOST_STATUS",
     "LENGTH_PREFIX",
     "MODEL_MISSING",
+    "RANK_LOST_STATUS",
     "SHARED_FAILURE",
     "Order",
     "Report",

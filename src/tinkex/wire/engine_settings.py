@@ -25,6 +25,11 @@ class EngineSettings:
     device: str = "auto"
     #: With "auto" and several GPUs: the number of the GPU, counted around.
     gpu: int = 0
+    #: Processes that share one copy of the model, each on its own GPU: the ranks. With several,
+    #: `device` may be a list with one for each, and `gpu` counts engines, not GPUs.
+    ranks: int = 1
+    #: How long a rank waits for another one before the engine ends.
+    rank_timeout_s: float = 300.0
     #: Number format of the frozen base model. "auto" is float32 on a CPU and bfloat16 on a GPU.
     #: Adapters always have float32 master weights.
     dtype: DtypeName = "auto"

@@ -1,18 +1,35 @@
 """How a worker ends whose name is not its own any more: a real one, on PostgreSQL."""
 
 import queue
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from serving import TINY
+from tinkex.server import engine_process
 from tinkex.server.process_end import REPLACED_STATUS
 from tinkex.server.settings import Settings
 from tinkex.server.worker_process import run_worker
 
+#: An engine that is ready and gets no work: none of this needs a model.
+ENGINE = """
+import socket, sys
+from tinkex.wire import engine_protocol
+from tinkex.wire.proto import frames_pb2
+wire = socket.socket(fileno=int(sys.argv[1]))
+wire.sendall(engine_protocol.frame(engine_protocol.Report(ready=frames_pb2.Ready(device="cpu"))))
+while wire.recv(4096):
+    pass
+"""
+
 
 def test_only_a_worker_that_was_replaced_asks_not_to_be_started_again(
-    postgres, tiny_model, tmp_path
+    postgres, tiny_model, tmp_path, monkeypatch
 ):
+    def command(descriptor, *_):
+        return [sys.executable, "-c", ENGINE, str(descriptor)]
+
+    monkeypatch.setattr(engine_process, "_command", command)
     db = postgres.database()
     stop = threading.Event()
     ready = queue.Queue()

@@ -17,6 +17,7 @@ from server.store.test_store import opened
 from server.stored_requests import unfinished
 from tinkex.server.queued_request import Kind, QueuedRequest
 from tinkex.server.scheduler.fairness import Load
+from tinkex.server.scheduler.pickup import PICKUP_BATCH, Pickup
 from tinkex.server.store import StorageError
 from tinkex.server.store.storage_health import UNREACHABLE, StorageProblem
 from waiting import until_async
@@ -286,11 +287,9 @@ async def test_a_poll_for_a_request_that_was_not_submitted_is_held(
 
 
 async def test_requests_of_owners_are_picked_up_in_turn_smallest_first(tmp_path: Path) -> None:
-    from tinkex.server.scheduler import scheduler
-
     store = opened(tmp_path)
     try:
-        for owner, count in (("flood", 2 * scheduler.PICKUP_BATCH + 1), ("few", 3), ("one", 1)):
+        for owner, count in (("flood", 2 * PICKUP_BATCH + 1), ("few", 3), ("one", 1)):
             for number in range(count):
                 payload = json.dumps(number).encode()
                 new = QueuedRequest(owner=owner, kind=Kind.SAMPLE, base_model=BASE, payload=payload)
@@ -298,7 +297,7 @@ async def test_requests_of_owners_are_picked_up_in_turn_smallest_first(tmp_path:
         submitted: list[str] = []
         read = []
         execution = SimpleNamespace(store=store, claimed=set(), closing=False)
-        pickup = scheduler.Pickup(
+        pickup = Pickup(
             execution,  # type: ignore[arg-type]
             lambda row: submitted.append(row.owner),
             lambda base_model: True,
@@ -315,15 +314,13 @@ async def test_requests_of_owners_are_picked_up_in_turn_smallest_first(tmp_path:
     finally:
         store.close()
     assert submitted[:4] == ["one", "few", "few", "few"]
-    assert submitted[4:] == ["flood"] * (2 * scheduler.PICKUP_BATCH + 1)
-    assert max(read) == scheduler.PICKUP_BATCH
+    assert submitted[4:] == ["flood"] * (2 * PICKUP_BATCH + 1)
+    assert max(read) == PICKUP_BATCH
 
 
 async def test_requests_of_a_model_that_is_not_served_wait_until_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from tinkex.server.scheduler import scheduler
-
     store = opened(tmp_path)
     submitted: list[str] = []
     served = {BASE}
@@ -333,7 +330,7 @@ async def test_requests_of_a_model_that_is_not_served_wait_until_it_is(
                 QueuedRequest(owner="a", kind=Kind.SAMPLE, base_model=base_model, payload=b"{}")
             )
         execution = SimpleNamespace(store=store, claimed=set(), closing=False)
-        pickup = scheduler.Pickup(
+        pickup = Pickup(
             execution,  # type: ignore[arg-type]
             lambda row: submitted.append(row.base_model),
             lambda base_model: base_model in served,

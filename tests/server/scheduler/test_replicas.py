@@ -14,6 +14,7 @@ from server.hosting import Api, hosted
 from server.replicated import ReplicatedExecutor
 from tinkex.server.executor import EngineLost
 from tinkex.server.scheduler import replicas
+from tinkex.server.scheduler.moves import LocalCopy
 from tinkex.server.scheduler.replicas import (
     ReplicaLoad,
     choose_for_sample,
@@ -201,7 +202,9 @@ async def test_the_work_of_an_engine_that_stays_down_goes_to_the_others(tmp_path
         assert await asyncio.gather(*running) == [2.0**23 - 1] * 6
 
 
-async def test_a_model_moves_while_it_trains(tmp_path: Path) -> None:
+async def test_a_model_moves_while_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     executor = ReplicatedExecutor(2)
     async with hosted(executor, tmp_path) as api, asyncio.timeout(60):
         model = await api.model()
@@ -211,19 +214,18 @@ async def test_a_model_moves_while_it_trains(tmp_path: Path) -> None:
         state = here.models[model]
         assert await train(api, model, 1, 30) == 2.0**30 - 1
         running = asyncio.create_task(train(api, model, 61, 15))
-        caught_up, paused = there.recovery.catch_up, []
+        take_over, paused = LocalCopy.take_over, []
 
-        async def catch_up(state: Any, incarnation: int, *, after: int | None = None) -> int:
+        async def counted(copy: LocalCopy) -> None:
             before = len(executor.engines[1].ran)
-            position: int = await caught_up(state, incarnation, after=after)
-            paused.append(len(executor.engines[1].ran) - before)
-            return position
+            await take_over(copy)
+            paused.append(executor.engines[1].tasks()[before:])
 
-        there.recovery.catch_up = catch_up
+        monkeypatch.setattr(LocalCopy, "take_over", counted)
         assert await there.move_here(state)
         assert state.home is there
-        # While it paused, the copy ran at most an optimizer step and its passes.
-        assert paused[-1] <= 2
+        # While it paused, the copy ran less than two steps.
+        assert [ran.count("optim_step") <= 1 for ran in paused] == [True]
         assert await running == 2.0**45 - 1
         assert executor.models(0) == set()
         assert executor.models(1) == {model}
@@ -298,7 +300,7 @@ async def test_a_model_whose_session_ends_during_a_move_leaves_both_engines(tmp_
         await until_async(lambda: len(here.models) < 2)
         await asyncio.sleep(0.1)
         executor.engines[1].open.set()
-        await until_async(lambda: scheduler._move is None)
+        await until_async(lambda: not scheduler._moves)
         await until_async(lambda: not here.models and not there.models)
         await until_async(lambda: not executor.models(0) and not executor.models(1))
         assert [await train(api, model, 7, 1) for model in models] == [15.0, 15.0]

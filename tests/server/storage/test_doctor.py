@@ -19,7 +19,7 @@ from server.hosting import Api, hosted
 from server.storage.commands import Tinkex
 from server.storage.test_damage import LARGE, overwrite_pages, snapshot, tear, trained
 from server.store.old_schemas import make_older
-from serving import TINY, serving
+from serving import TINY, serving, unloaded
 from tinkex.server import web_process
 from tinkex.server.executor import ServedModel
 from tinkex.server.folder_lock import lock_database, lock_folder
@@ -363,7 +363,7 @@ def weak(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_every_part_of_a_data_folder_is_known(tiny_model: Path, tmp_path: Path) -> None:
     await filled(tmp_path)
-    with serving(f"{TINY}={tiny_model}", data=tmp_path):
+    with serving(*unloaded(tiny_model), data=tmp_path):
         found = set(os.listdir(tmp_path))
     served = ServedModel(name=TINY, folder=tiny_model)
     settings = Settings(data=str(tmp_path))

@@ -209,4 +209,5 @@ def test_the_store_on_sqlite_matches_the_reference_model(folder: Path, clock: Cl
 def test_the_store_on_postgresql_matches_the_reference_model(
     folder: Path, clock: Clock, postgres: Postgres
 ) -> None:
-    check(postgres.database(), folder, clock, examples=12)
+    # Fewer than above: what the two databases have in common is shown there.
+    check(postgres.database(), folder, clock, examples=6)

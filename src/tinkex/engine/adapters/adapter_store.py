@@ -26,6 +26,7 @@ from tinkex.engine.adapters.memory_plan import (
     choose_evictions,
 )
 from tinkex.engine.device import available_bytes, used_bytes
+from tinkex.engine.ranks.process_group import ProcessGroup, agreed
 from tinkex.engine.sampling.interface import Sampler
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.text_format import format_bytes
@@ -71,7 +72,10 @@ class AdapterStore:
         limit_bytes: int | None,
         disk_reserve: int = 0,
         clock: Callable[[], int],
+        group: ProcessGroup | None = None,
     ) -> None:
+        """With `group`, each rank has its part of all adapters, and all ranks move the same ones."""
+        self._group = group
         self._plan = plan
         self._device = device
         self._base_model = base_model
@@ -89,7 +93,7 @@ class AdapterStore:
         #: Adapter that room is being made for; never evicted by that call.
         self._protected: _Entry | None = None
         self._folder = folder
-        if folder is not None and folder.exists():
+        if folder is not None and folder.exists() and (group is None or not group.rank):
             shutil.rmtree(folder)
         self.sampler: Sampler | None = None
         #: Size of the KV cache, once it is created.
@@ -111,7 +115,7 @@ class AdapterStore:
     def __delitem__(self, model_id: str) -> None:
         entry = self._entries.pop(model_id)
         if entry.folder is not None:
-            shutil.rmtree(entry.folder, ignore_errors=True)
+            self._remove_folder(entry.folder)
 
     def add(self, model_id: str, size: int, what: str, make: Callable[[], TrainingAdapter]) -> None:
         """Makes room for a new adapter, then creates it."""
@@ -167,7 +171,7 @@ class AdapterStore:
 
     def available(self) -> int:
         """Memory that can be allocated now, within the limit if one is set."""
-        free = available_bytes(self._device)
+        free = shared_bytes(self._device, self._group)
         if self._limit_bytes is None:
             return free
         used = self._plan.base + self.cache_bytes + sum(r.size for r in self._residents())
@@ -215,7 +219,9 @@ class AdapterStore:
         return own if self.sampler is None else [*own, *self.sampler.adapter_residents()]
 
     def _evict(self, shortage: int) -> None:
-        for name in choose_evictions(self._residents(), shortage):
+        # Passes that have failed may keep their adapters longer on one rank than on another.
+        chosen = agreed(self._group, lambda: choose_evictions(self._residents(), shortage))
+        for name in chosen:
             if name in self._entries:
                 self._spill(name, self._entries[name])
             elif self.sampler is not None:
@@ -243,7 +249,7 @@ class AdapterStore:
         used = sum(resident.size for resident in residents)
         if budget is None:
             # Adapters already in host memory are part of the budget.
-            budget = int((available_bytes(HOST) + used) * HOST_FRACTION)
+            budget = int((shared_bytes(HOST, self._group) + used) * HOST_FRACTION)
         if size > budget:
             return False
         for name in choose_evictions(residents, used + size - budget):
@@ -256,7 +262,7 @@ class AdapterStore:
         log.info("adapter of model %s written to disk (%s)", model_id, format_bytes(entry.size))
         try:
             files = checkpoints.snapshot_files(entry.adapter, self._base_model)
-            checkpoints.write(files, folder, reserve=self._disk_reserve)
+            checkpoints.write_of(entry.adapter, files, folder, reserve=self._disk_reserve)
         except checkpoints.WriteFailed as error:
             raise checkpoints.WriteFailed(
                 f"the adapter of model {model_id} cannot leave the memory for others: {error}"
@@ -279,14 +285,33 @@ class AdapterStore:
             except BaseException:
                 entry.adapter.release()  # it is still complete on disk
                 raise
-            shutil.rmtree(entry.folder, ignore_errors=True)
+            self._remove_folder(entry.folder)
         log.info(
             "adapter of model %s loaded to the device (%s)", model_id, format_bytes(entry.size)
         )
         entry.tier, entry.folder = Tier.DEVICE, None
 
+    def _remove_folder(self, folder: Path) -> None:
+        if self._group is not None:
+            self._group.wait_for_all()  # they may still read it
+            if self._group.rank:
+                return
+        shutil.rmtree(folder, ignore_errors=True)
+
     def _spill_folder(self) -> Path:
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="tinkex-spill-"))
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            self._folder = agreed(self._group, self._make_spill_folder)
         return self._folder
+
+    def _make_spill_folder(self) -> Path:
+        folder = Path(tempfile.mkdtemp(prefix="tinkex-spill-"))
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        return folder
+
+
+def shared_bytes(device: torch.device, group: ProcessGroup | None) -> int:
+    """Memory that each rank can allocate now: the least of all; they share that of the host."""
+    free = available_bytes(device)
+    if group is None:
+        return free
+    return group.least(free if device.type == "cuda" else free // group.size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from tinkex.engine.model.lora import ALPHA, Pair, initial_weights, make_pairs
 from tinkex.engine.model.targets import Layout, Target, make_layout
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import LoraConfig, OptimizerConfig
+
+if TYPE_CHECKING:
+    from tinkex.engine.ranks.shard import Shard
 
 #: A larger rank is most likely a typing error.
 MAX_RANK = 512
@@ -59,15 +63,25 @@ class TrainingAdapter:
         model_dtype: torch.dtype,
         device: torch.device,
         optimizer: str = "adamw",
+        shard: Shard | None = None,
     ) -> None:
+        """With `shard`, this process has a part of the adapter, and `targets` have its sizes."""
         self.lora = lora
         #: The optimizer family of its state.
         self.optimizer = optimizer
         self.layout: Layout = make_layout(targets, lora.rank)
+        self.targets, self.shard = targets, shard
+        #: Of the whole adapter, as in its files.
+        self.whole_layout = self.layout
+        if shard is not None:
+            self.whole_layout = make_layout(shard.whole_targets(targets), lora.rank)
         self._model_dtype = model_dtype
         #: Optimizer steps taken.
         self.step = 0
-        self.master = initial_weights(self.layout, seed).to(device)
+        if shard is None:
+            self.master = initial_weights(self.layout, seed).to(device)
+        else:
+            self.master = shard.initial_weights(targets, self.layout, seed).to(device)
         self.m = torch.zeros_like(self.master)
         self.v = torch.zeros(self._size_of("v"), device=device)
         self.grad = torch.zeros_like(self.master)
@@ -78,7 +92,8 @@ class TrainingAdapter:
     @property
     def snapshot_bytes(self) -> int:
         """What a snapshot takes on the disk, without gradients."""
-        return 4 * sum(self._size_of(name) for name in FLAT_VECTORS if name != "grad")
+        vectors = 2 if self.optimizer == "dimuon" else 3
+        return 4 * vectors * self.whole_layout.size
 
     def refresh_live(self) -> None:
         """Call after the master weights changed."""

@@ -20,7 +20,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -36,6 +36,9 @@ from tinkex.engine.model.lora import ALPHA, matrices
 from tinkex.engine.model.targets import HEAD, Layout, Target, make_layout
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.text_format import format_bytes
+
+if TYPE_CHECKING:
+    from tinkex.engine.ranks.shard import Shard
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -71,10 +74,37 @@ def save(
     adapter: TrainingAdapter, folder: Path, *, base_model: str, optimizer: bool, reserve: int = 0
 ) -> int:
     """Writes the folder and returns its size in bytes; see `write`."""
-    files = {WEIGHTS: _weights(adapter), CONFIG: _config(adapter, base_model)}
+    files: Files = {WEIGHTS: _weights(adapter), CONFIG: _config(adapter, base_model)}
     if optimizer:
-        files[OPTIMIZER] = _optimizer(adapter)
-    return write(files, folder, reserve=reserve)
+        files = {**files, OPTIMIZER: _optimizer(adapter)}
+    return write_of(adapter, whole(adapter, files), folder, reserve=reserve)
+
+
+def write_of(adapter: TrainingAdapter, files: Files, folder: Path, *, reserve: int = 0) -> int:
+    """Writes an adapter's whole files, on one rank if there are several."""
+    if adapter.shard is None:
+        return write(files, folder, reserve=reserve)
+    return adapter.shard.group.agree(lambda: write(files, folder, reserve=reserve))
+
+
+def whole(adapter: TrainingAdapter, files: Files) -> Files:
+    """The files with the vectors of the whole adapter, of which a rank has a part."""
+    shard = adapter.shard
+    if shard is None:
+        return files
+    return {
+        name: replace(
+            file,
+            layout=adapter.whole_layout,
+            flat={
+                prefix: shard.gather(
+                    flat, adapter.targets, adapter.layout.rank, sums=name == GRADIENTS
+                )
+                for prefix, flat in file.flat.items()
+            },
+        )
+        for name, file in files.items()
+    }
 
 
 def copied(files: Files) -> Files:
@@ -166,6 +196,8 @@ def snapshot_files(adapter: TrainingAdapter, base_model: str) -> Files:
     """A checkpoint that also has the gradients, so that training resumes exactly."""
     # Compare bytes, which is fastest. An optimizer step leaves +0.0, never -0.0.
     has_gradients = bool(adapter.grad.view(torch.uint8).any())
+    if adapter.shard is not None:
+        has_gradients = adapter.shard.group.largest(has_gradients) > 0
     info = {
         "lora_config": adapter.lora.model_dump(),
         "optimizer": adapter.optimizer,
@@ -179,7 +211,7 @@ def snapshot_files(adapter: TrainingAdapter, base_model: str) -> Files:
     }
     if has_gradients:
         files[GRADIENTS] = File(flat={"": adapter.grad}, layout=adapter.layout)
-    return files
+    return whole(adapter, files)
 
 
 def load(adapter: TrainingAdapter, folder: Path, *, optimizer: bool) -> None:
@@ -188,16 +220,16 @@ def load(adapter: TrainingAdapter, folder: Path, *, optimizer: bool) -> None:
     weights = _check_fits(adapter, saved, folder)
     moments = _read_optimizer(adapter, folder) if optimizer else None
     # Everything has been read and fits, so the load cannot fail halfway.
-    copy_pairs(adapter.master, adapter.layout, weights)
+    copy_pairs(adapter.master, adapter.layout, weights, adapter.shard)
     adapter.grad.zero_()
     if moments is None:
         adapter.m.zero_()
         adapter.v.zero_()
         adapter.step = 0
     else:
-        copy_pairs(adapter.m, adapter.layout, moments.m)
+        copy_pairs(adapter.m, adapter.layout, moments.m, adapter.shard)
         if moments.v is not None:
-            copy_pairs(adapter.v, adapter.layout, moments.v)
+            copy_pairs(adapter.v, adapter.layout, moments.v, adapter.shard)
         adapter.step = moments.step
     adapter.refresh_live()
 
@@ -210,10 +242,12 @@ def restore(adapter: TrainingAdapter, folder: Path) -> None:
     gradients = None
     if has_gradients:
         gradients = from_peft_names(_tensors(folder, GRADIENTS), adapter.layout.placements)
-        _check_shapes(adapter.layout, gradients, f"{folder.name}: {GRADIENTS}")
+        _check_shapes(adapter.whole_layout, gradients, f"{folder.name}: {GRADIENTS}")
     load(adapter, folder, optimizer=True)
     if gradients is not None:
-        copy_pairs(adapter.grad, adapter.layout, gradients)
+        copy_pairs(adapter.grad, adapter.layout, gradients, adapter.shard)
+        if adapter.shard is not None:
+            adapter.shard.keep_once(adapter.grad, adapter.layout)
 
 
 def read_snapshot_info(folder: Path) -> dict[str, Any]:
@@ -351,7 +385,15 @@ def usual_name(module: str) -> str:
     return HEAD if module in HEAD_ALIASES else module
 
 
-def copy_pairs(flat: Tensor, layout: Layout, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+def copy_pairs(
+    flat: Tensor,
+    layout: Layout,
+    pairs: Mapping[str, tuple[Tensor, Tensor]],
+    shard: Shard | None = None,
+) -> None:
+    """Copies whole matrices into a flat vector; with `shard`, the part of this rank."""
+    if shard is not None:
+        pairs = shard.own_pairs(pairs)
     for name, placement in layout.placements.items():
         for matrix, saved in zip(matrices(flat, placement), pairs[name], strict=True):
             matrix.copy_(saved)
@@ -360,7 +402,7 @@ def copy_pairs(flat: Tensor, layout: Layout, pairs: Mapping[str, tuple[Tensor, T
 def _check_fits(
     adapter: TrainingAdapter, saved: SavedAdapter, folder: Path
 ) -> Mapping[str, tuple[Tensor, Tensor]]:
-    layout = adapter.layout
+    layout = adapter.whole_layout
     if saved.rank != layout.rank:
         raise UserFailure(
             f"{folder.name}: was saved with rank {saved.rank}, but this model has rank "
@@ -511,7 +553,7 @@ def _read_optimizer(adapter: TrainingAdapter, folder: Path) -> Moments:
     v = from_peft_names(by_kind["v"], names) if len(adapter.v) else None
     for moments in (m, v):
         if moments is not None:
-            _check_shapes(adapter.layout, moments, f"{folder.name}: its optimizer state")
+            _check_shapes(adapter.whole_layout, moments, f"{folder.name}: its optimizer state")
     return Moments(m=m, v=v, step=int(step))
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from tinkex.engine.model.image_models import why_no_images
 from tinkex.engine.model.model_shape import ModelShape, UnknownShape
 from tinkex.engine.model.step_memory import PEAK_FACTOR, PLANNED_RANK
+from tinkex.engine.model.targets import head_target, make_layout
+from tinkex.engine.ranks.divided_shape import divided
 from tinkex.models.weight_file_checks import tensor_shapes
 from tinkex.wire.text_format import format_bytes
 
@@ -84,9 +86,12 @@ def predicted_needs(
     element: int,
     kernels: bool = True,
     rank: int = PLANNED_RANK,
+    gpus: int = 1,
 ) -> ModelNeeds:
     """
     The needs of a model that is not loaded, and of adapters of this rank.
+
+    With `gpus`, those of one of the GPUs that the model is divided over. Raises `Undivided`.
 
     `kernels` says whether a GPU may use its fused kernels. All but the activations of transformers'
     code, which are an estimate, is what the engine finds when it has loaded the model.
@@ -95,6 +100,12 @@ def predicted_needs(
     head = 4 if device == "cpu" else element
     shared = shape.tied and head == element
     tower = shape.tower
+    rows = shape.vocabulary // gpus
+    targets = shape.targets
+    if gpus > 1:
+        shape, kernels, tower = divided(shape, gpus), False, None
+        head_rows = head_target(hidden=shape.hidden, vocabulary=rows)
+        targets = [*shape.targets[:-1], head_rows]
     packed = shape.packed if kernels and device == "cuda" and element == 2 else None
     if packed is not None:
         activations = packed.bytes_per_token(rank=PLANNED_RANK, element=element)
@@ -104,7 +115,7 @@ def predicted_needs(
         device=device,
         element=element,
         weights=element * (shape.parameters + (0 if tower is None else tower.parameters))
-        + (0 if shared else head * shape.vocabulary * shape.hidden),
+        + (0 if shared else head * rows * shape.hidden),
         vocabulary=shape.vocabulary,
         context=shape.context,
         kv_bytes_per_token=element * shape.cached_numbers,
@@ -112,7 +123,7 @@ def predicted_needs(
         activation_bytes_per_token=activations,
         image_bytes_per_token=0 if tower is None else tower.image_bytes(element),
         rank=rank,
-        adapter_numbers=shape.adapter_parameters(rank),
+        adapter_numbers=make_layout(targets, rank).size,
         graphs=packed is not None,
     )
 

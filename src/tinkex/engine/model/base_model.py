@@ -96,6 +96,8 @@ from tinkex.models.weight_file_checks import (
 
 if TYPE_CHECKING:
     from tinkex.engine.model.packed_layers import PackedLayers
+    from tinkex.engine.ranks.process_group import ProcessGroup
+    from tinkex.engine.ranks.shard import Shard
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +111,11 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2}
 #: Layers that are nothing but an MLP or a mixture, where a model's config lists them (Nemotron-H).
 TOKEN_BY_TOKEN = {"mlp", "moe"}
 
+#: Why a model that is divided reads no images.
+NO_DIVIDED_IMAGES = (
+    "of a model that is divided over several GPUs, this server runs only the part that reads text."
+)
+
 #: Lengths of the passes that measure the activation memory of training.
 PROBE_LENGTHS = (16, 48)
 #: The same for models with recurrent layers, which pad sequences to full chunks.
@@ -117,12 +124,30 @@ RECURRENT_PROBE_LENGTHS = (recurrent_layers.CHUNK, 3 * recurrent_layers.CHUNK)
 
 class BaseModel:
     def __init__(
-        self, folder: Path, *, device: torch.device, dtype: torch.dtype, kernels: bool = True
+        self,
+        folder: Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        kernels: bool = True,
+        group: ProcessGroup | None = None,
     ) -> None:
-        """With `kernels`, a GPU may use other code than transformers', with other rounding."""
-        # A GPU reads the files itself, if transformers can: no copy in host memory, and faster.
-        straight = device.type == "cuda" and importlib.util.find_spec("accelerate") is not None
-        model: Any = load(folder, dtype, device=device if straight else None)
+        """
+        With `kernels`, a GPU may use other code than transformers', with other rounding.
+
+        With `group`, this process loads and computes its part of the model only.
+        """
+        #: The part of this rank; None if this process has the whole model.
+        self.shard: Shard | None = None
+        model: Any
+        if group is None:
+            # A GPU reads the files itself, if transformers can: no copy in host memory, and faster.
+            straight = device.type == "cuda" and importlib.util.find_spec("accelerate") is not None
+            model = load(folder, dtype, device=device if straight else None)
+        else:
+            from tinkex.engine.ranks import head, layers, loading
+
+            model, self.shard = loading.load_shard(folder, dtype, device, group)
         model = model.to(device).eval().requires_grad_(False)
         self.config: PretrainedConfig = model.config
         self.device, self.dtype = device, dtype
@@ -131,18 +156,27 @@ class BaseModel:
         self.vision: VisionTower | None = None
         #: Why images are refused, if they are.
         self.no_images = why_no_images(model.config.to_dict(), folder)
-        if self.no_images is None:
-            self.vision = VisionTower(model)
-        probes = [Probe.of(model, None)]
-        if self.vision is not None:
-            probes.append(Probe.of(model, self.vision))
+        probes: list[Probe] = []
+        if self.shard is not None:
+            self.no_images = self.no_images or NO_DIVIDED_IMAGES
+        else:
+            probes.append(Probe.of(model, None))
+            if self.no_images is None:
+                self.vision = VisionTower(model)
+                probes.append(Probe.of(model, self.vision))
         self._context = AdapterContext()
         self._decoder: Any = model.get_decoder()
         self._embed: nn.Module = model.get_input_embeddings()
         output: Any = model.get_output_embeddings()
-        self.head = Head(output.weight, output.bias, softcap=logits_softcap(model.config))
+        softcap = logits_softcap(model.config)
         #: What can be adapted, and the mixtures of experts, layer by layer; none in a dense model.
         self.targets, self.experts = adapted(model, self._context)
+        if self.shard is None:
+            self.head = Head(output.weight, output.bias, softcap=softcap)
+        else:
+            self.head = head.ShardHead(output.weight, output.bias, self.shard, softcap=softcap)
+            layers.connect(self._decoder.layers, self.shard)
+            self.targets = self.shard.own_targets(self.shard.whole_targets(self.targets))
         recurrent_layers.replace_recurrent_layers(model)
         # A vision tower keeps its own.
         self._decoder.set_attn_implementation(attention.NAME)
@@ -150,14 +184,20 @@ class BaseModel:
         self.fused: FusedDecoder | None = None
         #: Its weights as one matrix for each input; None for models of another form.
         self.stacked: StackedWeights | None = None
-        kernels = kernels and self.vision is None
+        kernels = kernels and self.vision is None and self.shard is None
         if kernels and device.type == "cuda" and dtype == torch.bfloat16 and prepare_kernels():
             self.stacked = StackedWeights.of(self._decoder, self._embed, self.head)
             # The weights were moved, and their old memory is in pieces.
             torch.cuda.empty_cache()
-        #: A few tokens, and the original model's logits after them.
-        self.probed = (probes[0].ids_T, probes[0].expected_TV[-1].clone())
+        if self.shard is not None:
+            probes.append(Probe(probe(self.vocab_size).to(device), NO_IMAGES, None, {}))
+        expected_TV = probes[0].expected_TV
+        after = torch.empty(0) if expected_TV is None else expected_TV[-1].clone()
+        #: A few tokens, and the original model's logits after them, for kernels.
+        self.probed = (probes[0].ids_T, after)
         seen, *_ = [self._check(each) for each in probes]
+        if group is not None:
+            loading.check_first_layers(self, folder, group)
         self.max_context_length = context_length(model.config, seen)
         #: Of the keys and values of every layer, for the KV cache.
         self.cache_shapes: list[CacheShapes] = [layer.shapes for layer in seen]
@@ -357,7 +397,7 @@ class BaseModel:
 
     def _check(self, probe: Probe) -> list[SeenLayer]:
         """
-        Refuses a model whose logits differ from those of the original.
+        Refuses a model whose logits differ from those of the original, if these are given.
 
         Returns what the attention of every layer computes.
         """
@@ -409,7 +449,7 @@ class BaseModel:
                 "recurrent, convolutional or similar layers, which this engine does not support. "
                 "Serve another model."
             )
-        gap = (found_TV - expected_TV).abs().max() / expected_TV.abs().max().clamp(min=1e-6)
+        gap = 0.0 if expected_TV is None else relative_gap(found_TV, expected_TV)
         if not gap < TOLERANCE[self.dtype]:  # NaN is refused too
             raise UnsupportedModel(
                 f"this engine does not compute {self.config.model_type} models correctly: they do "
@@ -424,10 +464,26 @@ class BaseModel:
             )
         return [shapes[layer] for layer in sorted(shapes)]
 
+    def first_layers_logits(self, count: int) -> Tensor:
+        """What a model of the first layers only would compute of the probe."""
+        layers = self._decoder.layers
+        self._decoder.layers = layers[:count]
+        try:
+            ids_T = probe(self.vocab_size).to(self.device)
+            packing = Packing.of([len(ids_T)], device=self.device)
+            return self.head.logits(self._original_hidden(ids_T, packing, (), gradients=False))
+        finally:
+            self._decoder.layers = layers
+
+
+def relative_gap(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, as a fraction of the largest number."""
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+
 
 def check_logits(found: Tensor, expected: Tensor, tolerance: float) -> None:
     """Raises `ArithmeticError` if they differ by more than this fraction of the largest."""
-    gap = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
+    gap = relative_gap(found, expected)
     if not gap < tolerance:  # NaN is refused too
         raise ArithmeticError(f"logits differ from the original model's by {gap:.1e}")
 
@@ -443,11 +499,11 @@ def distinct_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 class Probe(NamedTuple):
-    """A few tokens, and what the original model computes of them."""
+    """A few tokens, and what the original model computes of them, if this process has it whole."""
 
     ids_T: Tensor
     places: ImagePlaces
-    expected_TV: Tensor
+    expected_TV: Tensor | None
     routed: Mapping[str, RoutedTokens]
 
     @classmethod

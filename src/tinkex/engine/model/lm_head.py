@@ -70,6 +70,10 @@ class Head:
     def logits(self, hidden_TH: Tensor, segments: Sequence[AdapterSegment] = ()) -> Tensor:
         return self._project(hidden_TH.to(self.weight_VH.dtype), lora_slices_of(segments, HEAD))
 
+    def whole(self, logits_tV: Tensor) -> Tensor:
+        """The logits of the whole vocabulary, of which a rank has a part (`ranks.head`)."""
+        return logits_tV
+
     def write_logits(self, hidden_TH: Tensor, out_TV: Tensor) -> None:
         """The logits of the base model without a soft cap, into memory that stays where it is."""
         mm_float32(hidden_TH, self.weight_VH.t(), out=out_TV)

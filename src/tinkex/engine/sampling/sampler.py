@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,8 @@ from tinkex.engine.adapters.memory_plan import Resident
 from tinkex.engine.device import SAMPLING_PROFILES, release_cached
 from tinkex.engine.input_checks import NONE_PREPARED, PreparedImages, limits_of
 from tinkex.engine.model.base_model import BaseModel
+from tinkex.engine.model.targets import make_layout
+from tinkex.engine.ranks.process_group import agreed
 from tinkex.engine.sampling.interface import Finished, PartialOutput, SamplerStats
 from tinkex.engine.sampling.kv_pages import Pages
 from tinkex.engine.sampling.model_runner import ModelRunner
@@ -114,6 +116,8 @@ class BatchingSampler:
         #: Counts uses of adapters, together with those in training.
         self._clock = clock
         self._model = model
+        #: With several ranks, rank 0 samples and decides; the others follow.
+        self._group = None if model.shard is None else model.shard.group
         self._settings = settings
         #: Maximum memory of adapters that no request uses.
         self._idle_bytes = idle_bytes
@@ -242,17 +246,23 @@ class BatchingSampler:
             try:
                 with torch.inference_mode():
                     self._run(step)
-            except torch.OutOfMemoryError as error:
-                finished += self._continue_smaller(step, error)
             except Exception as error:
-                # Fail the requests in this step; the others continue.
-                log.exception("sampling step failed")
-                finished += self._fail(tickets_of(step), error)
+                if self._group is not None:
+                    raise  # the other ranks are in the middle of this step
+                if isinstance(error, torch.OutOfMemoryError):
+                    finished += self._continue_smaller(step, error)
+                else:
+                    # Fail the requests in this step; the others continue.
+                    log.exception("sampling step failed")
+                    finished += self._fail(tickets_of(step), error)
             finished += self._collect() + self._take_failed()
-            if finished or time.perf_counter() > ends_s:
+            if finished or self._is_past(ends_s):
                 break
         self._drop_idle_adapters()
         return finished
+
+    def _is_past(self, time_s: float) -> bool:
+        return agreed(self._group, lambda: time.perf_counter() > time_s)
 
     def partial_outputs(self) -> list[PartialOutput]:
         """Unreported tokens of streamed requests, including requests that have just finished."""
@@ -280,7 +290,9 @@ class BatchingSampler:
         if key is None or loading is None or key == loading.key:
             return True
         since_s = loading.waiting_since_s
-        overdue = since_s is not None and time.monotonic() - since_s > MAX_ROOM_WAIT_S
+        overdue = since_s is not None and agreed(
+            self._group, lambda: time.monotonic() - since_s > MAX_ROOM_WAIT_S
+        )
         return key in self._adapters and not overdue
 
     def _load_adapter(self, request: Request) -> bool:
@@ -304,8 +316,11 @@ class BatchingSampler:
         if self._loading is None:
             reading = self._reader.submit(read_sampler_adapter, self._model, Path(key))
             self._loading = _AdapterLoad(key=key, future=reading)
-        if not self._loading.future.done():
+        reading = self._loading.future
+        if not agreed(self._group, reading.done):
             return False
+        if self._group is not None:
+            self._group.same_outcome(reading.exception() is not None)
         used = self._scheduler.adapters_in_use()
         adapter = self._loading.future.result()
         # If adapters are in use, wait for them to become idle. Otherwise load now or fail.
@@ -455,16 +470,15 @@ class BatchingSampler:
             SampleStep(s.request.sampling, s.index, len(s.tokens), s.tokens, s.guide)
             for s in sequences
         ]
-        sampled = sample_tokens(logits_SV, steps)
+        sampled = agreed(self._group, lambda: sample_tokens(logits_SV, steps))
         self.tokens_sampled += len(sequences)
         for at, sequence in enumerate(sequences):
             sequence.append(sampled.tokens[at], sampled.logprobs[at], sampled.tops[at])
             if sequence.request.streams:
                 self._partial[sequence] = None
         failed = {}
-        for sequence in sequences:
-            if sequence.guide is not None and (error := sequence.guide.error) is not None:
-                failed[sequence.request.ticket] = error
+        if any(sequence.guide is not None for sequence in sequences):
+            failed = agreed(self._group, lambda: failed_guides(sequences))
         for ticket, error in failed.items():
             self._failed += self._fail({ticket}, error)
 
@@ -477,7 +491,9 @@ class BatchingSampler:
         needed_tH = hidden_tH[torch.from_numpy(sources - chunk.start).to(hidden_tH.device)]
         segments = self._runner.adapter_segments([(0, len(needed_tH), request.adapter)])
         for part in self._model.head.chunks(needed_tH, segments):
-            results.add_logits(sources[part.span], part.logits_tV, request.sampling)
+            span, logits_tV = part.span, self._model.head.whole(part.logits_tV)
+            if self._group is None or not self._group.rank:
+                results.add_logits(sources[span], logits_tV, request.sampling)
 
     # -- results ----------------------------------------------------------------------------------
 
@@ -492,6 +508,15 @@ class BatchingSampler:
                     Finished(ticket=pending.request.ticket, outcome=to_response(pending))
                 )
         return finished
+
+
+def failed_guides(sequences: Iterable[SampleSequence]) -> dict[int, Exception]:
+    """The tickets whose grammar could not be followed, with the reason."""
+    return {
+        sequence.request.ticket: error
+        for sequence in sequences
+        if sequence.guide is not None and (error := sequence.guide.error) is not None
+    }
 
 
 def tickets_of(step: PrefillStep | DecodeStep) -> set[int]:
@@ -536,7 +561,12 @@ def to_sampled_sequence(sequence: SampleSequence) -> SampledSequence:
 def read_sampler_adapter(model: BaseModel, folder: Path) -> SamplerAdapter:
     """Reads an adapter for sampling into host memory."""
     saved = checkpoints.read_adapter(folder, [target.name for target in model.targets])
-    layout = checkpoints.fitted_layout(model.targets, saved, folder)
+    targets, shard = model.targets, model.shard
+    layout = checkpoints.fitted_layout(
+        targets if shard is None else shard.whole_targets(targets), saved, folder
+    )
+    if shard is not None:
+        layout = make_layout([each for each in targets if each.name in saved.pairs], saved.rank)
     live = torch.zeros(layout.size, dtype=model.dtype)
-    checkpoints.copy_pairs(live, layout, saved.pairs)
+    checkpoints.copy_pairs(live, layout, saved.pairs, shard)
     return SamplerAdapter(layout=layout, scale=saved.scale, live=live)

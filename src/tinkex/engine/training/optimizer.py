@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from tinkex.engine.model.lora import matrices
 from tinkex.engine.model.targets import Layout
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import AdamParams, DimuonParams, OptimParams
+
+if TYPE_CHECKING:
+    from tinkex.engine.ranks.shard import Division, Shard
 
 #: As in torch.nn.utils.clip_grad_norm_: the scale is limit / (norm + CLIP_EPS), at most 1.
 CLIP_EPS = 1e-6
@@ -102,7 +106,19 @@ def optimizer_step(adapter: TrainingAdapter, params: OptimParams) -> StepReport:
     weight or a moment would not be finite. A refused step changes nothing, not even the gradient.
     """
     checked = check_params(adapter.optimizer, params)
-    grad_norm = norm(adapter.grad)
+    shard = adapter.shard
+    if shard is not None:
+        shard.sum_whole_factors(adapter.grad, adapter.layout)
+    try:
+        return _step(adapter, checked)
+    except UserFailure:
+        if shard is not None:
+            shard.keep_once(adapter.grad, adapter.layout)
+        raise
+
+
+def _step(adapter: TrainingAdapter, checked: AdamParams | DimuonParams) -> StepReport:
+    grad_norm = _norm(adapter, adapter.grad)
     if not math.isfinite(grad_norm):
         raise UserFailure(
             f"the gradient is not finite ({grad_norm}), so optimizer step {adapter.step + 1} was "
@@ -122,8 +138,12 @@ def optimizer_step(adapter: TrainingAdapter, params: OptimParams) -> StepReport:
             adapter.master, adapter.grad, adapter.m, adapter.v, step=adapter.step, params=checked
         )
     else:
-        update_matrices(adapter.master, adapter.grad, adapter.m, adapter.layout, params=checked)
-    update_norm = norm(torch.sub(adapter.master, adapter.grad, out=adapter.grad))
+        update_matrices(
+            *(adapter.master, adapter.grad, adapter.m, adapter.layout),
+            params=checked,
+            shard=adapter.shard,
+        )
+    update_norm = _norm(adapter, torch.sub(adapter.master, adapter.grad, out=adapter.grad))
     adapter.grad.zero_()
     adapter.refresh_live()
     return StepReport(
@@ -139,9 +159,11 @@ def _may_overflow(
         factor = params.learning_rate / (1 - params.beta1 ** (adapter.step + 1))
         decay = params.learning_rate * params.weight_decay
         moment = float(torch.linalg.vector_norm(adapter.m, ord=math.inf))
+        if adapter.shard is not None:
+            moment = adapter.shard.group.largest(moment)
         largest = max(grad_norm, moment) / params.eps
     else:
-        placements = adapter.layout.placements.values()
+        placements = adapter.whole_layout.placements.values()
         widest = max(max(*placement.shape_A, *placement.shape_B) for placement in placements)
         factor = params.learning_rate * UPDATE_RMS * math.sqrt(widest)
         decay, largest = 0.0, 1.0
@@ -154,6 +176,15 @@ def _stays_finite(
     adapter: TrainingAdapter, params: AdamParams | DimuonParams, scale: float
 ) -> bool:
     """Whether the weights, moments and change of a step are finite, computed on copies."""
+    finite = _is_finite_step(adapter, params, scale)
+    if adapter.shard is None:
+        return finite
+    return not adapter.shard.group.largest(not finite)
+
+
+def _is_finite_step(
+    adapter: TrainingAdapter, params: AdamParams | DimuonParams, scale: float
+) -> bool:
     grad, weights, m = adapter.grad, adapter.master, adapter.m
     if isinstance(params, AdamParams):
         for parts in zip(
@@ -166,13 +197,16 @@ def _stays_finite(
             if not _are_finite(new, *moments, old.sub_(new)):
                 return False
         return True
-    for shape, (momenta, targets, grads) in _by_shape(adapter.layout, m, weights, grad):
+    finite = True
+    for like, (momenta, targets, grads) in _by_shape(
+        adapter.layout, m, weights, grad, shard=adapter.shard
+    ):
         momentum = torch.stack(momenta).lerp_(torch.stack(grads).mul_(scale), 1 - params.beta1)
         old = torch.stack(targets)
-        new = old.sub(orthogonalized(momentum), alpha=_step_length(params, shape))
-        if not _are_finite(new, momentum, old.sub_(new)):
-            return False
-    return True
+        update = like.orthogonalized(momentum)
+        new = old.sub(update, alpha=_step_length(params, like.shape))
+        finite = finite and _are_finite(new, momentum, old.sub_(new))
+    return finite
 
 
 def _are_finite(*tensors: Tensor) -> bool:
@@ -185,6 +219,15 @@ def _too_large(params: AdamParams | DimuonParams, grad_norm: float) -> UserFailu
         f"learning_rate {params.learning_rate:g}, gradient norm {grad_norm:g}. No step was taken "
         "and the weights are unchanged. Use a smaller learning rate; 1e-5 to 1e-3 are usual."
     )
+
+
+def _norm(adapter: TrainingAdapter, flat: Tensor) -> float:
+    """The norm of the whole vector, of which a rank has a part."""
+    if adapter.shard is None:
+        return norm(flat)
+    parts = adapter.shard.own_parts(flat, adapter.layout)
+    own = math.sqrt(sum(norm(part) ** 2 for part in parts))
+    return adapter.shard.norm(own)
 
 
 def norm(flat: Tensor) -> float:
@@ -234,20 +277,27 @@ MIN_NORM = 1e-30
 
 
 def update_matrices(
-    weights: Tensor, grad: Tensor, m: Tensor, layout: Layout, *, params: DimuonParams
+    weights: Tensor,
+    grad: Tensor,
+    m: Tensor,
+    layout: Layout,
+    *,
+    params: DimuonParams,
+    shard: Shard | None = None,
 ) -> None:
     """
     Muon's update of every A and B separately: M <- beta1·M + (1 - beta1)·G, W <- W - lr·s·O(M).
 
     O maps the singular values to about 1, so every direction of the momentum moves by the same
     amount; s = 0.2·sqrt(max(rows, columns)) makes the root mean square of the update 0.2. Stores
-    the old weights in `grad`, as `update_weights` does.
+    the old weights in `grad`, as `update_weights` does. With `shard`, each rank makes the update
+    of whole matrices, and takes its part of it.
     """
     m.lerp_(grad, 1 - params.beta1)
     grad.copy_(weights)
-    for shape, (momenta, targets) in _by_shape(layout, m, weights):
-        step = _step_length(params, shape)
-        for target, update in zip(targets, orthogonalized(torch.stack(momenta)), strict=True):
+    for like, (momenta, targets) in _by_shape(layout, m, weights, shard=shard):
+        step = _step_length(params, like.shape)
+        for target, update in zip(targets, like.orthogonalized(torch.stack(momenta)), strict=True):
             target.sub_(update, alpha=step)
 
 
@@ -267,22 +317,39 @@ def orthogonalized(stack: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
+@dataclass(frozen=True)
+class _Alike:
+    """Matrices of one whole shape, of which all ranks have parts of the same kind."""
+
+    shape: tuple[int, int]
+    division: Division | None = None
+    shard: Shard | None = None
+
+    def orthogonalized(self, stack: Tensor) -> Tensor:
+        if self.shard is None:
+            return orthogonalized(stack)
+        whole = self.shard.whole_matrices(stack, self.division)
+        return self.shard.own_matrices(orthogonalized(whole), self.division)
+
+
 def _by_shape(
-    layout: Layout, *vectors: Tensor
-) -> Iterator[tuple[tuple[int, int], list[list[Tensor]]]]:
+    layout: Layout, *vectors: Tensor, shard: Shard | None = None
+) -> Iterator[tuple[_Alike, list[list[Tensor]]]]:
     """
     Groups the matrices of each vector by shape.
 
     Layers have equal shapes, so one batched product handles many matrices.
     """
-    groups: dict[tuple[int, int], list[tuple[Tensor, ...]]] = {}
-    for placement in layout.placements.values():
-        for same in zip(*(matrices(vector, placement) for vector in vectors), strict=True):
+    groups: dict[_Alike, list[tuple[Tensor, ...]]] = {}
+    for name, placement in layout.placements.items():
+        own = (matrices(vector, placement) for vector in vectors)
+        for letter, same in zip("AB", zip(*own, strict=True), strict=True):
             shape = (same[0].shape[-2], same[0].shape[-1])
+            like = _Alike(shape) if shard is None else _Alike(*shard.alike(name, letter, shape))
             # A factor with a matrix for each expert is that many matrices.
             each = zip(*(tensor.reshape(-1, *shape) for tensor in same), strict=True)
-            groups.setdefault(shape, []).extend(each)
-    for shape, members in groups.items():
-        count = max(1, STACK_ELEMENTS // (shape[0] * shape[1]))
+            groups.setdefault(like, []).extend(each)
+    for like, members in groups.items():
+        count = max(1, STACK_ELEMENTS // (like.shape[0] * like.shape[1]))
         for start in range(0, len(members), count):
-            yield shape, [list(each) for each in zip(*members[start : start + count], strict=True)]
+            yield like, [list(each) for each in zip(*members[start : start + count], strict=True)]

@@ -22,6 +22,7 @@ from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.lm_head import Head, LossGradient
 from tinkex.engine.model.lora import AdapterSegment
 from tinkex.engine.model.vision_tower import ImageRows, SequencePart
+from tinkex.engine.ranks.process_group import ProcessGroup, agreed
 from tinkex.engine.training.batch import pack, pack_inputs
 from tinkex.engine.training.expert_metrics import expert_metrics
 from tinkex.engine.training.losses import (
@@ -52,8 +53,16 @@ class Pass:
     """
 
     def __init__(
-        self, model_id: str, loss: AnyLoss, data: Sequence[CheckedDatum], *, backward: bool
+        self,
+        model_id: str,
+        loss: AnyLoss,
+        data: Sequence[CheckedDatum],
+        *,
+        backward: bool,
+        group: ProcessGroup | None = None,
     ) -> None:
+        """With `group`, all ranks have this pass, and rank 0 evaluates a custom loss."""
+        self._group = group
         self.model_id, self.loss, self.backward = model_id, loss, backward
         self.lengths = [len(datum.tokens_N) for datum in data]
         #: Why the request failed; its remaining data are not run.
@@ -121,13 +130,18 @@ class Pass:
             loss_value = evaluate_loss(self.loss, logprobs_NK, inputs, backward=self.backward)
         else:
             began_s = time.monotonic()
+            custom = self.loss
             try:
-                loss_value = evaluate_loss(
-                    self.loss,
-                    logprobs_NK.reshape(datum.shape),
-                    inputs,
-                    backward=self.backward,
-                    deadline_s=min(MAX_LOSS_S_PER_DATUM, self._seconds_left),
+                # It has time limits, and other rounding must not decide a branch of its graph.
+                loss_value = agreed(
+                    self._group,
+                    lambda: evaluate_loss(
+                        custom,
+                        logprobs_NK.reshape(datum.shape),
+                        inputs,
+                        backward=self.backward,
+                        deadline_s=min(MAX_LOSS_S_PER_DATUM, self._seconds_left),
+                    ),
                 )
             except UserFailure as failure:
                 self.failure = failure

@@ -20,6 +20,13 @@ STREAMED = "streamed"  # "REQUEST-ID CHANNEL": a sample whose tokens go to this 
 CANCELLED = "cancelled"  # requests
 REFUSED = "refused"  # models with a refused step
 
+# [model, term, question, worker]: bring a copy of a model to the newest step, and tell that worker.
+COPY = "copy"
+# [model, term, question, step, error]: what a copy has; without a step, why there is none.
+COPIED = "copied"
+NO_COPY = "no copy"  # [model, term]: its copy is not needed
+MOVED = "moved"  # models that the worker has now, or whose steps came to another one
+
 #: Larger results, and longer errors, are not in notifications: web processes read them.
 MAX_RESULT_BYTES = 4_800
 MAX_ERROR_CHARS = 1_000

@@ -14,7 +14,9 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from tinkex.server.cluster import messages
+from tinkex.server.cluster.copies import KEPT_S, Copies
 from tinkex.server.cluster.known_workers import LOOK_S, KnownWorkers, plan_homes
+from tinkex.server.cluster.moves import TRAINING_S, Moves
 from tinkex.server.executor import Executor, ServedModel
 from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.server.retry import PeriodicTask, poll_async
@@ -127,12 +129,31 @@ class Worker:
         secret = store.secrets[NOTIFICATIONS]
         self._notifier = Notifier(db_url, [channel_of(name)], self._heard, secret=secret)
         results.notifier = results.completion_log.notifier = self._notifier
+        self._moves = Moves(
+            name,
+            model.name,
+            scheduler=scheduler,
+            store=store,
+            known=self.known,
+            notifier=self._notifier,
+            spawn=self._spawn,
+        )
+        self._copies = Copies(
+            scheduler,
+            store,
+            self._notifier,
+            kept_s=takeover_s + KEPT_S,
+            spawn=self._spawn,
+        )
+        scheduler.take_copies_from(self._copies.take)
+        scheduler.on_forwarded = self._tell_moved
         self._term = 0
         self._state = UP
         self._beaten_s = self._steady_since_s = time.monotonic()
         self._sessions_s = self._refreshed_s = time.monotonic()
         self._beat_task, self._look_task = PeriodicTask(), PeriodicTask()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._forwarding = asyncio.Lock()
         #: Set when another process has registered under this name.
         self.replaced = asyncio.Event()
 
@@ -179,7 +200,7 @@ class Worker:
                 await self._drop_lost(silent_s)
         except Replaced:
             log.error("another process has the name %s; this one ends", self.name)
-            self._scheduler.draining = True
+            self._scheduler.replaced = True
             self.replaced.set()
         except StorageError as error:
             log.info("no heartbeat now: %s", error)
@@ -232,6 +253,7 @@ class Worker:
             "models": sum(load.models for load in loads),
             "sequences": sum(load.sequences for load in loads),
             "waiting": self._scheduler.waiting,
+            "training": self._scheduler.runs_with_steps(time.monotonic() - TRAINING_S),
             "waiting_for": None if None in reasons else reasons[0],
             "storage": None if problem is None else problem.summary,
             "engines": [_fields(stats) for stats in engines if stats is not None],
@@ -251,6 +273,18 @@ class Worker:
                 self._spawn(self._cancel())
             case messages.REFUSED:
                 self._spawn(self._refuse(items))
+            case messages.COPY:
+                for item in items:
+                    self._copies.asked(*item)
+            case messages.COPIED:
+                for item in items:
+                    self._moves.answered(item)
+            case messages.NO_COPY:
+                for item in items:
+                    self._copies.not_needed(*item)
+            case messages.MOVED:
+                for item in items:
+                    self._spawn(self._scheduler.adopt(item))
 
     async def _submit(self, request_ids: list[str], channels: Mapping[str, str]) -> None:
         for request in await self._store.workers.waiting_requests(request_ids, self.name):
@@ -258,6 +292,8 @@ class Worker:
             if (channel := channels.get(request.request_id)) is not None:
                 stream = SentTokens(request.request_id, channel, self._notifier)
             self._scheduler.submit(request, token_stream=stream)
+        if self._state == DRAINING:
+            await self._send_on()
 
     async def _cancel(self) -> None:
         for request_id, owner in await self._store.workers.cancelled(self.name):
@@ -289,6 +325,11 @@ class Worker:
             await self._cancel()
             if gaps := self._scheduler.models_with_gap():
                 await self._refuse(gaps)
+            self._copies.look()
+            if self._state == DRAINING:
+                await self._send_on()
+            else:
+                self._moves.balance()
             if self.is_leader:
                 await self._adopt()
             now_s = time.monotonic()
@@ -326,6 +367,28 @@ class Worker:
                 await self._store.workers.rehome(homes)
                 self._tell(homes, [one.request_id for one in stranded])
 
+    async def _send_on(self) -> None:
+        """Give what came to a draining worker, and what it does not run, to other workers."""
+        base_model = self._model.name
+        async with self._forwarding:
+            limit = STRANDED_BATCH + self._scheduler.unfinished
+            stranded = [
+                one
+                for one in await self._store.workers.stranded(base_model, self.name, limit=limit)
+                if not self._scheduler.has(one.request_id, one.model_id)
+                and one.kind != Kind.CREATE_CUSTOM_LOSS
+            ]
+            if not stranded:
+                return
+            others = self.known.live(base_model) - {self.name}
+            rows = [row for row in self.known.that_take(base_model) if row.name != self.name]
+            homes = plan_homes(stranded, rows, others, base_model)
+            await self._store.workers.rehome(homes)
+            self._tell(homes, [one.request_id for one in stranded])
+
+    def _tell_moved(self, home: str, model_id: str) -> None:
+        self._notifier.send(channel_of(home), messages.MOVED, model_id)
+
     async def _live(self) -> frozenset[str]:
         """The names of all workers that run at this moment."""
         await self.known.look()
@@ -355,10 +418,11 @@ class Worker:
             await self._store.workers.rehome(NewHomes(models={model_id: (term, self.name)}))
         return await self._scheduler.snapshot(model_id)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -372,16 +436,13 @@ class Worker:
         self._state = DRAINING
         self._scheduler.draining = True
         await self._beat()
-
-        def next_home() -> str | None:
-            base = self._model.name
-            model = QueuedRequest(owner="", kind=Kind.CREATE_MODEL, base_model=base, model_id="-")
-            return self.known.choose_home(model, without=self.name)
-
         try:
             async with asyncio.timeout(within_s):
                 await self.known.look()
-                await self._scheduler.hand_over(next_home)
+                if any(row.name != self.name for row in self.known.that_take(self._model.name)):
+                    self._scheduler.give_up_waiting_samples()
+                await self._send_on()
+                await self._moves.move_all(within_s=within_s)
                 await poll_async(lambda: not self._scheduler.has_samples, every_s=0.05)
         except TimeoutError:
             log.warning("not everything was finished within %.0f s; other workers do it", within_s)

@@ -1,6 +1,6 @@
 // The page of one run: its curves, steps, requests and checkpoints.
 
-import { api, Badge, CopyButton, count, duration, Empty, html, live, Loading, number, place, Problem, runName, sessionOf, Tabs, Text, to, useClock, useEffect, useLoaded, useMemo, useState, When } from './core.js';
+import { api, Badge, CopyButton, count, Dialog, duration, Empty, html, live, Loading, number, place, Problem, runName, sessionOf, Tabs, Text, to, useClock, useEffect, useLoaded, useMemo, useState, When } from './core.js';
 import { Chart, COLORS, metricsOf, SmallChart } from './chart.js';
 import { CheckpointTable } from './checkpoints.js';
 import { Cell, VirtualList } from './list.js';
@@ -88,16 +88,17 @@ function Steps({ points }) {
 }
 
 const REQUEST_COLUMNS = [
-  { name: 'Number', width: '76px', narrow: '52px', kind: 'num' },
+  { name: 'Number', width: '76px', narrow: '58px', kind: 'num' },
   { name: 'Kind', width: 'minmax(120px, 1fr)', narrow: '1fr' },
   { name: 'State', width: 'minmax(90px, 2fr)', narrow: '1fr' },
   { name: 'Tokens', width: '90px', kind: 'num wide' },
-  { name: 'Took', width: '90px', narrow: '62px', kind: 'num' },
+  { name: 'Took', width: '90px', kind: 'num wide' },
   { name: 'Arrived', width: '110px', kind: 'wide' },
 ];
 const STATES = { active: 'running or next', paused_capacity: 'waits for capacity', paused_rate_limit: 'waits for a limit of yours' };
 
 function Requests({ id, version }) {
+  const [read, setRead] = useState(null);
   const fetchPage = async (offset, limit) => {
     const page = await api(`api/v1/console/runs/${encodeURIComponent(id)}/requests?limit=${Math.min(limit, 500)}&offset=${offset}`);
     return { rows: page.requests, total: page.total_count };
@@ -110,10 +111,13 @@ function Requests({ id, version }) {
       <${Cell}><code title=${one.request_id}>${one.kind}</code></${Cell}>
       <${Cell} kind="state"><${Badge} kind=${one.status} />
         ${one.queue_state && html`<span class="muted">${STATES[one.queue_state] ?? one.queue_state}${one.queue_state_reason ? `: ${one.queue_state_reason}` : ''}</span>`}
-        ${one.error && html`<span class="muted" title=${one.error}><${Text} max=${200}>${one.error}</${Text}></span>`}</${Cell}>
+        ${one.error && html`<button class="quiet reason" title=${one.error} onClick=${() => setRead(one)}><${Text} max=${200}>${one.error}</${Text}></button>`}</${Cell}>
       <${Cell} kind="num wide">${count(one.tokens)}</${Cell}>
-      <${Cell} kind="num">${duration((new Date(one.finished_at ?? Date.now()) - new Date(one.created_at)) / 1000)}</${Cell}>
-      <${Cell} kind="wide muted"><${When} time=${one.created_at} /></${Cell}>`} /></section>`;
+      <${Cell} kind="num wide">${duration((new Date(one.finished_at ?? Date.now()) - new Date(one.created_at)) / 1000)}</${Cell}>
+      <${Cell} kind="wide muted"><${When} time=${one.created_at} /></${Cell}>`} />
+    ${read && html`<${Dialog} title=${`Request ${read.seq_id} failed: ${read.kind}`} onClose=${() => setRead(null)}>
+      <p><${Text} max=${4000}>${read.error}</${Text}></p><p class="id muted"><code>${read.request_id}</code> <${CopyButton} text=${read.request_id} /></p>
+      <div class="actions"><button onClick=${() => setRead(null)}>Close</button></div></${Dialog}>`}</section>`;
 }
 
 function RunCheckpoints({ id, version, onChange }) {

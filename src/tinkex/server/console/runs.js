@@ -13,10 +13,10 @@ const POINTS = 600;
 const COLUMNS = [
   { name: 'Compare', width: '20px', narrow: '18px', kind: 'visually-hidden' },
   { name: 'Run', width: 'minmax(150px, 2.2fr)', narrow: 'minmax(0, 1fr)' },
-  { name: 'Status', width: '92px', narrow: '84px' },
+  { name: 'Status', width: '92px', narrow: '86px' },
   { name: 'Base model', width: 'minmax(110px, 1.4fr)', kind: 'wide' },
   { name: 'Rank', width: '52px', kind: 'wide num' },
-  { name: 'Steps', width: '76px', narrow: '44px', kind: 'num' },
+  { name: 'Steps', width: '76px', kind: 'wide num' },
   { name: 'Loss', width: '84px', narrow: '60px', kind: 'num' },
   { name: 'Last request', width: '110px', kind: 'wide' },
 ];
@@ -170,7 +170,7 @@ export function Runs() {
       <${Cell}><${Badge} kind=${now.status ?? 'idle'} /></${Cell}>
       <${Cell} kind="wide muted"><${Text} max=${80}>${run.base_model}</${Text}></${Cell}>
       <${Cell} kind="wide num">${run.lora_rank}</${Cell}>
-      <${Cell} kind="num">${count(now.steps)}</${Cell}>
+      <${Cell} kind="wide num">${count(now.steps)}</${Cell}>
       <${Cell} kind="num">${number(now.last_loss)}</${Cell}>
       <${Cell} kind="wide muted"><${When} time=${now.last_request_time} /></${Cell}>`;
   };

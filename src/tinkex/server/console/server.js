@@ -43,7 +43,7 @@ function Engine({ engine, history }) {
       <dl class="facts">
         <div><dt>Training</dt><dd>${stats.models_training} models, ${stats.training_waiting} waiting</dd></div>
         <div><dt>Sampling</dt><dd>${stats.sequences_running} sequences, ${stats.samples_waiting} waiting</dd></div>
-        ${RATES.map(([name, label]) => html`<div key=${name}><dt>${label}/s</dt><dd>${short(latest[name] ?? 0)} <span class="muted">of ${short(stats[name])}</span></dd></div>`)}
+        ${RATES.map(([name, label]) => html`<div key=${name}><dt>${label}/s</dt><dd>${short(latest[name] ?? 0)} <span class="muted">(${short(stats[name])} in all)</span></dd></div>`)}
       </dl>
       ${history.length > 1 && html`<h3>Tokens per second</h3><${TimeChart} series=${series} metric="rate" label="Tokens per second over the last minutes" />
         <ul class="legend">${series.map((one) => html`<li key=${one.id}><span class="swatch" style=${{ background: one.color }}></span>${one.label}</li>`)}</ul>`}

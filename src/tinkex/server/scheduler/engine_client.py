@@ -253,6 +253,10 @@ class EngineClient:
         """What waits for this engine goes to another replica."""
         self._given_up.set()
         self._given_up = asyncio.Event()
+        self.give_up_waiting_samples()
+
+    def give_up_waiting_samples(self) -> None:
+        """Samples that the engine does not have yet get RunElsewhere."""
         self._admission.send_elsewhere(RunElsewhere)
 
     async def send(

@@ -7,12 +7,10 @@ Steps go to its model workers, samples to its sample worker. Both send their wor
 
 import asyncio
 import contextlib
-import functools
 import logging
-import sys
 from collections.abc import Callable
 
-from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
+from tinkex.server.executor import WorkFailed
 from tinkex.server.queued_request import Outcome
 from tinkex.server.scheduler.base_model_check import BaseModelCheck
 from tinkex.server.scheduler.checkpoints import CheckpointSteps
@@ -20,30 +18,17 @@ from tinkex.server.scheduler.crash_files import CrashFiles
 from tinkex.server.scheduler.engine_client import EngineClient, LostAttempts
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits, TrainingSlots
 from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers
+from tinkex.server.scheduler.moves import NOT_MOVED, LocalCopy, move
 from tinkex.server.scheduler.recovery import RebuildQueue, Recovery, Snapshots
 from tinkex.server.scheduler.results import Execution, failure_outcome
 from tinkex.server.scheduler.sample_worker import SampleWorker
-from tinkex.server.store import Damaged, NotOwner, StorageError
 from tinkex.wire.codec import encode_json
-from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import UnloadModelResponse
 
 log = logging.getLogger("tinkex.server.scheduler")
 
-#: A moving model pauses when its copy is this close: an optimizer step and the passes before it.
-CLOSE_STEPS = 2
 # How often a model that is to be unloaded is checked while its steps wait for a missing number.
 GAP_POLL_S = 1.0
-#: Why a model may not be moved.
-NOT_MOVED = (
-    EngineLost,
-    EngineRefused,
-    WorkFailed,
-    UserFailure,
-    Damaged,
-    StorageError,
-    NotOwner,
-)
 
 
 class EngineScheduler:
@@ -82,8 +67,8 @@ class EngineScheduler:
             max_sequences=max_sequences,
         )
         self._checkpoints = checkpoints = CheckpointSteps(execution.store, base_check)
-        self._slots = TrainingSlots(limits)
-        rebuilds = RebuildQueue(self._slots)
+        self.slots = TrainingSlots(limits)
+        rebuilds = RebuildQueue(self.slots)
         self.recovery = Recovery(execution, self.client, checkpoints, rebuilds)
         self._snapshots = Snapshots(
             execution,
@@ -98,7 +83,7 @@ class EngineScheduler:
             recovery=self.recovery,
             rebuilds=rebuilds,
             checkpoints=checkpoints,
-            slots=self._slots,
+            slots=self.slots,
             snapshots=self._snapshots,
             gap_s=gap_s,
             on_lost=on_lost,
@@ -130,52 +115,31 @@ class EngineScheduler:
 
     async def move_here(self, state: ModelState) -> bool:
         """
-        Move a model that trains on another replica here.
+        Move a model that trains on another replica here, while it goes on training there.
 
-        It goes on training there while a copy here catches up with its log: first from a snapshot,
-        then step by step. When the copy is at most `CLOSE_STEPS` behind, or comes no closer, the
-        model pauses until the copy has run those. False if it was not moved; then it goes on where
-        it was.
+        False if it was not moved; then it goes on where it was.
         """
-        origin, model_id = state.home, state.model.model_id
+        origin, store = state.home, self._execution.store
         if state.loaded_in is None or state.queue.creation_error is not None:
             self.take_over(state)
             return True
-        copied_to: int | None = None
-        left = state.loaded_in
-        try:
-            if not await origin.snapshot_while_training(state):
-                return False
-            async with self.client.isolation.attempt(model_id):
-                incarnation = copied_to = await self.client.ready()
-                position = await self.recovery.catch_up(state, incarnation)
-                behind, before = state.queue.next_seq - 1 - position, sys.maxsize
-                while CLOSE_STEPS < behind < before:
-                    position = await self.recovery.catch_up(state, incarnation, after=position)
-                    behind, before = state.queue.next_seq - 1 - position, behind
-                hand_over = functools.partial(self._hand_over, state, origin, incarnation, position)
-                await origin.workers.run_between_batches(state, hand_over)
-        except NOT_MOVED as error:
-            log.info("%s was not moved to %s: %s", model_id, self.name, error)
-        if state.home is self:
-            await origin.recovery.drop(state, left)
-            return True
-        if copied_to is not None:
-            await self.recovery.drop(state, copied_to)
-        return False
+        copy = LocalCopy(state, self, store)
+        if not await move(state, copy, store):
+            return False
+        if copy.left is not None:
+            await origin.recovery.drop(state, copy.left)
+        return True
 
-    async def _hand_over(
-        self, state: ModelState, origin: "EngineScheduler", incarnation: int, position: int
-    ) -> None:
-        """Between two batches: run what is missing here, and continue here."""
-        model_id = state.model.model_id
-        if origin.models.get(model_id) is not state:
-            return  # taken over or forgotten meanwhile
-        await state.results_stored()
-        await self.recovery.catch_up(state, incarnation, after=position)
-        if origin.models.get(model_id) is state:
-            self.take_over(state)
-            state.loaded_in = incarnation
+    async def complete_copy(self, state: ModelState) -> None:
+        """Load a model that has just moved here, also if no step of it waits."""
+
+        async def load() -> None:
+            # The next step tries again, and reports what is wrong.
+            with contextlib.suppress(*NOT_MOVED):
+                async with self.client.isolation.attempt(state.model.model_id) as attempt:
+                    await self.recovery.ensure_loaded(state, attempt)
+
+        await self.workers.run_between_batches(state, load)
 
     async def snapshot_while_training(self, state: ModelState) -> bool:
         """Take a snapshot after the current batch; later steps run while it is written."""
@@ -207,7 +171,7 @@ class EngineScheduler:
                 reason=f"the engine of {base_model} crashed more than once; the requests it was "
                 "running run again a few at a time, to find the one that crashes it",
             )
-        if (state := self._slots.queue_state(request_id)) is not None:
+        if (state := self.slots.queue_state(request_id)) is not None:
             return state
         stats = executor.stats(self.name)
         if request_id in self.samples and stats is not None and stats.samples_waiting:

@@ -78,6 +78,14 @@ MAX_DELAY_FRACTION = 10
 GAP_RETRY_S = 1.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copied:
+    """A copy of a model that an engine has: up to which step of the log."""
+
+    incarnation: int
+    position: int
+
+
 @dataclass(slots=True)
 class ModelState:
     """A model that has had work since this process started. Its worker changes it."""
@@ -92,6 +100,8 @@ class ModelState:
     disowned: bool = False
     #: The engine incarnation that has this model in memory, in the state that its log describes.
     loaded_in: int | None = None
+    #: The copy that was made while another worker had the model; the first rebuild completes it.
+    copied: Copied | None = None
     worker: asyncio.Task[None] | None = None
     #: What its worker does before the next batch of steps.
     between: deque[Callable[[], Awaitable[None]]] = field(default_factory=deque)
@@ -404,7 +414,7 @@ class ModelWorkers:
             while not self._execution.closing and not state.disowned:
                 while state.between:
                     await state.between.popleft()()
-                if state.home.workers is not self:
+                if state.home.workers is not self or state.disowned:
                     break
                 # No step is running now, so all steps that had to be requeued have been.
                 state.rewinding = False

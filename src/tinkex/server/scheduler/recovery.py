@@ -111,6 +111,11 @@ class RebuildQueue:
         while self._has_smaller_rebuild(state, cost):
             await self._changed.wait()
 
+    async def none_left(self) -> None:
+        """Wait until no model is being rebuilt."""
+        while self.left:
+            await self._changed.wait()
+
     def _has_smaller_rebuild(self, state: "ModelState", cost: int) -> bool:
         return any(
             next(iter(models.values())) < cost
@@ -145,7 +150,7 @@ class Recovery:
         self._payloads = execution.payloads
         self._engine = engine
         self._checkpoints = checkpoints
-        self._rebuilds = rebuilds
+        self.rebuilds = rebuilds
         #: By session: the models that the engine has in memory, or is loading.
         self._loaded: defaultdict[str, set[str]] = defaultdict(set)
         #: Sessions whose custom losses are registered in the engine.
@@ -187,37 +192,27 @@ class Recovery:
         await state.results_stored()
         # A snapshot would truncate the log while it is read.
         await state.snapshot_written()
+        copied, state.copied = state.copied, None
+        await self.expect(state)
+        await self.register_losses(state, incarnation)
+        # A copy from a move needs only the steps that it does not have.
+        after = None
+        if copied is not None and copied.incarnation == incarnation:
+            after = copied.position
+        with self.rebuilds.rebuilding(state):
+            await self._replay(state, incarnation, after=after)
+
+    async def expect(self, state: "ModelState") -> None:
+        """The engine will have this model: keep what its session needs."""
         async with self._losses_lock:
-            self._loaded[model.session_id].add(model.model_id)
-        await self._register_losses(state, incarnation)
-        with self._rebuilds.rebuilding(state):
-            await self._replay(state, incarnation)
-
-    async def catch_up(
-        self, state: "ModelState", incarnation: int, *, after: int | None = None
-    ) -> int:
-        """
-        Bring a copy of a model that trains elsewhere to the newest step of its log.
-
-        The first call makes the copy from the newest snapshot. Returns the number of that step,
-        which is `after` for the next call.
-        """
-        if after is None:
-            model = state.model
-            if (check := self._engine.base_check) is not None:
-                await check.check_run(model.model_id, incarnation)
-            async with self._losses_lock:
-                self._loaded[model.session_id].add(model.model_id)
-            await self._register_losses(state, incarnation)
-        with self._rebuilds.rebuilding(state):
-            return await self._replay(state, incarnation, after=after)
+            self._loaded[state.model.session_id].add(state.model.model_id)
 
     def may_be_loaded(self, state: "ModelState") -> bool:
         """Whether the engine may have something of this model in memory."""
         return state.model.model_id in self._loaded.get(state.model.session_id, ())
 
     async def drop(self, state: "ModelState", incarnation: int) -> None:
-        """Remove a copy of a model that trains on another engine."""
+        """Remove a model that another engine has."""
         with contextlib.suppress(EngineLost, EngineRefused, WorkFailed):
             async with self._engine.isolation.attempt():
                 order = Order(drop=frames_pb2.Drop(model_id=state.model.model_id))
@@ -283,32 +278,44 @@ class Recovery:
                     future = await self._engine.send(order, incarnation=incarnation)
                 await future
 
-    async def _register_losses(self, state: "ModelState", incarnation: int) -> None:
+    async def register_losses(
+        self, state: "ModelState", incarnation: int, *, known: set[str] | None = None
+    ) -> None:
+        """Register the custom losses of a model's session; those that are not `known`, if given."""
+        known = set() if known is None else known
         for loss in await self._store.models.custom_losses(state.model.session_id):
+            if loss.loss_id in known:
+                continue
             self._with_losses.add(state.model.session_id)
             # A loss that was refused is refused again; no request can use it.
             with contextlib.suppress(WorkFailed):
                 await state.run(self._engine, register_loss_order(loss), incarnation)
+            known.add(loss.loss_id)
 
-    async def _restore(self, state: "ModelState", incarnation: int) -> int:
-        """Restore the last snapshot; returns its step."""
-        model_id = state.model.model_id
-        snapshot = await self._store.snapshots.newest_intact(model_id, term=state.term)
+    async def newest_snapshot(self, state: "ModelState") -> tuple[int, str] | None:
+        """The step of the newest snapshot, and its folder on this machine."""
+        snapshot = await self._store.snapshots.newest_intact(state.model.model_id, term=state.term)
         if snapshot is None:
-            return -1
-        folder = await self._store.snapshots.open(snapshot)
+            return None
+        return snapshot.seq_id, await self._store.snapshots.open(snapshot)
+
+    async def restore(self, state: "ModelState", folder: str, incarnation: int) -> None:
+        """Make the model on the engine, with the state of a snapshot."""
         await state.create(self._engine, incarnation)
-        restore = frames_pb2.Restore(model_id=model_id, folder=folder)
+        restore = frames_pb2.Restore(model_id=state.model.model_id, folder=folder)
         await state.run(self._engine, Order(restore=restore), incarnation)
-        return snapshot.seq_id
 
     async def _replay(
         self, state: "ModelState", incarnation: int, *, after: int | None = None
-    ) -> int:
-        """Run the steps of the log after this one, or after the last snapshot; returns the last."""
+    ) -> None:
+        """Run the steps of the log after this one, or after the last snapshot."""
         model_id = state.model.model_id
-        await self._rebuilds.may_continue(state)
-        after = await self._restore(state, incarnation) if after is None else after
+        await self.rebuilds.may_continue(state)
+        if after is None:
+            after = -1
+            if (snapshot := await self.newest_snapshot(state)) is not None:
+                after, folder = snapshot
+                await self.restore(state, folder, incarnation)
         rows = await self._store.requests.log(model_id, after=after)
         if rows:
             log.info("rebuilding %s: replaying %d steps of its log", model_id, len(rows))
@@ -317,12 +324,12 @@ class Recovery:
         passes: list[asyncio.Future[Done]] = []
         try:
             for row in rows:
-                self._rebuilds.set_left(state, left)
+                self.rebuilds.set_left(state, left)
                 left -= _cost(row)
                 action = replay_of(row)
                 if action is Replay.SKIP:
                     continue
-                await self._rebuilds.may_continue(state)
+                await self.rebuilds.may_continue(state)
                 if row.kind in PASSES and action is Replay.RUN:
                     # Several passes are on the engine at the same time; they are sent in order.
                     if sent_tokens + row.tokens > MAX_REPLAY_TOKENS:
@@ -331,32 +338,36 @@ class Recovery:
                         sent_tokens = 0
                     sent_tokens += row.tokens
                     await free.acquire()
-                    payload = await self._payloads.get(row)
-                    state.bytes_since_snapshot += payload_size(payload)
-                    order = training_order(state.model, row.kind, payload)
-                    passes.append(await state.send(self._engine, order, incarnation))
+                    passes.append(await self.send_pass(state, row, incarnation))
                     passes[-1].add_done_callback(lambda _: free.release())
                     continue
                 # Everything else waits for the passes before it.
                 await asyncio.gather(*passes)
                 passes.clear()
                 sent_tokens = 0
-                await self._replay_one(state, row, action, incarnation)
+                await self.replay_one(state, row, incarnation)
             await asyncio.gather(*passes)
         finally:
             for one in passes:
                 one.cancel()
-        return max((row.seq_id or 0 for row in rows), default=after)
 
-    async def _replay_one(
-        self, state: "ModelState", row: QueuedRequest, action: Replay, incarnation: int
-    ) -> None:
+    async def send_pass(
+        self, state: "ModelState", row: QueuedRequest, incarnation: int
+    ) -> asyncio.Future[Done]:
+        """Send a pass of the log; the engine has it before what is sent later."""
+        payload = await self._payloads.get(row)
+        state.bytes_since_snapshot += payload_size(payload)
+        order = training_order(state.model, row.kind, payload)
+        return await state.send(self._engine, order, incarnation)
+
+    async def replay_one(self, state: "ModelState", row: QueuedRequest, incarnation: int) -> None:
+        """Do what a finished step did, if it is not a pass."""
         model = state.model
 
         async def run(order: Order) -> Done:
             return await state.run(self._engine, order, incarnation)
 
-        match action:
+        match replay_of(row):
             case Replay.CLEAR_GRADIENTS:
                 await run(clear_gradients_order(model.model_id))
             case Replay.RUN if row.kind is Kind.CREATE_MODEL:

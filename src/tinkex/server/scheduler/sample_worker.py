@@ -22,8 +22,8 @@ from tinkex.wire.proto.frames_pb2 import Order, Tokens
 
 if TYPE_CHECKING:
     from tinkex.server.scheduler.engine_scheduler import EngineScheduler
+    from tinkex.server.scheduler.model_states import ModelStates
     from tinkex.server.scheduler.replicas import Replicas
-    from tinkex.server.scheduler.scheduler import ModelStates
 
 
 class TokenStream:

@@ -3,7 +3,6 @@ The scheduler: runs accepted requests.
 
 `Scheduler` picks the engine of a request by its base model and, with several replicas, by
 `replicas`; the rest is in `engine_scheduler`.
-`Pickup` finds accepted requests that did not reach the scheduler.
 """
 
 import asyncio
@@ -12,24 +11,27 @@ import functools
 import logging
 import random
 import time
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, Self
 
 from tinkex.server.executor import Executor, ServedModel
-from tinkex.server.queued_request import Cause, Kind, Outcome, QueuedRequest
+from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.server.retry import run_periodically
 from tinkex.server.scheduler.base_model_check import BaseModelChecks
 from tinkex.server.scheduler.crash_files import CrashFiles
 from tinkex.server.scheduler.engine_client import LostAttempts, RunElsewhere, after_web_crash
 from tinkex.server.scheduler.engine_scheduler import EngineScheduler
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits
+from tinkex.server.scheduler.model_copy import ModelCopy
+from tinkex.server.scheduler.model_states import ModelStates
 from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers
+from tinkex.server.scheduler.moves import Copy, move
+from tinkex.server.scheduler.pickup import PICKUP_INTERVAL_S, WORKER_PICKUP_INTERVAL_S, Pickup
 from tinkex.server.scheduler.replicas import Replicas, choose_move
 from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.results import Execution
 from tinkex.server.scheduler.sample_worker import CustomLossWorker, TokenStream
-from tinkex.server.scheduler.step_queue import model_deleted, number_of, restore_queue
+from tinkex.server.scheduler.step_queue import number_of
 from tinkex.server.settings import Settings
 from tinkex.server.store import NotOwner, Ownership, StorageError, Store
 from tinkex.server.store.workers import NewHomes
@@ -38,87 +40,10 @@ log = logging.getLogger("tinkex.server.scheduler")
 
 # How long a stopping server waits until results are stored.
 STORE_TIMEOUT_S = 5.0
-#: How often the number of waiting rows is compared with the claimed requests.
-PICKUP_INTERVAL_S = 5.0
-#: The same on a worker, to which requests come by notifications that may be lost.
-WORKER_PICKUP_INTERVAL_S = 1.0
-#: A worker reads its waiting rows at least this often: it may have claimed what another finished.
-WORKER_LOOK_S = 15.0
 #: How often replicas that are down are looked for.
 REPLICA_CHECK_S = 1.0
 #: After a model could not be moved to another replica.
 MOVE_RETRY_S = 60.0
-#: Rows that one read returns. Small, so that it does not block other reads and the event loop.
-PICKUP_BATCH = 200
-
-
-class ModelStates:
-    """The models that have had work since this process started, restored from their logs."""
-
-    def __init__(
-        self,
-        store: Store,
-        home_of: Callable[[str], EngineScheduler],
-        ownership: Ownership | None,
-    ) -> None:
-        self._store = store
-        self._ownership = ownership
-        #: The engine for a model of this base model.
-        self._home_of = home_of
-        self._states: dict[str, ModelState] = {}
-        self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-
-    def get(self, model_id: str) -> ModelState | None:
-        """The state if this process has opened the model."""
-        return self._states.get(model_id)
-
-    def opened(self) -> Iterable[ModelState]:
-        return self._states.values()
-
-    def forget(self, state: ModelState) -> None:
-        """Drop a state, unless something of it exists only in memory."""
-        model_id = state.model.model_id
-        idle = state.is_idle or state.disowned
-        if not idle or self._states.get(model_id) is not state:
-            return
-        del self._states[model_id]
-        state.home.models.pop(model_id, None)
-        if (opening := self._opening.get(model_id)) is not None and not opening.locked():
-            del self._opening[model_id]
-
-    async def open(self, model_id: str, *, first_seq: int = 0) -> ModelState:
-        """Open a model; `first_seq` is the next number of a model whose log was deleted."""
-        async with self._opening[model_id]:
-            if (state := self._states.get(model_id)) is not None:
-                return state
-            model = await self._store.models.model(model_id)
-            if model is None:
-                raise LookupError(f"model {model_id} is not in the database")
-            term = None
-            if self._ownership is not None:
-                # Before the log is read: whoever had the model adds nothing to it from now on.
-                term = await self._ownership.take(model_id)
-            snapshot = await self._store.snapshots.newest(model_id)
-            after = -1 if snapshot is None else snapshot.seq_id
-            finished = [
-                step
-                for step in await self._store.requests.log(model_id, after=after)
-                # The queue had already passed a late step.
-                if step.outcome is not None and step.outcome.cause is not Cause.LATE
-            ]
-            gradient_error = None if snapshot is None else snapshot.spoiled
-            queue = restore_queue(finished, next_seq=after + 1, gradient_error=gradient_error)
-            if snapshot is None and not await self._store.requests.has_steps(model_id):
-                queue.creation_error, queue.next_seq = model_deleted(), first_seq
-            state = ModelState(
-                model=model,
-                queue=queue,
-                home=self._home_of(model.base_model),
-                term=term,
-                steps_since_snapshot=len(finished),
-            )
-            self._states[model_id] = state.home.models[model_id] = state
-            return state
 
 
 class Scheduler:
@@ -165,8 +90,12 @@ class Scheduler:
         )
         #: The worker that this scheduler belongs to; None on a server that is alone.
         self.home = self._execution.home
-        #: A draining worker takes no more work.
+        #: A draining worker takes only the work of models that it still has.
         self.draining = False
+        #: One whose name another process has takes nothing.
+        self.replaced = False
+        #: Called with the new home of requests that came here, and their model; a worker sets it.
+        self.on_forwarded: Callable[[str, str], None] = lambda _home, _model_id: None
         #: The names of all workers that run; a worker sets it.
         self.live_workers: Callable[[], Awaitable[frozenset[str]]] | None = None
         self._crash_files = crash_files
@@ -180,9 +109,9 @@ class Scheduler:
         self._models = ModelStates(
             store, lambda base: self.replicas(base).for_training(), ownership
         )
-        #: The move of a model between replicas, and when to try again after one failed.
-        self._move: asyncio.Task[None] | None = None
-        self._moving: ModelState | None = None
+        #: Models that are moving to another replica or worker; each is done at the end of its move.
+        self._moves: dict[str, asyncio.Future[None]] = {}
+        #: When a model may move to another replica, after one was not moved.
         self._next_move_s = 0.0
         #: Models whose steps are being read.
         self._opening: set[str] = set()
@@ -296,7 +225,7 @@ class Scheduler:
             for engine in replicas.lost_engines(time.monotonic()):
                 # A moving model goes on moving: its copy needs only the log, and a rebuild on the
                 # same engine would run the same steps again.
-                states = [one for one in engine.models.values() if one is not self._moving]
+                states = [one for id_, one in engine.models.items() if id_ not in self._moves]
                 if states:
                     log.warning(
                         "the engine of %s is down; its %d models move to other replicas",
@@ -306,7 +235,8 @@ class Scheduler:
                 for state in states:
                     replicas.for_training().take_over(state)
                 engine.client.give_up()
-            if self._move is None and time.monotonic() >= self._next_move_s:
+            is_free = not self._moves and not self.draining
+            if is_free and time.monotonic() >= self._next_move_s:
                 self._balance(replicas)
 
     def _balance(self, replicas: Replicas) -> None:
@@ -318,19 +248,26 @@ class Scheduler:
         movable = [state for state in origin.models.values() if state.is_movable]
         if movable:
             # Any of them: one that cannot be moved must not keep the others from it.
-            state = self._moving = random.choice(movable)
-            self._move = self._execution.spawn(self._move_model(state, target))
+            self._execution.spawn(self._move_to_replica(random.choice(movable), target))
 
-    async def _move_model(self, state: ModelState, target: EngineScheduler) -> None:
+    async def _move_to_replica(self, state: ModelState, target: EngineScheduler) -> None:
         """In the background: engines that are lost meanwhile are noticed."""
         origin = state.home
-        try:
+        with self._moving(state):
             if await target.move_here(state):
                 log.info("%s moved from %s to %s", state.model.model_id, origin.name, target.name)
             else:
                 self._next_move_s = time.monotonic() + MOVE_RETRY_S
+
+    @contextlib.contextmanager
+    def _moving(self, state: ModelState) -> Iterator[None]:
+        """While it is in force, nothing else moves this model, and it is not forgotten."""
+        over = self._moves[state.model.model_id] = asyncio.get_running_loop().create_future()
+        try:
+            yield
         finally:
-            self._move = self._moving = None
+            del self._moves[state.model.model_id]
+            over.set_result(None)
 
     def _is_served(self, base_model: str) -> bool:
         return any(model.name == base_model for model in self._execution.executor.served)
@@ -342,11 +279,19 @@ class Scheduler:
         A worker that started again with another base model leaves the requests of the old one to
         the workers that serve it. Custom losses need no base model.
         """
-        return (
-            self.home is None
-            or request.kind is Kind.CREATE_CUSTOM_LOSS
-            or self._is_served(request.base_model)
-        )
+        if self.replaced:
+            return False
+        if self.home is None or request.kind is Kind.CREATE_CUSTOM_LOSS:
+            return True
+        if self.draining and not self.has(request.request_id, request.model_id):
+            return False
+        return self._is_served(request.base_model)
+
+    def has(self, request_id: str, model_id: str | None) -> bool:
+        """Whether this process runs a request, or has its model."""
+        if request_id in self._execution.claimed:
+            return True
+        return model_id is not None and self._models.get(model_id) is not None
 
     async def _restore_attempts(self) -> None:
         """Restore the attempts of waiting requests; count the crash of the last web process too."""
@@ -401,7 +346,7 @@ class Scheduler:
         the stream as they are drawn.
         """
         request_id, execution = request.request_id, self._execution
-        if execution.futures.is_cached(request_id) or self.draining or not self._takes(request):
+        if execution.futures.is_cached(request_id) or not self._takes(request):
             return
         # Even if it is known: `Pickup`, which has no stream, may have found the request first.
         if token_stream is not None:
@@ -477,7 +422,11 @@ class Scheduler:
                 try:
                     return await engine.samples.run(request)
                 except RunElsewhere:
-                    continue
+                    if self.draining:
+                        # It waited; another worker runs it.
+                        self._execution.release(request)
+                        self._execution.futures.untrack(request)
+                        return None
                 finally:
                     replicas.end_sample(request.request_id)
         finally:
@@ -511,8 +460,10 @@ class Scheduler:
         """These models have another home: their steps, which came here, go there."""
         for model_id in model_ids:
             log.info("%s is on another worker; its requests go there", model_id)
-            await self._store.workers.forward(model_id)
+            home = await self._store.workers.forward(model_id)
             self._execution.futures.untrack_model(model_id)
+            if home is not None:
+                self.on_forwarded(home, model_id)
 
     async def _open(self, model_id: str, *, first_seq: int = 0) -> ModelState:
         if (state := self._models.get(model_id)) is None:
@@ -588,15 +539,22 @@ class Scheduler:
         self._execution.futures.untrack_model(state.model.model_id)
         state.unstored.clear()
         self._models.forget(state)
-        self._execution.spawn(self._drop_disowned(state))
+        model_id = state.model.model_id
+        self._models.leaving[model_id] = self._execution.spawn(self._drop_disowned(state))
 
     async def _drop_disowned(self, state: ModelState) -> None:
-        while state.worker is not None:
-            await asyncio.wait({state.worker})
-        while state.between:
-            await state.between.popleft()()  # whoever waits for it gets NotOwner
-        if state.loaded_in is not None:
-            await state.home.recovery.drop(state, state.loaded_in)
+        try:
+            while state.worker is not None:
+                await asyncio.wait({state.worker})
+            while state.between:
+                await state.between.popleft()()  # whoever waits for it gets NotOwner
+            incarnation = state.loaded_in
+            if incarnation is None and state.copied is not None:
+                incarnation = state.copied.incarnation
+            if incarnation is not None:
+                await state.home.recovery.drop(state, incarnation)
+        finally:
+            del self._models.leaving[state.model.model_id]
 
     def terms(self) -> dict[str, int]:
         """The models that this worker has, each with its term."""
@@ -627,30 +585,82 @@ class Scheduler:
             state.model.model_id for state in self._models.opened() if state.queue.gap() is not None
         ]
 
-    async def hand_over(self, choose: Callable[[], str | None]) -> None:
-        """
-        Give all models to other workers, each after its current batch of steps.
+    def movable(self) -> list[ModelState]:
+        """The models that this process has and that do not move, busy ones last."""
+        states = [one for id_, one in self._models.opened_by_id() if id_ not in self._moves]
+        return sorted(states, key=lambda state: not state.is_idle)
 
-        `choose` returns the next worker to get one; None if there is none. Then the models stay, and
-        whichever worker starts next gets them.
-        """
-        self.draining = True
+    async def moves_over(self) -> None:
+        """Wait until no model moves."""
+        while self._moves:
+            await asyncio.wait(self._moves.values())
 
-        async def one(state: ModelState) -> None:
+    async def move(self, state: ModelState, copy: Copy) -> bool:
+        """Move a model to another worker while it goes on here; False if it stays."""
+        with self._moving(state):
+            if state.loaded_in is not None and state.queue.creation_error is None:
+                return await move(state, copy, self._store)
+            # It is not in memory, so there is nothing to copy.
+            moved = False
+
             async def give() -> None:
+                nonlocal moved
                 await state.results_stored()
-                if state.steps_since_snapshot and state.loaded_in is not None:
-                    await state.home.snapshot_now(state)
-                if (to := choose()) is not None and state.term is not None:
-                    model_id = state.model.model_id
-                    await self._store.workers.hand_over(model_id, term=state.term, to=to)
-                    log.info("%s goes to the worker %s", model_id, to)
-                self._disown(state)
+                await copy.take_over()
+                moved = True
 
             with contextlib.suppress(NotOwner):
                 await state.home.workers.run_between_batches(state, give)
+            return moved
 
-        await asyncio.gather(*(one(state) for state in list(self._models.opened())))
+    async def stop_here(self, state: ModelState, give: Callable[[], Awaitable[None]]) -> None:
+        """
+        Stop running a model after its current batch, with a snapshot of it; then `give` it away.
+
+        Whoever has it next continues from the snapshot.
+        """
+
+        async def stop() -> None:
+            await state.results_stored()
+            if state.steps_since_snapshot and state.loaded_in is not None:
+                await state.home.snapshot_now(state)
+            await give()
+            self._disown(state)
+
+        with contextlib.suppress(NotOwner):
+            await state.home.workers.run_between_batches(state, stop)
+
+    def take_copies_from(self, take: Callable[[str], Awaitable[ModelCopy | None]]) -> None:
+        """Where a worker has copies of models that may come to it."""
+        self._models.take_copy = take
+
+    async def adopt(self, model_id: str) -> None:
+        """This worker has a model now: complete the copy of it, and run the steps that wait."""
+        try:
+            known = self._models.get(model_id)
+            state = await self._open(model_id)
+        except (LookupError, NotOwner):
+            return
+        if known is state:
+            await self._workers(state).add_waiting_steps(state)
+        elif state.copied is not None:
+            await state.home.complete_copy(state)
+
+    def may_copy(self, model_id: str, *, term: int) -> bool:
+        """
+        Whether a copy of a model may be made here: nothing of it runs here.
+
+        A model that this process had under an earlier term is given up first.
+        """
+        if (state := self._models.get(model_id)) is not None and (state.term or 0) < term:
+            self._disown(state)
+        return self._models.get(model_id) is None and model_id not in self._models.leaving
+
+    def give_up_waiting_samples(self) -> None:
+        """Samples that no engine has yet go to other workers."""
+        for replicas in self._replicas.values():
+            for engine in replicas.engines:
+                engine.client.give_up_waiting_samples()
 
     def unload_session(self, session_id: str) -> None:
         """Unload the models of a session; the next step of each rebuilds it."""
@@ -659,9 +669,9 @@ class Scheduler:
                 self._execution.spawn(self._retire(state))
 
     async def _retire(self, state: ModelState) -> None:
-        if state is self._moving and self._move is not None:
+        if (moving := self._moves.get(state.model.model_id)) is not None:
             # If it were forgotten now, its next step could rebuild it beside its copy.
-            await asyncio.wait({self._move})
+            await asyncio.wait({moving})
         if await state.home.retire(state):
             self._models.forget(state)
 
@@ -679,78 +689,3 @@ class Scheduler:
         if not was_loaded:
             self._execution.spawn(self._retire(state))
         return written
-
-
-class Pickup:
-    """
-    Finds accepted requests that this process does not have, until the server stops.
-
-    At the start these are all requests that an earlier process left. Later they are requests that
-    were committed and did not reach the scheduler, because a read failed or the connection ended.
-
-    Requests of a base model that is not served wait: another server of this data folder may have
-    accepted them, and a later one may serve their model.
-    """
-
-    def __init__(
-        self,
-        execution: Execution,
-        submit: Callable[[QueuedRequest], None],
-        is_served: Callable[[str], bool],
-        *,
-        home: str | None = None,
-    ) -> None:
-        """On a worker, `home` is its name: it runs what waits for it, and nothing else."""
-        self._home = home
-        self._looked_s = time.monotonic()
-        self._execution = execution
-        self._submit = submit
-        self._is_served = is_served
-        #: How many requests of each base model the last look left, because it is not served.
-        self._unserved: Counter[str] = Counter()
-
-    async def run(self) -> None:
-        """Look once."""
-        try:
-            # One number from an index, while nothing is missing.
-            waiting = await self._execution.store.requests.count_waiting(home=self._home)
-            if any(self._is_served(base_model) for base_model in self._unserved):
-                self._unserved.clear()  # it was added since
-            missing = waiting > len(self._execution.claimed) + self._unserved.total()
-            if missing or (self._home is not None and waiting and self._is_due()):
-                await self.look()
-        except StorageError as error:
-            log.info("cannot read the waiting requests now; retrying: %s", error)
-
-    def _is_due(self) -> bool:
-        return time.monotonic() - self._looked_s >= WORKER_LOOK_S
-
-    async def look(self) -> None:
-        """Submit waiting requests: one batch of each owner in turn, those with the fewest first."""
-        requests = self._execution.store.requests
-        self._looked_s = time.monotonic()
-        before, self._unserved = self._unserved, Counter()
-        positions = dict.fromkeys(await requests.waiting_owners(home=self._home))
-        while positions and not self._execution.closing:
-            for owner, after in list(positions.items()):
-                rows, last = await requests.waiting_of(
-                    owner, after=after, limit=PICKUP_BATCH, home=self._home
-                )
-                for row in rows:
-                    any_model = self._home is not None and row.kind is Kind.CREATE_CUSTOM_LOSS
-                    if any_model or self._is_served(row.base_model):
-                        self._submit(row)
-                    else:
-                        self._unserved[row.base_model] += 1
-                if last is None:
-                    del positions[owner]
-                else:
-                    positions[owner] = last
-        for base_model, count in self._unserved.items():
-            if before[base_model] != count:
-                log.warning(
-                    "%d requests wait for %s, which this server does not serve. They run when "
-                    "another one on this database serves it.",
-                    count,
-                    base_model,
-                )

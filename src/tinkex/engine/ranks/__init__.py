@@ -1,0 +1,1 @@
+"""One model over several processes, the ranks: each has a part of the weights, on its own GPU."""

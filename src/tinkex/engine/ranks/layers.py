@@ -1,0 +1,88 @@
+"""The layers of a rank: where its sums with the other ranks are.
+
+A block (attention, MLP) begins with layers that are divided by their outputs and ends with one that
+is divided by its inputs. Forward, the ranks sum the block's result; backward, the gradient of its
+input. Everything between is the work of one rank: its heads, its part of the MLP, and their keys
+and values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tinkex.engine.model.lora import LoraLinear
+from tinkex.engine.ranks.process_group import ProcessGroup
+from tinkex.engine.ranks.shard import Shard
+
+
+class _SumForward(torch.autograd.Function):
+    """The sum over all ranks; each rank then has the gradient of the sum, which is its own."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+        return group.sum_(part.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _SumBackward(torch.autograd.Function):
+    """The same tensor, whose gradient is the sum of those of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, part: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.sum_(part.clone()), None
+
+
+class RowLinear(LoraLinear):
+    """A linear layer that is divided by its inputs."""
+
+    def __init__(self, whole: LoraLinear, group: ProcessGroup) -> None:
+        super().__init__(whole, whole.name, whole.context, whole.projections)  # type: ignore[arg-type]
+        self._group = group
+        if group.rank and self.bias is not None:
+            self._parameters["bias"] = None  # one rank adds it
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = super().forward(x)
+        if not part.requires_grad:
+            return self._group.sum_(part)
+        whole: Tensor = _SumForward.apply(part, self._group)  # type: ignore[no-untyped-call]
+        return whole
+
+
+def connect(layers: nn.Module, shard: Shard) -> None:
+    """Makes the linear layers of a rank compute what one process would."""
+    blocks: dict[str, nn.Module] = {}
+    for path, module in list(layers.named_modules()):
+        if not isinstance(module, LoraLinear) or module.name not in shard.divisions:
+            continue
+        parent_path, _, leaf = path.rpartition(".")
+        parent = layers.get_submodule(parent_path)
+        if shard.divisions[module.name].letter == "A":
+            setattr(parent, leaf, RowLinear(module, shard.group))
+        else:
+            blocks[parent_path] = parent
+
+    def sum_gradient(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x = args[0] if args else kwargs["hidden_states"]
+        if not x.requires_grad:
+            return args, kwargs
+        summed = _SumBackward.apply(x, shard.group)  # type: ignore[no-untyped-call]
+        if args:
+            return (summed, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": summed}
+
+    for block in blocks.values():
+        block.register_forward_pre_hook(sum_gradient, with_kwargs=True)

@@ -1,0 +1,282 @@
+"""Loads the part of a model that one rank has, by the plan of transformers, and checks it.
+
+The plan names the linear layers that are divided by outputs (`colwise`) and by inputs (`rowwise`).
+Each rank reads only its rows or columns of them from the files. Norms and the embedding are whole
+on each rank.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+)
+
+from tinkex.engine.model import base_model, model_experts
+from tinkex.engine.model.model_shape import NOT_TEXT
+from tinkex.engine.model.targets import HEAD
+from tinkex.engine.model.unsupported import UnsupportedModel, quantization_method
+from tinkex.engine.ranks.process_group import ProcessGroup, own_range
+from tinkex.engine.ranks.shard import Division, Shard
+from tinkex.models.weight_file_checks import (
+    check_complete,
+    check_layers,
+    check_weight_files,
+    tensor_names,
+    weight_files,
+)
+
+if TYPE_CHECKING:
+    from tinkex.engine.model.base_model import BaseModel
+
+#: Styles of the plan that divide a layer, with the factor of an adapter that is divided with it.
+STYLES: Mapping[str, Any] = {"colwise": "B", "rowwise": "A"}
+
+_IN_LAYER = re.compile(r"(?:^|\.)(layers\.\d+\..+)\.(weight|bias)$")
+
+
+def load_shard(
+    folder: Path, dtype: torch.dtype, device: torch.device, group: ProcessGroup
+) -> tuple[Any, Shard]:
+    """The model of transformers with the layers of this rank. Raises `UnsupportedModel`."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    base_model.refuse_unsupported(config)
+    refuse_undivided(config, folder, group.size)
+    check_weight_files(folder, config.to_dict())
+    check_layers(config.get_text_config().num_hidden_layers, {*tensor_names(folder)}, folder)
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    with torch.device("meta"):
+        divisions = divide(family(config), group.rank, group.size)
+    shard = Shard(group, divisions)
+
+    def __init__(self: Any, config: PretrainedConfig) -> None:
+        family.__init__(self, config)
+        divide(self, group.rank, group.size)
+
+    # transformers makes the model without memory and then fills it; here, with smaller layers.
+    smaller: Any = type(
+        family.__name__, (family,), {"__init__": __init__, "__module__": family.__module__}
+    )
+    straight = device.type == "cuda" and importlib.util.find_spec("accelerate") is not None
+    with base_model.quiet_transformers():
+        model, found = smaller.from_pretrained(
+            None,
+            config=config,
+            state_dict=read_shard(folder, shard, dtype, device),
+            dtype=dtype,
+            attn_implementation=base_model.original_attention(config, AutoModelForCausalLM),
+            output_loading_info=True,
+            device_map={"": device} if straight else None,
+        )
+    check_complete(found["missing_keys"], folder)
+    return model, shard
+
+
+def refuse_undivided(config: PretrainedConfig, folder: Path, ranks: int) -> None:
+    """Raises `UnsupportedModel` for models that are served on one GPU only."""
+    one = "Serve it on one GPU (--gpus-per-replica 1)."
+    if not any(folder.glob("*.safetensors")):
+        raise UnsupportedModel(f"only safetensors can be divided over {ranks} GPUs. {one}")
+    if (method := quantization_method(getattr(config, "quantization_config", None))) is not None:
+        raise UnsupportedModel(
+            f"weights that are quantized ({method}) cannot be divided over {ranks} GPUs. {one}"
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(
+            f"{config.model_type} takes images and has no text form in transformers, so it cannot be "
+            f"divided over {ranks} GPUs. {one}"
+        )
+    text = config.get_text_config()
+    if model_experts.expert_count(config):
+        raise UnsupportedModel(
+            f"{config.model_type} is a mixture of experts, which cannot be divided over {ranks} "
+            f"GPUs yet. {one}"
+        )
+    if not getattr(text, "base_model_tp_plan", None):
+        raise UnsupportedModel(
+            f"transformers has no plan that divides {config.model_type} models over {ranks} GPUs. "
+            f"{one}"
+        )
+    counts = {
+        "attention heads": text.num_attention_heads,
+        "key heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+    }
+    if any(count % ranks for count in counts.values()):
+        which = " and ".join(f"{count} {name}" for name, count in counts.items())
+        fitting = [
+            str(k)
+            for k in range(1, min(counts.values()) + 1)
+            if not any(count % k for count in counts.values())
+        ]
+        raise UnsupportedModel(
+            f"a model with {which} cannot be divided over {ranks} GPUs. Use --gpus-per-replica "
+            f"{' or '.join(fitting)}."
+        )
+
+
+def divide(model: Any, rank: int, ranks: int) -> dict[str, Division]:
+    """Replaces the linear layers by those of a rank, without weights. Raises `UnsupportedModel`."""
+    text = model.config.get_text_config()
+    plan: Mapping[str, str] = text.base_model_tp_plan
+    layers = getattr(model.get_decoder(), "layers", None)
+    if layers is None:
+        raise UnsupportedModel(
+            f"transformers' code for {model.config.model_type} models has no decoder attribute "
+            "`layers`. Serve another model."
+        )
+    prefix = next(name for name, module in model.named_modules() if module is layers)
+    divisions: dict[str, Division] = {}
+    for path, module in list(layers.named_modules()):
+        if not isinstance(module, nn.Linear):
+            continue
+        style = next(
+            (plan[each] for each in plan if fnmatch.fnmatchcase(f"layers.{path}", each)), None
+        )
+        if style is None or style not in STYLES:
+            raise UnsupportedModel(
+                f"the plan of transformers for {model.config.model_type} models does not divide "
+                f"{path.partition('.')[2]} ({style or 'not named'}). Serve it on one GPU "
+                "(--gpus-per-replica 1)."
+            )
+        division = Division(
+            STYLES[style], module.out_features if style == "colwise" else module.in_features
+        )
+        if division.size % ranks:
+            raise UnsupportedModel(
+                f"{prefix}.{path} has {division.size} "
+                f"{'outputs' if style == 'colwise' else 'inputs'}, which {ranks} GPUs cannot "
+                "divide. Use another --gpus-per-replica."
+            )
+        divisions[f"{prefix}.{path}"] = division
+        own = division.size // ranks
+        sizes = (module.in_features, own) if style == "colwise" else (own, module.out_features)
+        _replace(layers, path, _linear(*sizes, module))
+    head = model.get_output_embeddings()
+    divisions[HEAD] = Division("B", head.out_features)
+    if not text.tie_word_embeddings:
+        start, stop = own_range(head.out_features, rank, ranks)
+        model.set_output_embeddings(_linear(head.in_features, stop - start, head))
+    return divisions
+
+
+def _linear(inputs: int, outputs: int, like: nn.Linear) -> nn.Linear:
+    return nn.Linear(
+        inputs,
+        outputs,
+        bias=like.bias is not None,
+        device=like.weight.device,
+        dtype=like.weight.dtype,
+    )
+
+
+def _replace(root: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, leaf = path.rpartition(".")
+    setattr(root.get_submodule(parent), leaf, module)
+
+
+def read_shard(
+    folder: Path, shard: Shard, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """The tensors of this rank, read straight to its device: of divided layers only its part."""
+    by_layer = {
+        match[1]: division
+        for name, division in shard.divisions.items()
+        if (match := _IN_LAYER.search(f"{name}.weight")) is not None
+    }
+    found: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt", device=str(device)) as opened:
+            for key in [*opened.keys()]:
+                if NOT_TEXT & set(key.split(".")):
+                    continue
+                match = _IN_LAYER.search(key)
+                division = None if match is None else by_layer.get(match[1])
+                kind = key.rpartition(".")[2]
+                if match is None and key.rpartition(".")[0].rpartition(".")[2] in HEADS:
+                    division = shard.divisions[HEAD]
+                found[key] = _read(opened.get_slice(key), kind, division, shard).to(dtype)
+    return found
+
+
+#: The last parts of names of output projections.
+HEADS = frozenset({"lm_head", "embed_out"})
+
+
+def _read(whole: Any, kind: str, division: Division | None, shard: Shard) -> Tensor:
+    """`whole` is a tensor in its file."""
+    tensor: Tensor
+    if division is None or (division.letter == "A" and kind == "bias"):
+        tensor = whole[:]
+        return tensor
+    start, stop = shard.range_of(division)
+    tensor = whole[:, start:stop] if division.letter == "A" else whole[start:stop]
+    # Rows may be a view of the whole tensor.
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+# -- the check at start ---------------------------------------------------------------------------
+
+
+def compared_layers(config: PretrainedConfig) -> int:
+    """The first layers, until each kind of layer has been among them."""
+    text = config.get_text_config()
+    kinds = list(getattr(text, "layer_types", None) or [])
+    last = max((kinds.index(kind) for kind in kinds), default=0)
+    return min(int(text.num_hidden_layers), max(last + 1, 2))
+
+
+def original_logits(folder: Path, dtype: torch.dtype, device: torch.device, layers: int) -> Tensor:
+    """What transformers computes with the first layers, whole."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    text = config.get_text_config()
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    auto: Any = AutoModelForCausalLM
+    with base_model.quiet_transformers():
+        model = auto.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=base_model.original_attention(config, AutoModelForCausalLM),
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    found = base_model.Probe.of(model.to(device).eval(), None).expected_TV
+    assert found is not None
+    return found.cpu()
+
+
+def check_first_layers(model: BaseModel, folder: Path, group: ProcessGroup) -> None:
+    """
+    Compares the first layers of all ranks with transformers' code for them, which rank 0 runs whole.
+
+    Raises `UnsupportedModel`. A whole model would not fit: that is why it is divided.
+    """
+    count = compared_layers(model.config)
+    expected_TV = group.agree(
+        lambda: original_logits(folder, model.dtype, model.device, count).numpy()
+    )
+    found_TV = model.first_layers_logits(count)
+    gap = group.agree(
+        lambda: base_model.relative_gap(found_TV.cpu(), torch.from_numpy(expected_TV))
+    )
+    if not gap < base_model.TOLERANCE[model.dtype]:  # NaN is refused too
+        raise UnsupportedModel(
+            f"{group.size} ranks do not compute {model.config.model_type} models correctly (the "
+            f"logits of the first {count} layers differ by {gap:.1e}). Serve it on one GPU "
+            "(--gpus-per-replica 1)."
+        )

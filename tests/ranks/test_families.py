@@ -1,0 +1,113 @@
+"""Which model families are divided, and what the others are told."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from numerics.helpers import random_adapter, request, sample, weighted, work
+from numerics.hybrids import write_hybrid
+from numerics.mixtures import write_mixture
+from numerics.test_families import SERVED, write_model
+from ranks.ranked import ranked
+from ranks.test_agreement import assert_close, assert_same_sample, create, outputs, tensors
+from tinkex.engine.adapters.model_needs import predicted_needs, read_shape
+from tinkex.engine.engine import measured_needs
+from tinkex.engine.model.unsupported import UnsupportedModel
+from tinkex.engine.ranks.divided_shape import Undivided, fitting_counts
+from tinkex.models.families import FAMILIES
+
+#: Families whose projections the plan of transformers does not divide by heads.
+WHOLE = {"Phi3": "o_proj", "Olmo2": "q_proj", "Glm4": "gate_up_proj", "Youtu": "q_a_proj"}
+DIVIDED = sorted(SERVED.keys() - WHOLE.keys() - {"Llama", "Qwen3"})  # these have tests of their own
+
+
+def test_the_table_of_families_says_which_are_divided() -> None:
+    assert {family.name for family in FAMILIES if family.divided} == {*DIVIDED, "Llama", "Qwen3"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", DIVIDED)
+def test_a_family_computes_the_same_on_two_ranks(family: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", family, **SERVED[family])
+    data = work([weighted(np.random.default_rng(0), length) for length in (20, 7)])
+    with ranked(folder, 1) as one, ranked(folder, 2) as two:
+        adapter = random_adapter(one, tmp_path / "adapter")
+        for engine in (one, two):
+            create(engine, "m")
+            engine.load("m", adapter, optimizer=False)
+        assert_close(*(outputs(engine, "m", data, backward=True) for engine in (one, two)))
+        assert_close(*(tensors(engine, "m") for engine in (one, two)))
+        asked = [request([5, 6, 7, 8], samples=2, max_tokens=12, seed=1, stop=[])]
+        (first,), (second,) = (sample(engine, asked, [adapter]) for engine in (one, two))
+        assert_same_sample(first, second)
+        # What is predicted before a model is loaded is what it takes, on each rank.
+        needs = predicted_needs(read_shape(folder), device="cpu", element=4, gpus=2)
+        found = measured_needs(two.model)
+        for name in ("kv_bytes_per_token", "adapter_numbers"):
+            assert getattr(needs, name) == getattr(found, name), name
+        # Beside tables of positions, and biases, which are predicted whole.
+        assert needs.weights == pytest.approx(found.weights, rel=0.02)
+
+
+@pytest.fixture
+def refused(tmp_path: Path) -> Any:
+    def get(folder: Path, ranks: int = 2) -> str:
+        with pytest.raises(UnsupportedModel) as error, ranked(folder, ranks):
+            pass
+        return str(error.value)
+
+    return get
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", sorted(WHOLE))
+def test_a_family_whose_projections_are_not_divided_is_refused(
+    family: str, refused: Any, tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path / "model", family, **SERVED[family])
+    message = refused(folder)
+    assert WHOLE[family] in message
+    assert "--gpus-per-replica 1" in message
+    if family != "Olmo2":  # whose projections have the usual names
+        with pytest.raises(Undivided):
+            predicted_needs(read_shape(folder), device="cpu", element=4, gpus=2)
+
+
+def test_a_number_of_gpus_that_does_not_divide_the_heads_is_refused_with_the_numbers(
+    refused: Any, models: dict[str, Path]
+) -> None:
+    message = refused(models["qwen3"], 3)
+    assert "4 attention heads and 2 key heads cannot be divided over 3 GPUs" in message
+    assert "--gpus-per-replica 1 or 2." in message
+    assert fitting_counts(read_shape(models["qwen3"]), 8) == [1, 2]
+    assert fitting_counts(read_shape(models["four"]), 8) == [1, 2, 4]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_experts_recurrent_layers_and_other_files_are_refused_by_name(
+    refused: Any, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    assert "mixture of experts" in refused(write_mixture(tmp_path / "mixture", "Qwen3Moe"))
+    assert "gpus-per-replica 1" in refused(write_hybrid(tmp_path / "hybrid", "Qwen3_5Text"))
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "config.json").write_text((models["llama"] / "config.json").read_text())
+    (tmp_path / "gguf" / "model.gguf").write_bytes(b"GGUF")
+    assert "only safetensors" in refused(tmp_path / "gguf")
+
+
+def test_a_wrong_division_is_found_before_the_engine_is_ready(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, refused: Any
+) -> None:
+    """The first layers are compared with transformers' own."""
+    from tinkex.engine.ranks import layers
+
+    plain = layers.connect
+
+    def broken(decoder_layers: Any, shard: Any) -> None:
+        plain(decoder_layers, shard)
+        decoder_layers[0].self_attn.o_proj.weight.mul_(1.5)
+
+    monkeypatch.setattr(layers, "connect", broken)
+    assert "do not compute qwen3 models correctly" in refused(models["qwen3"])

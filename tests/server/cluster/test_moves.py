@@ -1,0 +1,471 @@
+"""A model moves from one live worker to another while its client trains: no step is lost or doubled."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from server.api.test_custom_losses import loss
+from server.cluster.conftest import Parts
+from server.cluster_parts import Forgetful, a_web, a_worker
+from server.echo import BASE, EchoExecutor, content, task_of
+from server.hosting import Api
+from tinkex.server.cluster import moves
+from tinkex.server.cluster.moves import RemoteCopy, choose_move
+from tinkex.server.scheduler.model_worker import ModelState
+from tinkex.server.store.workers import UP, WorkerRow
+from tinkex.wire.proto.frames_pb2 import Done, Order
+from waiting import until_async
+
+pytestmark = pytest.mark.anyio
+
+
+class PacedExecutor(EchoExecutor):
+    """
+    An engine that takes a while for each order, and can be held up.
+
+    The number of a model is the sum of its gradients: with one token in each step, how many steps it has.
+    """
+
+    def __init__(self, order_s: float = 0.005) -> None:
+        super().__init__()
+        self.order_s = order_s
+        #: Orders for which this is true wait until `go` is set.
+        self.holds: Callable[[Order], bool] = lambda _: False
+        self.go = asyncio.Event()
+        self.held = asyncio.Event()
+        self._turn = asyncio.Lock()
+
+    async def run(self, base_model: str, work: Order, *, incarnation: int | None = None) -> Done:
+        if self.holds(work):
+            self.held.set()
+            await self.go.wait()
+        if self.order_s:
+            async with self._turn:
+                await asyncio.sleep(self.order_s)
+        return await super().run(base_model, work, incarnation=incarnation)
+
+    def _do(self, work: Order) -> bytes:
+        if task_of(work) == "optim_step":
+            model = self.models[content(work).model_id]
+            # `EchoExecutor` doubles it.
+            model.gradient -= model.value
+        return super()._do(work)
+
+
+def of_model(model: str) -> Callable[[Order], bool]:
+    return lambda order: getattr(content(order), "model_id", None) == model
+
+
+class Cluster(Parts):
+    """Two paced workers; `here` has the models of a test, and `there` is the other one."""
+
+    executors: dict[str, PacedExecutor]  # type: ignore[assignment]
+    here: str = "one"
+    there: str = "two"
+
+    def state(self, model: str) -> ModelState:
+        state = self.workers[self.here]._scheduler._models.get(model)
+        assert state is not None
+        return state
+
+    def begin_move(self, model: str) -> asyncio.Task[bool]:
+        moving = self.workers[self.here]._moves.move(self.state(model), self.there)
+        return asyncio.create_task(moving)
+
+
+@pytest.fixture
+async def cluster(db: str, tmp_path: Path) -> AsyncIterator[Cluster]:
+    async with contextlib.AsyncExitStack() as stack:
+        found = Cluster(db, tmp_path, [])
+        for name in ("one", "two"):
+            executor = found.executors[name] = PacedExecutor()
+            worker = a_worker(db, tmp_path, name, executor, gap_s=30.0)
+            found.workers[name] = await stack.enter_async_context(worker)
+        for worker in found.workers.values():
+            await worker.known.look()
+        found.webs.append(await stack.enter_async_context(a_web(db, tmp_path)))
+        yield found
+
+
+@pytest.fixture
+def paused(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> list[int]:
+    """Of each move: how many steps its copy lacked when the model stopped."""
+    found: list[int] = []
+    take_over = RemoteCopy.take_over
+
+    async def counted(copy: RemoteCopy) -> None:
+        model = copy._model_id
+        here, there = (cluster.executors[name] for name in (copy._home, copy._target))
+        if model in there.models:
+            found.append(here.models[model].value - there.models[model].value)
+        await take_over(copy)
+
+    monkeypatch.setattr(RemoteCopy, "take_over", counted)
+    return found
+
+
+class Training:
+    """A client that takes steps of one token each, one after the other, until it is told to stop."""
+
+    def __init__(self, api: Api, model: str) -> None:
+        self._api, self._model = api, model
+        self.steps = 0
+        self._next = 1
+        self._stopped = False
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while not self._stopped:
+            await self.step()
+
+    async def step(self) -> None:
+        await self._api.forward_backward(self._model, self._next, tokens=1)
+        value = await self._api.value(await self._api.optim_step(self._model, self._next + 1))
+        self._next += 2
+        self.steps += 1
+        # Neither lost nor doubled.
+        assert value == self.steps
+
+    async def reached(self, steps: int) -> None:
+        while self.steps < steps:
+            if self._task.done():
+                await self._task
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        self._stopped = True
+        await self._task
+
+
+async def begin(cluster: Cluster, steps: int) -> tuple[str, Training]:
+    model = await cluster.webs[0].model()
+    cluster.here = cluster.having(model)
+    (cluster.there,) = set(cluster.workers) - {cluster.here}
+    training = Training(cluster.webs[0], model)
+    await training.reached(steps)
+    return model, training
+
+
+async def test_a_model_moves_while_it_trains(cluster: Cluster, paused: list[int]) -> None:
+    async with asyncio.timeout(25):
+        model, training = await begin(cluster, 3)
+        for executor in cluster.executors.values():
+            executor.order_s = 0.01
+        assert await cluster.begin_move(model)
+        await training.reached(training.steps + 3)
+        await training.stop()
+        assert cluster.having(model) == cluster.there
+        assert all(lacked < 2 for lacked in paused)
+        # And back: what the first one had is gone.
+        cluster.here, cluster.there = cluster.there, cluster.here
+        assert await cluster.begin_move(model)
+        await training.step()
+        assert cluster.having(model) == cluster.there
+        assert len(paused) == 2
+
+
+async def test_a_model_waits_for_a_copy_that_comes_no_closer_and_stops_for_less_than_two_steps(
+    cluster: Cluster, paused: list[int]
+) -> None:
+    async with asyncio.timeout(25):
+        model, training = await begin(cluster, 2)
+        here, there = (cluster.executors[name] for name in (cluster.here, cluster.there))
+        there.holds = lambda order: task_of(order) == "restore"
+        moving = cluster.begin_move(model)
+        await there.held.wait()
+        await training.reached(training.steps + 8)
+        # The other engine is slower: by itself, the copy would never catch up.
+        here.order_s, there.order_s = 0.05, 0.08
+        there.go.set()
+        assert await moving
+        await training.reached(training.steps + 2)
+        await training.stop()
+        assert [lacked < 2 for lacked in paused] == [True]
+
+
+async def test_a_model_goes_on_while_its_copy_is_stuck_and_stays_if_that_is_lost(
+    cluster: Cluster,
+) -> None:
+    async with asyncio.timeout(25):
+        model, training = await begin(cluster, 3)
+        there = cluster.executors[cluster.there]
+        there.holds = of_model(model)
+        moving = cluster.begin_move(model)
+        await there.held.wait()
+        await training.reached(training.steps + 5)
+        assert not moving.done()
+        # The engine dies in the middle of the copy.
+        there.die()
+        there.go.set()
+        assert not await moving
+        await training.reached(training.steps + 2)
+        # The worker dies in the middle of the next one.
+        there.go.clear()
+        there.held.clear()
+        moving = cluster.begin_move(model)
+        await there.held.wait()
+        await silence(cluster, cluster.there)
+        assert not await moving
+        await training.reached(training.steps + 2)
+        await training.stop()
+        assert model in cluster.executors[cluster.here].models
+
+
+async def silence(cluster: Cluster, name: str) -> None:
+    """A worker that nobody hears of any more."""
+    await cluster.workers[name]._beat_task.close()
+    await cluster.workers[name]._look_task.close()
+
+
+async def test_the_copy_is_used_if_the_old_worker_is_lost(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with asyncio.timeout(25):
+        model, training = await begin(cluster, 3)
+        there = cluster.executors[cluster.there]
+        take_over, stopped, continues = RemoteCopy.take_over, asyncio.Event(), asyncio.Event()
+
+        async def stop_before(copy: RemoteCopy) -> None:
+            await silence(cluster, cluster.here)
+            stopped.set()
+            await continues.wait()
+            await take_over(copy)
+
+        monkeypatch.setattr(RemoteCopy, "take_over", stop_before)
+        moving = cluster.begin_move(model)
+        await stopped.wait()
+        await training.reached(training.steps + 2)
+        # It was rebuilt from the copy.
+        assert there.tasks("restore") == ["restore"]
+        # The old worker continues, and may do nothing.
+        continues.set()
+        assert not await moving
+        await until_async(lambda: model not in cluster.executors[cluster.here].models)
+        await training.reached(training.steps + 2)
+        await training.stop()
+
+
+async def test_the_new_worker_is_lost_just_after_it_got_the_model(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with asyncio.timeout(25):
+        model, training = await begin(cluster, 3)
+        there = cluster.executors[cluster.there]
+        take_over = RemoteCopy.take_over
+
+        async def then_silence(copy: RemoteCopy) -> None:
+            there.holds = of_model(model)
+            await silence(cluster, cluster.there)
+            await take_over(copy)
+
+        monkeypatch.setattr(RemoteCopy, "take_over", then_silence)
+        assert await cluster.begin_move(model)
+        await training.reached(training.steps + 3)
+        await training.stop()
+        assert model in cluster.executors[cluster.here].models
+
+
+async def test_another_worker_takes_the_model_during_a_move(cluster: Cluster) -> None:
+    async with asyncio.timeout(25):
+        model, training = await begin(cluster, 3)
+        here, there = (cluster.executors[name] for name in (cluster.here, cluster.there))
+        there.holds = of_model(model)
+        moving = cluster.begin_move(model)
+        await there.held.wait()
+        old = cluster.workers[cluster.here]
+        await old._store.workers.hand_over(
+            model, term=cluster.state(model).term or 0, to=cluster.there
+        )
+        there.go.set()
+        assert not await moving
+        await training.reached(training.steps + 3)
+        await training.stop()
+        await until_async(lambda: model not in here.models)
+
+
+async def test_nothing_is_lost_although_every_second_notification_is(cluster: Cluster) -> None:
+    async with asyncio.timeout(25):
+        model, training = await begin(cluster, 2)
+        with Forgetful():
+            await cluster.workers[cluster.here].drain(5.0)
+            await training.reached(training.steps + 2)
+            await training.stop()
+        assert cluster.having(model) == cluster.there
+
+
+async def test_gradients_custom_losses_and_a_save_move_with_their_model(cluster: Cluster) -> None:
+    web = cluster.webs[0]
+    async with asyncio.timeout(25):
+        session = await web.session()
+        model = await web.model(session)
+        cluster.here = cluster.having(model)
+        (cluster.there,) = set(cluster.workers) - {cluster.here}
+        here, there = (cluster.executors[name] for name in (cluster.here, cluster.there))
+        await web.passed(await web.forward_backward(model, 1, tokens=2))
+        there.holds = of_model(model)
+        moving = cluster.begin_move(model)
+        await there.held.wait()
+        # Its client goes on: more gradients, a loss, and a save that takes a while.
+        await web.passed(await web.forward_backward(model, 2, tokens=3))
+        made = await web.result(await web.step("create_custom_loss", **loss(session)))
+        assert made["loss_id"]
+        here.holds = lambda order: task_of(order) == "save"
+        saved = await web.step("save_weights_for_sampler", model_id=model, seq_id=3, path="a")
+        await here.held.wait()
+        there.go.set()
+        await until_async(lambda: len(there.tasks("run_pass")) == 1)
+        assert not moving.done()
+        here.go.set()
+        assert (await web.result(saved))["path"]
+        assert await moving
+        await web.passed(await web.forward_backward(model, 4, tokens=4))
+        assert await web.value(await web.optim_step(model, 5)) == 2 + 3 + 4
+        assert there.tasks("save") == []
+        assert "register_loss" in there.tasks()
+        assert cluster.having(model) == cluster.there
+
+
+async def test_a_copy_holds_up_no_batch_of_another_owner(cluster: Cluster) -> None:
+    """Also a batch that is larger than what the copy has left."""
+    async with asyncio.timeout(25):
+        model, training = await begin(cluster, 6)
+        other = await cluster.webs[0].model()
+        there = cluster.executors[cluster.there]
+        assert cluster.having(other) == cluster.there
+        there.holds = lambda order: task_of(order) == "restore"
+        moving = cluster.begin_move(model)
+        await there.held.wait()
+        state = cluster.workers[cluster.there]._scheduler._models.get(other)
+        assert state is not None
+        state.model = replace(state.model, owner="somebody")
+        await cluster.webs[0].passed(
+            await cluster.webs[0].forward_backward(other, 1, tokens=50_000)
+        )
+        assert not moving.done()
+        there.go.set()
+        assert await moving
+        await training.stop()
+
+
+async def test_a_drained_worker_moves_its_models_while_they_train(
+    cluster: Cluster, paused: list[int]
+) -> None:
+    async with asyncio.timeout(25):
+        model, training = await begin(cluster, 3)
+        idle = [await cluster.webs[0].model() for _ in range(2)]
+        for executor in cluster.executors.values():
+            executor.order_s = 0.01
+        await cluster.workers[cluster.here].drain(20.0)
+        await training.reached(training.steps + 2)
+        await training.stop()
+        assert set(cluster.executors[cluster.there].models) == {model, *idle}
+        assert all(lacked < 2 for lacked in paused)
+
+
+async def test_a_drain_does_not_wait_for_a_copy_that_is_stuck(cluster: Cluster) -> None:
+    async with asyncio.timeout(25):
+        model, training = await begin(cluster, 3)
+        there = cluster.executors[cluster.there]
+        there.holds = of_model(model)
+        await cluster.workers[cluster.here].drain(3.0)
+        steps = training.steps
+        await cluster.workers[cluster.here].close()
+        there.go.set()
+        await training.reached(steps + 2)
+        await training.stop()
+        assert cluster.having(model) == cluster.there
+
+
+async def test_work_that_arrives_during_a_drain_does_not_wait_for_its_end(
+    cluster: Cluster,
+) -> None:
+    web = cluster.webs[0]
+    async with asyncio.timeout(25):
+        model, training = await begin(cluster, 3)
+        await training.stop()
+        here = cluster.executors[cluster.here]
+        # This step keeps the worker from leaving.
+        here.holds = lambda order: task_of(order) == "optim_step"
+        step = await web.optim_step(model, training._next)
+        await here.held.wait()
+        draining = asyncio.create_task(cluster.workers[cluster.here].drain(50.0))
+        await until_async(lambda: cluster.workers[cluster.here]._scheduler.draining)
+        # Web processes do not know yet.
+        body = {
+            "base_model": BASE,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+            "num_samples": 1,
+            "sampling_params": {},
+        }
+        sampled = [(await web.post("asample", body)).json["request_id"] for _ in range(4)]
+        created = [await web.model() for _ in range(2)]
+        for request in sampled:
+            assert (await web.result(request))["sequences"]
+        assert not draining.done()
+        assert all(one in cluster.executors[cluster.there].models for one in created)
+        here.go.set()
+        assert await web.value(step) == training.steps
+        await draining
+
+
+def row(name: str, training: int) -> WorkerRow:
+    return WorkerRow(
+        name=name,
+        base_model=BASE,
+        term=1,
+        state=UP,
+        silent_s=0.0,
+        model={},
+        stats={"training": training},
+    )
+
+
+def test_a_model_moves_only_if_workers_differ_by_two() -> None:
+    assert choose_move([]) is None
+    assert choose_move([row("a", 1), row("b", 0)]) is None
+    assert choose_move([row("a", 2), row("b", 0)]) == ("a", "b")
+    assert choose_move([row("a", 1), row("b", 3), row("c", 0)]) == ("b", "c")
+    # All workers choose the same two.
+    assert choose_move([row("a", 3), row("b", 3), row("c", 1)]) == ("b", "c")
+
+
+async def test_models_move_to_a_worker_that_is_free(
+    db: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moves, "UNEVEN_S", 0.5)
+    first, second = PacedExecutor(), PacedExecutor()
+    async with (
+        asyncio.timeout(25),
+        a_worker(db, tmp_path, "one", first),
+        a_web(db, tmp_path) as web,
+    ):
+        trainings = [Training(web, await web.model()) for _ in range(4)]
+        async with a_worker(db, tmp_path, "two", second):
+            await until_async(lambda: len(second.models) == 2, within_s=30)
+            for training in trainings:
+                await training.reached(training.steps + 2)
+            assert len(first.models) == len(second.models) == 2
+            for training in trainings:
+                await training.stop()
+
+
+async def test_a_model_that_comes_while_its_copy_is_dropped_is_rebuilt(cluster: Cluster) -> None:
+    async with asyncio.timeout(25):
+        model, training = await begin(cluster, 3)
+        there = cluster.executors[cluster.there]
+        there.holds = of_model(model)
+        moving = cluster.begin_move(model)
+        await there.held.wait()
+        moving.cancel()
+        copies = cluster.workers[cluster.there]._copies._copies
+        await until_async(lambda: copies[model].dropping is not None)
+        old = cluster.workers[cluster.here]
+        await old._moves._stop(cluster.state(model))
+        there.go.set()
+        await training.reached(training.steps + 3)
+        await training.stop()
+        assert cluster.having(model) == cluster.there
