@@ -265,7 +265,6 @@ def test_decoding_waits_for_room() -> None:
     # More than the limit, but no other request has any.
     images.wait_for_room(first, 150)
     images.add(first, image(1, 90))
-    images.wait_for_room(first, 60)
     assert images.find(second, [bytes([1])]) == images.find(first, [bytes([1]), bytes([2])])
     assert images.find(Holder(3, "other"), [bytes([1])]) == {}
     passed: list[int] = []
@@ -287,6 +286,17 @@ def test_decoding_waits_for_room() -> None:
         thread.join(10)
     assert sorted(passed) == [2, 3]
     assert images.tokens == 0
+    # What was promised is taken, before the images are there.
+    threads = [threading.Thread(target=wait, args=(Holder(4, "o"), 75))]
+    threads[0].start()
+    while not images._line:
+        threads[0].join(0.01)
+    assert 4 not in passed
+    images.add(Holder(2, "o"), image(2, 15))
+    assert 4 not in passed
+    images.release(2)
+    threads[0].join(10)
+    assert 4 in passed
 
 
 def test_a_request_with_too_many_images_is_refused(engine: Engine, reader: GatedReader) -> None:

@@ -84,6 +84,8 @@ class DecodedImages:
         self._max_tokens = max_tokens
         self._images: dict[tuple[str, bytes], PreparedImage] = {}
         self._tickets: dict[tuple[str, bytes], set[int]] = {}
+        #: Tokens that requests may still add, by their tickets.
+        self._promised: dict[int, int] = {}
         #: Requests that wait for room.
         self._line: deque[int] = deque()
         self._changed = threading.Condition()
@@ -112,26 +114,29 @@ class DecodedImages:
         with self._changed:
             self._line.append(holder.ticket)
             self._changed.wait_for(
-                lambda: (
-                    self._line[0] == holder.ticket
-                    and (
-                        self.tokens + tokens <= self._max_tokens
-                        or not set().union(*self._tickets.values()) - {holder.ticket}
-                    )
-                )
+                lambda: self._line[0] == holder.ticket and self._fits(holder, tokens)
             )
             self._line.popleft()
+            self._promised[holder.ticket] = tokens
             self._changed.notify_all()
+
+    def _fits(self, holder: Holder, tokens: int) -> bool:
+        others = self._promised.keys() | set().union(*self._tickets.values())
+        taken = self.tokens + sum(self._promised.values())
+        return taken + tokens <= self._max_tokens or not others - {holder.ticket}
 
     def add(self, holder: Holder, image: PreparedImage) -> None:
         with self._changed:
             self._images[holder.owner, image.digest] = image
             tickets = self._tickets.setdefault((holder.owner, image.digest), set())
             tickets.add(holder.ticket)
+            if holder.ticket in self._promised:
+                self._promised[holder.ticket] -= image.tokens
 
     def release(self, ticket: int) -> None:
         """When the request is done."""
         with self._changed:
+            self._promised.pop(ticket, None)
             for key, tickets in list(self._tickets.items()):
                 tickets.discard(ticket)
                 if not tickets:
