@@ -453,19 +453,32 @@ async def test_models_move_to_a_worker_that_is_free(
                 await training.stop()
 
 
-async def test_a_model_that_comes_while_its_copy_is_dropped_is_rebuilt(cluster: Cluster) -> None:
+async def test_a_model_that_comes_while_its_copy_is_dropped_is_rebuilt(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with asyncio.timeout(25):
         model, training = await begin(cluster, 3)
         there = cluster.executors[cluster.there]
-        there.holds = of_model(model)
+        there.holds = lambda order: task_of(order) == "drop"
+        take_over, close = RemoteCopy.take_over, asyncio.Event()
+
+        async def never(copy: RemoteCopy) -> None:
+            close.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(RemoteCopy, "take_over", never)
         moving = cluster.begin_move(model)
-        await there.held.wait()
+        await close.wait()
         moving.cancel()
-        copies = cluster.workers[cluster.there]._copies._copies
-        await until_async(lambda: copies[model].dropping is not None)
+        await there.held.wait()
+        monkeypatch.setattr(RemoteCopy, "take_over", take_over)
         old = cluster.workers[cluster.here]
-        await old._moves._stop(cluster.state(model))
+        await old._store.workers.hand_over(
+            model, term=cluster.state(model).term or 0, to=cluster.there
+        )
+        # Long enough to rebuild it, if that did not wait.
+        await asyncio.sleep(1.5)
         there.go.set()
         await training.reached(training.steps + 3)
         await training.stop()
-        assert cluster.having(model) == cluster.there
+        assert model in there.models
