@@ -21,6 +21,9 @@ from tinkex.engine.ranks.engine import ON_ALL_RANKS, RankedEngine
 
 assert tiny_folder  # a fixture
 
+#: Tests that fill the whole context, or take their time in other processes.
+SLOW = ("without_stop", "killed_while", "in_company")
+
 for module in (
     *(test_checkpoints, test_engine, test_prefix_cache),
     *(test_sample_controls, test_sampler, test_streaming),
@@ -28,7 +31,7 @@ for module in (
     for name, value in vars(module).items():
         if not name.startswith("test_"):
             globals().setdefault(name, value)  # fixtures
-        elif "without_stop" not in name:  # which fills the whole context
+        elif not any(part in name for part in SLOW):
             takes = set(inspect.signature(value).parameters)
             if "engine" in takes and takes.isdisjoint({"monkeypatch", "tiny_folder"}):
                 assert name not in globals(), name

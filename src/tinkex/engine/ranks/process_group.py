@@ -69,14 +69,15 @@ class ProcessGroup:
         store.set_timeout(timeout)
         backend: Any
         try:
+            # All ranks are on this machine: nothing listens on its network.
+            for library in ("GLOO", "NCCL"):
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback())
             if device.type == "cuda":
                 torch.cuda.set_device(device)
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
                 backend = dist.ProcessGroupNCCL(store, rank, size, options)
             else:
-                # All ranks are on this machine.
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
                 backend = dist.ProcessGroupGloo(store, rank, size, timeout)
             self._backend = backend
             # NCCL connects with the first collective.
