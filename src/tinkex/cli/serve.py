@@ -29,7 +29,7 @@ REQUIRED_PACKAGES = [
         "tinkex serve ~/models/Qwen3-0.6B --port 8001",
         "tinkex serve Qwen/Qwen3-8B=~/models/small --device cuda --data /srv/tinkex",
         "tinkex serve Qwen/Qwen3-8B --device cuda:0,cuda:1     # two replicas",
-        "tinkex serve Qwen/Qwen3-32B --gpus-per-replica 2      # one model on two GPUs",
+        "tinkex serve Qwen/Qwen3-32B --gpus-per-replica 2    # over two GPUs",
     ),
 )
 @click.argument("models", nargs=-1, metavar="[NAME|FOLDER|NAME=FOLDER]...")

@@ -84,6 +84,9 @@ class Settings:
     #: GPUs over which each engine divides its model: a model that is too large for one. Each engine
     #: takes so many devices of a list, which then stand for one replica.
     gpus_per_replica: int = 1
+    #: With several GPUs for each replica: seconds that one waits for another before the engine ends and
+    #: is started again. It must exceed the longest computation.
+    rank_timeout_s: float = 300.0
     #: Number format of the base model: auto, float32 or bfloat16.
     dtype: str = "auto"
     #: Where engines run; the only choice is `local`.
@@ -283,7 +286,7 @@ class Settings:
         if not 0 < self.training_share < 1:
             hint = "Use a fraction between 0 and 1; 0.5 shares the time equally."
             yield "training_share", f"training_share is {self.training_share}.", hint
-        for name in ("jwt_s", "session_grace_s", "takeover_s"):
+        for name in ("jwt_s", "session_grace_s", "takeover_s", "rank_timeout_s"):
             if getattr(self, name) == 0:
                 hint = "Give a number of seconds above 0."
                 yield name, f"{name} is 0; it must be a positive time.", hint

@@ -353,6 +353,7 @@ def engine_settings(
         device=settings.device_of(number),
         gpu=number,
         ranks=settings.gpus_per_replica,
+        rank_timeout_s=settings.rank_timeout_s,
         dtype=cast(DtypeName, settings.dtype),
         threads=settings.threads or None,
         deterministic=settings.deterministic,
