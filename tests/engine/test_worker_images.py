@@ -299,6 +299,31 @@ def test_decoding_waits_for_room() -> None:
     assert 4 in passed
 
 
+def test_two_requests_with_images_of_earlier_ones_do_not_wait_for_each_other() -> None:
+    images = DecodedImages(max_tokens=100)
+    for ticket in (1, 2):
+        images.wait_for_room(Holder(ticket, "o"), 40)
+        images.add(Holder(ticket, "o"), image(ticket, 40))
+    threads = []
+    for ticket in (3, 4):
+        holder = Holder(ticket, "o")
+        images.find(holder, [bytes([ticket - 2])])
+        thread = threading.Thread(target=images.wait_for_room, args=(holder, 60), daemon=True)
+        thread.start()
+        while len(images._line) < len(threads) + 1:
+            thread.join(0.01)
+        threads.append(thread)
+    # Nobody but the two that wait has images now.
+    images.release(1)
+    images.release(2)
+    threads[0].join(10)
+    assert not threads[0].is_alive()
+    assert threads[1].is_alive(), "the second one waits for the first"
+    images.release(3)
+    threads[1].join(10)
+    assert not threads[1].is_alive()
+
+
 def test_a_request_with_too_many_images_is_refused(engine: Engine, reader: GatedReader) -> None:
     images = RequestImages([reader], engine.limits, max_tokens=11)
     inputs = [

@@ -207,7 +207,7 @@ def test_an_engine_uses_the_same_log_format(
     root = logging.getLogger()
     level = root.level
     monkeypatch.setattr(root, "handlers", [])  # as in a new process
-    process._begin_log()
+    process._begin_log(rank=0)
     logging.getLogger("x").error("%s", "tml-0123456789abcdef\n\x1b")
     root.setLevel(level)
     assert capsys.readouterr().err.endswith("engine ***\\n\\x1b\n")

@@ -107,7 +107,7 @@ class DecodedImages:
 
     def wait_for_room(self, holder: Holder, tokens: int) -> None:
         """
-        Waits until so many more tokens fit, or until no other request has any.
+        Waits until so many more tokens fit, or until no request has any that could be done before.
 
         In the order of the calls: a large request is not passed by small ones for ever.
         """
@@ -121,9 +121,10 @@ class DecodedImages:
             self._changed.notify_all()
 
     def _fits(self, holder: Holder, tokens: int) -> bool:
-        others = self._promised.keys() | set().union(*self._tickets.values())
+        # Those that wait too may hold images that were here, and cannot be done before this one.
+        done_later = self._promised.keys() | set().union(*self._tickets.values())
         taken = self.tokens + sum(self._promised.values())
-        return taken + tokens <= self._max_tokens or not others - {holder.ticket}
+        return taken + tokens <= self._max_tokens or not done_later - set(self._line)
 
     def add(self, holder: Holder, image: PreparedImage) -> None:
         with self._changed:

@@ -156,7 +156,7 @@ class Worker:
         #: sample. Requests take turns, image by image.
         self._sample_images = ThreadPoolExecutor(DECODED_REQUESTS, "tinkex-sample-images")
         self._pass_images = ThreadPoolExecutor(DECODED_REQUESTS, "tinkex-pass-images")
-        #: Whether the images of a model's last pass are decoded.
+        #: Set when the images of a model's last pass are decoded.
         self._last_decoded: dict[str, threading.Event] = {}
         self._awaited_samples: dict[int, AwaitedSample] = {}
         #: Copies of snapshots that are not written yet, with their host memory.
@@ -560,6 +560,9 @@ class Worker:
             return found
         model_id = order.run_pass.model_id
         holder = Holder(order.ticket, f"model {model_id}")
+        self._last_decoded = {
+            name: decoded for name, decoded in self._last_decoded.items() if not decoded.is_set()
+        }
         before, own = self._last_decoded.get(model_id), threading.Event()
         self._last_decoded[model_id] = own
 
