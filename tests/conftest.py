@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,10 +36,13 @@ LONG = {
 
 def pytest_configure() -> None:
     """
-    Hypothesis tries the same examples in each run, and does not limit the time of one.
+    Ctrl-C works in the programs of the tests, and Hypothesis tries the same examples in each run.
 
-    With CI=true it does so anyway.
+    A shell starts its background jobs with SIGINT ignored, and their children inherit that.
+    Hypothesis does not limit the time of an example; with CI=true it does the same by itself.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(ImportError):  # a machine that only tests its GPU may not have it
         from hypothesis import settings
 

@@ -4,7 +4,6 @@ import json
 import os
 import pty
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -76,8 +75,6 @@ def _take_terminal() -> None:
     import termios
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C reaches this program
-    # Tests that run in the background of a shell inherit that the signal is ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_a_conversation_in_a_terminal(server: Server, tmp_path: Path) -> None:
