@@ -6,9 +6,9 @@ Fuzz tests: no response is a 5xx, none hangs, and no work fails with a server er
 
 `make fuzz` runs all of it. Bodies are mutations of recorded requests of official clients
 (tests/data/wire), sent to the application in this process; graphs are hostile custom losses for the
-engine's interpreter, and images are hostile files for its reader. Schemathesis generates JSON from the server's OpenAPI page, and a real engine
-runs mutated passes and hostile images. The same seed repeats a run. `python -m qa.fuzz.write_corpus` writes the corpus
-that `make test` sends.
+engine's interpreter, and images are hostile files for its reader. Schemathesis generates JSON from
+the server's OpenAPI page, and a real engine runs mutated passes and hostile images. The same seed
+repeats a run. `python -m qa.fuzz.write_corpus` writes the corpus that `make test` sends.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -211,20 +212,35 @@ async def _bodies(folder: Path, count: int, seed: int) -> bodies.Findings:
         return await bodies.fuzz(client, bodies=count, seed=seed, progress=print)
 
 
-def fuzz_graphs(count: int, seed: int) -> list[str]:
-    """Runs hostile graphs in a process with limits on memory and time."""
+def findings_of(
+    module: str, count: int, seed: int, limit_memory: Callable[[], None] | None = None
+) -> dict[str, Any] | str:
+    """What a program found in a process of its own; a sentence's end if the process failed."""
     done = subprocess.run(
-        [sys.executable, "-m", "qa.fuzz.custom_loss_graphs", str(count), str(seed)],
+        [sys.executable, "-m", module, str(count), str(seed)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=3600,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (GRAPH_BYTES, GRAPH_BYTES)),
+        preexec_fn=limit_memory,
         check=False,
     )
     if done.returncode:
-        return [f"the interpreter ended with {done.returncode}: {done.stderr[-4000:]}"]
-    found = json.loads(done.stdout)
+        return f"ended with {done.returncode}: {done.stderr[-4000:]}"
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def fuzz_graphs(count: int, seed: int) -> list[str]:
+    """Runs hostile graphs in a process with limits on memory and time."""
+    found = findings_of(
+        "qa.fuzz.custom_loss_graphs",
+        count,
+        seed,
+        limit_memory=lambda: resource.setrlimit(resource.RLIMIT_DATA, (GRAPH_BYTES, GRAPH_BYTES)),
+    )
+    if isinstance(found, str):
+        return [f"the interpreter {found}"]
     wrong: list[str] = found.pop("wrong")
     print(f"graphs: {count}, {found}")
     if found["last_quarter_bytes"] > found["first_quarter_bytes"] * MAX_GROWTH + 50 * MEBIBYTE:
@@ -236,17 +252,9 @@ def fuzz_images(count: int, seed: int) -> list[str]:
     """Reads hostile images in a process, then sends them to a server with a real engine."""
     from numerics.pictures import write_image_model
 
-    done = subprocess.run(
-        [sys.executable, "-m", "qa.fuzz.hostile_images", str(count), str(seed)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=3600,
-        check=False,
-    )
-    if done.returncode:
-        return [f"the reader of images ended with {done.returncode}: {done.stderr[-4000:]}"]
-    read = json.loads(done.stdout)
+    read = findings_of("qa.fuzz.hostile_images", count, seed)
+    if isinstance(read, str):
+        return [f"the reader of images {read}"]
     wrong: list[str] = read.pop("wrong")
     print(f"images: {count}, {read}")
     with tempfile.TemporaryDirectory() as folder:
