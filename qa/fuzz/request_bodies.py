@@ -483,7 +483,7 @@ async def _send_all(
         if number % NEW_SESSION_EVERY == 0:
             ids = await create_resources(client)
         await send_and_check(client, supply.next(ids), found)
-        if number % MEMORY_EVERY == MEMORY_EVERY - 1:
+        if number % MEMORY_EVERY == MEMORY_EVERY - 1 or number == bodies - 1:
             found.memory.append(resident_bytes())
         if progress and number % 5_000 == 4_999:
             progress(
