@@ -1,6 +1,10 @@
-"""Looks up processes that a test did not start itself, in /proc."""
+"""Looks up processes that a test did not start itself, in /proc, and stops them for a while."""
 
+import contextlib
+import os
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -25,3 +29,13 @@ def children(pid: int) -> list[int]:
         for tasks in Path(f"/proc/{pid}/task").glob("*/children")
         for child in tasks.read_text().split()
     ]
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process does nothing within the block."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
