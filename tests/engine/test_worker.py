@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from server.api.test_custom_losses import loss
-from tinkex.engine import Engine, EngineSettings, connection, worker
+from tinkex.engine import Engine, EngineSettings, connection, snapshot_writer
 from tinkex.engine.adapters import checkpoints
 from tinkex.engine.adapters.checkpoints import Files, SavedAdapter, read_adapter, write
 from tinkex.engine.connection import Connection
@@ -319,14 +319,14 @@ class SlowDisk:
             self.written.append(folder.name)
             return write(files, folder, reserve=reserve)
 
-        monkeypatch.setattr(worker, "write_files", slow)
+        monkeypatch.setattr(snapshot_writer, "write_files", slow)
 
 
 @pytest.mark.parametrize("most_bytes", [2**28, 1])
 def test_snapshots_wait_for_a_slow_disk_but_other_work_continues(
     rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int
 ) -> None:
-    monkeypatch.setattr(worker, "MAX_PENDING_SNAPSHOT_BYTES", most_bytes)
+    monkeypatch.setattr(snapshot_writer, "MAX_PENDING_BYTES", most_bytes)
     disk = SlowDisk(monkeypatch)
     snapshots = {
         name: rounds.order(snapshot=frames_pb2.Snapshot(model_id=name, folder=str(tmp_path / name)))
@@ -352,7 +352,7 @@ def test_snapshots_wait_for_a_slow_disk_but_other_work_continues(
     # With memory for one copy, only the pass of b waits, because it comes after its snapshot.
     waits = set() if most_bytes > 1 else {behind["b"]}
     assert at_once == {sample, *behind.values()} - waits
-    while rounds.worker._pending_snapshot_bytes() or rounds.worker._next_model():
+    while rounds.worker._snapshots.pending_bytes or rounds.worker._next_model():
         reports.update(rounds.whole_round())
     assert reports.keys() == {sample, *snapshots.values(), *behind.values()}
     assert disk.written == ["a", "b"]
@@ -364,8 +364,8 @@ def test_snapshots_wait_for_a_slow_disk_but_other_work_continues(
 def test_without_host_memory_for_a_copy_a_snapshot_is_written_before_other_work(
     rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "MAX_PENDING_SNAPSHOT_BYTES", 1)
-    monkeypatch.setattr(worker, "MAX_COPY_FRACTION", 0.0)
+    monkeypatch.setattr(snapshot_writer, "MAX_PENDING_BYTES", 1)
+    monkeypatch.setattr(snapshot_writer, "MAX_COPY_FRACTION", 0.0)
     engine = rounds.worker._engine
     weights = engine._adapters["a"].master.clone()
     ticket = rounds.order(snapshot=frames_pb2.Snapshot(model_id="a", folder=str(tmp_path / "a")))
@@ -373,7 +373,7 @@ def test_without_host_memory_for_a_copy_a_snapshot_is_written_before_other_work(
     (report,) = rounds.train().values()
     assert report.ticket == ticket
     written = json.loads(report.done.result)["size_bytes"]
-    assert not rounds.worker._copies
+    assert rounds.worker._snapshots.pending_bytes == 0
     engine._adapters["a"].master.zero_()
     engine.restore("a", tmp_path / "a")
     assert torch.equal(engine._adapters["a"].master, weights)

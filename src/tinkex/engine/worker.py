@@ -15,18 +15,15 @@ import json
 import logging
 import os
 import queue
-import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from tinkex.engine import Engine
-from tinkex.engine.adapters.checkpoints import HOST, Files, copied, memory_bytes
-from tinkex.engine.adapters.checkpoints import write as write_files
 from tinkex.engine.connection import (
     Connection,
     done_report,
@@ -34,15 +31,14 @@ from tinkex.engine.connection import (
     partial_output_report,
     shared_failure_report,
 )
-from tinkex.engine.device import available_bytes, is_device_lost, is_out_of_memory
-from tinkex.engine.input_checks import NONE_PREPARED, PreparedImages
-from tinkex.engine.request_images import (
-    Holder,
-    NamedInput,
-    RequestImages,
-    has_images,
-    inputs_of,
+from tinkex.engine.device import is_device_lost, is_out_of_memory
+from tinkex.engine.order_decoding import (
+    DecodedPass,
+    DecodedSample,
+    OrderDecoder,
+    payload_bytes,
 )
+from tinkex.engine.snapshot_writer import SnapshotWriter
 from tinkex.engine.training.batch_mixer import BatchMixer, ModelQueue
 from tinkex.engine.training.passes import Pass
 from tinkex.engine.training.request_checks import unknown_custom_loss
@@ -52,12 +48,9 @@ from tinkex.wire.custom_loss import CreateCustomLossRequest
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.proto import frames_pb2
 from tinkex.wire.protobuf import (
-    decode_forward_backward_request,
     encode_forward_backward_output,
     encode_sample_response,
 )
-from tinkex.wire.sample_controls import StoredSampleRequest
-from tinkex.wire.text_format import format_bytes
 from tinkex.wire.training import (
     ForwardBackwardInput,
     LoraConfig,
@@ -81,34 +74,10 @@ MAX_MICRO_BATCH_S = 0.5
 #: A shortened micro-batch still has this many tokens, to keep training efficient.
 MIN_BATCH_TOKENS = 256
 
-#: Sample requests, and passes, whose images are decoded at the same time.
-DECODED_REQUESTS = 8
-#: Where images are read, sample requests of more bytes are decoded in another thread.
-SMALL_PAYLOAD = 1 << 16
-
-#: No snapshot is copied while the copies that wait to be written take this much host memory.
-MAX_PENDING_SNAPSHOT_BYTES = 256 * 2**20
-#: A larger snapshot is copied only if its copy takes at most this fraction of the free host memory.
-MAX_COPY_FRACTION = 0.5
-
 
 def sampling_time(trained_s: float, training_share: float) -> float:
     """How long to sample after a piece of training, so that training gets its share of the time."""
     return min(trained_s, MAX_TRAINED_S) * (1 - training_share) / training_share
-
-
-class DecodedPass(NamedTuple):
-    work: ForwardBackwardInput
-    images: PreparedImages | None
-
-
-class DecodedSample(NamedTuple):
-    request: StoredSampleRequest
-    images: PreparedImages
-
-    @property
-    def inputs(self) -> list[NamedInput]:
-        return [NamedInput("prompt", self.request.prompt)]
 
 
 class AwaitedSample(NamedTuple):
@@ -150,17 +119,9 @@ class Worker:
         self._tokens_trained = 0
         self._stats_reported_s = 0.0
         self._reported_stats: frames_pb2.Stats | None = None
-        #: Writes snapshots while the engine continues to compute.
-        self._writer = ThreadPoolExecutor(1, "tinkex-snapshots")
-        #: Decode images, so that other work need not wait for them. Apart, so that passes delay no
-        #: sample. Requests take turns, image by image.
-        self._sample_images = ThreadPoolExecutor(DECODED_REQUESTS, "tinkex-sample-images")
-        self._pass_images = ThreadPoolExecutor(DECODED_REQUESTS, "tinkex-pass-images")
-        #: Set when the images of a model's last pass are decoded.
-        self._last_decoded: dict[str, threading.Event] = {}
+        self._snapshots = SnapshotWriter(connection)
+        self._decoder = OrderDecoder(engine.images, connection.wake)
         self._awaited_samples: dict[int, AwaitedSample] = {}
-        #: Copies of snapshots that are not written yet, with their host memory.
-        self._copies: dict[Future[None], int] = {}
 
     def run(self) -> None:
         while True:
@@ -233,8 +194,8 @@ class Worker:
                 self._sample_began_s.pop(ticket, None)
                 awaited = self._awaited_samples.pop(ticket, None)
                 if awaited is not None and not awaited.decoded.cancel():
-                    awaited.decoded.add_done_callback(lambda _: self._release_images(ticket))
-                self._release_images(ticket)
+                    awaited.decoded.add_done_callback(lambda _: self._decoder.release(ticket))
+                self._decoder.release(ticket)
             case "register_loss":
                 self._register_loss(order)
             case "forget_losses":
@@ -242,8 +203,8 @@ class Worker:
             case str(work):
                 model_id = getattr(order, work).model_id
                 job = Job(order)
-                if work == "run_pass" and self._engine.images is not None:
-                    job.decoded = self._decode_images(order)
+                if work == "run_pass":
+                    job.decoded = self._decoder.start_pass(order)
                 self._training.setdefault(model_id, deque()).append(job)
             case None:
                 self._connection.send(
@@ -252,18 +213,15 @@ class Worker:
 
     def _submit(self, order: engine_protocol.Order) -> None:
         self._sample_began_s[order.ticket] = time.perf_counter()
-        if self._engine.images is None or _is_small(order.sample.payload):
-            try:
-                decoded = _decode_sample(order, None)
-            except Exception as error:  # noqa: BLE001  reported as the failure of this order
-                self._refuse_sample(order, error)
-                return
-            if self._engine.images is None or not has_images(decoded.inputs):
-                self._submit_sample(order, decoded)
-                return
-        waiting = self._sample_images.submit(_decode_sample, order, self._engine.images)
-        self._awaited_samples[order.ticket] = AwaitedSample(order, waiting)
-        waiting.add_done_callback(self._connection.wake)
+        try:
+            decoded = self._decoder.sample(order)
+        except Exception as error:  # noqa: BLE001  reported as the failure of this order
+            self._refuse_sample(order, error)
+            return
+        if isinstance(decoded, Future):
+            self._awaited_samples[order.ticket] = AwaitedSample(order, decoded)
+        else:
+            self._submit_sample(order, decoded)
 
     def _submit_decoded(self, awaited: AwaitedSample) -> None:
         try:
@@ -287,21 +245,16 @@ class Worker:
         except Exception as error:  # noqa: BLE001  reported as the failure of this order
             self._refuse_sample(order, error)
 
-    def _release_images(self, ticket: int) -> None:
-        """When a request is done."""
-        if self._engine.images is not None:
-            self._engine.images.release(ticket)
-
     def _refuse_sample(self, order: engine_protocol.Order, error: Exception) -> None:
         _exit_if_device_lost_or_full(error)
         self._sample_began_s.pop(order.ticket, None)
-        self._release_images(order.ticket)
+        self._decoder.release(order.ticket)
         self._connection.send(failure_report(order.ticket, error))
 
     def _register_loss(self, order: engine_protocol.Order) -> None:
         work = order.register_loss
         try:
-            loss = decode_json(CreateCustomLossRequest, _payload_bytes(work.payload))
+            loss = decode_json(CreateCustomLossRequest, payload_bytes(work.payload))
             self._engine.register_loss(work.loss_id, loss.name, loss.inputs, loss.graph)
         except Exception as error:  # noqa: BLE001  reported as the failure of this order
             self._connection.send(failure_report(order.ticket, error))
@@ -324,7 +277,7 @@ class Worker:
         ):
             self._connection.send(partial_output_report(ticket, outputs))
         for finished in all_finished:
-            self._release_images(finished.ticket)
+            self._decoder.release(finished.ticket)
             began_s = self._sample_began_s.pop(finished.ticket, time.perf_counter())
             outcome = finished.outcome
             if isinstance(outcome, Exception):
@@ -343,7 +296,7 @@ class Worker:
         A model whose next order is a snapshot waits while too many copies wait to be written, and
         one whose next pass has images until they are decoded.
         """
-        full = self._pending_snapshot_bytes() >= MAX_PENDING_SNAPSHOT_BYTES
+        full = self._snapshots.is_full
         return next(
             (
                 model_id
@@ -378,54 +331,14 @@ class Worker:
             self._finish(model_id, job, done_report(job.order.ticket, result, compute_s))
 
     def _snapshot(self, model_id: str, job: Job) -> None:
-        """
-        Copies the model now. Another thread writes the copy while other work continues.
-
-        Without host memory for a copy, the model itself is written now, and other work waits.
-        """
-        ticket, folder = job.order.ticket, Path(job.order.snapshot.folder)
         try:
             files = self._engine.snapshot_files(model_id)
-            size = memory_bytes(files)
-            if copies := self._may_copy(size):
-                files = copied(files)
+            reserve = self._engine.settings.disk_reserve_bytes
+            self._snapshots.write(job.order, files, reserve=reserve)
         except Exception as error:  # noqa: BLE001  reported as the failure of this order
             self._fail(model_id, job, error)
-            return
-        if copies:
-            written = self._writer.submit(self._write, ticket, folder, files)
-            self._copies[written] = size
-            written.add_done_callback(self._connection.wake)
         else:
-            log.info(
-                "no host memory for a copy of model %s: its snapshot (%s) is written while other "
-                "work waits",
-                *(model_id, format_bytes(size)),
-            )
-            self._write(ticket, folder, files)
-        self._remove(model_id, job)
-
-    def _may_copy(self, size: int) -> bool:
-        """Whether a copy of this size leaves enough host memory."""
-        if size <= MAX_PENDING_SNAPSHOT_BYTES:
-            return True
-        return size <= MAX_COPY_FRACTION * available_bytes(HOST)
-
-    def _write(self, ticket: int, folder: Path, files: Files) -> None:
-        """Writes a snapshot and reports on the order."""
-        began_s = time.perf_counter()
-        try:
-            reserve = self._engine.settings.disk_reserve_bytes
-            size = write_files(files, folder, reserve=reserve)
-            result = json.dumps({"size_bytes": size}).encode()
-        except Exception as error:  # noqa: BLE001  reported as the failure of this order
-            self._connection.send(failure_report(ticket, error))
-        else:
-            self._connection.send(done_report(ticket, result, time.perf_counter() - began_s))
-
-    def _pending_snapshot_bytes(self) -> int:
-        self._copies = {copy: size for copy, size in self._copies.items() if not copy.done()}
-        return sum(self._copies.values())
+            self._remove(model_id, job)
 
     def _run_micro_batch(self) -> None:
         """Runs one micro-batch with data from all passes that are ready."""
@@ -535,7 +448,7 @@ class Worker:
             return
         order = job.order.run_pass
         if job.decoded is None:
-            decoded = DecodedPass(_decode_pass_order(job.order), None)
+            decoded = self._decoder.text_pass(job.order)
         else:
             decoded = job.decoded.result()
         self._check_loss(decoded.work, order.session_id)
@@ -543,41 +456,6 @@ class Worker:
             model_id, decoded.work, backward=order.backward, images=decoded.images
         )
         job.decoded = None
-
-    def _decode_images(self, order: engine_protocol.Order) -> Future[DecodedPass]:
-        """Decodes a pass, and in another thread its images if it has some."""
-        images = self._engine.images
-        assert images is not None
-        found: Future[DecodedPass] = Future()
-        try:
-            work = _decode_pass_order(order)
-        except Exception as error:  # noqa: BLE001  reported when it is the turn of the pass
-            found.set_exception(error)
-            return found
-        inputs = inputs_of(work)
-        if not has_images(inputs):
-            found.set_result(DecodedPass(work, NONE_PREPARED))
-            return found
-        model_id = order.run_pass.model_id
-        holder = Holder(order.ticket, f"model {model_id}")
-        self._last_decoded = {
-            name: decoded for name, decoded in self._last_decoded.items() if not decoded.is_set()
-        }
-        before, own = self._last_decoded.get(model_id), threading.Event()
-        self._last_decoded[model_id] = own
-
-        def decode() -> DecodedPass:
-            # A later pass must not take the room that this one waits for.
-            if before is not None:
-                before.wait()
-            try:
-                return DecodedPass(work, images.prepare(inputs, holder))
-            finally:
-                own.set()
-
-        found = self._pass_images.submit(decode)
-        found.add_done_callback(self._connection.wake)
-        return found
 
     def _check_loss(self, work: ForwardBackwardInput, session_id: str) -> None:
         """Raises `UserFailure` if the pass names a custom loss of another session."""
@@ -605,10 +483,10 @@ class Worker:
 
     def _remove(self, model_id: str, job: Job) -> None:
         if job.decoded is None:
-            self._release_images(job.order.ticket)
+            self._decoder.release(job.order.ticket)
         else:
             # It may still be running, if an earlier pass of the model failed.
-            job.decoded.add_done_callback(lambda _: self._release_images(job.order.ticket))
+            job.decoded.add_done_callback(lambda _: self._decoder.release(job.order.ticket))
         waiting = self._training.pop(model_id)
         waiting.remove(job)
         if waiting:
@@ -637,7 +515,6 @@ class Worker:
             case "clear_gradients":
                 engine.clear_gradients(order.clear_gradients.model_id)
             case "drop":
-                self._last_decoded.pop(order.drop.model_id, None)
                 if engine.has(order.drop.model_id):
                     engine.drop(order.drop.model_id)
         return b"{}"
@@ -664,24 +541,9 @@ class Worker:
         return encode_json(OptimStepResponse(metrics=metrics))
 
 
-def _decode_sample(order: engine_protocol.Order, images: RequestImages | None) -> DecodedSample:
-    """With its images, if there is somebody to decode them."""
-    request = decode_json(StoredSampleRequest, _payload_bytes(order.sample.payload))
-    found = DecodedSample(request, NONE_PREPARED)
-    if images is None:
-        return found
-    holder = Holder(order.ticket, order.sample.owner)
-    return found._replace(images=images.prepare(found.inputs, holder))
-
-
-def _decode_pass_order(order: engine_protocol.Order) -> ForwardBackwardInput:
-    request, _ = decode_forward_backward_request(_payload_bytes(order.run_pass.payload))
-    return request.forward_backward_input
-
-
 def _optim_params(payload: frames_pb2.Payload) -> OptimParams:
     try:
-        return decode_json(OptimStepRequest, _payload_bytes(payload)).optim_params
+        return decode_json(OptimStepRequest, payload_bytes(payload)).optim_params
     except WireError as error:
         # An older version may have accepted a request that does not fit the current types.
         raise UserFailure(str(error)) from error
@@ -739,16 +601,6 @@ def _pass_report(job: Job, training_pass: Pass) -> engine_protocol.Report:
     except Exception as error:  # noqa: BLE001  reported as the failure of this order
         return failure_report(job.order.ticket, error)
     return done_report(job.order.ticket, result, job.compute_s)
-
-
-def _is_small(payload: frames_pb2.Payload) -> bool:
-    return payload.WhichOneof("source") == "inline" and len(payload.inline) <= SMALL_PAYLOAD
-
-
-def _payload_bytes(payload: frames_pb2.Payload) -> bytes:
-    if payload.WhichOneof("source") == "file":
-        return Path(payload.file).read_bytes()
-    return payload.inline
 
 
 def _exit_if_device_lost(error: Exception) -> None:
