@@ -30,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,8 @@ class Context:
     device: str
     sizes: Sizes
     scratch: Path
+    #: The program of an engine process.
+    engine: tuple[str, ...] = ("-m", "tinkex.engine.process")
 
     def remember(self, what: str, seconds: float) -> None:
         """For a later piece of the same run, which then need not start an engine for it."""
@@ -292,7 +294,7 @@ def engine_child(context: Context, **settings: Any) -> Iterator[EngineChild]:
     with theirs:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "tinkex.engine.process"),
+                *(sys.executable, *context.engine),
                 *("--fd", str(theirs.fileno()), "--settings", chosen.to_json()),
             ],
             pass_fds=(theirs.fileno(),),
@@ -328,7 +330,10 @@ def until_stable(run: Callable[[], float], sizes: Sizes, *, most_s: float = 20.0
 # -- pieces ---------------------------------------------------------------------------------------
 
 
-def decode(context: Context) -> None:
+def decode(
+    context: Context, limit: Callable[[str, int, int, int], float | None] = limit_tokens_s
+) -> None:
+    """`limit` gives the most tokens per second for model, sequences, adapters and context."""
     sizes = context.sizes
     most = max(batch for batch, _ in sizes.cases)
     tokens = (most + 8) * (-(-(sizes.prompt + sizes.long) // PAGE) + 1) * PAGE
@@ -348,14 +353,14 @@ def decode(context: Context) -> None:
                 for short_s, long_s in pairs
             ]
             length = sizes.prompt + (sizes.short + sizes.long) // 2
-            limit = limit_tokens_s(context.model, batch, adapters, length)
+            most_s = limit(context.model, batch, adapters, length)
             rate = found[batch, adapters] = statistics.median(rates)
             emit(
                 what=f"decode, {batch} sequences, {adapters} adapters",
                 unit="tokens/s",
                 value=round(rate),
                 lowest=round(min(rates)),
-                share=round(rate / limit, 3),
+                share="" if most_s is None else round(rate / most_s, 3),
             )
         for batch in sorted({batch for batch, _ in found}):
             base, one, many = (found.get((batch, count)) for count in (0, 1, 8))
@@ -523,10 +528,16 @@ def rivals(context: Context) -> None:
     import torch
     import transformers
 
-    sizes = context.sizes
     dtype = torch.bfloat16 if context.device == "cuda" else torch.float32
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(context.folder, dtype=dtype)
-    model = model.to(context.device).eval()
+    generate(context, model.to(context.device).eval(), (None, "static"))
+
+
+def generate(context: Context, model: Any, caches: Sequence[str | None]) -> None:
+    """The speed of `generate` with these kinds of cache."""
+    import torch
+
+    sizes = context.sizes
 
     def timed(batch: int, new: int, cache: str | None) -> float:
         ids = torch.tensor(prompts_of(batch, sizes.prompt, context.model), device=context.device)
@@ -539,7 +550,7 @@ def rivals(context: Context) -> None:
             torch.cuda.synchronize()
         return time.perf_counter() - began_s
 
-    for cache in (None, "static"):
+    for cache in caches:
         if cache:
             model.forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
         for batch in sizes.rivals:
@@ -701,10 +712,21 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(pieces: dict[str, tuple[Callable[[Context], None], int]], script: Path) -> None:
-    """`pieces` are name -> (function, most seconds)."""
+def main(
+    pieces: dict[str, tuple[Callable[[Context], None], int]],
+    script: Path,
+    *,
+    write: Callable[[str, Path, str], None] = write_model,
+    models: str = "8b,0.6b",
+    engine: tuple[str, ...] = Context.engine,
+) -> None:
+    """
+    `pieces` are name -> (function, most seconds).
+
+    `write` makes the folder of a model, and `engine` is the program of an engine process.
+    """
     parser = argparse.ArgumentParser(prog=script.name)
-    parser.add_argument("--models", default="8b,0.6b", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--models", default=models, help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--pieces", default=",".join(pieces))
     parser.add_argument("--minutes", type=float, default=9.0, help="of the whole run")
     parser.add_argument("--device", default="cuda")
@@ -727,10 +749,11 @@ def main(pieces: dict[str, tuple[Callable[[Context], None], int]], script: Path)
             device=options.device,
             sizes=sizes,
             scratch=Path(tempfile.mkdtemp(prefix="run-", dir=options.scratch)),
+            engine=engine,
         )
         try:
             if options.child == "write":
-                write_model(context.model, context.folder, options.device)
+                write(context.model, context.folder, options.device)
             else:
                 pieces[options.child][0](context)
         finally:

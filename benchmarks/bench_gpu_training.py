@@ -98,11 +98,11 @@ def pass_body(lengths: Sequence[int], model: str) -> bytes:
     )
 
 
-def create_models(engine: EngineChild, count: int) -> None:
+def create_models(engine: EngineChild, count: int, rank: int = RANK) -> None:
     """Models t0, t1 and so on, as far as they are not there yet."""
     from tinkex.wire.proto import frames_pb2
 
-    lora = json.dumps({"rank": RANK, "seed": 1, "train_unembed": False}).encode()
+    lora = json.dumps({"rank": rank, "seed": 1, "train_unembed": False}).encode()
     for at in range(engine.models, count):
         create = frames_pb2.Create(
             model_id=f"t{at}", lora_config=lora, optimizer_config=b'{"type":"adamw"}'
@@ -195,6 +195,7 @@ def train_case(
     lengths: Sequence[Sequence[int]],
     *,
     backward: bool = True,
+    limit: Callable[[str, Sequence[int]], float] | None = limit_tokens_s,
 ) -> float:
     """Seconds of a step: the median of three runs of four. `lengths` are those of each model."""
     create_models(engine, len(lengths))
@@ -204,12 +205,13 @@ def train_case(
     every = [length for own in lengths for length in own]
     total = sum(every)
     times = sorted(run(count=4) for _ in range(3))
+    most_s = limit(context.model, every) if backward and limit is not None else None
     emit(
         what=f"train, {name}",
         unit="tokens/s",
         value=round(total / times[1]),
         lowest=round(total / times[-1]),
-        share=round(total / times[1] / limit_tokens_s(context.model, every), 3) if backward else "",
+        share="" if most_s is None else round(total / times[1] / most_s, 3),
     )
     return times[1]
 
@@ -426,7 +428,7 @@ def by_padded_tokens(lengths: Sequence[int], most: int) -> list[Sequence[int]]:
     return batches
 
 
-def add_lora(model: Any) -> None:
+def add_lora(model: Any, parts: Sequence[str] = ("self_attn", "mlp")) -> None:
     """Adapters as a plain user would write them: two small products beside every projection."""
     import torch
     import torch.nn.functional as F
@@ -444,7 +446,7 @@ def add_lora(model: Any) -> None:
             return self.base(x) + F.linear(F.linear(x, self.A), self.B)
 
     for layer in model.model.layers:
-        for part in (layer.self_attn, layer.mlp):
+        for part in (getattr(layer, name) for name in parts if hasattr(layer, name)):
             for name, child in list(part.named_children()):
                 if isinstance(child, nn.Linear):
                     setattr(part, name, WithLora(child))
