@@ -61,14 +61,16 @@ def fail(reason: str, status: int) -> NoReturn:
 
 
 @contextmanager
-def ranked(folder: Path, ranks: int = 2, **settings: Any) -> Iterator[Engine]:
+def ranked(
+    folder: Path, ranks: int = 2, *, start: Callable[..., Any] | None = None, **settings: Any
+) -> Iterator[Engine]:
     """An engine of several ranks; of one, the engine itself."""
     made = {"name": "tiny", "folder": folder, "device": "cpu", "kv_tokens": 2048, **settings}
     if ranks == 1:
         yield Engine(EngineSettings(**made))
         return
     engine = RankedEngine(
-        EngineSettings(**made, ranks=ranks), start=fork, on_end=lambda *a: fail(*a)
+        EngineSettings(**made, ranks=ranks), start=start or fork, on_end=lambda *a: fail(*a)
     )
     try:
         yield cast(Engine, engine)
