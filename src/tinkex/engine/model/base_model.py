@@ -550,7 +550,7 @@ def load(
         if isinstance(dequantized, FineGrainedFP8Config):
             check_fp8_blocks(folder, config.quantization_config)
         options["quantization_config"] = dequantized
-    model: PreTrainedModel
+    model: Any
     found: dict[str, Any]
     auto = auto_class(config, folder)
     ggufs = sorted(folder.glob("*.gguf"))
@@ -579,6 +579,13 @@ def load(
                 "attention functions. Serve another model."
             ) from None
     check_complete(found["missing_keys"], folder)
+    return with_experts_in(dtype, model)
+
+
+def with_experts_in(dtype: torch.dtype, model: Any) -> Any:
+    """The model with experts of this format: transformers makes those of MXFP4 bfloat16 always."""
+    for module in model_experts.experts_modules(model).values():
+        module.to(dtype)
     return model
 
 
