@@ -10,13 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from numerics.helpers import VOCABULARY
 from numerics.mixtures import write_mixture
 from numerics.test_expert_files import write_mxfp4
 from ranks import test_agreement as agreement
 from ranks.ranked import ranked
 from ranks.test_agreement import Pair
 from tinkex.engine.model import base_model
-from tinkex.engine.ranks.loading import load_shard
+from tinkex.engine.model.targets import HEAD
+from tinkex.engine.ranks.loading import load_shard, read_shard
+from tinkex.engine.ranks.shard import Division, Shard
 from tinkex.models.weight_file_checks import RefusedFolder
 
 CPU = torch.device("cpu")
@@ -34,9 +37,9 @@ def tensors_of_rank(
 
 def assert_equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
     assert one.keys() == two.keys()
-    for name in one:
-        assert one[name].dtype == two[name].dtype, name
-        assert torch.equal(one[name], two[name]), name
+    for name, tensor in one.items():
+        assert tensor.dtype == two[name].dtype, name
+        assert torch.equal(tensor, two[name]), name
 
 
 # -- gpt-oss: biases, sinks, windows, gate and up in turns -----------------------------------------
@@ -93,7 +96,9 @@ def join_experts(folder: Path) -> None:
         if not leaf:
             continue
         part = leaf.removesuffix(".weight")
-        count = sum(each.startswith(f"{prefix}.experts.") and each.endswith(leaf) for each in tensors)
+        count = sum(
+            each.startswith(f"{prefix}.experts.") and each.endswith(leaf) for each in tensors
+        )
         joined[f"{prefix}.{part}"] = torch.stack(
             [tensors[f"{prefix}.experts.{each}.{leaf}"] for each in range(count)]
         )
@@ -166,6 +171,17 @@ def test_what_a_router_adds_to_its_scores_is_not_rounded(tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
+    """DeepSeek-V3 has one, with experts of 22 GB."""
+    folder = write_mixture(tmp_path, "Qwen3Moe")
+    group: Any = SimpleNamespace(rank=0, size=2)
+    shard = Shard(group, {HEAD: Division("B", VOCABULARY)})
+    found = read_shard(folder, shard, torch.float32, CPU, layers=1, forms={})
+    assert any(".layers.0." in name for name in found)
+    assert not any(".layers.1." in name for name in found)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_missing_experts_and_other_sizes_are_refused(tmp_path: Path) -> None:
     folder = write_mixture(tmp_path, "Qwen3Moe")
     tensors = load_file(folder / "model.safetensors")
@@ -179,7 +195,7 @@ def test_missing_experts_and_other_sizes_are_refused(tmp_path: Path) -> None:
 
     lacking = {each: tensor for each, tensor in tensors.items() if each != name}
     assert "model.layers.0.mlp.experts.gate_up_proj: they would be random" in refused(lacking)
-    assert f"{name} has the sizes [15, 32], and the config needs [16, 32]" in refused(
+    assert f"{name} has the sizes [15, 32], and the model needs [16, 32]" in refused(
         tensors | {name: tensors[name][:15].clone()}
     )
     assert "which a layer of 6 experts does not have" in refused(

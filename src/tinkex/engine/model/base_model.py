@@ -550,7 +550,7 @@ def load(
         if isinstance(dequantized, FineGrainedFP8Config):
             check_fp8_blocks(folder, config.quantization_config)
         options["quantization_config"] = dequantized
-    model: Any
+    model: PreTrainedModel
     found: dict[str, Any]
     auto = auto_class(config, folder)
     ggufs = sorted(folder.glob("*.gguf"))
@@ -579,14 +579,14 @@ def load(
                 "attention functions. Serve another model."
             ) from None
     check_complete(found["missing_keys"], folder)
-    return with_experts_in(dtype, model)
+    convert_experts(model, dtype)
+    return model
 
 
-def with_experts_in(dtype: torch.dtype, model: Any) -> Any:
-    """The model with experts of this format: transformers makes those of MXFP4 bfloat16 always."""
+def convert_experts(model: Any, dtype: torch.dtype) -> None:
+    """Those of MXFP4 are bfloat16 in transformers, whatever it was asked for."""
     for module in model_experts.experts_modules(model).values():
         module.to(dtype)
-    return model
 
 
 def load_gguf(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

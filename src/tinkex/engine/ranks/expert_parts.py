@@ -41,7 +41,7 @@ _PART = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up"}
 class ExpertForm(NamedTuple):
     """How a model has the experts of one layer. The sizes are those of the whole model."""
 
-    count: int
+    experts: int
     hidden: int
     inner: int
     gated: bool
@@ -53,11 +53,16 @@ class ExpertForm(NamedTuple):
     @classmethod
     def of(cls, module: Any) -> ExpertForm:
         """Of a module of transformers that is not divided yet."""
-        count, *sizes = module.down_proj.shape
+        experts, *sizes = module.down_proj.shape
         inner, hidden = sizes if module.is_transposed else reversed(sizes)
         return cls(
-            *(count, hidden, inner, module.has_gate),
-            *(module.is_concatenated, module.is_transposed, module.has_bias),
+            experts=experts,
+            hidden=hidden,
+            inner=inner,
+            gated=module.has_gate,
+            concatenated=module.is_concatenated,
+            transposed=module.is_transposed,
+            biased=module.has_bias,
         )
 
     @property
@@ -70,13 +75,13 @@ class ExpertForm(NamedTuple):
         outputs = 2 * inner if self.gated else inner
         matrices = {self.first: (outputs, self.hidden), "down_proj": (self.hidden, inner)}
         found: dict[str, Shape] = {
-            name: (self.count, *(reversed(sizes) if self.transposed else sizes))
+            name: (self.experts, *(reversed(sizes) if self.transposed else sizes))
             for name, sizes in matrices.items()
         }
         if self.biased:
             found |= {
-                f"{self.first}_bias": (self.count, outputs),
-                "down_proj_bias": (self.count, self.hidden),
+                f"{self.first}_bias": (self.experts, outputs),
+                "down_proj_bias": (self.experts, self.hidden),
             }
         return found
 
@@ -89,12 +94,18 @@ class ExpertForm(NamedTuple):
         return [(start, stop), (self.inner + start, self.inner + stop)]
 
 
+def layer_of(name: str) -> int | None:
+    """The number of the layer in the name of a module or tensor."""
+    match = _LAYER.search(name)
+    return None if match is None else int(match[1])
+
+
 def forms_of(model: Any) -> dict[int, ExpertForm]:
     """The experts of a model that is not divided yet, by layer."""
     return {
-        int(match[1]): ExpertForm.of(module)
+        layer: ExpertForm.of(module)
         for name, module in model_experts.experts_modules(model).items()
-        if (match := _LAYER.search(name)) is not None
+        if (layer := layer_of(name)) is not None
     }
 
 
@@ -143,8 +154,8 @@ class ExpertReader:
 
         Raises `RefusedFolder` if it has other sizes than the config says.
         """
-        layer = _LAYER.search(key)
-        form = None if layer is None else self._forms.get(int(layer[1]))
+        layer = layer_of(key)
+        form = None if layer is None else self._forms.get(layer)
         if form is None:
             return False
         if (one := _OF_ONE.match(key)) is not None:
@@ -183,10 +194,10 @@ class ExpertReader:
             shape = form.shapes(own)[name]
             self.found[target] = torch.empty(shape, dtype=self._dtype, device=self._device)
             parts = ["down"] if down else ["gate", "up"] if form.gated else ["up"]
-            self._awaited[target] = {*itertools.product(range(form.count), parts)}
+            self._awaited[target] = {*itertools.product(range(form.experts), parts)}
         if (number, part) not in self._awaited[target]:
             raise RefusedFolder(
-                f"the weights have {key}, which a layer of {form.count} experts does not have, or "
+                f"the weights have {key}, which a layer of {form.experts} experts does not have, or "
                 "have it twice. Download the model again."
             )
         self._awaited[target].remove((number, part))
@@ -202,7 +213,7 @@ class ExpertReader:
         matrix.copy_(whole[:, start:stop] if down else whole[start:stop])
 
     def _read_all(self, whole: Any, key: str, form: ExpertForm, name: str) -> None:
-        _check_sizes(whole, key, form.shapes(form.inner)[name])
+        _check_sizes(whole, key, form.shapes(form.inner).get(name))
         start, stop = self._range(form)
         if name == "down_proj_bias":
             tensor = whole[:]  # one rank adds it
@@ -213,14 +224,12 @@ class ExpertReader:
             tensor = _cut(whole, dim, form.first_ranges(start, stop))
         self.found[key] = tensor.to(self._dtype)
 
-    def _read_quantized(
-        self, whole: Any, key: str, form: ExpertForm, name: str, kind: str
-    ) -> None:
+    def _read_quantized(self, whole: Any, key: str, form: ExpertForm, name: str, kind: str) -> None:
         start, stop = self._range(form)
         outputs, inputs = form.shapes(form.inner)[name][1:]
         if form.transposed:
             outputs, inputs = inputs, outputs
-        sizes = (form.count, outputs, inputs // GROUP)
+        sizes = (form.experts, outputs, inputs // GROUP)
         _check_sizes(whole, key, (*sizes, GROUP // 2) if kind == "_blocks" else sizes)
         down = name == "down_proj"
         # A part of the inputs may begin and end within a group.
@@ -232,9 +241,7 @@ class ExpertReader:
         if len(halves) < 2:
             return
         del self._halves[target]
-        stack = torch.empty(
-            form.shapes(stop - start)[name], dtype=self._dtype, device=self._device
-        )
+        stack = torch.empty(form.shapes(stop - start)[name], dtype=self._dtype, device=self._device)
         offset = groups[0] * GROUP
         for own, blocks, scales in zip(stack, halves["_blocks"], halves["_scales"], strict=True):
             # transformers computes them as they are in the model, [inputs, outputs].
@@ -245,12 +252,13 @@ class ExpertReader:
         self.found[target] = stack
 
 
-def _check_sizes(whole: Any, key: str, expected: Shape) -> None:
+def _check_sizes(whole: Any, key: str, expected: Shape | None) -> None:
     found = tuple(whole.get_shape())
     if found != expected:
+        needed = "no such tensor" if expected is None else list(expected)
         raise RefusedFolder(
-            f"{key} has the sizes {list(found)}, and the config needs {list(expected)}. Download the "
-            "model again, or save it with transformers' save_pretrained(folder)."
+            f"{key} has the sizes {list(found)}, and the model needs {needed}. Download the model "
+            "again, or save it with transformers' save_pretrained(folder)."
         )
 
 
@@ -258,6 +266,4 @@ def _cut(whole: Any, dim: int, ranges: list[tuple[int, int]]) -> Tensor:
     """A part of a tensor in a file, along one dimension."""
     parts: list[Tensor] = [whole[(slice(None),) * dim + (slice(*each),)] for each in ranges]
     # A part may be a view of the whole tensor.
-    return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(
-        parts, dim=dim
-    )
+    return torch.cat(parts, dim=dim)

@@ -11,7 +11,6 @@ import importlib.util
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +29,13 @@ from tinkex.engine.model.model_shape import NOT_TEXT
 from tinkex.engine.model.targets import HEAD
 from tinkex.engine.model.unsupported import UnsupportedModel, quantization_method
 from tinkex.engine.ranks.divided_shape import QUANTIZED
-from tinkex.engine.ranks.expert_parts import ExpertForm, ExpertReader, divide_experts, forms_of
+from tinkex.engine.ranks.expert_parts import (
+    ExpertForm,
+    ExpertReader,
+    divide_experts,
+    forms_of,
+    layer_of,
+)
 from tinkex.engine.ranks.plans import WHOLE, Plan
 from tinkex.engine.ranks.process_group import ProcessGroup, own_range
 from tinkex.engine.ranks.shard import Division, Shard
@@ -59,7 +64,8 @@ def load_shard(
     base_model.refuse_unsupported(config)
     refuse_undivided(config, folder, group.size)
     check_weight_files(folder, config.to_dict())
-    check_layers(config.get_text_config().num_hidden_layers, {*tensor_names(folder)}, folder)
+    count = config.get_text_config().num_hidden_layers
+    check_layers(count, {*tensor_names(folder)}, folder)
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with torch.device("meta"):
         whole = family(config)
@@ -75,6 +81,7 @@ def load_shard(
         family.__init__(self, config)
         divide(self, group.rank, group.size)
 
+    tensors = read_shard(folder, shard, dtype, device, layers=count, forms=forms, unused=unused)
     # transformers makes the model without memory and then fills it; here, with smaller layers.
     smaller: Any = type(
         family.__name__, (family,), {"__init__": __init__, "__module__": family.__module__}
@@ -84,7 +91,7 @@ def load_shard(
         model, found = smaller.from_pretrained(
             None,
             config=config,
-            state_dict=read_shard(folder, shard, dtype, device, forms=forms, unused=unused),
+            state_dict=tensors,
             dtype=dtype,
             attn_implementation=base_model.original_attention(config, AutoModelForCausalLM),
             output_loading_info=True,
@@ -211,18 +218,18 @@ def read_shard(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    forms: Mapping[int, ExpertForm] = MappingProxyType({}),
+    layers: int,
+    forms: Mapping[int, ExpertForm],
     unused: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """
     The tensors of this rank, read straight to its device: of divided layers only its part.
 
-    `forms` are those of the experts, by layer. Those of `unused` parts of the model are left out.
+    Those of `unused` parts of the model, and of more layers than this many, which only predict
+    further tokens, are left out. `forms` are those of the experts, by layer.
     """
     group = shard.group
-    of_experts = ExpertReader(
-        forms, rank=group.rank, ranks=group.size, dtype=dtype, device=device
-    )
+    of_experts = ExpertReader(forms, rank=group.rank, ranks=group.size, dtype=dtype, device=device)
     by_layer = {
         match[1]: division
         for name, division in shard.divisions.items()
@@ -234,6 +241,8 @@ def read_shard(
             for key in [*opened.keys()]:
                 parts = set(key.split("."))
                 if not parts.isdisjoint(unused):
+                    continue
+                if parts.isdisjoint(NOT_TEXT) and (layer_of(key) or 0) >= layers:
                     continue
                 # Layers for images may be called like those of the text.
                 match = _IN_LAYER.search(key) if parts.isdisjoint(NOT_TEXT) else None
@@ -304,8 +313,8 @@ def original_logits(
             use_safetensors=True,
             **options,
         )
-    model = base_model.with_experts_in(dtype, model).to(device).eval()
-    _, _, found, routed = base_model.Probe.of(model, None)
+    base_model.convert_experts(model, dtype)
+    _, _, found, routed = base_model.Probe.of(model.to(device).eval(), None)
     assert found is not None
     on_host = {
         name: RoutedTokens(0, index.cpu(), weights.cpu())
