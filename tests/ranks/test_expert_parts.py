@@ -18,7 +18,8 @@ from ranks.ranked import ranked
 from ranks.test_agreement import Pair
 from tinkex.engine.model import base_model
 from tinkex.engine.model.targets import HEAD
-from tinkex.engine.ranks.loading import load_shard, read_shard
+from tinkex.engine.ranks.expert_parts import ExpertReader
+from tinkex.engine.ranks.loading import find_parts, load_shard
 from tinkex.engine.ranks.shard import Division, Shard
 from tinkex.models.weight_file_checks import RefusedFolder
 
@@ -176,7 +177,8 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None
     folder = write_mixture(tmp_path, "Qwen3Moe")
     group: Any = SimpleNamespace(rank=0, size=2)
     shard = Shard(group, {HEAD: Division("B", VOCABULARY)})
-    found = read_shard(folder, shard, torch.float32, CPU, layers=1, forms={})
+    reader = ExpertReader({}, rank=0, ranks=2, dtype=torch.float32, device=CPU)
+    found = find_parts(folder, shard, reader, layers=1)
     assert any(".layers.0." in name for name in found)
     assert not any(".layers.1." in name for name in found)
 
@@ -198,6 +200,6 @@ def test_missing_experts_and_other_sizes_are_refused(tmp_path: Path) -> None:
     assert f"{name} has the sizes [15, 32], and the model needs [16, 32]" in refused(
         tensors | {name: tensors[name][:15].clone()}
     )
-    assert "which a layer of 6 experts does not have" in refused(
+    assert "6.up_proj.weight, which a model of 6 experts" in refused(
         tensors | {name.replace(".2.", ".6."): tensors[name].clone()}
     )

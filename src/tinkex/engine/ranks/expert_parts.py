@@ -2,14 +2,14 @@
 
 Files have a matrix for each projection of each expert, or one tensor for all experts of a layer, as
 plain numbers or in MXFP4. A model has one tensor for all: with gate before up or both in turns, and
-transposed or not. A rank's tensors are filled as their files are read, so there is no second copy.
+transposed or not. A rank makes its part of that tensor while it is read, so there is no second copy.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from tinkex.engine.model import model_experts
 from tinkex.engine.model.unsupported import UnsupportedModel
 from tinkex.engine.ranks.process_group import own_range
 from tinkex.engine.ranks.shard import Division
-from tinkex.models.weight_file_checks import RefusedFolder
+from tinkex.models.weight_file_checks import RefusedFolder, check_complete
 
 #: Numbers of MXFP4 that have one scale.
 GROUP = 32
@@ -35,7 +35,8 @@ _OF_ALL = re.compile(
     r"\.(?:experts\.(gate_up_proj|up_proj|down_proj)(_bias|_blocks|_scales)?(?:\.weight)?"
     r"|block_sparse_moe\.(input_linear|output_linear)\.weight)$"
 )
-_PART = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up"}
+_PARTS = dict.fromkeys(("gate_proj", "w1"), "gate")
+_PARTS |= dict.fromkeys(("up_proj", "w3"), "up") | dict.fromkeys(("down_proj", "w2"), "down")
 
 
 class ExpertForm(NamedTuple):
@@ -93,6 +94,27 @@ class ExpertForm(NamedTuple):
             return [(2 * start, 2 * stop)]
         return [(start, stop), (self.inner + start, self.inner + stop)]
 
+    @property
+    def first_parts(self) -> list[str]:
+        return ["gate", "up"] if self.gated else ["up"]
+
+    def rows(self, part: str, own: int) -> slice:
+        """Where the outputs of a part of the first projection are, if experts have this width."""
+        at = self.first_parts.index(part)
+        if self.concatenated:
+            return slice(at * own, (at + 1) * own)
+        return slice(at, None, len(self.first_parts))
+
+    def quantized_shapes(self, name: str) -> dict[str, Shape]:
+        """Of the two tensors in MXFP4 for one of the model."""
+        if name not in self.shapes(self.inner):
+            return {}
+        _, outputs, inputs = self.shapes(self.inner)[name]
+        if self.transposed:
+            outputs, inputs = inputs, outputs
+        scales = (self.experts, outputs, inputs // GROUP)
+        return {"_blocks": (*scales, GROUP // 2), "_scales": scales}
+
 
 def layer_of(name: str) -> int | None:
     """The number of the layer in the name of a module or tensor."""
@@ -127,8 +149,22 @@ def divide_experts(module: Any, name: str, ranks: int) -> dict[str, Division]:
     }
 
 
+class Part:
+    """
+    A tensor of one rank, read when transformers asks for it, as with the files that it opens itself.
+
+    So it comes into the memory that transformers has reserved on the device, and into no other.
+    """
+
+    def __init__(self, read: Callable[..., Tensor], *args: Any) -> None:
+        self._read, self._args = read, args
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._read(*self._args)[index]
+
+
 class ExpertReader:
-    """Reads one rank's part of all experts, from files in any order."""
+    """Finds the experts in files, in any order, and makes one rank's part of them."""
 
     def __init__(
         self,
@@ -141,16 +177,15 @@ class ExpertReader:
     ) -> None:
         self._forms, self._rank, self._ranks = forms, rank, ranks
         self._dtype, self._device = dtype, device
-        #: What was read, by names that transformers knows.
-        self.found: dict[str, Tensor] = {}
-        #: Matrices of single experts that are still to be read.
-        self._awaited: dict[str, set[tuple[int, str]]] = {}
-        #: Blocks without scales, and scales without blocks, which may be in another file.
-        self._halves: dict[str, dict[str, Tensor]] = {}
+        self._parts: dict[str, Part] = {}
+        #: Matrices of single experts, by the tensor that they belong to.
+        self._single: dict[str, tuple[ExpertForm, dict[tuple[int, str], Any]]] = {}
+        #: Blocks and scales, which may be in two files.
+        self._quantized: dict[str, tuple[ExpertForm, dict[str, Any]]] = {}
 
-    def read(self, opened: Any, key: str) -> bool:
+    def add(self, opened: Any, key: str) -> bool:
         """
-        Reads a tensor of a file; False if it is not of experts.
+        Notes a tensor of a file; False if it is not of experts.
 
         Raises `RefusedFolder` if it has other sizes than the config says.
         """
@@ -159,97 +194,96 @@ class ExpertReader:
         if form is None:
             return False
         if (one := _OF_ONE.match(key)) is not None:
-            self._read_one(opened.get_slice(key), key, form, one[1], int(one[2]), one[3])
+            self._add_single(opened.get_slice(key), key, form, one[1], int(one[2]), one[3])
             return True
         every = _OF_ALL.search(key)
         if every is None:
             return False
+        whole, kind = opened.get_slice(key), every[2] or ""
         name = every[1] or {"input_linear": form.first, "output_linear": "down_proj"}[every[3]]
-        if every[2] in ("_blocks", "_scales"):
-            self._read_quantized(opened.get_slice(key), key, form, name, every[2])
+        if kind in ("_blocks", "_scales"):
+            _check_sizes(whole, key, form.quantized_shapes(name).get(kind))
+            target = key.removesuffix(kind)
+            self._quantized.setdefault(target, (form, {}))[1][kind] = whole
         else:
-            self._read_all(opened.get_slice(key), key, form, name + (every[2] or ""))
+            _check_sizes(whole, key, form.shapes(form.inner).get(name + kind))
+            self._parts[key] = Part(self._read_all, whole, form, name + kind)
         return True
 
-    @property
-    def incomplete(self) -> list[str]:
-        """Tensors of which matrices were in no file."""
-        return [name for name, awaited in self._awaited.items() if awaited]
+    def _add_single(
+        self, whole: Any, key: str, form: ExpertForm, prefix: str, number: int, leaf: str
+    ) -> None:
+        part = _PARTS[leaf]
+        down = part == "down"
+        _check_sizes(whole, key, (form.hidden, form.inner) if down else (form.inner, form.hidden))
+        if number >= form.experts or part not in ("down", *form.first_parts):
+            raise RefusedFolder(
+                f"the weights have {key}, which a model of {form.experts} experts with "
+                f"{form.first} does not have. Download the model again, or correct config.json."
+            )
+        target = f"{prefix}.{'down_proj' if down else form.first}"
+        self._single.setdefault(target, (form, {}))[1][number, part] = whole
+
+    def parts(self, folder: Path) -> dict[str, Part]:
+        """By names that transformers knows. Raises `RefusedFolder` if an expert is missing."""
+        missing = []
+        for target, (form, matrices) in self._single.items():
+            of_each = ["down"] if (0, "down") in matrices else form.first_parts
+            if len(matrices) < form.experts * len(of_each):
+                missing.append(target)
+            self._parts[target] = Part(self._read_single, form, matrices)
+        check_complete(missing, folder)
+        for target, (form, halves) in self._quantized.items():
+            if len(halves) == 2:  # transformers misses the others
+                self._parts[target] = Part(self._read_quantized, form, target, halves)
+        return self._parts
 
     def _range(self, form: ExpertForm) -> tuple[int, int]:
         return own_range(form.inner, self._rank, self._ranks)
 
-    def _read_one(
-        self, whole: Any, key: str, form: ExpertForm, prefix: str, number: int, leaf: str
-    ) -> None:
+    def _empty(self, form: ExpertForm, name: str) -> Tensor:
         start, stop = self._range(form)
-        own = stop - start
-        part = _PART.get(leaf, "down")
-        down = part == "down"
-        sizes = (form.hidden, form.inner) if down else (form.inner, form.hidden)
-        _check_sizes(whole, key, sizes)
-        name = "down_proj" if down else form.first
-        target = f"{prefix}.{name}"
-        if target not in self.found:
-            shape = form.shapes(own)[name]
-            self.found[target] = torch.empty(shape, dtype=self._dtype, device=self._device)
-            parts = ["down"] if down else ["gate", "up"] if form.gated else ["up"]
-            self._awaited[target] = {*itertools.product(range(form.experts), parts)}
-        if (number, part) not in self._awaited[target]:
-            raise RefusedFolder(
-                f"the weights have {key}, which a layer of {form.experts} experts does not have, or "
-                "have it twice. Download the model again."
-            )
-        self._awaited[target].remove((number, part))
-        matrix = self.found[target][number]  # [outputs, inputs]
-        if form.transposed:
-            matrix = matrix.mT
-        if not down and form.gated:
-            second = part == "up"
-            if form.concatenated:
-                matrix = matrix[own:] if second else matrix[:own]
-            else:
-                matrix = matrix[int(second) :: 2]
-        matrix.copy_(whole[:, start:stop] if down else whole[start:stop])
+        shape = form.shapes(stop - start)[name]
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
 
-    def _read_all(self, whole: Any, key: str, form: ExpertForm, name: str) -> None:
-        _check_sizes(whole, key, form.shapes(form.inner).get(name))
+    def _read_single(self, form: ExpertForm, matrices: Mapping[tuple[int, str], Any]) -> Tensor:
+        start, stop = self._range(form)
+        down = (0, "down") in matrices
+        stack = self._empty(form, "down_proj" if down else form.first)
+        by_expert = stack.mT if form.transposed else stack  # [outputs, inputs] of each
+        for (number, part), whole in matrices.items():
+            if down:
+                by_expert[number].copy_(whole[:, start:stop])
+            else:
+                rows = form.rows(part, stop - start)
+                by_expert[number][rows].copy_(whole[start:stop])
+        return stack
+
+    def _read_all(self, whole: Any, form: ExpertForm, name: str) -> Tensor:
         start, stop = self._range(form)
         if name == "down_proj_bias":
-            tensor = whole[:]  # one rank adds it
-        elif name == "down_proj":
-            tensor = _cut(whole, 1 if form.transposed else 2, [(start, stop)])
-        else:
-            dim = 2 if form.transposed and not name.endswith("_bias") else 1
-            tensor = _cut(whole, dim, form.first_ranges(start, stop))
-        self.found[key] = tensor.to(self._dtype)
+            tensor: Tensor = whole[:]  # one rank adds it
+            return tensor
+        if name == "down_proj":
+            return _cut(whole, 1 if form.transposed else 2, [(start, stop)])
+        dim = 2 if form.transposed and not name.endswith("_bias") else 1
+        return _cut(whole, dim, form.first_ranges(start, stop))
 
-    def _read_quantized(self, whole: Any, key: str, form: ExpertForm, name: str, kind: str) -> None:
+    def _read_quantized(self, form: ExpertForm, target: str, halves: Mapping[str, Any]) -> Tensor:
         start, stop = self._range(form)
-        outputs, inputs = form.shapes(form.inner)[name][1:]
-        if form.transposed:
-            outputs, inputs = inputs, outputs
-        sizes = (form.experts, outputs, inputs // GROUP)
-        _check_sizes(whole, key, (*sizes, GROUP // 2) if kind == "_blocks" else sizes)
-        down = name == "down_proj"
+        down = target.endswith("down_proj")
         # A part of the inputs may begin and end within a group.
-        groups = (start // GROUP, -(-stop // GROUP))
-        cut = _cut(whole, 2, [groups]) if down else _cut(whole, 1, form.first_ranges(start, stop))
-        target = key.removesuffix(kind)
-        halves = self._halves.setdefault(target, {})
-        halves[kind] = cut
-        if len(halves) < 2:
-            return
-        del self._halves[target]
-        stack = torch.empty(form.shapes(stop - start)[name], dtype=self._dtype, device=self._device)
-        offset = groups[0] * GROUP
-        for own, blocks, scales in zip(stack, halves["_blocks"], halves["_scales"], strict=True):
-            # transformers computes them as they are in the model, [inputs, outputs].
-            (matrix,) = mxfp4.convert_moe_packed_tensors(blocks[None], scales[None])
-            if down:
-                matrix = matrix[start - offset : stop - offset]
-            (own if form.transposed else own.mT).copy_(matrix)
-        self.found[target] = stack
+        first = start // GROUP
+        ranges = [(first, -(-stop // GROUP))] if down else form.first_ranges(start, stop)
+        cut = (_cut(halves[kind], 2 if down else 1, ranges) for kind in ("_blocks", "_scales"))
+        blocks, scales = (each.to(self._device) for each in cut)
+        stack = self._empty(form, "down_proj" if down else form.first)
+        by_expert = stack if form.transposed else stack.mT  # [inputs, outputs] of each
+        for number, own in enumerate(by_expert):
+            each = slice(number, number + 1)
+            (matrix,) = mxfp4.convert_moe_packed_tensors(blocks[each], scales[each])
+            own.copy_(matrix[start - first * GROUP :][: stop - start] if down else matrix)
+        return stack
 
 
 def _check_sizes(whole: Any, key: str, expected: Shape | None) -> None:

@@ -30,8 +30,8 @@ from tinkex.engine.model.targets import HEAD
 from tinkex.engine.model.unsupported import UnsupportedModel, quantization_method
 from tinkex.engine.ranks.divided_shape import QUANTIZED
 from tinkex.engine.ranks.expert_parts import (
-    ExpertForm,
     ExpertReader,
+    Part,
     divide_experts,
     forms_of,
     layer_of,
@@ -81,17 +81,24 @@ def load_shard(
         family.__init__(self, config)
         divide(self, group.rank, group.size)
 
-    tensors = read_shard(folder, shard, dtype, device, layers=count, forms=forms, unused=unused)
+    straight = device.type == "cuda" and importlib.util.find_spec("accelerate") is not None
+    reader = ExpertReader(
+        forms,
+        rank=group.rank,
+        ranks=group.size,
+        dtype=dtype,
+        device=device if straight else torch.device("cpu"),
+    )
+    parts = find_parts(folder, shard, reader, layers=count, unused=unused)
     # transformers makes the model without memory and then fills it; here, with smaller layers.
     smaller: Any = type(
         family.__name__, (family,), {"__init__": __init__, "__module__": family.__module__}
     )
-    straight = device.type == "cuda" and importlib.util.find_spec("accelerate") is not None
     with base_model.quiet_transformers():
         model, found = smaller.from_pretrained(
             None,
             config=config,
-            state_dict=tensors,
+            state_dict=parts,
             dtype=dtype,
             attn_implementation=base_model.original_attention(config, AutoModelForCausalLM),
             output_loading_info=True,
@@ -212,32 +219,28 @@ def _replace(root: nn.Module, path: str, module: nn.Module) -> None:
     setattr(root.get_submodule(parent), leaf, module)
 
 
-def read_shard(
+def find_parts(
     folder: Path,
     shard: Shard,
-    dtype: torch.dtype,
-    device: torch.device,
+    of_experts: ExpertReader,
     *,
     layers: int,
-    forms: Mapping[int, ExpertForm],
     unused: Collection[str] = (),
-) -> dict[str, Tensor]:
+) -> dict[str, Part]:
     """
-    The tensors of this rank, read straight to its device: of divided layers only its part.
+    The tensors of this rank, of divided layers only its part, which transformers then reads.
 
     Those of `unused` parts of the model, and of more layers than this many, which only predict
-    further tokens, are left out. `forms` are those of the experts, by layer.
+    further tokens, are left out.
     """
-    group = shard.group
-    of_experts = ExpertReader(forms, rank=group.rank, ranks=group.size, dtype=dtype, device=device)
     by_layer = {
         match[1]: division
         for name, division in shard.divisions.items()
         if (match := _IN_LAYER.search(f"{name}.weight")) is not None
     }
-    found: dict[str, Tensor] = {}
+    found: dict[str, Part] = {}
     for file in weight_files(folder):
-        with safe_open(file, framework="pt", device=str(device)) as opened:
+        with safe_open(file, framework="pt") as opened:
             for key in [*opened.keys()]:
                 parts = set(key.split("."))
                 if not parts.isdisjoint(unused):
@@ -248,17 +251,14 @@ def read_shard(
                 match = _IN_LAYER.search(key) if parts.isdisjoint(NOT_TEXT) else None
                 division = None if match is None else by_layer.get(match[1])
                 kind = key.rpartition(".")[2]
-                if parts.isdisjoint(NOT_TEXT) and of_experts.read(opened, key):
+                if parts.isdisjoint(NOT_TEXT) and of_experts.add(opened, key):
                     continue
                 if kind == "sinks":  # one for each head
                     division = Division("B", *opened.get_slice(key).get_shape())
                 if match is None and key.rpartition(".")[0].rpartition(".")[2] in HEADS:
                     division = shard.divisions[HEAD]
-                found[key] = _read(opened.get_slice(key), kind, division, shard)
-                if division is not None:  # others may stay in float32, as transformers knows
-                    found[key] = found[key].to(dtype)
-    check_complete(of_experts.incomplete, folder)
-    return found | of_experts.found
+                found[key] = Part(_read, opened.get_slice(key), kind, division, shard)
+    return found | of_experts.parts(folder)
 
 
 #: The last parts of names of output projections.
