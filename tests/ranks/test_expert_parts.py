@@ -18,7 +18,7 @@ from ranks.ranked import ranked
 from ranks.test_agreement import Pair
 from tinkex.engine.model import base_model
 from tinkex.engine.model.targets import HEAD
-from tinkex.engine.ranks.expert_parts import ExpertReader
+from tinkex.engine.ranks.expert_parts import ExpertForm, ExpertReader, Part
 from tinkex.engine.ranks.loading import find_parts, load_shard
 from tinkex.engine.ranks.shard import Division, Shard
 from tinkex.models.weight_file_checks import RefusedFolder
@@ -172,14 +172,30 @@ def test_what_a_router_adds_to_its_scores_is_not_rounded(tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
-    """DeepSeek-V3 has one, with experts of 22 GB."""
+def test_only_what_transformers_asks_for_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is on a GPU before transformers reserves the model's memory there is there twice."""
     folder = write_mixture(tmp_path, "Qwen3Moe")
     group: Any = SimpleNamespace(rank=0, size=2)
     shard = Shard(group, {HEAD: Division("B", VOCABULARY)})
-    reader = ExpertReader({}, rank=0, ranks=2, dtype=torch.float32, device=CPU)
+    form = ExpertForm(6, 32, 16, gated=True, concatenated=True, transposed=False, biased=False)
+    reader = ExpertReader({0: form}, rank=0, ranks=2, dtype=torch.float32, device=CPU)
+    read: list[str] = []
+
+    def noted(part: Part, index: Any) -> torch.Tensor:
+        tensor = original(part, index)
+        read.append(str(tuple(tensor.shape)))
+        return tensor
+
+    original = Part.__getitem__
+    monkeypatch.setattr(Part, "__getitem__", noted)
     found = find_parts(folder, shard, reader, layers=1)
-    assert any(".layers.0." in name for name in found)
+    assert all(isinstance(part, Part) for part in found.values())
+    assert not read
+    assert found["model.layers.0.mlp.experts.gate_up_proj"][...].shape == (6, 16, 32)
+    assert read == ["(6, 16, 32)"]
+    # A layer that only predicts further tokens has experts of 22 GB in DeepSeek-V3.
     assert not any(".layers.1." in name for name in found)
 
 
