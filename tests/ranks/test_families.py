@@ -1,6 +1,8 @@
 """Which model families are divided, and what the others are told."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,10 @@ from tinkex.engine.ranks.divided_shape import Undivided, fitting_counts
 from tinkex.models.families import FAMILIES
 
 #: Families whose projections the plan of transformers does not divide by heads.
-WHOLE = {"Phi3": "o_proj", "Olmo2": "q_proj", "Glm4": "gate_up_proj", "Youtu": "q_a_proj"}
-EXPERTS = ("Qwen3Moe", "Mixtral", "Glm4Moe")
+WHOLE = {"Phi3": "o_proj", "Olmo2": "q_proj", "Glm4": "gate_up_proj"}
+#: Mixtures with norms over all heads.
+UNDIVIDED_EXPERTS = {"Olmoe", "MiniMaxM2"}
+EXPERTS = sorted(MIXTURES.keys() - UNDIVIDED_EXPERTS)
 DIVIDED = sorted(SERVED.keys() - WHOLE.keys() - {"Llama", "Qwen3"})  # these have tests of their own
 
 
@@ -86,9 +90,8 @@ def test_a_family_whose_projections_are_not_divided_is_refused(
     message = refused(folder)
     assert WHOLE[family] in message
     assert "--gpus-per-replica 1" in message
-    if family != "Olmo2":  # whose projections have the usual names
-        with pytest.raises(Undivided):
-            predicted_needs(read_shape(folder), device="cpu", element=4, gpus=2)
+    with pytest.raises(Undivided):
+        predicted_needs(read_shape(folder), device="cpu", element=4, gpus=2)
 
 
 def test_a_number_of_gpus_that_does_not_divide_the_heads_is_refused_with_the_numbers(
@@ -102,11 +105,14 @@ def test_a_number_of_gpus_that_does_not_divide_the_heads_is_refused_with_the_num
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", sorted(MIXTURES.keys() - {*EXPERTS}))
+@pytest.mark.parametrize("family", sorted(UNDIVIDED_EXPERTS))
 def test_other_mixtures_are_refused_by_name(family: str, refused: Any, tmp_path: Path) -> None:
-    message = refused(write_mixture(tmp_path / "mixture", family))
-    assert re.search("no plan|plan of transformers|another form", message), message
+    folder = write_mixture(tmp_path / "mixture", family)
+    message = refused(folder)
+    assert re.search(r"plan of transformers .* does not divide self_attn\.q_proj", message), message
     assert "--gpus-per-replica 1" in message
+    with pytest.raises(Undivided, match="norm over all heads"):
+        predicted_needs(read_shape(folder), device="cpu", element=4, gpus=2)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -119,6 +125,14 @@ def test_recurrent_layers_and_other_files_are_refused(
     (tmp_path / "gguf" / "config.json").write_text((models["llama"] / "config.json").read_text())
     (tmp_path / "gguf" / "model.gguf").write_bytes(b"GGUF")
     assert "only safetensors" in refused(tmp_path / "gguf")
+    config = models["llama"] / "config.json"
+    (tmp_path / "fp8").mkdir()
+    for file in models["llama"].iterdir():
+        shutil.copy(file, tmp_path / "fp8")
+    quantized = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(quantized))
+    assert "quantized (fp8) cannot be divided over 2 GPUs" in refused(tmp_path / "fp8")
+    assert fitting_counts(read_shape(tmp_path / "fp8"), 8) == [1]
 
 
 def test_a_wrong_division_is_found_before_the_engine_is_ready(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tinkex.engine.model.model_shape import LayerShape, ModelShape
+from tinkex.engine.model.unsupported import quantization_method
 
 #: Linear layers of dense models, by how they are divided. The plan of transformers decides when a
 #: model is loaded; these are the names that it has for the tested families.
@@ -14,9 +15,16 @@ BY_OUTPUTS = frozenset(
     {
         *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
         *("query_key_value", "dense_h_to_4h", "fc1", "c_fc"),
+        *("q_b_proj", "kv_b_proj"),
     }
 )
 BY_INPUTS = frozenset({"o_proj", "down_proj", "dense", "dense_4h_to_h", "fc2", "c_proj"})
+#: Each rank has these whole: the first products of latent attention, and the gate of a shared expert.
+WHOLE = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "shared_expert_gate"})
+#: Norms that can be divided with the heads only if they are those of one head.
+HEAD_NORMS = frozenset({"q_norm", "k_norm"})
+#: Methods of quantization whose weights are cut when they are read.
+QUANTIZED = frozenset({"mxfp4"})
 
 
 class Undivided(ValueError):
@@ -55,6 +63,9 @@ def _reasons(shape: ModelShape, ranks: int) -> Iterator[str]:
         return
     if any(layer.recurrent is not None for layer in shape.layers):
         yield "a model with recurrent layers is served on one GPU"
+    method = quantization_method(shape.config.get("quantization_config"))
+    if method is not None and method not in QUANTIZED:
+        yield f"weights that are quantized ({method}) are not divided"
     heads, keys = shape.query_heads, shape.key_heads
     if heads % ranks or keys % ranks:
         yield f"{heads} attention heads and {keys} key heads are not divisible by {ranks}"
@@ -62,8 +73,13 @@ def _reasons(shape: ModelShape, ranks: int) -> Iterator[str]:
         for experts in layer.experts.values():
             if not experts.gated or experts.inner % ranks:
                 yield f"experts of width {experts.inner} are not divided by {ranks}"
+        for path, size in layer.norms.items():
+            if path.rpartition(".")[2] in HEAD_NORMS and size != shape.head_size:
+                yield f"{path} is a norm over all heads"
         for path, (outputs, inputs) in layer.linears.items():
             leaf = path.rpartition(".")[2]
+            if leaf in WHOLE:
+                continue
             if leaf not in BY_OUTPUTS | BY_INPUTS:
                 yield f"{leaf} is not divided"
             elif (outputs if leaf in BY_OUTPUTS else inputs) % ranks:
@@ -71,16 +87,19 @@ def _reasons(shape: ModelShape, ranks: int) -> Iterator[str]:
 
 
 def _divided_layer(layer: LayerShape, ranks: int) -> LayerShape:
-    linears = {
-        path: (outputs // ranks, inputs)
-        if path.rpartition(".")[2] in BY_OUTPUTS
-        else (outputs, inputs // ranks)
-        for path, (outputs, inputs) in layer.linears.items()
-    }
+    linears = {path: _divided_linear(path, sizes, ranks) for path, sizes in layer.linears.items()}
     experts = {
         path: replace(each, inner=each.inner // ranks) for path, each in layer.experts.items()
     }
     return replace(layer, linears=linears, experts=experts)
+
+
+def _divided_linear(path: str, sizes: tuple[int, int], ranks: int) -> tuple[int, int]:
+    outputs, inputs = sizes
+    leaf = path.rpartition(".")[2]
+    if leaf in WHOLE:
+        return sizes
+    return (outputs // ranks, inputs) if leaf in BY_OUTPUTS else (outputs, inputs // ranks)
 
 
 def _numbers(layer: LayerShape) -> int:
