@@ -14,9 +14,13 @@ BY_OUTPUTS = frozenset(
     {
         *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
         *("query_key_value", "dense_h_to_4h", "fc1", "c_fc"),
+        *(f"in_proj_{part}" for part in ("q", "k", "v", "z", "a", "b", "ba")),
+        "x_proj",
     }
 )
-BY_INPUTS = frozenset({"o_proj", "down_proj", "dense", "dense_4h_to_h", "fc2", "c_proj"})
+BY_INPUTS = frozenset({"o_proj", "down_proj", "dense", "dense_4h_to_h", "fc2", "c_proj", "out_proj"})
+#: Which each rank has whole.
+WHOLE = frozenset({"shared_expert_gate"})
 
 
 class Undivided(ValueError):
@@ -53,17 +57,20 @@ def fitting_counts(shape: ModelShape, most: int) -> list[int]:
 def _reasons(shape: ModelShape, ranks: int) -> Iterator[str]:
     if ranks == 1:
         return
-    if any(layer.recurrent is not None for layer in shape.layers):
-        yield "a model with recurrent layers is served on one GPU"
     heads, keys = shape.query_heads, shape.key_heads
     if heads % ranks or keys % ranks:
         yield f"{heads} attention heads and {keys} key heads are not divisible by {ranks}"
     for layer in shape.layers:
+        for name, count in ({} if layer.recurrent is None else layer.recurrent.heads).items():
+            if count % ranks:
+                yield f"{count} {name} are not divisible by {ranks}"
         for experts in layer.experts.values():
-            if not experts.gated or experts.inner % ranks:
+            if experts.inner % ranks:
                 yield f"experts of width {experts.inner} are not divided by {ranks}"
         for path, (outputs, inputs) in layer.linears.items():
             leaf = path.rpartition(".")[2]
+            if leaf in WHOLE:
+                continue
             if leaf not in BY_OUTPUTS | BY_INPUTS:
                 yield f"{leaf} is not divided"
             elif (outputs if leaf in BY_OUTPUTS else inputs) % ranks:
@@ -72,17 +79,26 @@ def _reasons(shape: ModelShape, ranks: int) -> Iterator[str]:
 
 def _divided_layer(layer: LayerShape, ranks: int) -> LayerShape:
     linears = {
-        path: (outputs // ranks, inputs)
-        if path.rpartition(".")[2] in BY_OUTPUTS
-        else (outputs, inputs // ranks)
-        for path, (outputs, inputs) in layer.linears.items()
+        path: _divided_linear(path.rpartition(".")[2], *sizes, ranks)
+        for path, sizes in layer.linears.items()
     }
     experts = {
         path: replace(each, inner=each.inner // ranks) for path, each in layer.experts.items()
     }
-    return replace(layer, linears=linears, experts=experts)
+    recurrent = None if layer.recurrent is None else layer.recurrent.divided(ranks)
+    return replace(layer, linears=linears, experts=experts, recurrent=recurrent)
+
+
+def _divided_linear(leaf: str, outputs: int, inputs: int, ranks: int) -> tuple[int, int]:
+    if leaf in WHOLE:
+        return outputs, inputs
+    return (outputs // ranks, inputs) if leaf in BY_OUTPUTS else (outputs, inputs // ranks)
 
 
 def _numbers(layer: LayerShape) -> int:
-    of_experts = sum(3 * each.count * each.hidden * each.inner for each in layer.experts.values())
-    return of_experts + sum(math.prod(sizes) for sizes in layer.linears.values())
+    of_experts = sum(
+        (3 if each.gated else 2) * each.count * each.hidden * each.inner
+        for each in layer.experts.values()
+    )
+    others = 0 if layer.recurrent is None else layer.recurrent.others
+    return of_experts + others + sum(math.prod(sizes) for sizes in layer.linears.values())

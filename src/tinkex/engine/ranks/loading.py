@@ -27,8 +27,11 @@ from transformers import (
 from tinkex.engine.model import base_model, experts, model_experts
 from tinkex.engine.model.experts import RoutedTokens
 from tinkex.engine.model.model_shape import NOT_TEXT
+from tinkex.engine.model.recurrent_layers import is_recurrent
+from tinkex.engine.model.recurrent_shape import head_counts
 from tinkex.engine.model.targets import HEAD
 from tinkex.engine.model.unsupported import UnsupportedModel, quantization_method
+from tinkex.engine.ranks import recurrent_parts
 from tinkex.engine.ranks.process_group import ProcessGroup, own_range
 from tinkex.engine.ranks.shard import Division, Shard
 from tinkex.models.weight_file_checks import (
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 
 #: Styles of the plan that divide a layer, with the factor of an adapter that is divided with it.
 STYLES: Mapping[str, Any] = {"colwise": "B", "rowwise": "A"}
+#: Layers without adapters that are so small that each rank has all of them.
+WHOLE = frozenset({"shared_expert_gate"})
 
 _IN_LAYER = re.compile(r"(?:^|\.)(layers\.\d+\..+)\.(weight|bias)$")
 
@@ -64,9 +69,12 @@ def load_shard(
     check_weight_files(folder, config.to_dict())
     check_layers(config.get_text_config().num_hidden_layers, {*tensor_names(folder)}, folder)
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if family.config_class is type(config.get_text_config()):
+        config = config.get_text_config()  # the part of a model with images that reads text
     with torch.device("meta"):
         whole = family(config)
         names = {part for name, _ in whole.named_parameters() for part in name.split(".")}
+        blocks = recurrent_parts.blocks_of(whole)
         divisions = divide(whole, group.rank, group.size)
     shard = Shard(group, divisions)
     unused = NOT_TEXT - names
@@ -84,7 +92,12 @@ def load_shard(
         model, found = smaller.from_pretrained(
             None,
             config=config,
-            state_dict=read_shard(folder, shard, dtype, device, unused=unused),
+            state_dict=read_shard(
+                *(folder, shard, dtype, device),
+                unused=unused,
+                exact=family._keep_in_fp32_modules_strict or (),
+                blocks=blocks,
+            ),
             dtype=dtype,
             attn_implementation=base_model.original_attention(config, AutoModelForCausalLM),
             output_loading_info=True,
@@ -117,9 +130,11 @@ def refuse_undivided(config: PretrainedConfig, folder: Path, ranks: int) -> None
     counts = {
         "attention heads": text.num_attention_heads,
         "key heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        **head_counts(text.to_dict()),
     }
     if any(count % ranks for count in counts.values()):
-        which = " and ".join(f"{count} {name}" for name, count in counts.items())
+        *others, last = (f"{count} {name}" for name, count in counts.items())
+        which = f"{', '.join(others)} and {last}"
         fitting = [
             str(k)
             for k in range(1, min(counts.values()) + 1)
@@ -134,7 +149,10 @@ def refuse_undivided(config: PretrainedConfig, folder: Path, ranks: int) -> None
 def divide(model: Any, rank: int, ranks: int) -> dict[str, Division]:
     """Replaces the linear layers by those of a rank, without weights. Raises `UnsupportedModel`."""
     text = model.config.get_text_config()
-    plan: Mapping[str, str] = text.base_model_tp_plan
+    plan: Mapping[str, str] = {
+        **recurrent_parts.PLANS.get(text.model_type, {}),
+        **text.base_model_tp_plan,
+    }
     layers = getattr(model.get_decoder(), "layers", None)
     if layers is None:
         raise UnsupportedModel(
@@ -150,16 +168,22 @@ def divide(model: Any, rank: int, ranks: int) -> dict[str, Division]:
         )
 
     for path, module in list(layers.named_modules()):
+        if is_recurrent(module):
+            divisions |= recurrent_parts.divide(module, f"{prefix}.{path}", ranks)
         if experts.is_experts(module):
-            styles = planned(f"{path}.gate_up_proj"), planned(f"{path}.down_proj")
-            if styles != ("packed_colwise", "rowwise"):
+            first = ("gate_up_proj", "packed_colwise") if module.has_gate else ("up_proj", "colwise")
+            styles = planned(f"{path}.{first[0]}"), planned(f"{path}.down_proj")
+            if styles != (first[1], "rowwise"):
                 raise UnsupportedModel(
                     f"the plan of transformers for {model.config.model_type} models does not "
                     f"divide their experts ({styles[0] or 'not named'}). Serve it on one GPU "
                     "(--gpus-per-replica 1)."
                 )
             divisions |= _divide_experts(module, f"{prefix}.{path}", ranks)
-        if not isinstance(module, nn.Linear):
+        parent, _, leaf = path.rpartition(".")
+        if not isinstance(module, nn.Linear) or leaf in WHOLE:
+            continue
+        if is_recurrent(layers.get_submodule(parent)):  # divided above
             continue
         style = planned(path)
         if style is None or style not in STYLES:
@@ -191,7 +215,7 @@ def divide(model: Any, rank: int, ranks: int) -> dict[str, Division]:
 
 def _divide_experts(module: Any, name: str, ranks: int) -> dict[str, Division]:
     """Each expert has a part of its width on each rank."""
-    if not (module.has_gate and module.is_concatenated) or module.is_transposed or module.has_bias:
+    if not module.is_concatenated or module.is_transposed or module.has_bias:
         raise UnsupportedModel(
             f"the experts at {name} have another form than gate, up and down without biases, so "
             "they cannot be divided. Serve it on one GPU (--gpus-per-replica 1)."
@@ -203,9 +227,13 @@ def _divide_experts(module: Any, name: str, ranks: int) -> dict[str, Division]:
             "another --gpus-per-replica."
         )
     own = inner // ranks
-    module.gate_up_proj = nn.Parameter(module.gate_up_proj.new_empty(count, 2 * own, hidden))
+    letters: dict[str, Any] = {"w1": "B", "w2": "A"}
+    if module.has_gate:
+        letters["w3"] = "B"
+        module.gate_up_proj = nn.Parameter(module.gate_up_proj.new_empty(count, 2 * own, hidden))
+    else:
+        module.up_proj = nn.Parameter(module.up_proj.new_empty(count, own, hidden))
     module.down_proj = nn.Parameter(module.down_proj.new_empty(count, hidden, own))
-    letters: Mapping[str, Any] = {"w1": "B", "w3": "B", "w2": "A"}
     return {f"{name}.{part}": Division(letter, inner) for part, letter in letters.items()}
 
 
@@ -231,11 +259,14 @@ def read_shard(
     device: torch.device,
     *,
     unused: Collection[str] = (),
+    exact: Collection[str] = (),
+    blocks: recurrent_parts.Blocks,
 ) -> dict[str, Tensor]:
     """
     The tensors of this rank, read straight to its device: of divided layers only its part.
 
-    Those of `unused` parts of the model are left out.
+    Those of `unused` parts of the model are left out, and `exact` ones keep the numbers of their
+    file. `blocks` are those of the rows of recurrent layers.
     """
     by_layer = {
         match[1]: division
@@ -265,7 +296,13 @@ def read_shard(
                     division = Division(letter, sizes[1 if letter == "A" else 0])
                 if match is None and key.rpartition(".")[0].rpartition(".")[2] in HEADS:
                     division = shard.divisions[HEAD]
-                found[key] = _read(opened.get_slice(key), kind, division, shard).to(dtype)
+                whole = opened.get_slice(key)
+                rows = blocks.get(recurrent_parts.part_of_layer(key))
+                if rows is not None and parts.isdisjoint(NOT_TEXT):
+                    own = recurrent_parts.own_rows(whole, rows, shard.group)
+                else:
+                    own = _read(whole, kind, division, shard)
+                found[key] = own.to(dtype) if parts.isdisjoint(exact) else own
     return found
 
 
