@@ -18,7 +18,9 @@ BY_OUTPUTS = frozenset(
         "x_proj",
     }
 )
-BY_INPUTS = frozenset({"o_proj", "down_proj", "dense", "dense_4h_to_h", "fc2", "c_proj", "out_proj"})
+BY_INPUTS = frozenset(
+    {"o_proj", "down_proj", "dense", "dense_4h_to_h", "fc2", "c_proj", "out_proj"}
+)
 #: Which each rank has whole.
 WHOLE = frozenset({"shared_expert_gate"})
 

@@ -171,9 +171,11 @@ def divide(model: Any, rank: int, ranks: int) -> dict[str, Division]:
         if is_recurrent(module):
             divisions |= recurrent_parts.divide(module, f"{prefix}.{path}", ranks)
         if experts.is_experts(module):
-            first = ("gate_up_proj", "packed_colwise") if module.has_gate else ("up_proj", "colwise")
-            styles = planned(f"{path}.{first[0]}"), planned(f"{path}.down_proj")
-            if styles != (first[1], "rowwise"):
+            first, wanted = "gate_up_proj", "packed_colwise"
+            if not module.has_gate:
+                first, wanted = "up_proj", "colwise"
+            styles = planned(f"{path}.{first}"), planned(f"{path}.down_proj")
+            if styles != (wanted, "rowwise"):
                 raise UnsupportedModel(
                     f"the plan of transformers for {model.config.model_type} models does not "
                     f"divide their experts ({styles[0] or 'not named'}). Serve it on one GPU "
