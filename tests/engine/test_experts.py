@@ -189,7 +189,7 @@ def test_gradients_are_those_of_autograd_over_merged_weights(family: str, routin
     check(family, routing, (1, 4, 8), torch.float64, grouped=False, atol=1e-12)
 
 
-@pytest.mark.parametrize("ranks", [(8,), (3, 8, 1)])
+@pytest.mark.parametrize("ranks", [(8,), (3, 8, 1), (12,)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_grouped_products_are_those_of_the_loop(family: str, ranks: Sequence[int]) -> None:
     check(family, "usual", ranks, torch.float32, grouped=True, atol=1e-5)

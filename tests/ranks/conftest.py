@@ -7,10 +7,16 @@ from pathlib import Path
 import pytest
 
 from numerics.helpers import tied_copy
+from numerics.hybrids import CALM, write_hybrid
 from numerics.test_families import write_model
 from ranks.ranked import ranked
 from tinkex.engine import Engine
 from tinkex.models.tiny_model import write_tiny_model
+
+#: Of a hybrid that four ranks divide.
+FOUR_HEADS = dict.fromkeys(("num_key_value_heads", "linear_num_key_heads"), 4) | {
+    "linear_num_value_heads": 8
+}
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "llama": llama,
         "tied": tied_copy(llama, root / "tied"),
         "four": write_model(root / "four", "Llama", num_key_value_heads=4),
+        "hybrid": write_hybrid(root / "hybrid", "Qwen3Next", **CALM, **FOUR_HEADS),
     }
 
 

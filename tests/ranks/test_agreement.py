@@ -38,7 +38,10 @@ PARAMS = {
 }
 
 
-@pytest.fixture(params=[("qwen3", 2), ("tied", 2), ("four", 4)], ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.fixture(
+    params=[("qwen3", 2), ("tied", 2), ("four", 4), ("hybrid", 4)],
+    ids=lambda p: f"{p[0]}-{p[1]}",
+)
 def pair(request: Any, engine_of: Callable[[str, int], Engine]) -> Iterator[Pair]:
     """The same model on one rank and on several."""
     name, ranks = request.param
@@ -164,6 +167,21 @@ def test_samples_with_a_seed_are_those_of_one_rank(pair: Pair, tmp_path: Path) -
     adapters = [None, adapter, adapter, adapter, None, adapter]
     for one, two in zip(*(sample(engine, requests, adapters) for engine in pair), strict=True):
         assert_same_sample(one, two)
+
+
+def test_prompts_go_on_from_states_that_a_rank_has_kept(
+    engine_of: Callable[[str, int], Engine], tmp_path: Path
+) -> None:
+    engines = engine_of("hybrid", 1), engine_of("hybrid", 4)
+    adapter = random_adapter(engines[0], tmp_path / "adapter", seed=2)
+    prompt = np.random.default_rng(5).integers(0, VOCABULARY, 40).tolist()
+    found = []
+    for engine in engines:
+        sample(engine, [request(prompt, max_tokens=1, seed=1)], [adapter])
+        longer = request([*prompt, 5, 6], samples=2, max_tokens=8, seed=2, stop=[])
+        found += sample(engine, [longer], [adapter])
+    assert [each.prompt_cache_hit_tokens for each in found] == [32, 32]
+    assert_same_sample(*found)
 
 
 def assert_same_sample(one: SampleResponse, two: SampleResponse) -> None:

@@ -4,14 +4,18 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from numerics.helpers import random_adapter, request, sample, weighted, work
-from numerics.hybrids import write_hybrid
+from numerics.hybrids import CALM, HYBRIDS, write_hybrid
 from numerics.mixtures import MIXTURES, write_mixture
+from numerics.pictures import write_image_model
 from numerics.test_families import SERVED, write_model
 from ranks.ranked import ranked
 from ranks.test_agreement import PARAMS, assert_close, assert_same_sample, create, outputs, tensors
@@ -19,6 +23,7 @@ from tinkex.engine.adapters.model_needs import predicted_needs, read_shape
 from tinkex.engine.engine import measured_needs
 from tinkex.engine.model.unsupported import UnsupportedModel
 from tinkex.engine.ranks.divided_shape import Undivided, fitting_counts
+from tinkex.engine.ranks.loading import load_shard
 from tinkex.models.families import FAMILIES
 
 #: Families whose projections the plan of transformers does not divide by heads.
@@ -26,23 +31,29 @@ WHOLE = {"Phi3": "o_proj", "Olmo2": "q_proj", "Glm4": "gate_up_proj"}
 #: Mixtures with norms over all heads.
 UNDIVIDED_EXPERTS = {"Olmoe", "MiniMaxM2"}
 EXPERTS = sorted(MIXTURES.keys() - UNDIVIDED_EXPERTS)
+#: Hybrids with a vision tower, of which the part that reads text is divided.
+PICTURES = ("Qwen3_5", "Qwen3_5Moe")
 DIVIDED = sorted(SERVED.keys() - WHOLE.keys() - {"Llama", "Qwen3"})  # these have tests of their own
 
 
 def test_the_table_of_families_says_which_are_divided() -> None:
     assert {family.name for family in FAMILIES if family.divided} == {
-        *(*DIVIDED, *EXPERTS, "Llama", "Qwen3"),
+        *(*DIVIDED, *EXPERTS, *HYBRIDS, *PICTURES, "Llama", "Qwen3"),
     }
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", [*DIVIDED, *EXPERTS])
+@pytest.mark.parametrize("family", [*DIVIDED, *EXPERTS, *HYBRIDS])
 def test_a_family_computes_the_same_on_two_ranks(family: str, tmp_path: Path) -> None:
     if family in MIXTURES:
         folder = write_mixture(tmp_path / "model", family)
+    elif family in HYBRIDS:
+        folder = write_hybrid(tmp_path / "model", family, **CALM)
     else:
         folder = write_model(tmp_path / "model", family, **SERVED[family])
-    data = work([weighted(np.random.default_rng(0), length) for length in (20, 7)])
+    # The rules of recurrent layers work in chunks of 64 tokens.
+    lengths = (70, 7) if family in HYBRIDS else (20, 7)
+    data = work([weighted(np.random.default_rng(0), length) for length in lengths])
     with ranked(folder, 1) as one, ranked(folder, 2) as two:
         adapter = random_adapter(one, tmp_path / "adapter")
         for engine in (one, two):
@@ -52,7 +63,7 @@ def test_a_family_computes_the_same_on_two_ranks(family: str, tmp_path: Path) ->
         assert_close(*(tensors(engine, "m") for engine in (one, two)))
         assert_close(*(engine.optim_step("m", PARAMS["adamw"]) for engine in (one, two)))
         assert_close(*(tensors(engine, "m") for engine in (one, two)))
-        if family in EXPERTS:
+        if family in EXPERTS or family in HYBRIDS:
             # A factor with a matrix for each expert is that many matrices.
             for engine in (one, two):
                 create(engine, "d", "dimuon")
@@ -65,8 +76,10 @@ def test_a_family_computes_the_same_on_two_ranks(family: str, tmp_path: Path) ->
         # What is predicted before a model is loaded is what it takes, on each rank.
         needs = predicted_needs(read_shape(folder), device="cpu", element=4, gpus=2)
         found = measured_needs(two.model)
-        for name in ("kv_bytes_per_token", "adapter_numbers"):
+        for name in ("kv_bytes_per_token", "state_bytes", "adapter_numbers"):
             assert getattr(needs, name) == getattr(found, name), name
+        if family in HYBRIDS:
+            assert 2 * found.state_bytes == measured_needs(one.model).state_bytes > 0
         # Beside tables of positions, and biases, which are predicted whole.
         assert needs.weights == pytest.approx(found.weights, rel=0.02)
 
@@ -116,11 +129,37 @@ def test_other_mixtures_are_refused_by_name(family: str, refused: Any, tmp_path:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_recurrent_layers_and_other_files_are_refused(
-    refused: Any, tmp_path: Path, models: dict[str, Path]
+def test_heads_of_recurrent_layers_are_divided_whole(refused: Any, tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    folder = write_hybrid(tmp_path / "delta", "Qwen3_5Text", **heads)
+    message = refused(folder, 4)
+    assert "4 key heads and 2 key heads of recurrent layers cannot be divided over 4" in message
+    assert "--gpus-per-replica 1 or 2." in message
+    assert fitting_counts(read_shape(folder), 8) == [1, 2]
+    folder = write_hybrid(tmp_path / "mamba", "NemotronH", n_groups=1, **heads)
+    message = refused(folder)
+    assert "4 Mamba heads and 1 groups of them cannot be divided over 2 GPUs" in message
+    assert fitting_counts(read_shape(folder), 8) == [1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", PICTURES)
+def test_the_part_of_a_hybrid_that_reads_text_is_divided(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for family in ("Qwen3_5Text", "NemotronH"):
-        assert "gpus-per-replica 1" in refused(write_hybrid(tmp_path / family, family))
+    folder = write_image_model(tmp_path / "model", family)
+    asked = [request([5, 6, 7, 8], samples=2, max_tokens=12, seed=1, stop=[])]
+    with ranked(folder, 1) as one, ranked(folder, 2) as two:
+        adapter = random_adapter(two, tmp_path / "adapter")
+        (first,), (second,) = (sample(engine, asked, [adapter]) for engine in (one, two))
+        assert_same_sample(first, second)
+        assert one.limits.no_images == ""
+        assert "divided over several GPUs" in two.limits.no_images
+    assert "images are refused: of a model that is divided over several GPUs" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_other_files_are_refused(refused: Any, tmp_path: Path, models: dict[str, Path]) -> None:
     (tmp_path / "gguf").mkdir()
     (tmp_path / "gguf" / "config.json").write_text((models["llama"] / "config.json").read_text())
     (tmp_path / "gguf" / "model.gguf").write_bytes(b"GGUF")
@@ -133,6 +172,18 @@ def test_recurrent_layers_and_other_files_are_refused(
     (tmp_path / "fp8" / "config.json").write_text(json.dumps(quantized))
     assert "quantized (fp8) cannot be divided over 2 GPUs" in refused(tmp_path / "fp8")
     assert fitting_counts(read_shape(tmp_path / "fp8"), 8) == [1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_numbers_that_a_16_bit_model_keeps_in_float32_are_not_rounded(tmp_path: Path) -> None:
+    """Experts are chosen by them."""
+    folder = write_mixture(tmp_path / "model", "Glm4Moe")
+    group: Any = SimpleNamespace(rank=1, size=2)
+    model, _ = load_shard(folder, torch.bfloat16, torch.device("cpu"), group)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    whole = load_file(folder / "model.safetensors")[name]
+    assert torch.equal(model.get_buffer(name), whole)
+    assert not torch.equal(whole, whole.bfloat16().float())
 
 
 def test_a_wrong_division_is_found_before_the_engine_is_ready(

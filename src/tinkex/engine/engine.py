@@ -151,7 +151,7 @@ class Engine:
             readers = [ImageReader(settings.folder) for _ in range(count)]
             most = most_tokens(readers[0].rules, available_bytes(checkpoints.HOST))
             self.images = RequestImages(readers, self.limits, max_tokens=most)
-        elif self.model.config.to_dict().get("vision_config"):
+        elif self.model.made_for_images:
             log.warning("images are refused: %s", self.model.no_images)
         needs, free = measured_needs(self.model), shared_bytes(device, group)
         # One plan, because what fits decides what runs together.

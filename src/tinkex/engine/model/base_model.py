@@ -154,8 +154,11 @@ class BaseModel:
         self.eos_token_ids = eos_token_ids(folder, model.config)
         #: Reads images; None if the model has none, or what it needs is not there.
         self.vision: VisionTower | None = None
+        # The model may be the text part of that of the folder.
+        whole = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+        self.made_for_images = bool(whole.get("vision_config"))
         #: Why images are refused, if they are.
-        self.no_images = why_no_images(model.config.to_dict(), folder)
+        self.no_images = why_no_images(whole, folder)
         probes: list[Probe] = []
         if self.shard is not None:
             self.no_images = self.no_images or NO_DIVIDED_IMAGES

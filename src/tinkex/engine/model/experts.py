@@ -192,7 +192,7 @@ def _forward(
     y_TH = routing.summed(out_SH, weights_TK).to(x_TH.dtype)
     matrices = _factors(slices, "w2")
     if any(each is not None for each in matrices):
-        rank = max(each.shape[1] for each in matrices if each is not None)
+        rank = max(each.shape[2] for each in matrices if each is not None)
         z_SR = act_SI.new_zeros(len(act_SI), rank)
         products.add(z_SR, act_SI, matrices)
         z_TR = shrunk_TR["w2"] = routing.summed(z_SR, weights_TK).to(x_TH.dtype)

@@ -396,8 +396,11 @@ def _weights(tensors: Mapping[str, Shape]) -> dict[str, Shape]:
 def _find_recurrent(
     tensors: Mapping[str, Shape], config: Mapping[str, Any]
 ) -> RecurrentShape | None:
-    conv = next((shape for key, shape in tensors.items() if key.endswith(CONVOLUTION)), None)
-    return None if conv is None else RecurrentShape.of(config, conv)
+    parent = next((key[: -len(CONVOLUTION)] for key in tensors if key.endswith(CONVOLUTION)), None)
+    if parent is None:
+        return None
+    own = {key[len(parent) :]: shape for key, shape in tensors.items() if key.startswith(parent)}
+    return RecurrentShape.of(config, own)
 
 
 def _find_tower(config: Mapping[str, Any], tensors: Mapping[str, Shape], hidden: int) -> TowerShape:

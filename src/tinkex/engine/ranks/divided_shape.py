@@ -15,10 +15,13 @@ BY_OUTPUTS = frozenset(
     {
         *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
         *("query_key_value", "dense_h_to_4h", "fc1", "c_fc"),
-        *("q_b_proj", "kv_b_proj"),
+        *("q_b_proj", "kv_b_proj", "x_proj"),
+        *(f"in_proj_{part}" for part in ("q", "k", "v", "z", "a", "b", "ba")),
     }
 )
-BY_INPUTS = frozenset({"o_proj", "down_proj", "dense", "dense_4h_to_h", "fc2", "c_proj"})
+BY_INPUTS = frozenset(
+    {"o_proj", "down_proj", "dense", "dense_4h_to_h", "fc2", "c_proj", "out_proj"}
+)
 #: Each rank has these whole: the first products of latent attention, and the gate of a shared expert.
 WHOLE = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "shared_expert_gate"})
 #: Norms that can be divided with the heads only if they are those of one head.
@@ -61,8 +64,6 @@ def fitting_counts(shape: ModelShape, most: int) -> list[int]:
 def _reasons(shape: ModelShape, ranks: int) -> Iterator[str]:
     if ranks == 1:
         return
-    if any(layer.recurrent is not None for layer in shape.layers):
-        yield "a model with recurrent layers is served on one GPU"
     method = quantization_method(shape.config.get("quantization_config"))
     if method is not None and method not in QUANTIZED:
         yield f"weights that are quantized ({method}) are not divided"
@@ -70,8 +71,11 @@ def _reasons(shape: ModelShape, ranks: int) -> Iterator[str]:
     if heads % ranks or keys % ranks:
         yield f"{heads} attention heads and {keys} key heads are not divisible by {ranks}"
     for layer in shape.layers:
+        for name, count in ({} if layer.recurrent is None else layer.recurrent.heads).items():
+            if count % ranks:
+                yield f"{count} {name} are not divisible by {ranks}"
         for experts in layer.experts.values():
-            if not experts.gated or experts.inner % ranks:
+            if experts.inner % ranks:
                 yield f"experts of width {experts.inner} are not divided by {ranks}"
         for path, size in layer.norms.items():
             if path.rpartition(".")[2] in HEAD_NORMS and size != shape.head_size:
@@ -91,7 +95,8 @@ def _divided_layer(layer: LayerShape, ranks: int) -> LayerShape:
     experts = {
         path: replace(each, inner=each.inner // ranks) for path, each in layer.experts.items()
     }
-    return replace(layer, linears=linears, experts=experts)
+    recurrent = None if layer.recurrent is None else layer.recurrent.divided(ranks)
+    return replace(layer, linears=linears, experts=experts, recurrent=recurrent)
 
 
 def _divided_linear(path: str, sizes: tuple[int, int], ranks: int) -> tuple[int, int]:
@@ -103,5 +108,9 @@ def _divided_linear(path: str, sizes: tuple[int, int], ranks: int) -> tuple[int,
 
 
 def _numbers(layer: LayerShape) -> int:
-    of_experts = sum(3 * each.count * each.hidden * each.inner for each in layer.experts.values())
-    return of_experts + sum(math.prod(sizes) for sizes in layer.linears.values())
+    of_experts = sum(
+        (3 if each.gated else 2) * each.count * each.hidden * each.inner
+        for each in layer.experts.values()
+    )
+    others = 0 if layer.recurrent is None else layer.recurrent.others
+    return of_experts + others + sum(math.prod(sizes) for sizes in layer.linears.values())

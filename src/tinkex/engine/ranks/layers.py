@@ -67,12 +67,16 @@ def connect(layers: nn.Module, shard: Shard) -> None:
     for path, module in list(layers.named_modules()):
         if is_experts(module):
             connect_experts(module, shard.group)
-        if not isinstance(module, LoraLinear) or module.name not in shard.divisions:
+        if not isinstance(module, LoraLinear):
+            continue
+        # All projections of one layer are divided in the same way.
+        division = next(filter(None, map(shard.divisions.get, module.projections)), None)
+        if division is None:
             continue
         parent_path, _, leaf = path.rpartition(".")
         parent = layers.get_submodule(parent_path)
         blocks[parent_path] = parent
-        if shard.divisions[module.name].letter == "A":
+        if division.letter == "A":
             setattr(parent, leaf, RowLinear(module, shard.group))
 
     def sum_gradient(

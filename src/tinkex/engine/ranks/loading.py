@@ -26,8 +26,11 @@ from transformers import (
 from tinkex.engine.model import base_model, experts, model_experts
 from tinkex.engine.model.experts import RoutedTokens
 from tinkex.engine.model.model_shape import NOT_TEXT
+from tinkex.engine.model.recurrent_layers import is_recurrent
+from tinkex.engine.model.recurrent_shape import head_counts
 from tinkex.engine.model.targets import HEAD
 from tinkex.engine.model.unsupported import UnsupportedModel, quantization_method
+from tinkex.engine.ranks import recurrent_parts
 from tinkex.engine.ranks.divided_shape import QUANTIZED
 from tinkex.engine.ranks.expert_parts import (
     ExpertReader,
@@ -67,10 +70,13 @@ def load_shard(
     count = config.get_text_config().num_hidden_layers
     check_layers(count, {*tensor_names(folder)}, folder)
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if family.config_class is type(config.get_text_config()):
+        config = config.get_text_config()  # the part of a model with images that reads text
     with torch.device("meta"):
         whole = family(config)
         names = {part for name, _ in whole.named_parameters() for part in name.split(".")}
         forms = forms_of(whole)
+        blocks = recurrent_parts.blocks_of(whole)
         divisions = divide(whole, group.rank, group.size)
     shard = Shard(group, divisions)
     if quantization_method(getattr(config, "quantization_config", None)) is not None:
@@ -89,7 +95,7 @@ def load_shard(
         dtype=dtype,
         device=device if straight else torch.device("cpu"),
     )
-    parts = find_parts(folder, shard, reader, layers=count, unused=unused)
+    parts = find_parts(folder, shard, reader, layers=count, unused=unused, blocks=blocks)
     # transformers makes the model without memory and then fills it; here, with smaller layers.
     smaller: Any = type(
         family.__name__, (family,), {"__init__": __init__, "__module__": family.__module__}
@@ -132,9 +138,11 @@ def refuse_undivided(config: PretrainedConfig, folder: Path, ranks: int) -> None
     counts = {
         "attention heads": text.num_attention_heads,
         "key heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        **head_counts(text.to_dict()),
     }
     if any(count % ranks for count in counts.values()):
-        which = " and ".join(f"{count} {name}" for name, count in counts.items())
+        *others, last = (f"{count} {name}" for name, count in counts.items())
+        which = f"{', '.join(others)} and {last}"
         fitting = [
             str(k)
             for k in range(1, min(counts.values()) + 1)
@@ -160,6 +168,8 @@ def divide(model: Any, rank: int, ranks: int) -> dict[str, Division]:
     divisions: dict[str, Division] = {}
 
     for path, module in list(layers.named_modules()):
+        if is_recurrent(module):
+            divisions |= recurrent_parts.divide(module, f"{prefix}.{path}", ranks)
         if experts.is_experts(module):
             first = "gate_up_proj" if module.has_gate else "up_proj"
             styles = plan.style(f"{path}.{first}"), plan.style(f"{path}.down_proj")
@@ -173,6 +183,8 @@ def divide(model: Any, rank: int, ranks: int) -> dict[str, Division]:
         if isinstance(sinks := getattr(module, "sinks", None), nn.Parameter):
             module.sinks = nn.Parameter(sinks.new_empty(len(sinks) // ranks))
         if not isinstance(module, nn.Linear):
+            continue
+        if is_recurrent(layers.get_submodule(path.rpartition(".")[0])):  # divided above
             continue
         style = plan.style(path)
         if style == WHOLE:
@@ -226,12 +238,13 @@ def find_parts(
     *,
     layers: int,
     unused: Collection[str] = (),
+    blocks: recurrent_parts.Blocks,
 ) -> dict[str, Part]:
     """
     The tensors of this rank, of divided layers only its part, which transformers then reads.
 
     Those of `unused` parts of the model, and of more layers than this many, which only predict
-    further tokens, are left out.
+    further tokens, are left out. `blocks` are those of the rows of recurrent layers.
     """
     by_layer = {
         match[1]: division
@@ -257,7 +270,12 @@ def find_parts(
                     division = Division("B", *opened.get_slice(key).get_shape())
                 if match is None and key.rpartition(".")[0].rpartition(".")[2] in HEADS:
                     division = shard.divisions[HEAD]
-                found[key] = Part(_read, opened.get_slice(key), kind, division, shard)
+                whole = opened.get_slice(key)
+                rows = blocks.get(recurrent_parts.part_of_layer(key))
+                if rows is not None and parts.isdisjoint(NOT_TEXT):
+                    found[key] = Part(recurrent_parts.own_rows, whole, rows, shard.group)
+                else:
+                    found[key] = Part(_read, whole, kind, division, shard)
     return found | of_experts.parts(folder)
 
 

@@ -35,6 +35,7 @@ _LATENT = {
     **{f"layers.*.self_attn.{part}_proj": "colwise" for part in ("q", "q_b", "kv_b")},
     "layers.*.self_attn.o_proj": "rowwise",
 }
+_SHARED_GATE = {"layers.*.mlp.shared_expert_gate": WHOLE}
 
 #: By `model_type` of the text part.
 ADDED: Mapping[str, Mapping[str, str]] = {
@@ -43,11 +44,22 @@ ADDED: Mapping[str, Mapping[str, str]] = {
         "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
         "layers.*.mlp.experts.down_proj": "rowwise",
     },
-    "qwen2_moe": {**_mlp("mlp.shared_expert"), "layers.*.mlp.shared_expert_gate": WHOLE},
+    "qwen2_moe": {**_mlp("mlp.shared_expert"), **_SHARED_GATE},
+    "qwen3_next": _SHARED_GATE,
+    "qwen3_5_moe_text": _SHARED_GATE,
     "granitemoe": _HEADS,
     "hunyuan_v1_moe": {**_HEADS, **_mlp("mlp.shared_mlp"), "layers.*.mlp.gate.wg": WHOLE},
     "deepseek_v3": _LATENT,
     "youtu": _LATENT,
+    "nemotron_h": {
+        **{f"layers.*.mixer.{part}_proj": "colwise" for part in "qkv"},
+        "layers.*.mixer.o_proj": "rowwise",
+        # Of layers that are only an MLP, and of the experts that all tokens share.
+        "layers.*.mixer.up_proj": "colwise",
+        "layers.*.mixer.down_proj": "rowwise",
+        "layers.*.mixer.shared_experts.up_proj": "colwise",
+        "layers.*.mixer.shared_experts.down_proj": "rowwise",
+    },
 }
 
 
