@@ -8,16 +8,20 @@ import weakref
 
 import pytest
 
-from tinkex.server.process_setup import collect_periodically
+from tinkex.server.process_setup import tuned_gc
 
 PROGRAM = """
-import gc
-from tinkex.server.process_setup import tune_gc
+import asyncio, gc
+from tinkex.server.process_setup import tuned_gc
 
-tune_gc()
-before = sum(round["collections"] for round in gc.get_stats())
-open_requests = [{"request": [number]} for number in range(10_000)]
-print(sum(round["collections"] for round in gc.get_stats()) - before, gc.get_freeze_count() > 0)
+async def main():
+    async with tuned_gc():
+        before = sum(round["collections"] for round in gc.get_stats())
+        open_requests = [{"request": [number]} for number in range(10_000)]
+        after = sum(round["collections"] for round in gc.get_stats())
+        print(after - before, gc.get_freeze_count() > 0)
+
+asyncio.run(main())
 """
 
 
@@ -38,16 +42,16 @@ class Connection:
 def test_reference_cycles_are_freed_periodically():
     async def until_freed() -> None:
         freed = asyncio.Event()
-        weakref.finalize(Connection(), freed.set)
-        collecting = asyncio.create_task(collect_periodically(every_s=0.01))
-        async with asyncio.timeout(10):
+        async with tuned_gc(every_s=0.01), asyncio.timeout(10):
+            weakref.finalize(Connection(), freed.set)
             await freed.wait()
-        collecting.cancel()
 
+    threshold = gc.get_threshold()
     gc.disable()
     try:
         asyncio.run(until_freed())
     finally:
+        gc.set_threshold(*threshold)
         gc.enable()
 
 

@@ -1,5 +1,5 @@
 """
-What the server's processes set up: logging for all, garbage collection for the web process.
+What the server's processes set up: logging for all, garbage collection for web and worker processes.
 """
 
 import asyncio
@@ -8,7 +8,8 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from tinkex.server.retry import run_periodically
 from tinkex.wire.redaction import RedactingFormatter
@@ -34,7 +35,7 @@ def set_log_level(level: str) -> None:
     logging.getLogger("tinkex").setLevel(level.upper())
 
 
-# --- Garbage collection and the C heap, for the web process. ---
+# --- Garbage collection and the C heap, for web and worker processes. ---
 
 # Reference counting frees most objects of a request. With Python's default threshold of 700 new
 # objects, each collection would traverse thousands of open requests for nothing.
@@ -57,14 +58,24 @@ def use_single_arena() -> None:
         _mallopt(_M_ARENA_MAX, 1)
 
 
-def tune_gc() -> None:
-    """Exclude long-lived objects from collections. Call once, when start-up is complete."""
+@asynccontextmanager
+async def tuned_gc(every_s: float = COLLECT_INTERVAL_S) -> AsyncIterator[None]:
+    """
+    Exclude long-lived objects from collections, and collect at intervals instead of by number.
+
+    Enter it once, when start-up is complete.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, GC_OLDER_THRESHOLD, GC_OLDER_THRESHOLD)
+    collecting = asyncio.create_task(_collect_periodically(every_s))
+    try:
+        yield
+    finally:
+        collecting.cancel()
 
 
-async def collect_periodically(every_s: float = COLLECT_INTERVAL_S) -> None:
+async def _collect_periodically(every_s: float) -> None:
     """
     Collect reference cycles until cancelled: exceptions with their frames, closed connections.
 

@@ -41,7 +41,7 @@ from tinkex.server.cluster.known_workers import KnownWorkers
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import EngineRefused, ServedModel
 from tinkex.server.local_models import LocalModels, remembered, served_model, with_remembered
-from tinkex.server.process_setup import collect_periodically, tune_gc, use_single_arena
+from tinkex.server.process_setup import tuned_gc, use_single_arena
 from tinkex.server.registration import Administration
 from tinkex.server.retry import poll_async
 from tinkex.server.settings import GIGABYTE, MEBIBYTE, NUMERICS, Settings
@@ -210,8 +210,6 @@ async def serve(
     app.state.starting = "the server is starting"
     server = Server(uvicorn_config(app, settings), app)
     _raise_file_limit()
-    tune_gc()
-    collecting = asyncio.create_task(collect_periodically())
     # Without a supervisor, nothing would restart this process: shut down cleanly.
     loop = asyncio.get_running_loop()
     loop.add_reader(lifeline, lambda: server.stop_without_supervisor(loop, lifeline))
@@ -219,16 +217,16 @@ async def serve(
     # process before the store is closed.
     signal.signal(signal.SIGTERM, server.handle_exit)
     try:
-        serving = asyncio.create_task(server.serve(sockets=[listening]))
-        starting = asyncio.create_task(_become_ready(server, app, executor))
-        await asyncio.wait({starting, serving}, return_when=asyncio.FIRST_COMPLETED)
-        started = await _report(starting, reporter)
-        if not started:
-            server.should_exit = True
-        await serving
-        return started and server.started
+        async with tuned_gc():
+            serving = asyncio.create_task(server.serve(sockets=[listening]))
+            starting = asyncio.create_task(_become_ready(server, app, executor))
+            await asyncio.wait({starting, serving}, return_when=asyncio.FIRST_COMPLETED)
+            started = await _report(starting, reporter)
+            if not started:
+                server.should_exit = True
+            await serving
+            return started and server.started
     finally:
-        collecting.cancel()
         store.close()
 
 

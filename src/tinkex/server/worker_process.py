@@ -119,8 +119,10 @@ async def _work(
     try:
         if not await _before_stop(stopping, stop, executor.start()):
             return 0
-        async with running_worker(settings, name, executor, store) as worker:
-            process_setup.tune_gc()
+        async with (
+            running_worker(settings, name, executor, store) as worker,
+            process_setup.tuned_gc(),
+        ):
             # Web processes read the rows of workers at this interval: now they know this one.
             await asyncio.sleep(1.5 * LOOK_S)
             log.info("the worker %s of %s is ready", name, model.name)
