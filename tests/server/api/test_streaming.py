@@ -14,6 +14,8 @@ import pytest
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
 from tinkex.client.http.sse import EventDecoder, ServerSentEvent
+from tinkex.server.api import openai_routes, sample_stream
+from tinkex.server.api.connection_limits import connection_of
 from tinkex.server.executor import EngineLost, WorkFailed
 from tinkex.wire.codec import decode_json
 from tinkex.wire.errors import UserFailure
@@ -196,6 +198,37 @@ async def test_the_sample_of_a_disconnected_client_is_cancelled(api: Api, drip: 
         "error": "cancelled: the client gave up on it.",
         "category": "user",
     }
+
+
+@pytest.mark.parametrize(
+    ("module", "path", "body"),
+    [
+        (sample_stream, "/api/v1/stream_sample", BODY),
+        (
+            openai_routes,
+            "/v1/completions",
+            {"model": BASE, "prompt": [1, 2, 3], "max_tokens": 6, "stream": True},
+        ),
+    ],
+)
+async def test_the_sample_of_a_client_that_leaves_before_the_first_event_is_cancelled(
+    api: Api, drip: Drip, monkeypatch: pytest.MonkeyPatch, module: Any, path: str, body: Any
+) -> None:
+    stored = asyncio.Event()
+    accept = module.accept
+
+    async def slowly(request: Any, *args: Any, **options: Any) -> Any:
+        first = await accept(request, *args, **options)
+        stored.set()
+        connection = connection_of(request.scope)
+        await until_async(lambda: connection is not None and connection.disconnected)
+        return first
+
+    monkeypatch.setattr(module, "accept", slowly)
+    left = asyncio.create_task(api.http.post(path, json=body))
+    await asyncio.wait_for(stored.wait(), 10)
+    left.cancel()
+    await asyncio.wait_for(drip.given_up.wait(), 10)
 
 
 async def test_a_client_that_reconnects_by_request_id_loses_nothing(

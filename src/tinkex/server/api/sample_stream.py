@@ -110,9 +110,10 @@ class EventStream(StreamingResponse):
             left = True
             task.cancel()
 
-        if connection.disconnected:
-            return
         connection.on_disconnect = leave
+        if connection.disconnected:
+            # A generator abandons its sample when it is closed, but only if it has begun.
+            asyncio.get_running_loop().call_soon(leave)
         try:
             await self.stream_response(send)
         except asyncio.CancelledError:
