@@ -15,6 +15,7 @@ from yarl import URL
 from server.echo import EchoExecutor
 from server.hosting import Api, hosted
 from server.tenants import new_key, secrets_in, with_key
+from tinkex.server.api import downloads
 from tinkex.server.api.auth import Signer
 from tinkex.server.store.server_secrets import LINKS
 
@@ -240,3 +241,15 @@ async def test_an_unusual_but_valid_name_can_be_downloaded(links: Links) -> None
                 assert archive.getnames() == ["value"]
         home = links.folder / "checkpoints" / model
         assert all(home in [file, *file.parents] for file in written(links.folder) - before)
+
+
+def test_an_archive_may_have_files_of_8_gib_and_more(tmp_path: Path) -> None:
+    file = tmp_path / "adapter_model.safetensors"
+    with file.open("wb") as sparse:
+        sparse.truncate(8**11 + 5)
+    ((info, opened),) = downloads._opened([file], 7)
+    with opened:
+        (head, length), *_ = downloads._tar_parts([(info, opened)])
+    assert isinstance(head, bytes)
+    assert len(head) == length == tarfile.BLOCKSIZE
+    assert tarfile.TarInfo.frombuf(head, "utf-8", "strict").size == 8**11 + 5

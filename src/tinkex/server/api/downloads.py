@@ -77,7 +77,9 @@ async def download(
         )
     version = await context.store.checkpoints.version(version_id)
     if version is None:
-        raise Refusal(404, "the checkpoint of this link was deleted.")
+        raise Refusal(
+            404, "the checkpoint of this link was deleted. Save it again, or download another one."
+        )
     folder = await context.store.checkpoints.open(version_id)
     if file != ARCHIVE:
         return FileResponse(
@@ -137,6 +139,8 @@ class _Archive(StreamingResponse):
 
 
 END_BYTES = 2 * tarfile.BLOCKSIZE
+#: Files of a usual archive are smaller: their size has 11 octal digits.
+USTAR_BYTES = 8**11
 
 RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 
@@ -175,7 +179,9 @@ def _tar_parts(members: Sequence[tuple[tarfile.TarInfo, BinaryIO]]) -> list[Part
     """The parts of the archive, each with its length."""
     parts: list[Part] = []
     for info, file in members:
-        head = info.tobuf(tarfile.USTAR_FORMAT)
+        # Both forms of a head have one block. The usual one has no room for larger sizes.
+        large = info.size >= USTAR_BYTES
+        head = info.tobuf(tarfile.GNU_FORMAT if large else tarfile.USTAR_FORMAT)
         fill = bytes(_padded(info.size) - info.size)
         parts += [(head, len(head)), (file, info.size), (fill, len(fill))]
     return [*parts, (bytes(END_BYTES), END_BYTES)]

@@ -22,6 +22,7 @@ from tinkex.server.api.response_limits import (
     bounded,
     report,
 )
+from tinkex.server.api.sessions import metadata_as_text
 from tinkex.server.scheduler.checkpoints import (
     EXTERNAL,
     SAMPLER,
@@ -260,7 +261,7 @@ def _run(run: RunSummary) -> TrainingRun:
         last_request_time=time_of(run.last_request_s),
         last_checkpoint=None if training is None else _checkpoint(training),
         last_sampler_checkpoint=None if sampler is None else _checkpoint(sampler),
-        user_metadata=_metadata_as_str(model.user_metadata),
+        user_metadata=metadata_as_text(model.user_metadata),
         steps=run.steps,
         last_loss=run.last_loss,
         status=run.status,
@@ -287,10 +288,5 @@ def _checkpoint(saved: NamedCheckpoint) -> Checkpoint:
         size_bytes=saved.version.size_bytes,
         public=saved.public,
         expires_at=None if saved.expires_s is None else time_of(saved.expires_s),
-        user_metadata=_metadata_as_str(saved.user_metadata),
+        user_metadata=metadata_as_text(saved.user_metadata),
     )
-
-
-def _metadata_as_str(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
-    """Metadata may be any JSON; the protocol returns strings."""
-    return None if metadata is None else {key: str(value) for key, value in metadata.items()}
