@@ -34,6 +34,7 @@ _OPTIONS = (
     ("base_url=...", "--base-url"),
     ("api_key=...", "--api-key"),
 )
+NO_MODELS = "the service offers no models. Start the server with one: `tinkex serve NAME`."
 #: Modules of Python that Windows does not have. What a server runs needs them.
 _UNIX_ONLY = {"fcntl", "resource"}
 #: The end of a sentence that another one follows.

@@ -9,7 +9,7 @@ import click
 
 import tinkex
 from tinkex.cli.completion import complete_checkpoints
-from tinkex.cli.errors import CommandFailed, missing_package
+from tinkex.cli.errors import NO_MODELS, CommandFailed, missing_package
 from tinkex.cli.output import as_json, examples, printable, show_json
 from tinkex.cli.service_options import service_arguments, service_options
 from tinkex.models.text_stream import TextStream, text_of
@@ -139,7 +139,7 @@ def sampler_of(
         offered = service.get_server_capabilities().supported_models
         model = next((one.model_name for one in offered if one.model_name), None)
         if model is None:
-            raise CommandFailed("the service offers no models.")
+            raise CommandFailed(NO_MODELS)
     return service.create_sampling_client(base_model=model)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 import tinkex
-from tinkex.cli.errors import CommandFailed, missing_package
+from tinkex.cli.errors import NO_MODELS, CommandFailed, missing_package
 from tinkex.cli.output import examples
 from tinkex.cli.service_options import service_arguments, service_options
 from tinkex.cli.train_plan import Options, Plan, make_plan, method_for, read_rows, reward_of
@@ -163,7 +163,7 @@ def run(
     offered = service.get_server_capabilities().supported_models
     model = options.model or next((one.model_name for one in offered if one.model_name), None)
     if model is None:
-        raise CommandFailed("the service offers no models.")
+        raise CommandFailed(NO_MODELS)
     context = next((one.max_context_length for one in offered if one.model_name == model), None)
     base = service.create_sampling_client(base_model=model)
     try:

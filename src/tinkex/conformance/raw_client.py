@@ -36,7 +36,6 @@ Floats = npt.NDArray[np.float32]
 SDK_VERSION = "0.36.0"
 #: The last release that reads results only as JSON.
 JSON_VERSION = "0.16.1"
-PASS_TYPES = {"Content-Type": PROTOBUF_TYPE}
 #: Timeout of one request, as in the official client.
 TIMEOUT_S = 45.0
 

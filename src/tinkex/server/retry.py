@@ -7,7 +7,7 @@ Retries and periodic work of the server.
 | `engine_process` | an engine that crashed; the check for idle engines |
 | `web_process` | the checks at its start: whether it listens, whether the disk has space |
 | `process_setup` | garbage collection |
-| `worker_process` | the checks at its start: the lock of the data, whether its engine is up |
+| `worker_process` | the checks whether it was told to stop |
 | `cluster.worker`, `cluster.known_workers`, `cluster.remote_scheduler` | heartbeats; reading the rows of workers and requests; waiting for current steps |
 | `fleet.worker_actor` | a worker process that ended |
 | `scheduler.results` | storing a result that the file store refused |
@@ -27,6 +27,8 @@ These wait elsewhere, because something else may end the wait, or because nothin
 - `scheduler.model_worker`: the timer of a gap, which the missing step cancels.
 - `scheduler.moves`, `cluster.moves`: a model that waits a moment for its copy; a question about a copy
   is asked again every second, until the answer comes.
+- `activity`, `api.console_stream`: a report at intervals, until its reader leaves.
+- `cluster.remote_results`, `fleet.ray_cluster`: a look at what others have done, until they have.
 - `scheduler.engine_scheduler`: a model that is unloaded checks every second whether its gap is closed.
 - `scheduler.sample_worker`, `scheduler.result_waiters`: one pause before a sample is cancelled, or
   before a poll that could not read the database is answered.

@@ -63,8 +63,8 @@ def run_worker(
     """
     Work until SIGTERM, SIGINT or `stop`, then hand everything over to other workers.
 
-    Returns 0, or REPLACED_STATUS if another process has taken the name. `on_ready` is called with the name of the
-    worker once its engine is up. Outside the main thread only `stop` ends it.
+    Returns 0, or REPLACED_STATUS if another process has taken the name. `on_ready` is called with the
+    name of the worker once its engine is up. Outside the main thread only `stop` ends it.
     """
     settings.check_shared("tinkex worker")
     if len(settings.models) != 1:

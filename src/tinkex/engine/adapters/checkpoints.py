@@ -454,7 +454,10 @@ def fitted_layout(targets: Sequence[Target], saved: SavedAdapter, folder: Path) 
 def _check_shapes(layout: Layout, pairs: Mapping[str, tuple[Tensor, Tensor]], where: str) -> None:
     """Raises `UserFailure` unless `copy_pairs` can copy every matrix."""
     if pairs.keys() != layout.placements.keys():
-        raise UserFailure(f"{where} is for other layers than this model's.")
+        raise UserFailure(
+            f"{where} is for other layers than this model's. Create the model with the train_attn, "
+            "train_mlp and train_unembed with which it was saved."
+        )
     for name, placement in layout.placements.items():
         A, B = pairs[name]
         if tuple(A.shape) != placement.shape_A or tuple(B.shape) != placement.shape_B:

@@ -32,8 +32,6 @@ NAME = "tinkex_experts"
 #: transformers has the flags that say how an expert's weights are stored since this version.
 NEEDED_TRANSFORMERS = (5, 17)
 
-IN_PROJECTIONS = ("w1", "w3")
-
 
 class ExpertWeights(NamedTuple):
     """The frozen weights of the experts of a layer, in one form for all families."""

@@ -24,7 +24,7 @@ from typing import Any
 import psycopg
 import sqlalchemy as sa
 
-from tinkex.server.retry import poll_async
+from tinkex.server.retry import Backoff, poll_async, retry
 from tinkex.server.store.sql_dialects import timeouts
 
 log = logging.getLogger("tinkex.server.store")
@@ -110,15 +110,21 @@ class Notifier:
         self, work: Callable[[psycopg.AsyncConnection], Awaitable[None]]
     ) -> None:
         """Run `work` on a connection, and again on a new one after each error."""
-        while True:
-            try:
-                async with await psycopg.AsyncConnection.connect(
-                    self._address, autocommit=True
-                ) as connection:
-                    await work(connection)
-            except psycopg.Error as error:
-                log.info("notifications are interrupted: %s", str(error).partition("\n")[0])
-            await asyncio.sleep(RECONNECT_S)
+
+        async def connected() -> None:
+            async with await psycopg.AsyncConnection.connect(
+                self._address, autocommit=True
+            ) as connection:
+                await work(connection)
+
+        await retry(
+            connected,
+            Backoff.every(RECONNECT_S),
+            should_retry=lambda error: isinstance(error, psycopg.Error),
+            on_retry=lambda error, _: log.info(
+                "notifications are interrupted: %s", str(error).partition("\n")[0]
+            ),
+        )
 
     async def _listen(self, connection: psycopg.AsyncConnection) -> None:
         for channel in self._channels:
