@@ -473,12 +473,15 @@ def write_mxfp4(folder: Path, plain: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_a_folder_in_mxfp4_is_the_same_model_as_its_numbers_in_bfloat16(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_folder_in_mxfp4_is_the_same_model_as_its_numbers_in_bfloat16(
+    dtype: str, tmp_path: Path
+) -> None:
     write_mxfp4(tmp_path / "mxfp4", tmp_path / "plain")
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, 12).tolist()
     found = []
     for name in ("mxfp4", "plain"):
-        engine = engine_of(tmp_path / name, dtype="bfloat16")
+        engine = engine_of(tmp_path / name, dtype=dtype)
         engine.create("m", LoraConfig(rank=2, seed=1), AdamOptimizerConfig())
         engine.run_pass("m", work([datum_of(tokens)]), backward=True)
         engine.optim_step("m", AdamParams(learning_rate=1e-2))

@@ -1,14 +1,13 @@
 """Which model families are divided, and what the others are told."""
 
+import json
 import re
+import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from numerics.helpers import random_adapter, request, sample, weighted, work
 from numerics.hybrids import CALM, HYBRIDS, write_hybrid
@@ -21,12 +20,13 @@ from tinkex.engine.adapters.model_needs import predicted_needs, read_shape
 from tinkex.engine.engine import measured_needs
 from tinkex.engine.model.unsupported import UnsupportedModel
 from tinkex.engine.ranks.divided_shape import Undivided, fitting_counts
-from tinkex.engine.ranks.loading import load_shard
 from tinkex.models.families import FAMILIES
 
 #: Families whose projections the plan of transformers does not divide by heads.
-WHOLE = {"Phi3": "o_proj", "Olmo2": "q_proj", "Glm4": "gate_up_proj", "Youtu": "q_a_proj"}
-EXPERTS = ("Qwen3Moe", "Mixtral", "Glm4Moe")
+WHOLE = {"Phi3": "o_proj", "Olmo2": "q_proj", "Glm4": "gate_up_proj"}
+#: Mixtures with norms over all heads.
+UNDIVIDED_EXPERTS = {"Olmoe", "MiniMaxM2"}
+EXPERTS = sorted(MIXTURES.keys() - UNDIVIDED_EXPERTS)
 #: Hybrids with a vision tower, of which the part that reads text is divided.
 PICTURES = ("Qwen3_5", "Qwen3_5Moe")
 DIVIDED = sorted(SERVED.keys() - WHOLE.keys() - {"Llama", "Qwen3"})  # these have tests of their own
@@ -99,9 +99,8 @@ def test_a_family_whose_projections_are_not_divided_is_refused(
     message = refused(folder)
     assert WHOLE[family] in message
     assert "--gpus-per-replica 1" in message
-    if family != "Olmo2":  # whose projections have the usual names
-        with pytest.raises(Undivided):
-            predicted_needs(read_shape(folder), device="cpu", element=4, gpus=2)
+    with pytest.raises(Undivided):
+        predicted_needs(read_shape(folder), device="cpu", element=4, gpus=2)
 
 
 def test_a_number_of_gpus_that_does_not_divide_the_heads_is_refused_with_the_numbers(
@@ -115,11 +114,14 @@ def test_a_number_of_gpus_that_does_not_divide_the_heads_is_refused_with_the_num
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", sorted(MIXTURES.keys() - {*EXPERTS}))
+@pytest.mark.parametrize("family", sorted(UNDIVIDED_EXPERTS))
 def test_other_mixtures_are_refused_by_name(family: str, refused: Any, tmp_path: Path) -> None:
-    message = refused(write_mixture(tmp_path / "mixture", family))
-    assert re.search("no plan|plan of transformers|another form", message), message
+    folder = write_mixture(tmp_path / "mixture", family)
+    message = refused(folder)
+    assert re.search(r"plan of transformers .* does not divide self_attn\.q_proj", message), message
     assert "--gpus-per-replica 1" in message
+    with pytest.raises(Undivided, match="norm over all heads"):
+        predicted_needs(read_shape(folder), device="cpu", element=4, gpus=2)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -158,18 +160,14 @@ def test_other_files_are_refused(refused: Any, tmp_path: Path, models: dict[str,
     (tmp_path / "gguf" / "config.json").write_text((models["llama"] / "config.json").read_text())
     (tmp_path / "gguf" / "model.gguf").write_bytes(b"GGUF")
     assert "only safetensors" in refused(tmp_path / "gguf")
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_numbers_that_a_16_bit_model_keeps_in_float32_are_not_rounded(tmp_path: Path) -> None:
-    """Experts are chosen by them."""
-    folder = write_mixture(tmp_path / "model", "Glm4Moe")
-    group: Any = SimpleNamespace(rank=1, size=2)
-    model, _ = load_shard(folder, torch.bfloat16, torch.device("cpu"), group)
-    name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    whole = load_file(folder / "model.safetensors")[name]
-    assert torch.equal(model.get_buffer(name), whole)
-    assert not torch.equal(whole, whole.bfloat16().float())
+    config = models["llama"] / "config.json"
+    (tmp_path / "fp8").mkdir()
+    for file in models["llama"].iterdir():
+        shutil.copy(file, tmp_path / "fp8")
+    quantized = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(quantized))
+    assert "quantized (fp8) cannot be divided over 2 GPUs" in refused(tmp_path / "fp8")
+    assert fitting_counts(read_shape(tmp_path / "fp8"), 8) == [1]
 
 
 def test_a_wrong_division_is_found_before_the_engine_is_ready(

@@ -582,7 +582,14 @@ def load(
                 "attention functions. Serve another model."
             ) from None
     check_complete(found["missing_keys"], folder)
+    convert_experts(model, dtype)
     return model
+
+
+def convert_experts(model: Any, dtype: torch.dtype) -> None:
+    """Those of MXFP4 are bfloat16 in transformers, whatever it was asked for."""
+    for module in model_experts.experts_modules(model).values():
+        module.to(dtype)
 
 
 def load_gguf(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

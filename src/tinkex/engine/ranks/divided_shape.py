@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tinkex.engine.model.model_shape import LayerShape, ModelShape
+from tinkex.engine.model.unsupported import quantization_method
 
 #: Linear layers of dense models, by how they are divided. The plan of transformers decides when a
 #: model is loaded; these are the names that it has for the tested families.
@@ -14,6 +15,7 @@ BY_OUTPUTS = frozenset(
     {
         *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
         *("query_key_value", "dense_h_to_4h", "fc1", "c_fc"),
+        *("q_b_proj", "kv_b_proj"),
         *(f"in_proj_{part}" for part in ("q", "k", "v", "z", "a", "b", "ba")),
         "x_proj",
     }
@@ -21,8 +23,12 @@ BY_OUTPUTS = frozenset(
 BY_INPUTS = frozenset(
     {"o_proj", "down_proj", "dense", "dense_4h_to_h", "fc2", "c_proj", "out_proj"}
 )
-#: Which each rank has whole.
-WHOLE = frozenset({"shared_expert_gate"})
+#: Each rank has these whole: the first products of latent attention, and the gate of a shared expert.
+WHOLE = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "shared_expert_gate"})
+#: Norms that can be divided with the heads only if they are those of one head.
+HEAD_NORMS = frozenset({"q_norm", "k_norm"})
+#: Methods of quantization whose weights are cut when they are read.
+QUANTIZED = frozenset({"mxfp4"})
 
 
 class Undivided(ValueError):
@@ -59,6 +65,9 @@ def fitting_counts(shape: ModelShape, most: int) -> list[int]:
 def _reasons(shape: ModelShape, ranks: int) -> Iterator[str]:
     if ranks == 1:
         return
+    method = quantization_method(shape.config.get("quantization_config"))
+    if method is not None and method not in QUANTIZED:
+        yield f"weights that are quantized ({method}) are not divided"
     heads, keys = shape.query_heads, shape.key_heads
     if heads % ranks or keys % ranks:
         yield f"{heads} attention heads and {keys} key heads are not divisible by {ranks}"
@@ -69,6 +78,9 @@ def _reasons(shape: ModelShape, ranks: int) -> Iterator[str]:
         for experts in layer.experts.values():
             if experts.inner % ranks:
                 yield f"experts of width {experts.inner} are not divided by {ranks}"
+        for path, size in layer.norms.items():
+            if path.rpartition(".")[2] in HEAD_NORMS and size != shape.head_size:
+                yield f"{path} is a norm over all heads"
         for path, (outputs, inputs) in layer.linears.items():
             leaf = path.rpartition(".")[2]
             if leaf in WHOLE:
@@ -80,10 +92,7 @@ def _reasons(shape: ModelShape, ranks: int) -> Iterator[str]:
 
 
 def _divided_layer(layer: LayerShape, ranks: int) -> LayerShape:
-    linears = {
-        path: _divided_linear(path.rpartition(".")[2], *sizes, ranks)
-        for path, sizes in layer.linears.items()
-    }
+    linears = {path: _divided_linear(path, sizes, ranks) for path, sizes in layer.linears.items()}
     experts = {
         path: replace(each, inner=each.inner // ranks) for path, each in layer.experts.items()
     }
@@ -91,9 +100,11 @@ def _divided_layer(layer: LayerShape, ranks: int) -> LayerShape:
     return replace(layer, linears=linears, experts=experts, recurrent=recurrent)
 
 
-def _divided_linear(leaf: str, outputs: int, inputs: int, ranks: int) -> tuple[int, int]:
+def _divided_linear(path: str, sizes: tuple[int, int], ranks: int) -> tuple[int, int]:
+    outputs, inputs = sizes
+    leaf = path.rpartition(".")[2]
     if leaf in WHOLE:
-        return outputs, inputs
+        return sizes
     return (outputs // ranks, inputs) if leaf in BY_OUTPUTS else (outputs, inputs // ranks)
 
 

@@ -75,10 +75,9 @@ def connect(layers: nn.Module, shard: Shard) -> None:
             continue
         parent_path, _, leaf = path.rpartition(".")
         parent = layers.get_submodule(parent_path)
+        blocks[parent_path] = parent
         if division.letter == "A":
             setattr(parent, leaf, RowLinear(module, shard.group))
-        else:
-            blocks[parent_path] = parent
 
     def sum_gradient(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -95,12 +94,15 @@ def connect(layers: nn.Module, shard: Shard) -> None:
         block.register_forward_pre_hook(sum_gradient, with_kwargs=True)
 
 
-def connect_experts(module: nn.Module, group: ProcessGroup) -> None:
+def connect_experts(module: Any, group: ProcessGroup) -> None:
     """
     The same for the experts of a layer, of which each rank has a part of the width of each.
 
     All ranks use the choices and weights of rank 0's router, because near ties may round differently.
     """
+    if group.rank:  # one rank adds the last bias
+        own = module.tinkex_experts
+        own.weights = own.weights._replace(down_bias_EH=None)
 
     def share(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

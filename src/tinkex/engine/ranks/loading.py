@@ -1,18 +1,17 @@
 """Loads the part of a model that one rank has, by the plan of transformers, and checks it.
 
 The plan names the linear layers that are divided by outputs (`colwise`) and by inputs (`rowwise`).
-Each rank reads only its rows or columns of them from the files. Norms and the embedding are whole
-on each rank.
+Each rank reads only its rows or columns of them from the files (of experts: `expert_parts`). Norms
+and the embedding are whole on each rank.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import importlib.util
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -32,6 +31,15 @@ from tinkex.engine.model.recurrent_shape import head_counts
 from tinkex.engine.model.targets import HEAD
 from tinkex.engine.model.unsupported import UnsupportedModel, quantization_method
 from tinkex.engine.ranks import recurrent_parts
+from tinkex.engine.ranks.divided_shape import QUANTIZED
+from tinkex.engine.ranks.expert_parts import (
+    ExpertReader,
+    Part,
+    divide_experts,
+    forms_of,
+    layer_of,
+)
+from tinkex.engine.ranks.plans import WHOLE, Plan
 from tinkex.engine.ranks.process_group import ProcessGroup, own_range
 from tinkex.engine.ranks.shard import Division, Shard
 from tinkex.models.weight_file_checks import (
@@ -47,16 +55,8 @@ if TYPE_CHECKING:
 
 #: Styles of the plan that divide a layer, with the factor of an adapter that is divided with it.
 STYLES: Mapping[str, Any] = {"colwise": "B", "rowwise": "A"}
-#: Layers without adapters that are so small that each rank has all of them.
-WHOLE = frozenset({"shared_expert_gate"})
 
 _IN_LAYER = re.compile(r"(?:^|\.)(layers\.\d+\..+)\.(weight|bias)$")
-
-
-#: The projection of one expert, as files have them.
-_OF_EXPERT = re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
-#: A projection of all experts in one tensor.
-_ALL_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)(\.weight)?$")
 
 
 def load_shard(
@@ -67,7 +67,8 @@ def load_shard(
     base_model.refuse_unsupported(config)
     refuse_undivided(config, folder, group.size)
     check_weight_files(folder, config.to_dict())
-    check_layers(config.get_text_config().num_hidden_layers, {*tensor_names(folder)}, folder)
+    count = config.get_text_config().num_hidden_layers
+    check_layers(count, {*tensor_names(folder)}, folder)
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if family.config_class is type(config.get_text_config()):
         config = config.get_text_config()  # the part of a model with images that reads text
@@ -75,29 +76,35 @@ def load_shard(
         whole = family(config)
         names = {part for name, _ in whole.named_parameters() for part in name.split(".")}
         blocks = recurrent_parts.blocks_of(whole)
+        forms = forms_of(whole)
         divisions = divide(whole, group.rank, group.size)
     shard = Shard(group, divisions)
+    if quantization_method(getattr(config, "quantization_config", None)) is not None:
+        del config.quantization_config  # what is read has plain numbers
     unused = NOT_TEXT - names
 
     def __init__(self: Any, config: PretrainedConfig) -> None:
         family.__init__(self, config)
         divide(self, group.rank, group.size)
 
+    straight = device.type == "cuda" and importlib.util.find_spec("accelerate") is not None
+    reader = ExpertReader(
+        forms,
+        rank=group.rank,
+        ranks=group.size,
+        dtype=dtype,
+        device=device if straight else torch.device("cpu"),
+    )
+    parts = find_parts(folder, shard, reader, layers=count, unused=unused, blocks=blocks)
     # transformers makes the model without memory and then fills it; here, with smaller layers.
     smaller: Any = type(
         family.__name__, (family,), {"__init__": __init__, "__module__": family.__module__}
     )
-    straight = device.type == "cuda" and importlib.util.find_spec("accelerate") is not None
     with base_model.quiet_transformers():
         model, found = smaller.from_pretrained(
             None,
             config=config,
-            state_dict=read_shard(
-                *(folder, shard, dtype, device),
-                unused=unused,
-                exact=family._keep_in_fp32_modules_strict or (),
-                blocks=blocks,
-            ),
+            state_dict=parts,
             dtype=dtype,
             attn_implementation=base_model.original_attention(config, AutoModelForCausalLM),
             output_loading_info=True,
@@ -112,7 +119,8 @@ def refuse_undivided(config: PretrainedConfig, folder: Path, ranks: int) -> None
     one = "Serve it on one GPU (--gpus-per-replica 1)."
     if not any(folder.glob("*.safetensors")):
         raise UnsupportedModel(f"only safetensors can be divided over {ranks} GPUs. {one}")
-    if (method := quantization_method(getattr(config, "quantization_config", None))) is not None:
+    method = quantization_method(getattr(config, "quantization_config", None))
+    if method is not None and method not in QUANTIZED:
         raise UnsupportedModel(
             f"weights that are quantized ({method}) cannot be divided over {ranks} GPUs. {one}"
         )
@@ -122,7 +130,7 @@ def refuse_undivided(config: PretrainedConfig, folder: Path, ranks: int) -> None
             f"divided over {ranks} GPUs. {one}"
         )
     text = config.get_text_config()
-    if not getattr(text, "base_model_tp_plan", None):
+    if not Plan(text):
         raise UnsupportedModel(
             f"transformers has no plan that divides {config.model_type} models over {ranks} GPUs. "
             f"{one}"
@@ -149,10 +157,7 @@ def refuse_undivided(config: PretrainedConfig, folder: Path, ranks: int) -> None
 def divide(model: Any, rank: int, ranks: int) -> dict[str, Division]:
     """Replaces the linear layers by those of a rank, without weights. Raises `UnsupportedModel`."""
     text = model.config.get_text_config()
-    plan: Mapping[str, str] = {
-        **recurrent_parts.PLANS.get(text.model_type, {}),
-        **text.base_model_tp_plan,
-    }
+    plan = Plan(text)
     layers = getattr(model.get_decoder(), "layers", None)
     if layers is None:
         raise UnsupportedModel(
@@ -162,32 +167,27 @@ def divide(model: Any, rank: int, ranks: int) -> dict[str, Division]:
     prefix = next(name for name, module in model.named_modules() if module is layers)
     divisions: dict[str, Division] = {}
 
-    def planned(path: str) -> str | None:
-        return next(
-            (plan[each] for each in plan if fnmatch.fnmatchcase(f"layers.{path}", each)), None
-        )
-
     for path, module in list(layers.named_modules()):
         if is_recurrent(module):
             divisions |= recurrent_parts.divide(module, f"{prefix}.{path}", ranks)
         if experts.is_experts(module):
-            first, wanted = "gate_up_proj", "packed_colwise"
-            if not module.has_gate:
-                first, wanted = "up_proj", "colwise"
-            styles = planned(f"{path}.{first}"), planned(f"{path}.down_proj")
-            if styles != (wanted, "rowwise"):
+            first = "gate_up_proj" if module.has_gate else "up_proj"
+            styles = plan.style(f"{path}.{first}"), plan.style(f"{path}.down_proj")
+            if styles not in (("packed_colwise", "rowwise"), ("colwise", "rowwise")):
                 raise UnsupportedModel(
                     f"the plan of transformers for {model.config.model_type} models does not "
                     f"divide their experts ({styles[0] or 'not named'}). Serve it on one GPU "
                     "(--gpus-per-replica 1)."
                 )
-            divisions |= _divide_experts(module, f"{prefix}.{path}", ranks)
-        parent, _, leaf = path.rpartition(".")
-        if not isinstance(module, nn.Linear) or leaf in WHOLE:
+            divisions |= divide_experts(module, f"{prefix}.{path}", ranks)
+        if isinstance(sinks := getattr(module, "sinks", None), nn.Parameter):
+            module.sinks = nn.Parameter(sinks.new_empty(len(sinks) // ranks))
+        parent = layers.get_submodule(path.rpartition(".")[0])
+        if not isinstance(module, nn.Linear) or is_recurrent(parent):  # which is divided above
             continue
-        if is_recurrent(layers.get_submodule(parent)):  # divided above
+        style = plan.style(path)
+        if style == WHOLE:
             continue
-        style = planned(path)
         if style is None or style not in STYLES:
             raise UnsupportedModel(
                 f"the plan of transformers for {model.config.model_type} models does not divide "
@@ -215,30 +215,6 @@ def divide(model: Any, rank: int, ranks: int) -> dict[str, Division]:
     return divisions
 
 
-def _divide_experts(module: Any, name: str, ranks: int) -> dict[str, Division]:
-    """Each expert has a part of its width on each rank."""
-    if not module.is_concatenated or module.is_transposed or module.has_bias:
-        raise UnsupportedModel(
-            f"the experts at {name} have another form than gate, up and down without biases, so "
-            "they cannot be divided. Serve it on one GPU (--gpus-per-replica 1)."
-        )
-    count, hidden, inner = module.down_proj.shape
-    if inner % ranks:
-        raise UnsupportedModel(
-            f"the experts at {name} have a width of {inner}, which {ranks} GPUs cannot divide. Use "
-            "another --gpus-per-replica."
-        )
-    own = inner // ranks
-    letters: dict[str, Any] = {"w1": "B", "w2": "A"}
-    if module.has_gate:
-        letters["w3"] = "B"
-        module.gate_up_proj = nn.Parameter(module.gate_up_proj.new_empty(count, 2 * own, hidden))
-    else:
-        module.up_proj = nn.Parameter(module.up_proj.new_empty(count, own, hidden))
-    module.down_proj = nn.Parameter(module.down_proj.new_empty(count, hidden, own))
-    return {f"{name}.{part}": Division(letter, inner) for part, letter in letters.items()}
-
-
 def _linear(inputs: int, outputs: int, like: nn.Linear) -> nn.Linear:
     return nn.Linear(
         inputs,
@@ -254,58 +230,53 @@ def _replace(root: nn.Module, path: str, module: nn.Module) -> None:
     setattr(root.get_submodule(parent), leaf, module)
 
 
-def read_shard(
+def find_parts(
     folder: Path,
     shard: Shard,
-    dtype: torch.dtype,
-    device: torch.device,
+    of_experts: ExpertReader,
     *,
+    layers: int,
     unused: Collection[str] = (),
-    exact: Collection[str] = (),
-    blocks: recurrent_parts.Blocks,
-) -> dict[str, Tensor]:
+    blocks: recurrent_parts.Blocks | None = None,
+) -> dict[str, Part]:
     """
-    The tensors of this rank, read straight to its device: of divided layers only its part.
+    The tensors of this rank, of divided layers only its part, which transformers then reads.
 
-    Those of `unused` parts of the model are left out, and `exact` ones keep the numbers of their
-    file. `blocks` are those of the rows of recurrent layers.
+    Those of `unused` parts of the model, and of more layers than this many, which only predict
+    further tokens, are left out. `blocks` are those of the rows of recurrent layers.
     """
+    blocks = blocks or {}
     by_layer = {
         match[1]: division
         for name, division in shard.divisions.items()
         if (match := _IN_LAYER.search(f"{name}.weight")) is not None
     }
-    found: dict[str, Tensor] = {}
+    found: dict[str, Part] = {}
     for file in weight_files(folder):
-        with safe_open(file, framework="pt", device=str(device)) as opened:
+        with safe_open(file, framework="pt") as opened:
             for key in [*opened.keys()]:
                 parts = set(key.split("."))
                 if not parts.isdisjoint(unused):
+                    continue
+                if parts.isdisjoint(NOT_TEXT) and (layer_of(key) or 0) >= layers:
                     continue
                 # Layers for images may be called like those of the text.
                 match = _IN_LAYER.search(key) if parts.isdisjoint(NOT_TEXT) else None
                 division = None if match is None else by_layer.get(match[1])
                 kind = key.rpartition(".")[2]
-                if _ALL_EXPERTS.search(key) is not None:
-                    raise UnsupportedModel(
-                        f"{file.name} has all experts of a layer in one tensor ({key}), which "
-                        "cannot be divided. Serve it on one GPU (--gpus-per-replica 1), or save the "
-                        "model with a tensor for each expert."
-                    )
-                if (part := _OF_EXPERT.search(key)) is not None:
-                    letter: Literal["A", "B"] = "A" if part[1] in ("down_proj", "w2") else "B"
-                    sizes = opened.get_slice(key).get_shape()
-                    division = Division(letter, sizes[1 if letter == "A" else 0])
+                if parts.isdisjoint(NOT_TEXT) and of_experts.add(opened, key):
+                    continue
+                if kind == "sinks":  # one for each head
+                    division = Division("B", *opened.get_slice(key).get_shape())
                 if match is None and key.rpartition(".")[0].rpartition(".")[2] in HEADS:
                     division = shard.divisions[HEAD]
                 whole = opened.get_slice(key)
                 rows = blocks.get(recurrent_parts.part_of_layer(key))
                 if rows is not None and parts.isdisjoint(NOT_TEXT):
-                    own = recurrent_parts.own_rows(whole, rows, shard.group)
+                    found[key] = Part(recurrent_parts.own_rows, whole, rows, shard.group)
                 else:
-                    own = _read(whole, kind, division, shard)
-                found[key] = own.to(dtype) if parts.isdisjoint(exact) else own
-    return found
+                    found[key] = Part(_read, whole, kind, division, shard)
+    return found | of_experts.parts(folder)
 
 
 #: The last parts of names of output projections.
@@ -345,6 +316,9 @@ def original_logits(
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]
+    options: dict[str, Any] = {}
+    if (dequantized := base_model.dequantization(config)) is not None:
+        options["quantization_config"] = dequantized
     auto: Any = AutoModelForCausalLM
     with base_model.quiet_transformers():
         model = auto.from_pretrained(
@@ -355,7 +329,9 @@ def original_logits(
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            **options,
         )
+    base_model.convert_experts(model, dtype)
     _, _, found, routed = base_model.Probe.of(model.to(device).eval(), None)
     assert found is not None
     on_host = {

@@ -22,19 +22,6 @@ from tinkex.engine.model.targets import NOT_ADAPTED
 from tinkex.engine.ranks.process_group import ProcessGroup, own_range
 from tinkex.engine.ranks.shard import Division
 
-#: Styles for the other layers of models whose plan in transformers names their experts only.
-PLANS: Mapping[str, Mapping[str, str]] = {
-    "nemotron_h": {
-        **dict.fromkeys((f"layers.*.mixer.{part}_proj" for part in ("q", "k", "v")), "colwise"),
-        "layers.*.mixer.o_proj": "rowwise",
-        # Of layers that are only an MLP, and of the experts that all tokens share.
-        "layers.*.mixer.up_proj": "colwise",
-        "layers.*.mixer.down_proj": "rowwise",
-        "layers.*.mixer.shared_experts.up_proj": "colwise",
-        "layers.*.mixer.shared_experts.down_proj": "rowwise",
-    }
-}
-
 #: What a layer has of its sizes that a rank has a part of.
 _SIZES = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
 _MAMBA_SIZES = ("num_heads", "n_groups", "intermediate_size", "conv_dim")
