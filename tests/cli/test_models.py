@@ -79,6 +79,8 @@ def test_what_fits_depends_on_the_machine() -> None:
     # A model whose sizes are not public may be too large all the same.
     assert rows["zai-org/GLM-5.3"]["weights_bytes"] == 1_490_000_000_000
     assert found("--gpu-memory", "80GB")[1]["Qwen/Qwen3.5-397B-A17B"]["fits"] is False
+    # Also a model with recurrent layers is divided.
+    assert found("--gpu-memory", "48GB")[1]["Qwen/Qwen3.5-27B"]["gpus_needed"] == 2
 
 
 def test_a_machine_with_gpus_is_recognized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,10 @@ import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from numerics.helpers import random_adapter, request, sample, weighted, work
 from numerics.hybrids import CALM, HYBRIDS, write_hybrid
@@ -23,7 +20,6 @@ from tinkex.engine.adapters.model_needs import predicted_needs, read_shape
 from tinkex.engine.engine import measured_needs
 from tinkex.engine.model.unsupported import UnsupportedModel
 from tinkex.engine.ranks.divided_shape import Undivided, fitting_counts
-from tinkex.engine.ranks.loading import load_shard
 from tinkex.models.families import FAMILIES
 
 #: Families whose projections the plan of transformers does not divide by heads.
@@ -172,18 +168,6 @@ def test_other_files_are_refused(refused: Any, tmp_path: Path, models: dict[str,
     (tmp_path / "fp8" / "config.json").write_text(json.dumps(quantized))
     assert "quantized (fp8) cannot be divided over 2 GPUs" in refused(tmp_path / "fp8")
     assert fitting_counts(read_shape(tmp_path / "fp8"), 8) == [1]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_numbers_that_a_16_bit_model_keeps_in_float32_are_not_rounded(tmp_path: Path) -> None:
-    """Experts are chosen by them."""
-    folder = write_mixture(tmp_path / "model", "Glm4Moe")
-    group: Any = SimpleNamespace(rank=1, size=2)
-    model, _ = load_shard(folder, torch.bfloat16, torch.device("cpu"), group)
-    name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    whole = load_file(folder / "model.safetensors")[name]
-    assert torch.equal(model.get_buffer(name), whole)
-    assert not torch.equal(whole, whole.bfloat16().float())
 
 
 def test_a_wrong_division_is_found_before_the_engine_is_ready(

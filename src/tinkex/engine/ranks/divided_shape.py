@@ -15,7 +15,7 @@ BY_OUTPUTS = frozenset(
     {
         *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
         *("query_key_value", "dense_h_to_4h", "fc1", "c_fc"),
-        *("q_b_proj", "kv_b_proj", "x_proj"),
+        *("q_b_proj", "kv_b_proj"),
         *(f"in_proj_{part}" for part in ("q", "k", "v", "z", "a", "b", "ba")),
     }
 )

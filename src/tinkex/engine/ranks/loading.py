@@ -75,8 +75,8 @@ def load_shard(
     with torch.device("meta"):
         whole = family(config)
         names = {part for name, _ in whole.named_parameters() for part in name.split(".")}
-        forms = forms_of(whole)
         blocks = recurrent_parts.blocks_of(whole)
+        forms = forms_of(whole)
         divisions = divide(whole, group.rank, group.size)
     shard = Shard(group, divisions)
     if quantization_method(getattr(config, "quantization_config", None)) is not None:
@@ -182,9 +182,8 @@ def divide(model: Any, rank: int, ranks: int) -> dict[str, Division]:
             divisions |= divide_experts(module, f"{prefix}.{path}", ranks)
         if isinstance(sinks := getattr(module, "sinks", None), nn.Parameter):
             module.sinks = nn.Parameter(sinks.new_empty(len(sinks) // ranks))
-        if not isinstance(module, nn.Linear):
-            continue
-        if is_recurrent(layers.get_submodule(path.rpartition(".")[0])):  # divided above
+        parent = layers.get_submodule(path.rpartition(".")[0])
+        if not isinstance(module, nn.Linear) or is_recurrent(parent):  # which is divided above
             continue
         style = plan.style(path)
         if style == WHOLE:
@@ -238,7 +237,7 @@ def find_parts(
     *,
     layers: int,
     unused: Collection[str] = (),
-    blocks: recurrent_parts.Blocks,
+    blocks: recurrent_parts.Blocks | None = None,
 ) -> dict[str, Part]:
     """
     The tensors of this rank, of divided layers only its part, which transformers then reads.
@@ -246,6 +245,7 @@ def find_parts(
     Those of `unused` parts of the model, and of more layers than this many, which only predict
     further tokens, are left out. `blocks` are those of the rows of recurrent layers.
     """
+    blocks = blocks or {}
     by_layer = {
         match[1]: division
         for name, division in shard.divisions.items()

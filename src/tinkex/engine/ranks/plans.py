@@ -37,6 +37,9 @@ _LATENT = {
 }
 _SHARED_GATE = {"layers.*.mlp.shared_expert_gate": WHOLE}
 
+#: What weights the expert that all tokens share.
+_SHARED_GATE = {"layers.*.mlp.shared_expert_gate": WHOLE}
+
 #: By `model_type` of the text part.
 ADDED: Mapping[str, Mapping[str, str]] = {
     "gpt_oss": {
@@ -45,11 +48,18 @@ ADDED: Mapping[str, Mapping[str, str]] = {
         "layers.*.mlp.experts.down_proj": "rowwise",
     },
     "qwen2_moe": {**_mlp("mlp.shared_expert"), **_SHARED_GATE},
-    "qwen3_next": _SHARED_GATE,
-    "qwen3_5_moe_text": _SHARED_GATE,
     "granitemoe": _HEADS,
     "hunyuan_v1_moe": {**_HEADS, **_mlp("mlp.shared_mlp"), "layers.*.mlp.gate.wg": WHOLE},
     "deepseek_v3": _LATENT,
+    # Recurrent layers are divided by `recurrent_parts`.
+    "qwen3_next": _SHARED_GATE,
+    "qwen3_5_moe_text": _SHARED_GATE,
+    "nemotron_h": {
+        **{f"layers.*.mixer.{part}_proj": "colwise" for part in "qkv"},
+        "layers.*.mixer.o_proj": "rowwise",
+        **_mlp("mixer"),
+        **_mlp("mixer.shared_experts"),
+    },
     "youtu": _LATENT,
     "nemotron_h": {
         **{f"layers.*.mixer.{part}_proj": "colwise" for part in "qkv"},
