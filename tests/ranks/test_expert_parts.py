@@ -190,7 +190,7 @@ def test_only_what_transformers_asks_for_is_read(
 
     original = Part.__getitem__
     monkeypatch.setattr(Part, "__getitem__", noted)
-    found = find_parts(folder, shard, reader, layers=1, blocks={})
+    found = find_parts(folder, shard, reader, layers=1)
     assert all(isinstance(part, Part) for part in found.values())
     assert not read
     assert found["model.layers.0.mlp.experts.gate_up_proj"][...].shape == (6, 16, 32)

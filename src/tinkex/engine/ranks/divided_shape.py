@@ -17,6 +17,7 @@ BY_OUTPUTS = frozenset(
         *("query_key_value", "dense_h_to_4h", "fc1", "c_fc"),
         *("q_b_proj", "kv_b_proj"),
         *(f"in_proj_{part}" for part in ("q", "k", "v", "z", "a", "b", "ba")),
+        "x_proj",
     }
 )
 BY_INPUTS = frozenset(

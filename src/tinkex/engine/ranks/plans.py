@@ -35,7 +35,6 @@ _LATENT = {
     **{f"layers.*.self_attn.{part}_proj": "colwise" for part in ("q", "q_b", "kv_b")},
     "layers.*.self_attn.o_proj": "rowwise",
 }
-_SHARED_GATE = {"layers.*.mlp.shared_expert_gate": WHOLE}
 
 #: What weights the expert that all tokens share.
 _SHARED_GATE = {"layers.*.mlp.shared_expert_gate": WHOLE}
@@ -61,15 +60,6 @@ ADDED: Mapping[str, Mapping[str, str]] = {
         **_mlp("mixer.shared_experts"),
     },
     "youtu": _LATENT,
-    "nemotron_h": {
-        **{f"layers.*.mixer.{part}_proj": "colwise" for part in "qkv"},
-        "layers.*.mixer.o_proj": "rowwise",
-        # Of layers that are only an MLP, and of the experts that all tokens share.
-        "layers.*.mixer.up_proj": "colwise",
-        "layers.*.mixer.down_proj": "rowwise",
-        "layers.*.mixer.shared_experts.up_proj": "colwise",
-        "layers.*.mixer.shared_experts.down_proj": "rowwise",
-    },
 }
 
 
