@@ -3,6 +3,9 @@
 Rows with the same adapter are adjacent; `slots` says which adapter a row uses (-1: none), and the
 adapter tables say where the matrices of an adapter are, so a change of adapters changes numbers in
 tables and not the launches, which a CUDA graph records.
+
+A tile may have rows of several adapters. Which rows get a product is chosen from its result, not by
+zeros in its input: 0 times infinity is NaN, so a broken adapter would reach the rows of others.
 """
 
 from __future__ import annotations
@@ -94,11 +97,11 @@ def expand(
                 mask=(r[:, None] < rank) & inside[None, :],
                 other=0.0,
             )
-            own = tl.where((slot == g)[:, None], h, 0.0)
             if EXACT:
-                total += tl.dot(own, b.to(tl.float32), input_precision="tf32x3") * scale
+                product = tl.dot(h, b.to(tl.float32), input_precision="tf32x3")
             else:
-                total += tl.dot(own.to(b.dtype), b) * scale
+                product = tl.dot(h.to(b.dtype), b)
+            total += tl.where((slot == g)[:, None], product * scale, 0.0)
     return total
 
 
@@ -124,11 +127,12 @@ def shrink_part(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """x Aᵀ of one part of the inputs. Rows without an adapter are not written."""
     m = block * M + tl.arange(0, M)
     slot = tl.load(Slot + m, mask=m < rows, other=-1)
     r, k = tl.arange(0, R), tl.arange(0, BLOCK)
     PER: tl.constexpr = ((SIZE + SPLITS - 1) // SPLITS + BLOCK - 1) // BLOCK * BLOCK
-    h = tl.zeros([M, R], tl.float32)
+    at = ((part * PROJECTIONS + j) * rows + m[:, None]) * R + r[None, :]
     first = tl.min(tl.where(slot >= 0, slot, 1 << 30), 0)
     last = tl.max(slot, 0)
     if EARLY:
@@ -136,9 +140,10 @@ def shrink_part(
     wait_for_inputs(EARLY)
     for g in range(first, last + 1):
         rank = tl.load(Ranks + g * TARGETS + target + j)
+        own = slot == g
+        h = tl.zeros([M, R], tl.float32)
         if rank > 0:
             offset = tl.multiple_of(tl.load(Offsets + (g * TARGETS + target + j) * 2), 8)
-            own = slot == g
             for step in range(0, PER, BLOCK):
                 c = part * PER + step + k
                 inside = c < SIZE
@@ -153,8 +158,7 @@ def shrink_part(
                     other=0.0,
                 )
                 h += tl.dot(x, a)
-    at = ((part * PROJECTIONS + j) * rows + m[:, None]) * R + r[None, :]
-    tl.store(Parts + at, h, mask=(m < rows)[:, None])
+        tl.store(Parts + at, h, mask=own[:, None])
 
 
 @triton.jit(do_not_specialize=["rows", "target"])
