@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tinkex.durable_files import atomic_folder
 from tinkex.engine import Engine
-from tinkex.engine.adapters import adapter_files
+from tinkex.engine.adapters import adapter_files, checkpoints
 from tinkex.engine.sampling.sampler import read_sampler_adapter
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import AdamOptimizerConfig, LoraConfig
@@ -320,6 +320,22 @@ def test_a_number_of_steps_that_is_none_is_refused(
     save_file({**load_file(file), "step": step}, file, metadata={"optimizer": "adamw"})
     with pytest.raises(UserFailure, match="has no number of steps"):
         engine.load(model, saved, optimizer=True)
+
+
+@pytest.mark.parametrize("name", ["adapter_model", "optimizer", "gradients"])
+def test_a_snapshot_that_does_not_fit_leaves_no_model(
+    name: str, engine: Engine, model: str, tmp_path: Path
+) -> None:
+    engine._adapters[model].grad.fill_(1.0)
+    checkpoints.write(engine.snapshot_files(model), tmp_path / "snapshot")
+    file = tmp_path / "snapshot" / f"{name}.safetensors"
+    tensors = load_file(file)
+    key = next(key for key in tensors if "q_proj.lora_A" in key)
+    tensors[key] = torch.ones(2, 2)
+    save_file(tensors, file, metadata={"optimizer": "adamw"})
+    with pytest.raises(UserFailure, match=r"\[2, 2\]"):
+        engine.restore("new", tmp_path / "snapshot")
+    assert not engine.has("new")
 
 
 SAVES_FOREVER = """
