@@ -322,6 +322,21 @@ def test_a_number_of_steps_that_is_none_is_refused(
         engine.load(model, saved, optimizer=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "optimizer", "message"),
+    [("x" * 10_000, "adamw", "has a tensor 'x"), ("m:x", "y" * 10_000, "state is of y")],
+)
+def test_a_hostile_optimizer_state_is_refused(
+    name: str, optimizer: str, message: str, engine: Engine, model: str, saved: Path
+) -> None:
+    file = saved / "optimizer.safetensors"
+    tensors = {**load_file(file), name: torch.ones(1)}
+    save_file(tensors, file, metadata={"optimizer": optimizer})
+    with pytest.raises(UserFailure, match=message) as found:
+        engine.load(model, saved, optimizer=True)
+    assert len(str(found.value)) < 500
+
+
 @pytest.mark.parametrize("name", ["adapter_model", "optimizer", "gradients"])
 def test_a_snapshot_that_does_not_fit_leaves_no_model(
     name: str, engine: Engine, model: str, tmp_path: Path

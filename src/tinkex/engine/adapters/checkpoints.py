@@ -540,7 +540,7 @@ def _read_optimizer(adapter: TrainingAdapter, folder: Path) -> Moments:
     for key, tensor in tensors.items():
         kind, _, name = key.partition(":")
         if kind not in by_kind:
-            raise UserFailure(f"{folder.name}: {OPTIMIZER} has a tensor {key!r}.")
+            raise UserFailure(f"{folder.name}: {OPTIMIZER} has a tensor {shown(key)}.")
         by_kind[kind][name] = tensor
     names = adapter.layout.placements
     m = from_peft_names(by_kind["m"], names)
@@ -553,4 +553,4 @@ def _read_optimizer(adapter: TrainingAdapter, folder: Path) -> Moments:
 
 def _family(file: Path) -> str:
     with safe_open(file, framework="pt") as opened:
-        return str((opened.metadata() or {}).get("optimizer", "adamw"))
+        return str((opened.metadata() or {}).get("optimizer", "adamw"))[:40]
