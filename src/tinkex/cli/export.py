@@ -215,7 +215,13 @@ def copy_config(source: Path, target: Path, base: str | None) -> None:
     if isinstance(config.get("target_modules"), list):
         names = {_peft_module(module) for module in config["target_modules"]}
         config["target_modules"] = sorted(names)
-    target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    try:
+        text = json.dumps(config, indent=2)
+    except RecursionError as error:  # it was read by C code, which may go deeper
+        raise CommandFailed(
+            f"{source / CONFIG} is nested too deeply.", hint="Download or save the adapter again."
+        ) from error
+    target.write_text(text + "\n", encoding="utf-8")
 
 
 def needs_base(weights: Path) -> bool:
