@@ -190,6 +190,7 @@ def test_lora_product(ops: ModuleType, ranks: list[int], dtype: torch.dtype) -> 
     assert gap(y, expected) < (1e-5 if dtype == torch.float32 else 5e-3)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("which", ["A", "B", "both"])
 def test_a_broken_adapter_does_not_reach_the_rows_of_others(ops: ModuleType, which: str) -> None:
     """Infinite matrices in one slot: rows of other slots in the same tile get the same bits."""
@@ -333,8 +334,7 @@ def test_products_with_A_in_the_launch_of_a_linear_layer(
             x, weight, add, adapters.tables, 1, 2, parts=parts, early=early
         )
         assert shrunk.target == 1
-        used = [row for row, slot in enumerate(FEW_SLOTS) if slot >= 0]
-        assert torch.equal(shrunk.parts[:, :, used], expected[0].parts[:, :, used])
+        assert torch.equal(shrunk.parts, expected[0].parts)
         assert torch.equal(y, expected[1])
 
 
@@ -398,7 +398,7 @@ def test_sampling_equals_that_of_the_host() -> None:
     assert not fields["ring_tokens"][:, rows - 1 :].any()
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
 def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary() -> None:
     """What a broken adapter samples has no meaning, but it must not be a place outside of a table."""
     from tinkex.engine.model.sampling_kernels import SAMPLE_BLOCK, sample

@@ -4,8 +4,8 @@ Rows with the same adapter are adjacent; `slots` says which adapter a row uses (
 adapter tables say where the matrices of an adapter are, so a change of adapters changes numbers in
 tables and not the launches, which a CUDA graph records.
 
-A tile may have rows of several adapters. Which rows get a product is chosen from its result, not by
-zeros in its input: 0 times infinity is NaN, so a broken adapter would reach the rows of others.
+A tile may have rows of several adapters. Products with zeros for the rows of others are not enough:
+0 times infinity is NaN, so a broken adapter would reach them. Results are selected, too.
 """
 
 from __future__ import annotations
@@ -97,10 +97,11 @@ def expand(
                 mask=(r[:, None] < rank) & inside[None, :],
                 other=0.0,
             )
+            own = tl.where((slot == g)[:, None], h, 0.0)
             if EXACT:
-                product = tl.dot(h, b.to(tl.float32), input_precision="tf32x3")
+                product = tl.dot(own, b.to(tl.float32), input_precision="tf32x3")
             else:
-                product = tl.dot(h.to(b.dtype), b)
+                product = tl.dot(own.to(b.dtype), b)
             total += tl.where((slot == g)[:, None], product * scale, 0.0)
     return total
 
@@ -127,12 +128,11 @@ def shrink_part(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """x Aᵀ of one part of the inputs. Rows without an adapter are not written."""
     m = block * M + tl.arange(0, M)
     slot = tl.load(Slot + m, mask=m < rows, other=-1)
     r, k = tl.arange(0, R), tl.arange(0, BLOCK)
     PER: tl.constexpr = ((SIZE + SPLITS - 1) // SPLITS + BLOCK - 1) // BLOCK * BLOCK
-    at = ((part * PROJECTIONS + j) * rows + m[:, None]) * R + r[None, :]
+    h = tl.zeros([M, R], tl.float32)
     first = tl.min(tl.where(slot >= 0, slot, 1 << 30), 0)
     last = tl.max(slot, 0)
     if EARLY:
@@ -140,10 +140,9 @@ def shrink_part(
     wait_for_inputs(EARLY)
     for g in range(first, last + 1):
         rank = tl.load(Ranks + g * TARGETS + target + j)
-        own = slot == g
-        h = tl.zeros([M, R], tl.float32)
         if rank > 0:
             offset = tl.multiple_of(tl.load(Offsets + (g * TARGETS + target + j) * 2), 8)
+            own = slot == g
             for step in range(0, PER, BLOCK):
                 c = part * PER + step + k
                 inside = c < SIZE
@@ -157,8 +156,9 @@ def shrink_part(
                     mask=(r[None, :] < rank) & inside[:, None],
                     other=0.0,
                 )
-                h += tl.dot(x, a)
-        tl.store(Parts + at, h, mask=own[:, None])
+                h += tl.where(own[:, None], tl.dot(x, a), 0.0)
+    at = ((part * PROJECTIONS + j) * rows + m[:, None]) * R + r[None, :]
+    tl.store(Parts + at, h, mask=(m < rows)[:, None])
 
 
 @triton.jit(do_not_specialize=["rows", "target"])
