@@ -359,6 +359,9 @@ def test_a_broken_file_of_weights_is_refused(contents, trained, server, tmp_path
         ("[]", "is not the config of an adapter"),
         ('{"r": "8"}', "is not the config of an adapter"),
         ('{"r": 8, "target_modules": [1]}', "is not the config of an adapter"),
+        (" " * (5 << 20), "is not a checkpoint: adapter_config.json cannot be read"),
+        ('{"r": 8, "base_model_name_or_path": {"a": 1}}', "does not name its base model"),
+        (json.dumps({"r": 8, "base_model_name_or_path": "x" * 5000}), "does not name its base"),
     ],
 )
 def test_a_broken_config_is_refused(config, message, tmp_path):

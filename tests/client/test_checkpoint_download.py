@@ -381,6 +381,47 @@ def test_a_checkpoint_with_a_path_outside_the_folder_writes_nothing(
     assert not any((tmp_path / name).exists() for name in "abcd")
 
 
+def _zeros(archive: tarfile.TarFile) -> None:
+    info = tarfile.TarInfo("weights")
+    info.size = 80 << 20
+    archive.addfile(info, io.BytesIO(bytes(info.size)))
+
+
+def _endless_name(archive: tarfile.TarFile) -> None:
+    archive.addfile(tarfile.TarInfo("x" * (2 << 20)))
+
+
+def _sparse(archive: tarfile.TarFile) -> None:
+    info = tarfile.TarInfo("weights")
+    info.type = tarfile.GNUTYPE_SPARSE
+    archive.addfile(info)
+
+
+@pytest.mark.parametrize(
+    ("fill", "message"),
+    [
+        (_zeros, "it unpacks to more than 20 times its size"),
+        (_endless_name, "a header has 2,0"),
+        (_sparse, "weights is a sparse file"),
+    ],
+)
+def test_an_archive_that_expands_without_measure_is_refused(
+    fill: Callable[[tarfile.TarFile], None],
+    message: str,
+    here: StubServer,
+    files: Files,
+    rest: RestClient,
+    tmp_path: Path,
+) -> None:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as archive:
+        fill(archive)
+    files.files = {"archive.tar": packed.getvalue()}
+    with pytest.raises(DownloadFailed, match=message):
+        download_checkpoint(STATE, tmp_path / "a", rest=rest)
+    assert not (tmp_path / "a").exists()
+
+
 def test_a_link_to_a_file_of_this_machine_is_refused(
     here: StubServer, files: Files, rest: RestClient, tmp_path: Path
 ) -> None:

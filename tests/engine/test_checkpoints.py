@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tinkex.durable_files import atomic_folder
 from tinkex.engine import Engine
+from tinkex.engine.adapters import adapter_files, checkpoints
 from tinkex.engine.sampling.sampler import read_sampler_adapter
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.training import AdamOptimizerConfig, LoraConfig
@@ -188,8 +189,16 @@ A_NAME = "base_model.model.lm_head.lora_A.weight"
         header(**{A_NAME: _of([-2])}),
         header(**{A_NAME: _of([2**62])}),
         header(**{A_NAME: _of([1, 1])}),
+        header(**{A_NAME: _of([0, 2**64 - 1])}),
+        header(**{A_NAME: _of([1] * 100_000 + [2])}),
+        header(**{A_NAME: _of([2], "F4")}),
+        header(**{A_NAME: _of([2], "F" * 1000)}),
+        header(**{A_NAME: ["F32", [2], [0, 8]]}),
     ],
-    ids=["empty", "endless", "cut off", "huge", "negative", "overflow", "too short"],
+    ids=[
+        *("empty", "endless", "cut off", "huge", "negative", "overflow", "too short"),
+        *("nothing times too much", "dimensions", "four bits", "no format", "no object"),
+    ],
 )
 def test_a_hostile_file_is_refused(
     contents: bytes, engine: Engine, model: str, saved: Path
@@ -267,10 +276,40 @@ def test_hostile_tensors_are_refused_by_name(
     assert torch.equal(engine._adapters[model].master, before)
 
 
-def test_a_config_without_end_is_refused(engine: Engine, model: str, saved: Path) -> None:
-    replaced(saved, "adapter_config.json", b"[" * 100_000)
-    with pytest.raises(UserFailure, match=r"adapter_config.json cannot be read"):
+def test_many_tensors_of_nothing_are_refused(
+    engine: Engine, model: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a few bytes of the file, and a thousand in memory."""
+    monkeypatch.setattr(adapter_files, "MAX_TENSORS", 100)
+    nothing = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    replaced(
+        saved, "adapter_model.safetensors", header(**{f"{n}.lora_A": nothing for n in range(101)})
+    )
+    with pytest.raises(UserFailure, match="has 101 tensors; at most 100 are read"):
         engine.load(model, saved, optimizer=False)
+
+
+def test_a_config_without_end_is_refused(engine: Engine, model: str, saved: Path) -> None:
+    for contents, message in (
+        (b"[" * 100_000, "adapter_config.json cannot be read"),
+        (b" " * (5 << 20), "adapter_config.json has 5.2 MB; at most 4.2 MB are read"),
+        (b'{"r": ' + b"9" * 5000 + b"}", "adapter_config.json cannot be read"),
+        (b'{"r": NaN, "lora_alpha": Infinity}', "r = nan and lora_alpha = inf; both must be"),
+        (b'{"peft_type": ' + b"[" * 900 + b"]" * 900 + b"}", r"peft_type \[\[.* is not LORA"),
+        (b"\xff", "adapter_config.json cannot be read"),
+    ):
+        replaced(saved, "adapter_config.json", contents)
+        with pytest.raises(UserFailure, match=message) as found:
+            engine.load(model, saved, optimizer=False)
+        assert len(str(found.value)) < 500
+
+
+def test_folders_in_place_of_files_are_refused(engine: Engine, model: str, saved: Path) -> None:
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (saved / name).unlink()
+        (saved / name).mkdir()
+        with pytest.raises(UserFailure, match=f"{name} cannot be read"):
+            engine.load(model, saved, optimizer=False)
 
 
 @pytest.mark.parametrize("step", [torch.tensor(math.nan), torch.tensor(-1), torch.ones(2)])
@@ -281,6 +320,37 @@ def test_a_number_of_steps_that_is_none_is_refused(
     save_file({**load_file(file), "step": step}, file, metadata={"optimizer": "adamw"})
     with pytest.raises(UserFailure, match="has no number of steps"):
         engine.load(model, saved, optimizer=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "message"),
+    [("x" * 10_000, "adamw", "has a tensor 'x"), ("m:x", "y" * 10_000, "state is of y")],
+)
+def test_a_hostile_optimizer_state_is_refused(
+    name: str, optimizer: str, message: str, engine: Engine, model: str, saved: Path
+) -> None:
+    file = saved / "optimizer.safetensors"
+    tensors = {**load_file(file), name: torch.ones(1)}
+    save_file(tensors, file, metadata={"optimizer": optimizer})
+    with pytest.raises(UserFailure, match=message) as found:
+        engine.load(model, saved, optimizer=True)
+    assert len(str(found.value)) < 500
+
+
+@pytest.mark.parametrize("name", ["adapter_model", "optimizer", "gradients"])
+def test_a_snapshot_that_does_not_fit_leaves_no_model(
+    name: str, engine: Engine, model: str, tmp_path: Path
+) -> None:
+    engine._adapters[model].grad.fill_(1.0)
+    checkpoints.write(engine.snapshot_files(model), tmp_path / "snapshot")
+    file = tmp_path / "snapshot" / f"{name}.safetensors"
+    tensors = load_file(file)
+    key = next(key for key in tensors if "q_proj.lora_A" in key)
+    tensors[key] = torch.ones(2, 2)
+    save_file(tensors, file, metadata={"optimizer": "adamw"})
+    with pytest.raises(UserFailure, match=r"\[2, 2\]"):
+        engine.restore("new", tmp_path / "snapshot")
+    assert not engine.has("new")
 
 
 SAVES_FOREVER = """

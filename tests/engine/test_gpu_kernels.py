@@ -190,6 +190,31 @@ def test_lora_product(ops: ModuleType, ranks: list[int], dtype: torch.dtype) -> 
     assert gap(y, expected) < (1e-5 if dtype == torch.float32 else 5e-3)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("which", ["A", "B", "both"])
+def test_a_broken_adapter_does_not_reach_the_rows_of_others(ops: ModuleType, which: str) -> None:
+    """Infinite matrices in one slot: rows of other slots in the same tile get the same bits."""
+    sizes = [("a", 96, 16), ("b", 96, 144)]
+    broken = [row for row, slot in enumerate(SLOTS) if slot == 1]
+    others = [row for row, slot in enumerate(SLOTS) if slot != 1]
+    adapters = Adapters(ops, sizes, [8, 32, 16], SLOTS)
+    x, given = random(len(SLOTS), 96), random(len(SLOTS), 144)
+    found = []
+    for fill in (None, float("inf"), float("nan")):
+        A, B = adapters.pairs[1]["b"]
+        if fill is not None:
+            for name, matrix in (("A", A), ("B", B)):
+                if which in (name, "both"):
+                    matrix.fill_(fill)
+        for exact in (False, True):
+            y = given.float() if exact else given.clone()
+            ops.add_expanded(y, ops.shrink(x, adapters.tables, 1, 1), exact=exact)
+            found.append(y)
+    for at, y in enumerate(found):
+        assert torch.equal(y[others], found[at % 2][others])
+        assert at < 2 or not y[broken].isfinite().all(dim=1).any()
+
+
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("lora", [True, False])
 @pytest.mark.parametrize("size", [64, 80])
@@ -371,3 +396,34 @@ def test_sampling_equals_that_of_the_host() -> None:
     assert fields["positions_B"].tolist() == [*range(steps, rows - 1 + steps), rows - 1]
     assert fields["steps_B"].tolist() == [5 + steps] * (rows - 1) + [5]
     assert not fields["ring_tokens"][:, rows - 1 :].any()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary() -> None:
+    """What a broken adapter samples has no meaning, but it must not be a place outside of a table."""
+    from tinkex.engine.model.sampling_kernels import SAMPLE_BLOCK, sample
+
+    rows, vocabulary = 4, 2 * SAMPLE_BLOCK + 9  # three blocks, read as four
+    nan = float("nan")
+    logits = torch.randn(rows, vocabulary, device=DEVICE)
+    logits[0] = nan
+    logits[1, -1] = nan
+    logits[2] = -float("inf")
+    fields: dict[str, Any] = {
+        "temperatures_B": torch.tensor([1.0, 0.0, 1.0, 1.0], device=DEVICE),
+        "ids_B": ints([-1] * rows),
+        "positions_B": ints([0] * rows),
+        "steps_B": ints([0] * rows),
+        "ticks_B": ints([0] * rows),
+        "ring_tokens": torch.zeros(1, 16, dtype=torch.int32, device=DEVICE),
+        "ring_logprobs": poisoned(1, 16, dtype=torch.float32),
+        "keys_2B": torch.zeros(2, rows, dtype=torch.int32, device=DEVICE),
+    }
+    torch.use_deterministic_algorithms(True)  # fills new memory with the largest numbers
+    try:
+        sample(logits, **fields)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(0 <= token < vocabulary for token in fields["ids_B"].tolist())
+    logprobs = fields["ring_logprobs"][0, :rows]
+    assert logprobs.isnan().tolist() == [True, True, True, False]

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from processes import children
 from qa.fuzz import hostile_images
 from qa.fuzz.hostile_images import encoded, png, png_chunk, zeros
 from tinkex.engine.images.decoder_process import READY, REFUSED, REQUEST, STATUS
@@ -27,6 +28,7 @@ from tinkex.engine.images.image_reader import ImageReader
 from tinkex.engine.images.prepared_image import PreparedImage
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.prompt_chunks import ImageChunk
+from waiting import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -296,6 +298,23 @@ def test_a_decoder_that_the_machine_ended_is_started_again(reader: ImageReader) 
     (second,) = reader.prepare([good])
     assert (first.patches == second.patches).all()
     assert reader.decoder_pid not in (None, pid)
+
+
+def test_a_crash_while_decoding_is_a_failure_of_the_image(reader: ImageReader) -> None:
+    slow = ImageChunk(data=hostile_images.repeated_scans(3_000, 2_000), format="jpeg")
+    good = chunk(noise("RGB", 32, 32))
+    reader.prepare([good])
+    pid = reader.decoder_pid
+    assert pid is not None
+    said: list[str] = []
+    asking = threading.Thread(target=lambda: said.append(refusal(reader, slow)))
+    asking.start()
+    until(lambda: children(pid))
+    os.kill(children(pid)[0], signal.SIGSEGV)
+    asking.join()
+    assert "ended its decoder (signal SIGSEGV)" in said[0]
+    assert len(reader.prepare([good])) == 1
+    assert reader.decoder_pid == pid
 
 
 def test_a_decoder_opens_no_files_or_connections() -> None:

@@ -53,6 +53,40 @@ def test_a_folder_is_served_under_its_name(tmp_path):
     assert resolve(str(folder)) == ModelSource(name="my-model", folder=folder)
 
 
+@pytest.mark.parametrize(
+    "spec", ["~nobody-of-this-name/model", "x" * 300, "a" * 300 + "=b", "a\0b"]
+)
+def test_a_name_that_no_folder_can_have_is_an_error(spec, env):
+    with pytest.raises(ModelNotFound):
+        resolve(spec, env=env)
+
+
+def test_only_the_config_is_looked_for_where_that_is_enough(tmp_path, env, monkeypatch):
+    """A cache that has it alone is used, and the hub is not asked for weights."""
+    name, asked = "Org/Large", []
+
+    def download(repository, *, allow_patterns, cache_dir):
+        asked.append(allow_patterns)
+        folder = cache_dir / f"models--{repository.replace('/', '--')}" / "snapshots" / "c1"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    found = resolve(name, env=env, config_only=True)
+    assert [file.name for file in found.folder.iterdir()] == ["config.json"]
+    assert resolve(name, env=env, config_only=True) == found
+    assert asked == [["config.json", "preprocessor_config.json", "processor_config.json"]]
+    # It is no model that can be served.
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: 1 / 0)
+    with pytest.raises(ModelNotFound, match=r"snapshot c1 is incomplete: no tokenizer\.json"):
+        resolve(name, env=env)
+    folder = tmp_path / "here"
+    folder.mkdir()
+    with pytest.raises(ModelNotFound, match=r"no config\.json"):
+        resolve(str(folder), config_only=True)
+
+
 def test_an_alias_gives_a_folder_any_name(tmp_path):
     folder = write_model(tmp_path / "my-model")
     assert resolve(f"Qwen/Qwen3-8B={folder}") == ModelSource(name="Qwen/Qwen3-8B", folder=folder)

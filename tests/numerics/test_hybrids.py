@@ -155,7 +155,7 @@ def test_gradients_are_those_of_autograd_through_merged_weights(
         assert float((found[name] - leaf.grad).norm()) < 5e-4 * float(leaf.grad.norm()), name
 
 
-@pytest.mark.parametrize("family", ["Qwen3_5Text", "NemotronH"])
+@pytest.mark.parametrize("family", HYBRIDS)
 def test_packed_sequences_are_computed_as_if_alone(
     family: str, engine_on: Callable[[str], Engine]
 ) -> None:

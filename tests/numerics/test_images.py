@@ -35,6 +35,7 @@ from tinkex.engine.adapters.merge import merge
 from tinkex.engine.adapters.model_needs import read_shape
 from tinkex.engine.images.prepared_image import PreparedImage
 from tinkex.engine.model.image_places import ImagePlaces, PlacedImage
+from tinkex.engine.model.unsupported import UnsupportedModel
 from tinkex.engine.request_images import NamedInput, RequestImages
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import Datum, ImageChunk, ModelInput
@@ -480,6 +481,27 @@ def test_adapters_are_on_the_text_part_alone(
     assert f"{prefix}.mlp.experts.w1.lora_A.weight" in names
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3_5"])
+def test_wrong_positions_of_an_image_are_refused_at_start(
+    family: str,
+    dtype: str,
+    engine_on: Callable[[str], Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rounding to 16 bits changes the logits of a few tokens as much as wrong positions do."""
+    folder, right = engine_on(family).settings.folder, ImagePlaces.of
+
+    def wrong(images: Sequence[PlacedImage], merge_size: int) -> ImagePlaces:
+        places = right(images, merge_size)
+        time, row, column = places.positions_3N
+        return replace(places, positions_3N=np.stack([time, column, row]))
+
+    monkeypatch.setattr(ImagePlaces, "of", wrong)
+    with pytest.raises(UnsupportedModel, match=r"give the tokens of an image.* other positions"):
+        engine_of(folder, dtype=dtype)
+
+
 def test_the_memory_of_images_is_planned(engine_on: Callable[[str], Engine]) -> None:
     engine = engine_on("Qwen3VL")
     shape = read_shape(engine.settings.folder)
@@ -502,10 +524,15 @@ def test_peft_opens_an_exported_adapter(
     engine = engine_on(family)
     folder = engine.settings.folder
     adapter = random_adapter(engine, tmp_path / "adapter", rank=3)
+    # All that it needs of the base model: no weights.
+    configs = tmp_path / "configs"
+    configs.mkdir()
+    for name in ("config.json", "preprocessor_config.json"):
+        shutil.copy(folder / name, configs)
     exported = tmp_path / "exported"
     found = CliRunner().invoke(
         command,
-        ["export", str(adapter), "--as", "peft", "--base", str(folder), "-o", str(exported)],
+        ["export", str(adapter), "--as", "peft", "--base", str(configs), "-o", str(exported)],
     )
     assert found.exit_code == 0, found.output
     base = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)

@@ -396,6 +396,33 @@ def test_saved_and_loaded_training_has_the_same_curve(
     assert steps("second", 4) == after
 
 
+@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss", "DeepseekV3"])
+def test_a_new_adapter_gives_the_bits_of_the_base_model(
+    family: str, mixture_on: Callable[[str], Engine], tmp_path: Path
+) -> None:
+    engine = mixture_on(family)
+    engine.create("m", LoraConfig(rank=3, seed=1), AdamOptimizerConfig())
+    engine.save("m", tmp_path / "new", optimizer=False)
+    engine.drop("m")
+    asked = request([5, 6, 7, 8, 9, 300], max_tokens=6, seed=1, stop=[], prompt_logprobs=True)
+    ours, base = (sample(engine, [asked], [which])[0] for which in (tmp_path / "new", None))
+    assert ours.sequences[0].tokens == base.sequences[0].tokens
+    np.testing.assert_array_equal(
+        ours.sequences[0].logprobs_np.view(np.int32), base.sequences[0].logprobs_np.view(np.int32)
+    )
+    np.testing.assert_array_equal(ours.prompt_logprobs_np, base.prompt_logprobs_np)
+
+
+def test_the_cache_of_mla_has_two_widths(mixture_on: Callable[[str], Engine]) -> None:
+    """Keys have 16 + 8 numbers for each head, and values 12, which are not padded."""
+    engine = mixture_on("DeepseekV3")
+    assert {(*each.keys, *each.values) for each in engine.model.cache_shapes} == {(4, 24, 4, 12)}
+    assert engine.model.cache_bytes_per_token == 4 * 2 * 4 * (24 + 12)
+    sample(engine, [request([5, 6, 7], max_tokens=1)])
+    layers = engine._sampler._runner._layers  # type: ignore[union-attr]
+    assert {(each.keys.shape[1:], each.values.shape[1:]) for each in layers} == {((4, 24), (4, 12))}
+
+
 def test_the_first_step_moves_only_the_factors_that_were_zero(
     qwen_mixture: Engine, tmp_path: Path
 ) -> None:

@@ -142,6 +142,14 @@ def test_other_spellings_are_refused(chunk, wrong, near):
         chunk(format="png", **wrong)
 
 
+@pytest.mark.parametrize("kind", ["video", "audio"])
+def test_other_kinds_of_chunks_are_refused_by_name(kind):
+    with pytest.raises(
+        WireError, match=rf"must be one of .* image_asset_pointer, dmel, not '{kind}'"
+    ):
+        ModelInput.model_validate({"chunks": [{"type": kind, "data": "AA==", "format": "mp4"}]})
+
+
 def test_only_the_two_formats_exist():
     with pytest.raises(ValidationError, match="png"):
         ImageChunk(data=b"x", format="gif")

@@ -78,8 +78,8 @@ def command(
 
     PATH is a tinker:// path, which is downloaded from the service (an interrupted download is
     resumed), or the folder of an adapter. hf and gguf add the adapter to its base model, which
-    must be on this machine, or be downloadable. So must it for peft and vllm if other programs
-    arrange the weights in other ways, as those of experts.
+    must be on this machine, or be downloadable. For peft and vllm its config must be, if other
+    programs arrange the weights in other ways, as those of experts.
     """
     remote = adapter.startswith("tinker://")
     if form in ("peft", "vllm") and dtype:
@@ -215,7 +215,13 @@ def copy_config(source: Path, target: Path, base: str | None) -> None:
     if isinstance(config.get("target_modules"), list):
         names = {_peft_module(module) for module in config["target_modules"]}
         config["target_modules"] = sorted(names)
-    target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    try:
+        text = json.dumps(config, indent=2)
+    except RecursionError as error:  # it was read by C code, which may go deeper
+        raise CommandFailed(
+            f"{source / CONFIG} is nested too deeply.", hint="Download or save the adapter again."
+        ) from error
+    target.write_text(text + "\n", encoding="utf-8")
 
 
 def needs_base(weights: Path) -> bool:
@@ -229,14 +235,13 @@ def needs_base(weights: Path) -> bool:
 def reads_images(base_model: str) -> bool:
     """Whether other programs find the layers of a base model beside a vision tower."""
     from tinkex.engine.model.image_models import has_tower
-    from tinkex.models.resolve import base_name, find_in_hub_cache
+    from tinkex.models.resolve import base_name, existing_folder, find_in_hub_cache
 
-    folder = Path(base_model).expanduser()
-    if not folder.is_dir():
-        cached, _ = find_in_hub_cache(base_name(base_model), os.environ)
-        if cached is None:
-            return False
-        folder = cached
+    folder = existing_folder(base_model)
+    if folder is None:
+        folder, _ = find_in_hub_cache(base_name(base_model), os.environ, config_only=True)
+    if folder is None:
+        return False
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -255,7 +260,9 @@ def write_for_base(source: Path, part: Path, base_model: str, form: str) -> None
         what = f"`tinkex export --as {form}` of this adapter"
         raise missing_package(error, what, "engine") from error
     try:
-        export_adapter(source, part, resolve(base_model).folder, form)
+        # Its weights are many gigabytes, and say nothing about the form of an adapter.
+        base = resolve(base_model, config_only=True)
+        export_adapter(source, part, base.folder, form)
     except (UserFailure, UnsupportedModel, ModelNotFound) as error:
         raise CommandFailed(str(error)) from error
 

@@ -14,6 +14,9 @@ from tinkex.cli.errors import CommandFailed, missing_package
 from tinkex.cli.output import examples, report
 from tinkex.wire.text_format import format_bytes
 
+#: Characters of the name of a base model; of a config, bytes. Anyone may have written an adapter.
+MAX_NAME, MAX_CONFIG_BYTES = 500, 4 << 20
+
 
 @click.command(
     "merge",
@@ -87,15 +90,17 @@ def command(adapter: str, out: Path, base: str | None, dtype: str | None, data: 
 def named_base(folder: Path) -> str:
     """The base model that an adapter names."""
     name = adapter_config(folder).get("base_model_name_or_path")
-    if not name:
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
         raise CommandFailed(f"{folder} does not name its base model.", hint="Add --base NAME.")
-    return str(name)
+    return name
 
 
 def adapter_config(folder: Path) -> dict[str, Any]:
     """The checked config of an adapter: its rank is a number, its modules are names."""
     file = folder / "adapter_config.json"
     try:
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            raise ValueError("too large")
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CommandFailed(

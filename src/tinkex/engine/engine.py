@@ -366,13 +366,19 @@ class Engine:
         return self._adapter(model_id).snapshot_bytes
 
     def restore(self, model_id: str, folder: Path) -> None:
-        """Restores a snapshot, creating the model if necessary."""
-        if not self.has(model_id):
+        """Restores a snapshot, creating the model if necessary. A failure leaves no new model."""
+        is_new = not self.has(model_id)
+        if is_new:
             info = checkpoints.read_snapshot_info(folder)
             lora = LoraConfig.model_validate(info["lora_config"])
             family = {"type": info.get("optimizer", "adamw")}
             self.create(model_id, lora, optimizer_config_from(family))
-        checkpoints.restore(self._adapter(model_id), folder)
+        try:
+            checkpoints.restore(self._adapter(model_id), folder)
+        except Exception:
+            if is_new:
+                self.drop(model_id)
+            raise
 
     # -- sampling ---------------------------------------------------------------------------------
 

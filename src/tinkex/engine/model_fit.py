@@ -23,6 +23,7 @@ from tinkex.engine.adapters.memory_plan import (
     reserved_of,
 )
 from tinkex.engine.adapters.model_needs import ModelNeeds, predicted_needs, read_shape
+from tinkex.engine.model.image_models import IMAGE_TYPES
 from tinkex.engine.model.model_shape import LayerShape, ModelShape, UnknownShape
 from tinkex.engine.model.step_memory import PLANNED_RANK
 from tinkex.engine.model.targets import Target
@@ -31,7 +32,7 @@ from tinkex.engine.model.unsupported import UnsupportedModel, refuse_quantizatio
 from tinkex.engine.ranks.divided_shape import fitting_counts
 from tinkex.models.families import family_of
 from tinkex.models.gguf import GgufError
-from tinkex.models.line_up import LineUpModel, line_up, tensors_of
+from tinkex.models.line_up import ASSUMED_TOWER, LineUpModel, line_up, tensors_of
 from tinkex.models.weight_file_checks import RefusedFolder
 from tinkex.wire.engine_settings import EngineSettings
 from tinkex.wire.text_format import format_bytes
@@ -184,8 +185,11 @@ class Candidate:
         reason = "" if served else model.refused or (family.notes if family else "not tested")
         shape = None
         if model.config is not None:
-            images = "vision_config" in model.config
-            shape = ModelShape.of(model.config, tensors_of(model.config), images=images)
+            config = model.config
+            # The engine loads it too, and reserves memory for images.
+            if images := model.type in IMAGE_TYPES:
+                config = {"vision_config": ASSUMED_TOWER, **config}
+            shape = ModelShape.of(config, tensors_of(config), images=images)
         return cls(
             name=model.name,
             type=model.type,

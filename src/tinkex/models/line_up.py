@@ -61,6 +61,19 @@ def line_up() -> tuple[LineUpModel, ...]:
     )
 
 
+#: The tower of models with images whose config is not public: that of transformers' Qwen3.5.
+ASSUMED_TOWER: Mapping[str, Any] = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "in_channels": 3,
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "num_position_embeddings": 2304,
+}
+
+
 def _with_type(entry: Mapping[str, Any]) -> Mapping[str, Any] | None:
     config = entry.get("config")
     return None if config is None else {"model_type": entry["type"], **config}
@@ -188,7 +201,7 @@ def _gated(path: str, hidden: int, inner: int) -> Shapes:
 
 
 def _tower(vision: Mapping[str, Any], decoder: int) -> Shapes:
-    """The vision tower of Qwen3-VL."""
+    """The vision tower of Qwen3-VL, and of Qwen3.5, which has no features for single layers."""
     hidden, inner = vision["hidden_size"], vision["intermediate_size"]
     merged = hidden * vision["spatial_merge_size"] ** 2
     size = vision["patch_size"]
@@ -211,7 +224,7 @@ def _tower(vision: Mapping[str, Any], decoder: int) -> Shapes:
         found |= _with_biases(f"blocks.{index}", linears, norms)
     linears = {"linear_fc1": (merged, merged), "linear_fc2": (decoder, merged)}
     found |= _with_biases("merger", linears, {"norm": hidden})
-    for index in range(len(vision["deepstack_visual_indexes"])):
+    for index in range(len(vision.get("deepstack_visual_indexes") or ())):
         found |= _with_biases(f"deepstack_merger_list.{index}", linears, {"norm": merged})
     return found
 

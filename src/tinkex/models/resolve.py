@@ -23,6 +23,8 @@ DEFAULT_MODEL = EMBEDDED_MODEL
 
 # Files to download from a hub repository: no .bin, .pth, .onnx or duplicates of the weights.
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+# The files that say how a model is built, and how it cuts images.
+CONFIG_PATTERNS = ["config.json", "preprocessor_config.json", "processor_config.json"]
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -63,27 +65,52 @@ def resolve(
     progress: Progress | None = None,
     env: Mapping[str, str] = os.environ,
     serve_with: str = "tinkex serve ",
+    config_only: bool = False,
 ) -> ModelSource:
     """
     The model for a spec of the form "NAME", "FOLDER", "NAME=FOLDER" or "NAME=NAME".
 
     Tries alias, local folder, Hugging Face cache, embedded model and hub download, in this order.
     Raises `ModelNotFound` with what was tried; in its advice, `serve_with` stands before a spec.
+    With `config_only` weights and tokenizer may be missing, and the hub is not asked for them.
     """
-    if "=" in spec and not Path(spec).expanduser().is_dir():
+    if "=" in spec and existing_folder(spec) is None:
         name, _, target = spec.partition("=")
         if not name or not target:
             raise ModelNotFound(f"{spec!r}: an alias is NAME=FOLDER; neither side may be empty.")
-        found = resolve(target, cache=cache, progress=progress, env=env, serve_with=serve_with)
+        found = resolve(
+            target,
+            cache=cache,
+            progress=progress,
+            env=env,
+            serve_with=serve_with,
+            config_only=config_only,
+        )
         return replace(found, name=name)
-    if (folder := Path(spec).expanduser()).is_dir():
-        return _from_folder(folder)
+    if (folder := existing_folder(spec)) is not None:
+        return _from_folder(folder, config_only)
     if spec.startswith(("/", "./", "../", "~")):  # no hub name begins like this
         raise ModelNotFound(
-            f"There is no folder {str(folder)!r}. Check the path; it is relative to {Path.cwd()}. "
+            f"There is no folder {spec!r}. Check the path; it is relative to {Path.cwd()}. "
             "(`tinkex tiny-model DIR` writes a small model for tests.)"
         )
-    return _from_name(spec, cache=cache, progress=progress, env=env, serve_with=serve_with)
+    return _from_name(
+        spec,
+        cache=cache,
+        progress=progress,
+        env=env,
+        serve_with=serve_with,
+        config_only=config_only,
+    )
+
+
+def existing_folder(spec: str) -> Path | None:
+    """The folder of this name. A spec may be of a file that anyone wrote, and no name at all."""
+    try:
+        folder = Path(spec).expanduser()
+        return folder if folder.is_dir() else None
+    except (OSError, RuntimeError, ValueError):  # too long; a home that does not exist; a null byte
+        return None
 
 
 def base_name(name: str) -> str:
@@ -91,8 +118,8 @@ def base_name(name: str) -> str:
     return name.split(":", 1)[0]
 
 
-def _from_folder(folder: Path) -> ModelSource:
-    if missing := what_is_missing(folder):
+def _from_folder(folder: Path, config_only: bool) -> ModelSource:
+    if missing := what_is_missing(folder, config_only=config_only):
         raise ModelNotFound(
             f"{folder} is not a complete model folder: {missing}. It needs config.json, "
             "tokenizer.json, and *.safetensors or *.gguf. (`tinkex tiny-model DIR` writes a small "
@@ -109,11 +136,12 @@ def _from_name(
     progress: Progress | None,
     env: Mapping[str, str],
     serve_with: str,
+    config_only: bool,
 ) -> ModelSource:
     name = base_name(spec)
     tried = [f"a folder {spec!r}: there is none"]
 
-    found, why = find_in_hub_cache(name, env)
+    found, why = find_in_hub_cache(name, env, config_only=config_only)
     if found:
         return ModelSource(name=name, folder=found)
     tried.append(f"the Hugging Face cache {hub_cache(env)}: {why}")
@@ -126,7 +154,7 @@ def _from_name(
     else:
         tried.append(f"the embedded model: that is {EMBEDDED_MODEL}")
 
-    found, why = download_from_hub(name, env)
+    found, why = download_from_hub(name, env, config_only=config_only)
     if found:
         return ModelSource(name=name, folder=found)
     tried.append(f"the hub: {why}")
@@ -174,7 +202,9 @@ def hub_cache(env: Mapping[str, str]) -> Path:
     return Path(shared).expanduser() / "huggingface" / "hub"
 
 
-def find_in_hub_cache(name: str, env: Mapping[str, str]) -> tuple[Path | None, str]:
+def find_in_hub_cache(
+    name: str, env: Mapping[str, str], *, config_only: bool = False
+) -> tuple[Path | None, str]:
     """The newest complete snapshot of `name`, or None and the reason."""
     if not _HUB_NAME.fullmatch(name):
         return None, "not a name of the form ORGANIZATION/MODEL"
@@ -184,7 +214,7 @@ def find_in_hub_cache(name: str, env: Mapping[str, str]) -> tuple[Path | None, s
         return None, "not in it"
     reason = "no snapshot in it"
     for snapshot in _newest_first(repository, snapshots):
-        missing = what_is_missing(snapshot)
+        missing = what_is_missing(snapshot, config_only=config_only)
         if not missing:
             return snapshot, ""
         reason = f"snapshot {snapshot.name} is incomplete: {missing}"
@@ -204,11 +234,13 @@ def names_in_hub_cache(env: Mapping[str, str]) -> list[str]:
     return sorted(folder.name.removeprefix("models--").replace("--", "/", 1) for folder in folders)
 
 
-def what_is_missing(folder: Path) -> str | None:
+def what_is_missing(folder: Path, *, config_only: bool = False) -> str | None:
     """What this folder lacks to be served, as text; None if it is complete."""
-    for name in ("config.json", "tokenizer.json"):
+    for name in ("config.json",) if config_only else ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             return f"no {name}"
+    if config_only:
+        return None
     if index := next(folder.glob("*.safetensors.index.json"), None):
         try:
             shards = check_index(index)
@@ -221,7 +253,9 @@ def what_is_missing(folder: Path) -> str | None:
     return "no *.safetensors and no *.gguf"
 
 
-def download_from_hub(name: str, env: Mapping[str, str]) -> tuple[Path | None, str]:
+def download_from_hub(
+    name: str, env: Mapping[str, str], *, config_only: bool = False
+) -> tuple[Path | None, str]:
     """Downloads a model into the Hugging Face cache; returns its folder, or None and the reason."""
     if not _HUB_NAME.fullmatch(name):
         return None, "not a name of the form ORGANIZATION/MODEL"
@@ -231,10 +265,11 @@ def download_from_hub(name: str, env: Mapping[str, str]) -> tuple[Path | None, s
     except MissingExtra as error:
         return None, str(error)
     try:
-        path = snapshot_download(name, allow_patterns=HUB_PATTERNS, cache_dir=hub_cache(env))
+        patterns = CONFIG_PATTERNS if config_only else HUB_PATTERNS
+        path = snapshot_download(name, allow_patterns=patterns, cache_dir=hub_cache(env))
     except Exception as error:  # noqa: BLE001  any error means that the download failed
         return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    if missing := what_is_missing(Path(path)):
+    if missing := what_is_missing(Path(path), config_only=config_only):
         return None, f"{path} was downloaded, but {missing}"
     return Path(path), ""
 

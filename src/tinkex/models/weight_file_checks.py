@@ -111,7 +111,7 @@ def check_fp8_blocks(folder: Path, quantization: Mapping[str, Any]) -> None:
 def tensor_names(folder: Path) -> Iterator[str]:
     """The tensor names in the headers of a folder's safetensors files, without reading weights."""
     for file in sorted(folder.glob("*.safetensors")):
-        yield from _header(file)
+        yield from read_header(file)
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -131,7 +131,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         }
     found: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
-        for name, entry in _header(file).items():
+        for name, entry in read_header(file).items():
             shape = entry.get("shape") if isinstance(entry, dict) else None
             if isinstance(shape, list) and all(
                 type(n) is int and 0 <= n <= MAX_SIZE for n in shape
@@ -149,7 +149,7 @@ def weight_files(folder: Path) -> list[Path]:
     return [single] if single in files else files
 
 
-def _header(file: Path) -> dict[str, Any]:
+def read_header(file: Path) -> dict[str, Any]:
     """The header of a safetensors file; empty if it is none, which loading it reports."""
     try:
         with file.open("rb") as opened:

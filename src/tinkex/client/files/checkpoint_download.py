@@ -39,6 +39,11 @@ Progress = Callable[[int, int], None]
 MAX_PARALLEL_FILES = 4
 ARCHIVE = "archive.tar"
 EXPORT_TTL_S = 3600
+#: What an archive may take when it is unpacked, as a multiple of its size. An adapter that has not
+#: been trained is mostly zeros; what expands a thousandfold is no adapter.
+MAX_EXPANSION, MIN_UNPACKED_BYTES = 20, 64 << 20
+#: Of a header with a long name, which is read into memory.
+MAX_TAR_HEADER = 1 << 20
 #: Statuses of services that have no archives.
 NO_ARCHIVES = frozenset({404, 405, 410, 501})
 
@@ -336,15 +341,34 @@ class _ProgressSum:
 # -- unpacking -----------------------------------------------------------------------------------
 
 
+class _Member(tarfile.TarInfo):
+    """A member of an archive whose headers have a usual size."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
+        found = super().frombuf(buf, encoding, errors)
+        if found.type == tarfile.GNUTYPE_SPARSE:
+            raise tarfile.ReadError(f"{found.name} is a sparse file")
+        if not found.isreg() and not found.isdir() and found.size > MAX_TAR_HEADER:
+            raise tarfile.ReadError(f"a header has {found.size:,} bytes")
+        return found
+
+
 def _unpack(archive: Path, folder: Path) -> None:
-    """Unpack regular files only, and none outside the folder."""
+    """Unpack regular files only, none outside the folder, and not more than an adapter has."""
     folder.mkdir()
+    left = max(MIN_UNPACKED_BYTES, MAX_EXPANSION * archive.stat().st_size)
     try:
-        with tarfile.open(archive) as tar:
+        with tarfile.open(archive, tarinfo=_Member) as tar:
             for member in tar:
                 if member.isdir():
                     continue
                 target = folder / safe_path(member.name)
+                left -= member.size
+                if left < 0:
+                    raise tarfile.ReadError(
+                        f"it unpacks to more than {MAX_EXPANSION} times its size"
+                    )
                 content = tar.extractfile(member) if member.isreg() else None
                 if content is None:
                     raise DownloadFailed(

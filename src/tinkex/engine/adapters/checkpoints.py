@@ -16,21 +16,20 @@ import errno
 import json
 import os
 import shutil
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
-from safetensors.torch import load_file
 from torch import Tensor
 
 from tinkex.durable_files import atomic_folder
 from tinkex.engine.adapters import expert_files
+from tinkex.engine.adapters.adapter_files import read_json, read_tensors, shown
 from tinkex.engine.adapters.adapters import TrainingAdapter
 from tinkex.engine.model.lora import ALPHA, matrices
 from tinkex.engine.model.targets import HEAD, Layout, Target, make_layout
@@ -241,7 +240,7 @@ def restore(adapter: TrainingAdapter, folder: Path) -> None:
     has_gradients = info.get("gradients", True)
     gradients = None
     if has_gradients:
-        gradients = from_peft_names(_tensors(folder, GRADIENTS), adapter.layout.placements)
+        gradients = from_peft_names(read_tensors(folder, GRADIENTS), adapter.layout.placements)
         _check_shapes(adapter.whole_layout, gradients, f"{folder.name}: {GRADIENTS}")
     load(adapter, folder, optimizer=True)
     if gradients is not None:
@@ -251,7 +250,7 @@ def restore(adapter: TrainingAdapter, folder: Path) -> None:
 
 
 def read_snapshot_info(folder: Path) -> dict[str, Any]:
-    return _json(folder, SNAPSHOT)
+    return read_json(folder, SNAPSHOT)
 
 
 def read_adapter(folder: Path, known: Iterable[str] = ()) -> SavedAdapter:
@@ -260,9 +259,9 @@ def read_adapter(folder: Path, known: Iterable[str] = ()) -> SavedAdapter:
 
     `known` are the names of the model's layers, to which names of other exporters are translated.
     """
-    config = _json(folder, CONFIG)
+    config = read_json(folder, CONFIG)
     if config.get("peft_type", "LORA") != "LORA":
-        raise UserFailure(f"{folder.name}: peft_type {_shown(config['peft_type'])} is not LORA.")
+        raise UserFailure(f"{folder.name}: peft_type {shown(config['peft_type'])} is not LORA.")
     for key, usual in (
         ("use_rslora", False),
         ("use_dora", False),
@@ -271,18 +270,18 @@ def read_adapter(folder: Path, known: Iterable[str] = ()) -> SavedAdapter:
     ):
         if (found := config.get(key)) and found != usual:
             raise UserFailure(
-                f"{folder.name}: adapter_config.json has {key} = {_shown(found)}, which is not "
+                f"{folder.name}: adapter_config.json has {key} = {shown(found)}, which is not "
                 f"supported; it must be {usual!r}."
             )
     rank: Any = config.get("r")
     alpha: Any = config.get("lora_alpha")
     if not _is_number(rank) or rank != int(rank) or rank < 1 or not _is_number(alpha):
         raise UserFailure(
-            f"{folder.name}: adapter_config.json has r = {_shown(rank)} and lora_alpha = "
-            f"{_shown(alpha)}; both must be numbers, and r at least 1."
+            f"{folder.name}: adapter_config.json has r = {shown(rank)} and lora_alpha = "
+            f"{shown(alpha)}; both must be numbers, and r at least 1."
         )
     _check_patterns(config, rank, alpha, folder)
-    pairs = from_peft_names(_tensors(folder, WEIGHTS), known, rank=int(rank))
+    pairs = from_peft_names(read_tensors(folder, WEIGHTS), known, rank=int(rank))
     for name, (A, B) in pairs.items():
         if A.shape[-2] != rank or B.shape[-1] != rank:
             raise UserFailure(
@@ -303,11 +302,6 @@ def _is_number(value: object) -> bool:
 MAX_NUMBER = 1e15
 
 
-def _shown(value: object) -> str:
-    """A value of a config, shortened: it may be anything."""
-    return textwrap.shorten(repr(value), 100, placeholder=" ...")
-
-
 def _check_patterns(config: Mapping[str, Any], rank: float, alpha: float, folder: Path) -> None:
     """Single layers may have another rank if their scale alpha / rank is that of the others."""
     ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
@@ -316,8 +310,8 @@ def _check_patterns(config: Mapping[str, Any], rank: float, alpha: float, folder
         if all(_is_number(r) and _is_number(a) and r * alpha == a * rank != 0 for r, a in both):
             return
     raise UserFailure(
-        f"{folder.name}: adapter_config.json has rank_pattern = {_shown(ranks)} and alpha_pattern "
-        f"= {_shown(alphas)}. All layers must have the same alpha / rank."
+        f"{folder.name}: adapter_config.json has rank_pattern = {shown(ranks)} and alpha_pattern "
+        f"= {shown(alphas)}. All layers must have the same alpha / rank."
     )
 
 
@@ -355,7 +349,7 @@ def from_peft_names(
         module, _, letter = key.removesuffix(".weight").rpartition(".lora_")
         if not module or letter not in ("A", "B") or len(key) > MAX_NAME:
             raise UserFailure(
-                f"the checkpoint has a tensor {_shown(key)}; only lora_A and lora_B weights are "
+                f"the checkpoint has a tensor {shown(key)}; only lora_A and lora_B weights are "
                 "supported."
             )
         if tensor.dtype not in FORMATS:
@@ -534,7 +528,7 @@ def _read_optimizer(adapter: TrainingAdapter, folder: Path) -> Moments:
             f"{folder.name}: has no optimizer state (it was saved for sampling). Load it without "
             "the optimizer, or save with save_state."
         )
-    tensors = _tensors(folder, OPTIMIZER)
+    tensors = read_tensors(folder, OPTIMIZER)
     family = _family(folder / OPTIMIZER)
     if family != adapter.optimizer:
         raise UserFailure(
@@ -549,7 +543,7 @@ def _read_optimizer(adapter: TrainingAdapter, folder: Path) -> Moments:
     for key, tensor in tensors.items():
         kind, _, name = key.partition(":")
         if kind not in by_kind:
-            raise UserFailure(f"{folder.name}: {OPTIMIZER} has a tensor {key!r}.")
+            raise UserFailure(f"{folder.name}: {OPTIMIZER} has a tensor {shown(key)}.")
         by_kind[kind][name] = tensor
     names = adapter.layout.placements
     m = from_peft_names(by_kind["m"], names)
@@ -562,25 +556,4 @@ def _read_optimizer(adapter: TrainingAdapter, folder: Path) -> Moments:
 
 def _family(file: Path) -> str:
     with safe_open(file, framework="pt") as opened:
-        return str((opened.metadata() or {}).get("optimizer", "adamw"))
-
-
-def _tensors(folder: Path, name: str) -> dict[str, Tensor]:
-    try:
-        return load_file(folder / name)
-    except FileNotFoundError:
-        raise UserFailure(f"{folder.name}: has no {name}; it is not a checkpoint.") from None
-    except SafetensorError as error:
-        raise UserFailure(f"{folder.name}: {name} cannot be read: {error}") from None
-
-
-def _json(folder: Path, name: str) -> dict[str, Any]:
-    try:
-        value: Any = json.loads((folder / name).read_text())
-    except FileNotFoundError:
-        raise UserFailure(f"{folder.name}: has no {name}; it is not a checkpoint.") from None
-    except (ValueError, RecursionError) as error:
-        raise UserFailure(f"{folder.name}: {name} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise UserFailure(f"{folder.name}: {name} is not a JSON object.")
-    return cast(dict[str, Any], value)
+        return str((opened.metadata() or {}).get("optimizer", "adamw"))[:40]

@@ -455,6 +455,8 @@ class BaseModel:
                 "recurrent, convolutional or similar layers, which this engine does not support. "
                 "Serve another model."
             )
+        if probe.places:
+            self._check_positions(probe)
         gap = 0.0 if expected_TV is None else relative_gap(found_TV, expected_TV)
         if not gap < TOLERANCE[self.dtype]:  # NaN is refused too
             raise UnsupportedModel(
@@ -469,6 +471,21 @@ class BaseModel:
                 f"choose {agreement:.0%} of the experts that they should. Serve another model."
             )
         return [shapes[layer] for layer in sorted(shapes)]
+
+    def _check_positions(self, probe: Probe) -> None:
+        """
+        Refuses a model whose tokens have other positions than in the original.
+
+        Logits show it only in float32: rounding to 16 bits changes them as much.
+        """
+        expected_3T = probe.positions_3T
+        own_3T = packed_positions([(probe.places, 0, len(probe.ids_T))])
+        if expected_3T is None or own_3T is None or torch.equal(own_3T, expected_3T.cpu()):
+            return
+        raise UnsupportedModel(
+            f"this engine does not compute {self.config.model_type} models correctly: they give "
+            "the tokens of an image, or those after it, other positions. Serve another model."
+        )
 
     def first_layers_logits(self, count: int) -> Tensor:
         """What a model of the first layers only would compute of the probe."""
@@ -511,6 +528,8 @@ class Probe(NamedTuple):
     places: ImagePlaces
     expected_TV: Tensor | None
     routed: Mapping[str, RoutedTokens]
+    #: [3, T]: the positions that the original model gives its decoder, if it gives it any.
+    positions_3T: Tensor | None = None
 
     @classmethod
     def of(cls, model: Any, vision: VisionTower | None) -> Probe:
@@ -532,11 +551,33 @@ class Probe(NamedTuple):
                 "mm_token_type_ids": mask_T.int().unsqueeze(0).to(model.device),
             }
         ids_T = ids_T.to(model.device)
-        with torch.no_grad(), model_experts.recorded_routing(model) as routed:
+        with (
+            torch.no_grad(),
+            model_experts.recorded_routing(model) as routed,
+            recorded_positions(model) as positions,
+        ):
             logits_TV: Tensor = model(
                 input_ids=ids_T.unsqueeze(0), use_cache=False, **arguments
             ).logits[0]
-        return cls(ids_T, places, logits_TV.float(), routed)
+        return cls(ids_T, places, logits_TV.float(), routed, next(iter(positions), None))
+
+
+@contextlib.contextmanager
+def recorded_positions(model: Any) -> Iterator[list[Tensor]]:
+    """Records the positions [3, T] that a model with images gives its decoder."""
+    found: list[Tensor] = []
+
+    def record(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        positions = kwargs.get("position_ids")
+        if isinstance(positions, Tensor) and positions.dim() == 3:
+            # Some have a row in front for the places in the sequence.
+            found.append(positions[-3:, 0])
+
+    handle = model.get_decoder().register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 def load(

@@ -25,7 +25,7 @@ def has_tower(config: Mapping[str, Any], folder: Path) -> bool:
     return (
         config.get("model_type") in IMAGE_TYPES
         and isinstance(config.get("vision_config"), Mapping)
-        and any(folder.glob("*.safetensors"))
+        and _has_tower_weights(folder)
         and _unreadable(config["vision_config"], folder) is None
     )
 
@@ -35,7 +35,7 @@ def why_no_images(config: Mapping[str, Any], folder: Path) -> str | None:
     kind = config.get("model_type")
     if not isinstance(config.get("vision_config"), Mapping):
         return "this model reads text only."
-    if kind not in IMAGE_TYPES or not any(folder.glob("*.safetensors")):
+    if kind not in IMAGE_TYPES or not _has_tower_weights(folder):
         return f"this server runs only the text part of this {kind} model."
     if (reason := _unreadable(config["vision_config"], folder)) is not None:
         return reason
@@ -45,6 +45,11 @@ def why_no_images(config: Mapping[str, Any], folder: Path) -> str | None:
             "run `pip install 'tinkex[images]'` and restart it."
         )
     return None
+
+
+def _has_tower_weights(folder: Path) -> bool:
+    """A GGUF file has no tower. Of a model whose weights are elsewhere, a folder has neither."""
+    return any(folder.glob("*.safetensors")) or not any(folder.glob("*.gguf"))
 
 
 def _unreadable(tower: Mapping[str, Any], folder: Path) -> str | None:

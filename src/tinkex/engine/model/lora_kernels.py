@@ -3,6 +3,9 @@
 Rows with the same adapter are adjacent; `slots` says which adapter a row uses (-1: none), and the
 adapter tables say where the matrices of an adapter are, so a change of adapters changes numbers in
 tables and not the launches, which a CUDA graph records.
+
+A tile may have rows of several adapters. Products with zeros for the rows of others are not enough:
+0 times infinity is NaN, so a broken adapter would reach them. Results are selected, too.
 """
 
 from __future__ import annotations
@@ -96,9 +99,10 @@ def expand(
             )
             own = tl.where((slot == g)[:, None], h, 0.0)
             if EXACT:
-                total += tl.dot(own, b.to(tl.float32), input_precision="tf32x3") * scale
+                product = tl.dot(own, b.to(tl.float32), input_precision="tf32x3")
             else:
-                total += tl.dot(own.to(b.dtype), b) * scale
+                product = tl.dot(own.to(b.dtype), b)
+            total += tl.where((slot == g)[:, None], product * scale, 0.0)
     return total
 
 
@@ -152,7 +156,7 @@ def shrink_part(
                     mask=(r[None, :] < rank) & inside[:, None],
                     other=0.0,
                 )
-                h += tl.dot(x, a)
+                h += tl.where(own[:, None], tl.dot(x, a), 0.0)
     at = ((part * PROJECTIONS + j) * rows + m[:, None]) * R + r[None, :]
     tl.store(Parts + at, h, mask=(m < rows)[:, None])
 

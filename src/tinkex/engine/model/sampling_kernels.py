@@ -95,6 +95,8 @@ def _sample_row(
     largest = tl.load(Largest + line, mask=inside, other=float("-inf"))
     total = tl.load(Total + line, mask=inside, other=0.0)
     _, at = tl.max(best, 0, return_indices=True)
+    # With NaN among them it may be behind the last block, where no token is written.
+    at = tl.minimum(at, BLOCKS - 1)
     token = tl.load(Token + row * WIDTH + at)
     logit = tl.load(Logit + row * WIDTH + at)
     top = tl.max(largest, 0)

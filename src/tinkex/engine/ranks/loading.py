@@ -332,11 +332,12 @@ def original_logits(
             **options,
         )
     base_model.convert_experts(model, dtype)
-    _, _, found, routed = base_model.Probe.of(model.to(device).eval(), None)
+    probe = base_model.Probe.of(model.to(device).eval(), None)
+    found = probe.expected_TV
     assert found is not None
     on_host = {
         name: RoutedTokens(0, index.cpu(), weights.cpu())
-        for name, (_, index, weights) in routed.items()
+        for name, (_, index, weights) in probe.routed.items()
     }
     return found.cpu(), on_host
 
