@@ -1,9 +1,9 @@
 """
 A copy of a model that trains elsewhere, so that the model can continue here without a long pause.
 
-The copy begins with the newest snapshot of the model and runs the steps of its log. It comes after all
-other work of its engine: one batch at a time, like a batch of a model that trains there, and never
-beside the rebuild of a model whose client waits for it.
+The copy begins with the newest snapshot of the model and runs the steps of its log. It takes turns with
+the models that train there, one batch at a time, and never runs beside the rebuild of a model whose
+client waits for it.
 """
 
 import asyncio
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.model_worker import ModelState
 
 
+#: Steps of the log that are read together with their payloads: at most 4 MiB.
+MAX_READ = 64
+
+
 class ModelCopy:
     """The copy of one model on one engine. Anything that it raises makes it useless: drop it."""
 
@@ -39,12 +43,13 @@ class ModelCopy:
         self.incarnation: int | None = None
         #: The last step of the log that it has; None before it is made.
         self.position: int | None = None
-        #: Set to end `catch_up` after its current batch.
-        self.hurry = False
+        #: Whether there were more steps than `catch_up` runs at once.
+        self.has_more = True
+        self._stopped = False
         self._losses: set[str] = set()
 
     async def catch_up(self) -> int:
-        """Run the steps of the log that it does not have; returns the last one."""
+        """Run the next steps of the log that it does not have, up to `MAX_READ`; returns the last one."""
         if self.incarnation is None:
             self.incarnation = await self.engine.client.ready()
         state, recovery, incarnation = self.state, self.engine.recovery, self.incarnation
@@ -56,23 +61,39 @@ class ModelCopy:
             position = -1
             if snapshot is not None:
                 position, folder = snapshot
+                if not await self._may_run():
+                    return -1
                 async with self._turn(()):
                     await recovery.restore(state, folder, incarnation)
             self.position = position
-        rows = await self._store.requests.log(state.model.model_id, after=self.position)
-        # After the rows: a loss that one of them uses was stored before it.
-        await recovery.register_losses(state, incarnation, known=self._losses)
+        rows, losses = await self._store.models.log_and_losses(
+            state.model, after=self.position, limit=MAX_READ
+        )
+        new = [loss for loss in losses if loss.loss_id not in self._losses]
+        await recovery.register_losses(state, new, incarnation)
+        self._losses.update(loss.loss_id for loss in new)
+        self.has_more = len(rows) == MAX_READ
         for steps in replay_batches(rows):
-            if self.hurry:
+            if not await self._may_run():
                 break
             await self._run(steps, incarnation)
             self.position = number_of(steps[-1])
         return self.position
 
+    def stop(self) -> None:
+        """End `catch_up` after its current batch."""
+        self._stopped = True
+        self.engine.recovery.rebuilds.recheck()
+
     async def drop(self) -> None:
         """Remove it from the memory of the engine."""
         if self.incarnation is not None:
             await self.engine.recovery.drop(self.state, self.incarnation)
+
+    async def _may_run(self) -> bool:
+        """Wait until no model is rebuilt, for which a client waits; False if the copy is to stop."""
+        await self.engine.recovery.rebuilds.none_left(unless=lambda: self._stopped)
+        return not self._stopped
 
     async def _run(self, steps: Sequence[QueuedRequest], incarnation: int) -> None:
         """Run one batch: passes, or one other step."""
@@ -88,9 +109,8 @@ class ModelCopy:
 
     @contextlib.asynccontextmanager
     async def _turn(self, steps: Sequence[QueuedRequest]) -> AsyncIterator[None]:
-        """Wait until a batch of the copy may run; a crash of the engine counts for the model."""
+        """A training slot for one batch; a crash of the engine counts for the model."""
         model_id, client = self.state.model.model_id, self.engine.client
-        await self.engine.recovery.rebuilds.none_left()
         async with (
             self.engine.slots.acquire(self.state, StepBatch(steps=tuple(steps))),
             client.isolation.attempt(model_id) as attempt,

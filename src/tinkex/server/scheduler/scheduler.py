@@ -79,7 +79,7 @@ class Scheduler:
             snapshot_steps=snapshot_steps,
             snapshot_bytes=snapshot_bytes,
             max_sequences=max_sequences,
-            on_lost=self._disown,
+            on_lost=self.disown,
             clock=clock,
             crash_files=crash_files,
         )
@@ -422,7 +422,7 @@ class Scheduler:
         state = await self._open(model_id)
         return await state.home.unload(state)
 
-    def _disown(self, state: ModelState) -> None:
+    def disown(self, state: ModelState) -> None:
         """Another worker has the model: it finishes the steps that were here."""
         if state.disowned:
             return
@@ -432,10 +432,12 @@ class Scheduler:
         steps = (*state.queue.waiting.values(), *state.queue.running.values())
         for step in (*steps, *(step for step, _, _ in state.unstored)):
             self._execution.release(step)
-        self._execution.futures.untrack_model(state.model.model_id)
-        state.unstored.clear()
-        self._models.forget(state)
         model_id = state.model.model_id
+        self._execution.futures.untrack_model(model_id)
+        state.unstored.clear()
+        if self._models.get(model_id) is not state:
+            return  # it was unloaded before; what the engine has of the model is not of this state
+        self._models.forget(state)
         self._models.leaving[model_id] = self._execution.spawn(self._drop_disowned(state))
 
     async def _drop_disowned(self, state: ModelState) -> None:
@@ -447,8 +449,7 @@ class Scheduler:
             incarnation = state.loaded_in
             if incarnation is None and state.copied is not None:
                 incarnation = state.copied.incarnation
-            if incarnation is not None:
-                await state.home.recovery.drop(state, incarnation)
+            await state.home.recovery.drop(state, incarnation)
         finally:
             del self._models.leaving[state.model.model_id]
 
@@ -464,11 +465,11 @@ class Scheduler:
             if state.term is not None
         }
 
-    def disown(self, model_ids: Iterable[str]) -> None:
+    def disown_all(self, model_ids: Iterable[str]) -> None:
         """Other workers have these models now."""
         for model_id in model_ids:
             if (state := self._models.get(model_id)) is not None:
-                self._disown(state)
+                self.disown(state)
 
     def sessions(self) -> set[str]:
         """The sessions that have a model here."""
@@ -498,8 +499,9 @@ class Scheduler:
             async def give() -> None:
                 nonlocal moved
                 await state.results_stored()
-                await copy.take_over()
-                moved = True
+                if self._models.get(state.model.model_id) is state:
+                    await copy.take_over()
+                    moved = True
 
             with contextlib.suppress(NotOwner):
                 await state.home.workers.run_between_batches(state, give)
@@ -517,7 +519,7 @@ class Scheduler:
             if state.steps_since_snapshot and state.loaded_in is not None:
                 await state.home.snapshot_now(state)
             await give()
-            self._disown(state)
+            self.disown(state)
 
         with contextlib.suppress(NotOwner):
             await state.home.workers.run_between_batches(state, stop)
@@ -545,7 +547,7 @@ class Scheduler:
         A model that this process had under an earlier term is given up first.
         """
         if (state := self._models.get(model_id)) is not None and (state.term or 0) < term:
-            self._disown(state)
+            self.disown(state)
         return self._models.get(model_id) is None and model_id not in self._models.leaving
 
     def unload_session(self, session_id: str) -> None:

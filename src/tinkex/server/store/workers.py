@@ -17,7 +17,7 @@ from tinkex.server.queued_request import Kind, QueuedRequest
 from tinkex.server.store import step_rows
 from tinkex.server.store.database import Database, every, execute
 from tinkex.server.store.ownership import NotOwner
-from tinkex.server.store.request_rows import ROW, request_of
+from tinkex.server.store.request_rows import ROW, with_payload
 from tinkex.server.store.schema import Status, models, refused_steps, requests, sessions, workers
 from tinkex.server.store.sql_dialects import in_list
 
@@ -263,15 +263,9 @@ class Workers:
             in_list(requests.c.request_id, request_ids), _WAITING, requests.c.home == home
         )
 
-        def operation(connection: sa.Connection) -> list[QueuedRequest]:
-            found = []
-            for row in connection.execute(statement):
-                request = request_of(row)
-                request.payload = None if row.payload is None else bytes(row.payload)
-                found.append(request)
-            return found
-
-        return await self._database.read(operation)
+        return await self._database.read(
+            lambda connection: [with_payload(row) for row in connection.execute(statement)]
+        )
 
     # -- cancellation ------------------------------------------------------------------------------
 
