@@ -91,6 +91,24 @@ async def test_a_small_result_is_read_by_no_web_process(parts: Parts, reads: Rea
     assert not reads.counts
 
 
+async def test_a_poll_reads_its_row_at_the_second_look(parts: Parts, reads: Reads) -> None:
+    """Most polls hear of their results in less time."""
+    accepted, polled = parts.webs
+    model = await accepted.model()
+    executor = parts.executors[parts.having(model)]
+    executor.open.clear()
+    step = await accepted.optim_step(model, 1)
+    waiting = asyncio.create_task(polled.value(step))
+    futures: Any = context_of(polled).futures
+    await until_async(lambda: step in futures._expecting)
+    await futures.look()
+    assert step in futures._expecting
+    await futures.look()
+    await until_async(lambda: reads.counts == {(POLLED, "finished"): 1})
+    executor.open.set()
+    await waiting
+
+
 async def test_an_error_is_read_by_no_web_process(parts: Parts, reads: Reads) -> None:
     accepted, polled = parts.webs
     sampler = await a_sampler(accepted)
