@@ -361,6 +361,38 @@ async def test_a_loss_that_is_accepted_while_its_model_moves_is_on_the_new_worke
         assert there.tasks("register_loss") == ["register_loss"]
 
 
+async def test_a_worker_that_seemed_dead_has_the_losses_that_were_created_meanwhile(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    web = cluster.webs[0]
+    async with asyncio.timeout(25):
+        while "two" not in (homes := await having_models(web, cluster)):
+            pass
+        session, model = homes["two"]
+        lost, engine = cluster.workers["two"], cluster.executors["two"]
+
+        async def nothing(*_given: object, **_named: object) -> tuple[()]:
+            return ()
+
+        async def none(**_named: object) -> int:
+            return 0
+
+        with monkeypatch.context() as patch:
+            # It tells nothing and hears nothing.
+            patch.setattr(lost._store.workers, "beat", nothing)
+            patch.setattr(lost._store.workers, "waiting_requests", nothing)
+            patch.setattr(lost._store.requests, "count_waiting", none)
+            await until_async(lambda: "two" not in cluster.workers["one"].known.live())
+            made = await web.result(await web.step("create_custom_loss", **loss(session)))
+            assert made["loss_id"]
+        await until_async(lambda: "two" in cluster.workers["one"].known.live())
+        assert engine.tasks("register_loss") == []
+        await web.forward_backward(model, 1, tokens=1)
+        assert await web.value(await web.optim_step(model, 2)) == 1
+        assert engine.tasks("register_loss") == ["register_loss"]
+        assert cluster.having(model) == "two"
+
+
 async def having_models(web: Api, cluster: Cluster) -> dict[str, tuple[str, str]]:
     """Create a model in a session of its own; which worker has it."""
     session = await web.session()

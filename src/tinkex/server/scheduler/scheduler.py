@@ -304,6 +304,9 @@ class Scheduler:
         live = await self.live_workers() if self.live_workers is not None else frozenset()
         following = next((one for one in homes if one > self.home and one in live), None)
         if following is None:
+            # A worker that seems dead may return; the models that it has in memory lack the loss.
+            running = {self.home, *live}
+            await self._store.workers.fence_off(request.session_id or "", running)
             return outcome
         await self._store.workers.rehome(NewHomes(requests={request.request_id: following}))
         self._execution.release(request)
