@@ -14,7 +14,7 @@ from server.echo import BASE, EchoExecutor, task_of
 from server.hosting import Api, hosted
 from server.replicated import ReplicatedExecutor
 from tinkex.server.executor import EngineLost, WorkFailed
-from tinkex.server.scheduler import replicas
+from tinkex.server.scheduler import model_copy, replicas
 from tinkex.server.scheduler.model_copy import ModelCopy
 from tinkex.server.scheduler.moves import LocalCopy, wait_for_copy_s
 from tinkex.server.scheduler.replicas import (
@@ -247,6 +247,27 @@ async def test_a_model_moves_while_it_trains(
         assert await train(api, model, 91, 1) == 2.0**46 - 1
         executor.crash(0)
         assert await train(api, model, 93, 1) == 2.0**47 - 1
+
+
+@pytest.mark.parametrize(("most", "within_s"), [(3, 5.0), (64, 0.0)])
+async def test_a_copy_that_runs_its_log_in_pieces_has_all_of_it_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, within_s: float
+) -> None:
+    monkeypatch.setattr(model_copy, "MAX_READ", most)
+    monkeypatch.setattr(model_copy, "MAX_CATCH_UP_S", within_s)
+    # It changes engines before the copy has run anything by itself.
+    monkeypatch.setattr("tinkex.server.scheduler.moves.MAX_OPTIM_STEPS", 100)
+    executor = ReplicatedExecutor(2)
+    async with hosted(executor, tmp_path) as api, asyncio.timeout(60):
+        model = await api.model()
+        assert api.app is not None
+        here, there = api.app.state.context.scheduler.replicas(BASE).engines
+        assert await train(api, model, 1, 10) == 2.0**10 - 1
+        # Without a snapshot, the whole log is run.
+        here.models[model].steps_since_snapshot = 0
+        assert await there.move_here(here.models[model])
+        assert executor.engines[1].tasks("optim_step") == ["optim_step"] * 10
+        assert await train(api, model, 21, 1) == 2.0**11 - 1
 
 
 async def test_a_custom_loss_that_is_created_while_the_model_changes_engines_is_on_the_new_one(

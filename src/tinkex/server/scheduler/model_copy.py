@@ -8,6 +8,7 @@ client waits for it.
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 #: Steps of the log that are read together with their payloads: at most 4 MiB.
 MAX_READ = 64
+#: After this time, a copy tells how far it is.
+MAX_CATCH_UP_S = 5.0
 
 
 class ModelCopy:
@@ -43,13 +46,13 @@ class ModelCopy:
         self.incarnation: int | None = None
         #: The last step of the log that it has; None before it is made.
         self.position: int | None = None
-        #: Whether there were more steps than `catch_up` runs at once.
+        #: Whether `catch_up` left steps that it knew of.
         self.has_more = True
         self._stopped = False
         self._losses: set[str] = set()
 
     async def catch_up(self) -> int:
-        """Run the next steps of the log that it does not have, up to `MAX_READ`; returns the last one."""
+        """Run some of the steps of the log that it does not have; returns the last one that it has."""
         if self.incarnation is None:
             self.incarnation = await self.engine.client.ready()
         state, recovery, incarnation = self.state, self.engine.recovery, self.incarnation
@@ -72,12 +75,16 @@ class ModelCopy:
         new = [loss for loss in losses if loss.loss_id not in self._losses]
         await recovery.register_losses(state, new, incarnation)
         self._losses.update(loss.loss_id for loss in new)
-        self.has_more = len(rows) == MAX_READ
+        until_s = time.monotonic() + MAX_CATCH_UP_S
         for steps in replay_batches(rows):
             if not await self._may_run():
                 break
             await self._run(steps, incarnation)
             self.position = number_of(steps[-1])
+            if time.monotonic() > until_s:
+                break
+        newest = number_of(rows[-1]) if rows else self.position
+        self.has_more = len(rows) == MAX_READ or self.position < newest
         return self.position
 
     def stop(self) -> None:

@@ -41,8 +41,8 @@ MAX_OPTIM_STEPS = 1
 #: copy came no closer.
 MIN_WAIT_S, MAX_WAIT_S = 0.2, 5.0
 ROUNDS_PER_WAIT = 5
-#: How often a copy may come no closer, and how long a model waits for it in total, before the move is
-#: given up.
+#: How often a copy may come no closer, and how long a model waits for one that does not, before the
+#: move is given up.
 MAX_ROUNDS = 20
 MAX_WAITED_S = 60.0
 #: How long a model stands still while its copy runs what it lacks, unless that took its own engine more
@@ -117,7 +117,7 @@ class _Move:
         #: The fewest steps that the copy lacked, and how often it came no closer since.
         self._least = sys.maxsize
         self._rounds = 0
-        #: How long the model has waited for its copy.
+        #: How long the model has waited for its copy since that came closer.
         self._waited_s = 0.0
         self._slows_down = False
         self._catching_up: asyncio.Task[int]
@@ -174,7 +174,7 @@ class _Move:
             await self._look_at_copy()
             self._waited_s += time.monotonic() - began_s
             if self._waited_s > MAX_WAITED_S and not self._is_over:
-                raise NotMoved(f"it waited {self._waited_s:.0f} s for its copy")
+                raise NotMoved(f"its copy came no closer while it waited {self._waited_s:.0f} s")
 
     async def _look_at_copy(self) -> None:
         """Hand the model over if its copy is close now; otherwise the copy goes on."""
@@ -197,8 +197,10 @@ class _Move:
             await self._copy.take_over()
             self._is_over = True
             return True
-        self._rounds = 0 if len(left) < self._least else self._rounds + 1
-        self._least = min(self._least, len(left))
+        if len(left) < self._least:
+            self._least, self._rounds, self._waited_s = len(left), 0, 0.0
+        else:
+            self._rounds += 1
         if self._rounds > MAX_ROUNDS:
             raise NotMoved(f"its copy lacks {len(left)} requests and comes no closer")
         return False
