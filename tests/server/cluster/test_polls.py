@@ -147,10 +147,13 @@ async def test_a_result_that_caches_dropped_is_read(
     monkeypatch.setattr(result_waiters, "CACHE_BYTES", 3_000)
     accepted, polled = parts.webs
     sampler = await a_sampler(accepted)
-    sent = [await sample(accepted, sampler, number) for number in range(10)]
     futures = context_of(polled).futures
-    await until_async(lambda: futures.is_cached(sent[-1]))
-    await polled.result(sent[0])
+    first = await sample(accepted, sampler, 0)
+    await until_async(lambda: futures.is_cached(first))
+    for number in range(1, 10):
+        await sample(accepted, sampler, number)
+    await until_async(lambda: not futures.is_cached(first))
+    await polled.result(first)
     assert reads.counts == {(POLLED, "finished"): 1}
 
 
