@@ -2,6 +2,7 @@
 Web processes, workers and PostgreSQL: throughput, latency and CPU time, against one process.
 
     python benchmarks/bench_scale_out.py [--seconds 20] [--engine-s 1.6]
+    python benchmarks/bench_scale_out.py --sections webs [--rounds 5]
 
 Workers have simulated engines: a sample waits `--engine-s` in one of `AT_ONCE` places, without CPU. So
 this measures what web processes, the database and workers add, and not GPUs. Everything is a process of
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -363,10 +364,15 @@ LOADS: dict[str, dict[str, Any]] = {
 }
 
 
-def paths(postgres: Postgres, seconds: float, rounds: int) -> list[str]:
-    """The one-process path and the log path, with one and with two web processes, in turn."""
-    found: dict[tuple[str, str], list[Measured]] = {}
-    for _, (path, chosen) in itertools.product(range(rounds), PATHS.items()):
+#: By load and path, one for each round.
+Found = dict[tuple[str, str], list[Measured]]
+
+
+def measure_paths(postgres: Postgres, names: Sequence[str], seconds: float, rounds: int) -> Found:
+    """Paths in turn, so that the runs of one round have the same machine around them."""
+    found: Found = {}
+    for _, path in itertools.product(range(rounds), names):
+        chosen = PATHS[path]
         with contextlib.ExitStack() as stack:
             webs, one = chosen.get("webs", 1), chosen.get("one", False)
             running = [
@@ -374,7 +380,7 @@ def paths(postgres: Postgres, seconds: float, rounds: int) -> list[str]:
                 for _ in range(chosen.get("clusters", 1))
             ]
             for load, of_load in LOADS.items():
-                if path not in (ONE, LOG) and load != SMALL:
+                if load != SMALL and (path not in (ONE, LOG) or ONE not in names):
                     continue
                 measured = asyncio.run(
                     measure_all(
@@ -388,18 +394,18 @@ def paths(postgres: Postgres, seconds: float, rounds: int) -> list[str]:
                 )
                 found.setdefault((load, path), []).append(measured)
                 say(f"{load}, {path}: {measured.per_s:.1f}/s {measured.cpu_ms}")
+    return found
+
+
+def path_lines(found: Found, rounds: int) -> list[str]:
+    """What a sample costs on each path: medians."""
     lines = [
-        "## The log path and the one-process path",
-        "",
         f"The engine takes no time. {rounds} runs of each, in turn; medians.",
         "",
         "| load | path | samples/s | p05 ms | p50 ms | CPU ms per sample: web | worker | PostgreSQL | all |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    cpu = {
-        key: {kind: statistics.median(run.cpu_ms[kind] for run in runs) for kind in runs[0].cpu_ms}
-        for key, runs in found.items()
-    }
+    cpu = median_cpu(found)
     for load, path in sorted(found, key=lambda key: list(LOADS).index(key[0])):
         runs = found[load, path]
         per_s = statistics.median(run.per_s for run in runs)
@@ -412,38 +418,79 @@ def paths(postgres: Postgres, seconds: float, rounds: int) -> list[str]:
             f"| {load} | {path} | {per_s:.1f} | {p05:.1f} | {p50:.1f} | "
             f"{' | '.join(f'{ms:.2f}' for ms in each_ms)} | {sum(each_ms):.2f} |"
         )
+    return lines
+
+
+def median_cpu(found: Found) -> dict[tuple[str, str], dict[str, float]]:
+    return {
+        key: {kind: statistics.median(run.cpu_ms[kind] for run in runs) for kind in runs[0].cpu_ms}
+        for key, runs in found.items()
+    }
+
+
+def paths(postgres: Postgres, seconds: float, rounds: int) -> list[str]:
+    """The one-process path and the log path, with one and with two web processes."""
+    found = measure_paths(postgres, list(PATHS), seconds, rounds)
+    cpu = median_cpu(found)
     rate = statistics.median(
         log.per_s / one.per_s for one, log in zip(found[LARGE, ONE], found[LARGE, LOG], strict=True)
     )
     more_cpu = sum(cpu[LARGE, LOG].values()) / sum(cpu[LARGE, ONE].values())
-    web_ms = {path: cpu[SMALL, path]["web"] for path in (LOG, APART, STICKY, ROUND_ROBIN)}
-    of_one = web_ms[ROUND_ROBIN] / web_ms[LOG]
-    lines += [
+    return [
+        "## The log path and the one-process path",
+        "",
+        *path_lines(found, rounds),
         "",
         (
             f"With bodies of 25 kB the log path has {rate:.2f} of the one-process rate (goal ≥ "
             f"{LARGE_RATE}: {verdict(rate >= LARGE_RATE)}), and needs {more_cpu:.2f} of its CPU."
         ),
         "",
-        "CPU of web processes for a sample, relative to one web process and to two that share nothing:",
+        *web_lines(found),
+    ]
+
+
+def webs(postgres: Postgres, seconds: float, rounds: int) -> list[str]:
+    """One web process, and two in three ways."""
+    found = measure_paths(postgres, [path for path in PATHS if path != ONE], seconds, rounds)
+    return [*path_lines(found, rounds), "", *web_lines(found)]
+
+
+def web_lines(found: Found) -> list[str]:
+    """What web processes need for a sample, by the number of them and the load balancer."""
+    web_ms = {
+        path: [run.cpu_ms["web"] for run in found[SMALL, path]]
+        for path in (LOG, APART, STICKY, ROUND_ROBIN)
+    }
+
+    def ratio(path: str, other: str) -> float:
+        """The median over the rounds: the machine is the same for both within a round."""
+        pairs = zip(web_ms[path], web_ms[other], strict=True)
+        return statistics.median(ms / of for ms, of in pairs)
+
+    of_one = ratio(ROUND_ROBIN, LOG)
+    own_ms = statistics.median(
+        ms - sticky for ms, sticky in zip(web_ms[ROUND_ROBIN], web_ms[STICKY], strict=True)
+    )
+    return [
+        "CPU of web processes for a sample; ratios are medians over the rounds:",
         "",
-        "| | ms | of one | of two that share nothing |",
+        "| | ms, least to most | of one | of two that share nothing |",
         "|---|--:|--:|--:|",
         *(
-            f"| {path} | {ms:.2f} | {ms / web_ms[LOG]:.2f} | {ms / web_ms[APART]:.2f} |"
-            for path, ms in web_ms.items()
+            f"| {path} | {min(each):.2f} to {max(each):.2f} | {ratio(path, LOG):.2f} | "
+            f"{ratio(path, APART):.2f} |"
+            for path, each in web_ms.items()
         ),
         "",
         (
             f"With round robin, two web processes need {of_one:.2f} of the CPU of one for a sample "
             f"(goal: within {SAME_CPU:.0%}: {verdict(of_one <= 1 + SAME_CPU)}), and "
-            f"{web_ms[ROUND_ROBIN] / web_ms[APART]:.2f} of that of two processes that share nothing, "
+            f"{ratio(ROUND_ROBIN, APART):.2f} of that of two processes that share nothing, "
             "which compete for the same two cores and commit smaller groups each. Round robin itself "
-            f"costs {web_ms[ROUND_ROBIN] - web_ms[STICKY]:+.2f} ms: what a load balancer with sticky "
-            "sessions would save."
+            f"costs {own_ms:+.2f} ms: what a load balancer with sticky sessions would save."
         ),
     ]
-    return lines
 
 
 def verdict(good: bool) -> str:
@@ -477,18 +524,20 @@ def main() -> None:
         sections = {
             "workers": lambda: scaling(postgres, options.engine_s, options.seconds),
             "paths": lambda: paths(postgres, options.seconds / 3, options.rounds),
+            "webs": lambda: webs(postgres, options.seconds / 3, options.rounds),
         }
         lines = [
             reports.head(
                 "Web processes, workers and PostgreSQL",
-                "python benchmarks/bench_scale_out.py",
+                f"python benchmarks/bench_scale_out.py {' '.join(sys.argv[1:])}".strip(),
                 "PostgreSQL without fsync, simulated engines",
             ),
             "No GPU is involved.",
         ]
         for name in options.sections.split(","):
             lines += ["", *sections[name]()]
-    reports.write("scale_out", "\n".join(lines) + "\n")
+    name = "web_processes" if options.sections == "webs" else "scale_out"
+    reports.write(name, "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ async def test_a_draining_worker_does_not_wait_for_a_model_that_it_lost(parts: P
     await until_async(lambda: bool(state.between))
     (other,) = set(parts.workers) - {name}
     await leaving._store.workers.hand_over(model, term=state.term or 0, to=other)
-    leaving._scheduler.disown([model])
+    leaving._scheduler.disown_all([model])
     executor.open.set()
     await asyncio.wait_for(drained, 10)
     assert await web.value(step) == 0

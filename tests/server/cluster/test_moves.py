@@ -13,8 +13,12 @@ from server.cluster.conftest import Parts
 from server.cluster_parts import Forgetful, a_web, a_worker
 from server.echo import BASE, EchoExecutor, content, task_of
 from server.hosting import Api
+from server.scheduler.test_replicas import fail_once
 from tinkex.server.cluster import moves
 from tinkex.server.cluster.moves import RemoteCopy, choose_move
+from tinkex.server.cluster.remote_scheduler import RemoteScheduler
+from tinkex.server.queued_request import QueuedRequest
+from tinkex.server.scheduler import moves as scheduler_moves
 from tinkex.server.scheduler.model_worker import ModelState
 from tinkex.server.store.workers import UP, WorkerRow
 from tinkex.wire.proto.frames_pb2 import Done, Order
@@ -327,6 +331,163 @@ async def test_gradients_custom_losses_and_a_save_move_with_their_model(cluster:
         assert there.tasks("save") == []
         assert "register_loss" in there.tasks()
         assert cluster.having(model) == cluster.there
+
+
+async def test_a_loss_that_is_accepted_while_its_model_moves_is_on_the_new_worker(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    web = cluster.webs[0]
+    async with asyncio.timeout(25):
+        # Losses go from worker to worker in the order of their names: from the last to the first.
+        while "two" not in (homes := await having_models(web, cluster)):
+            pass
+        session, model = homes["two"]
+        cluster.here, cluster.there = "two", "one"
+        there = cluster.executors["one"]
+        place = RemoteScheduler.place
+
+        async def then_move(scheduler: RemoteScheduler, request: QueuedRequest) -> None:
+            await place(scheduler, request)
+            assert await cluster.begin_move(model)
+            moved = lambda: cluster.workers["one"]._scheduler._models.get(model)
+            await until_async(
+                lambda: (state := moved()) is not None and state.loaded_in is not None
+            )
+
+        monkeypatch.setattr(RemoteScheduler, "place", then_move)
+        made = await web.step("create_custom_loss", **loss(session))
+        monkeypatch.setattr(RemoteScheduler, "place", place)
+        assert (await web.result(made))["loss_id"]
+        assert there.tasks("register_loss") == ["register_loss"]
+
+
+async def test_a_worker_that_seemed_dead_has_the_losses_that_were_created_meanwhile(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    web = cluster.webs[0]
+    async with asyncio.timeout(25):
+        while "two" not in (homes := await having_models(web, cluster)):
+            pass
+        session, model = homes["two"]
+        lost, engine = cluster.workers["two"], cluster.executors["two"]
+
+        async def nothing(*_given: object, **_named: object) -> tuple[()]:
+            return ()
+
+        async def none(**_named: object) -> int:
+            return 0
+
+        with monkeypatch.context() as patch:
+            # It tells nothing and hears nothing.
+            patch.setattr(lost._store.workers, "beat", nothing)
+            patch.setattr(lost._store.workers, "waiting_requests", nothing)
+            patch.setattr(lost._store.requests, "count_waiting", none)
+            await until_async(lambda: "two" not in cluster.workers["one"].known.live())
+            made = await web.result(await web.step("create_custom_loss", **loss(session)))
+            assert made["loss_id"]
+        await until_async(lambda: "two" in cluster.workers["one"].known.live())
+        assert engine.tasks("register_loss") == []
+        await web.forward_backward(model, 1, tokens=1)
+        assert await web.value(await web.optim_step(model, 2)) == 1
+        assert engine.tasks("register_loss") == ["register_loss"]
+        assert cluster.having(model) == "two"
+
+
+async def having_models(web: Api, cluster: Cluster) -> dict[str, tuple[str, str]]:
+    """Create a model in a session of its own; which worker has it."""
+    session = await web.session()
+    model = await web.model(session)
+    return {cluster.having(model): (session, model)}
+
+
+async def test_a_copy_reads_the_log_once_and_no_payload_by_itself(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with asyncio.timeout(25):
+        model, training = await begin(cluster, 5)
+        await training.stop()
+        requests = cluster.workers[cluster.there]._store.requests
+        read: list[str] = []
+        payload = requests.payload
+
+        async def counted(request_id: str) -> bytes | Path:
+            read.append(request_id)
+            return await payload(request_id)
+
+        monkeypatch.setattr(requests, "payload", counted)
+        # Without a snapshot, the whole log is run.
+        cluster.state(model).steps_since_snapshot = 0
+        assert await cluster.begin_move(model)
+        assert (
+            cluster.executors[cluster.there].tasks("optim_step") == ["optim_step"] * training.steps
+        )
+        assert read == []
+
+
+async def test_a_model_does_not_wait_long_for_a_copy_that_is_stuck(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_moves, "MAX_WAITED_S", 0.5)
+    hand_over, slow = scheduler_moves._Move._hand_over, asyncio.Event()
+
+    async def not_yet(move: scheduler_moves._Move, may_lack: int) -> bool:
+        if not slow.is_set():
+            cluster.executors[cluster.there].holds = of_model(model)
+            slow.set()
+            return False
+        return await hand_over(move, may_lack)
+
+    async with asyncio.timeout(25):
+        model, training = await begin(cluster, 3)
+        monkeypatch.setattr(scheduler_moves._Move, "_hand_over", not_yet)
+        assert not await cluster.begin_move(model)
+        assert slow.is_set()
+        cluster.executors[cluster.there].go.set()
+        await training.reached(training.steps + 2)
+        await training.stop()
+        assert cluster.having(model) == cluster.here
+
+
+async def test_a_worker_keeps_nothing_of_a_model_that_it_had_only_in_part(
+    cluster: Cluster,
+) -> None:
+    async with asyncio.timeout(25):
+        model, training = await begin(cluster, 3)
+        await training.stop()
+        here = cluster.executors[cluster.here]
+        await fail_once(cluster.webs[0], here, model, training._next)
+        assert cluster.state(model).loaded_in is None
+        assert await cluster.begin_move(model)
+        await until_async(lambda: model not in here.models)
+        training._next += 1
+        await training.step()
+        assert cluster.having(model) == cluster.there
+
+
+async def test_a_worker_runs_no_batch_of_a_model_that_it_has_lost(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with asyncio.timeout(25):
+        model, training = await begin(cluster, 3)
+        await training.stop()
+        here, worker = cluster.executors[cluster.here], cluster.workers[cluster.here]
+        ready, waits, continues = here.ready, asyncio.Event(), asyncio.Event()
+
+        async def late(base_model: str) -> int:
+            waits.set()
+            await continues.wait()
+            return await ready(base_model)
+
+        monkeypatch.setattr(here, "ready", late)
+        step = await cluster.webs[0].optim_step(model, training._next)
+        await waits.wait()
+        state = cluster.state(model)
+        await worker._store.workers.hand_over(model, term=state.term or 0, to=cluster.there)
+        worker._scheduler.disown(state)
+        continues.set()
+        assert await cluster.webs[0].value(step) == training.steps
+        await until_async(lambda: model not in here.models)
+        assert len(here.tasks("optim_step")) == training.steps
 
 
 async def test_a_copy_holds_up_no_batch_of_another_owner(cluster: Cluster) -> None:

@@ -91,6 +91,24 @@ async def test_a_small_result_is_read_by_no_web_process(parts: Parts, reads: Rea
     assert not reads.counts
 
 
+async def test_a_poll_reads_its_row_at_the_second_look(parts: Parts, reads: Reads) -> None:
+    """Most polls hear of their results in less time."""
+    accepted, polled = parts.webs
+    model = await accepted.model()
+    executor = parts.executors[parts.having(model)]
+    executor.open.clear()
+    step = await accepted.optim_step(model, 1)
+    waiting = asyncio.create_task(polled.value(step))
+    futures: Any = context_of(polled).futures
+    await until_async(lambda: step in futures._expecting)
+    await futures.look()
+    assert step in futures._expecting
+    await futures.look()
+    await until_async(lambda: reads.counts == {(POLLED, "finished"): 1})
+    executor.open.set()
+    await waiting
+
+
 async def test_an_error_is_read_by_no_web_process(parts: Parts, reads: Reads) -> None:
     accepted, polled = parts.webs
     sampler = await a_sampler(accepted)
@@ -129,10 +147,13 @@ async def test_a_result_that_caches_dropped_is_read(
     monkeypatch.setattr(result_waiters, "CACHE_BYTES", 3_000)
     accepted, polled = parts.webs
     sampler = await a_sampler(accepted)
-    sent = [await sample(accepted, sampler, number) for number in range(10)]
     futures = context_of(polled).futures
-    await until_async(lambda: futures.is_cached(sent[-1]))
-    await polled.result(sent[0])
+    first = await sample(accepted, sampler, 0)
+    await until_async(lambda: futures.is_cached(first))
+    for number in range(1, 10):
+        await sample(accepted, sampler, number)
+    await until_async(lambda: not futures.is_cached(first))
+    await polled.result(first)
     assert reads.counts == {(POLLED, "finished"): 1}
 
 

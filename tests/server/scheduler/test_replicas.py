@@ -9,18 +9,21 @@ from typing import Any
 
 import pytest
 
-from server.echo import BASE
+from server.api.test_custom_losses import loss
+from server.echo import BASE, EchoExecutor, task_of
 from server.hosting import Api, hosted
 from server.replicated import ReplicatedExecutor
-from tinkex.server.executor import EngineLost
-from tinkex.server.scheduler import replicas
-from tinkex.server.scheduler.moves import LocalCopy
+from tinkex.server.executor import EngineLost, WorkFailed
+from tinkex.server.scheduler import model_copy, replicas
+from tinkex.server.scheduler.model_copy import ModelCopy
+from tinkex.server.scheduler.moves import LocalCopy, wait_for_copy_s
 from tinkex.server.scheduler.replicas import (
     ReplicaLoad,
     choose_for_sample,
     choose_for_training,
     choose_move,
 )
+from tinkex.wire.proto.frames_pb2 import Done, Order
 from waiting import until_async
 
 pytestmark = pytest.mark.anyio
@@ -102,6 +105,16 @@ def test_few_samples_of_a_prompt_stay_together_and_a_large_one_goes_to_the_least
     assert counts[best] == replicas.FEW_SEQUENCES
     assert choose_for_sample(b"x", loads(30, 10), sequences=500) == 1
     assert choose_for_sample(b"x", loads(0, 0, down=[0, 1]), sequences=1) in (0, 1)
+
+
+def test_a_model_waits_a_moment_for_its_copy_then_longer_and_never_for_long() -> None:
+    assert wait_for_copy_s(0.01, 0) == 0.2
+    assert wait_for_copy_s(1.5, 4) == 1.5
+    # Messages and reads may take longer than a batch.
+    assert wait_for_copy_s(0.01, 5) == 0.4
+    assert wait_for_copy_s(0.01, 15) == 1.6
+    # A save may have taken minutes.
+    assert wait_for_copy_s(600.0, 0) == wait_for_copy_s(3.0, 20) == 5.0
 
 
 # -- the server -------------------------------------------------------------------------------------
@@ -234,6 +247,103 @@ async def test_a_model_moves_while_it_trains(
         assert await train(api, model, 91, 1) == 2.0**46 - 1
         executor.crash(0)
         assert await train(api, model, 93, 1) == 2.0**47 - 1
+
+
+@pytest.mark.parametrize(("most", "within_s"), [(3, 5.0), (64, 0.0)])
+async def test_a_copy_that_runs_its_log_in_pieces_has_all_of_it_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, within_s: float
+) -> None:
+    monkeypatch.setattr(model_copy, "MAX_READ", most)
+    monkeypatch.setattr(model_copy, "MAX_CATCH_UP_S", within_s)
+    # It changes engines before the copy has run anything by itself.
+    monkeypatch.setattr("tinkex.server.scheduler.moves.MAX_OPTIM_STEPS", 100)
+    executor = ReplicatedExecutor(2)
+    async with hosted(executor, tmp_path) as api, asyncio.timeout(60):
+        model = await api.model()
+        assert api.app is not None
+        here, there = api.app.state.context.scheduler.replicas(BASE).engines
+        assert await train(api, model, 1, 10) == 2.0**10 - 1
+        # Without a snapshot, the whole log is run.
+        here.models[model].steps_since_snapshot = 0
+        assert await there.move_here(here.models[model])
+        assert executor.engines[1].tasks("optim_step") == ["optim_step"] * 10
+        assert await train(api, model, 21, 1) == 2.0**11 - 1
+
+
+async def test_a_custom_loss_that_is_created_while_the_model_changes_engines_is_on_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = ReplicatedExecutor(2)
+    async with hosted(executor, tmp_path) as api, asyncio.timeout(60):
+        session = await api.session()
+        model = await api.model(session)
+        assert api.app is not None
+        here, there = api.app.state.context.scheduler.replicas(BASE).engines
+        assert await train(api, model, 1, 3) == 7.0
+        catch_up, take_over, made = ModelCopy.catch_up, LocalCopy.take_over, []
+
+        async def then_create(copy: ModelCopy) -> int:
+            position = await catch_up(copy)
+            made.append(await api.result(await api.step("create_custom_loss", **loss(session))))
+            return position
+
+        async def with_a_loss(copy: LocalCopy) -> None:
+            # The model stands still, and the copy has just read the losses.
+            monkeypatch.setattr(ModelCopy, "catch_up", then_create)
+            await take_over(copy)
+
+        monkeypatch.setattr(LocalCopy, "take_over", with_a_loss)
+        assert await there.move_here(here.models[model])
+        assert made[0]["loss_id"]
+        registered = [task for task in executor.engines[1].ran if task.HasField("register_loss")]
+        assert [one.register_loss.loss_id for one in registered] == [made[0]["loss_id"]]
+
+
+async def test_an_engine_keeps_nothing_of_a_model_that_it_had_only_in_part(tmp_path: Path) -> None:
+    executor = ReplicatedExecutor(2)
+    async with hosted(executor, tmp_path) as api, asyncio.timeout(60):
+        model = await api.model()
+        assert api.app is not None
+        here, there = api.app.state.context.scheduler.replicas(BASE).engines
+        state = here.models[model]
+        assert await train(api, model, 1, 3) == 7.0
+        await fail_once(api, executor.engines[0], model, 7)
+        assert (state.loaded_in, executor.models(0)) == (None, {model})
+        # There is nothing to copy: it is rebuilt over there.
+        assert await there.move_here(state)
+        assert executor.models(0) == set()
+        assert await train(api, model, 8, 1) == 15.0
+        # The same during a move, just before the model changes engines.
+        engine, run = executor.engines[0], executor.engines[0].run
+        copying = asyncio.Event()
+
+        async def pausing(base_model: str, work: Order, **more: Any) -> Done:
+            if task_of(work) == "restore":
+                copying.set()
+                await failed.wait()
+            return await run(base_model, work, **more)
+
+        failed = asyncio.Event()
+        engine.run = pausing  # type: ignore[method-assign]
+        moving = asyncio.create_task(here.move_here(state))
+        await copying.wait()
+        await fail_once(api, executor.engines[1], model, 10)
+        failed.set()
+        assert await moving
+        assert executor.models(1) == set()
+        assert await train(api, model, 11, 1) == 31.0
+
+
+async def fail_once(api: Api, engine: EchoExecutor, model: str, seq_id: int) -> None:
+    """A step of this model fails in its engine, which may have done half of it."""
+    plain = engine._do
+
+    def fail(work: Order) -> bytes:
+        engine._do = plain  # type: ignore[method-assign]
+        raise WorkFailed("server", "a fault")
+
+    engine._do = fail  # type: ignore[method-assign]
+    assert "a fault" in (await api.result(await api.optim_step(model, seq_id)))["error"]
 
 
 async def test_a_model_stays_if_its_new_engine_is_lost(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class _Copy:
         """Wait until it runs nothing; it stops after its current batch."""
         self.is_over = True
         if self.copy is not None:
-            self.copy.hurry = True
+            self.copy.stop()
         if self.running is not None:
             await asyncio.wait({self.running})
 
@@ -130,6 +130,10 @@ class Copies:
                 except (*NOT_MOVED, LookupError) as error:
                     one.error = str(error) or type(error).__name__
                     log.info("the copy of %s failed: %s", model_id, one.error)
+                except Exception as error:
+                    # A bug; without an answer, the model would try to move for minutes.
+                    one.error = f"unexpectedly, {type(error).__name__}"
+                    log.exception("the copy of %s failed", model_id)
                 text = (one.error or "")[: messages.MAX_ERROR_CHARS]
                 self._answer(home, [model_id, one.term, answered, position, text])
         finally:

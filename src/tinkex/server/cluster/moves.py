@@ -72,7 +72,7 @@ class RemoteCopy:
         store: Store,
         notifier: Notifier,
         takes_work: Callable[[str], bool],
-        disown: Callable[[str], None],
+        disown: Callable[[], None],
     ) -> None:
         self._model_id = state.model.model_id
         self._term = state.term or 0
@@ -115,7 +115,7 @@ class RemoteCopy:
             await self._store.workers.hand_over(self._model_id, term=self._term, to=self._target)
         finally:
             # Also if another worker has taken it.
-            self._disown(self._model_id)
+            self._disown()
         self._send(messages.MOVED, self._model_id)
 
     async def drop(self) -> None:
@@ -179,7 +179,7 @@ class Moves:
             store=self._store,
             notifier=self._notifier,
             takes_work=lambda name: name in [row.name for row in self._others()],
-            disown=lambda model_id: self._scheduler.disown([model_id]),
+            disown=lambda: self._scheduler.disown(state),
         )
 
     def _others(self) -> list[WorkerRow]:

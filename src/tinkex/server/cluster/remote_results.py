@@ -3,7 +3,7 @@ Results of requests that workers run, and the polls of one web process that wait
 
 A worker notifies all web processes of what it has committed, with small results. So a request may be
 accepted at one web process and polled at another, and neither reads its row. What a lost notification
-did not tell, and large results, are read from the database: the former within a second (`look`).
+did not tell, and large results, are read from the database: the former within two seconds (`look`).
 """
 
 import asyncio
@@ -54,6 +54,8 @@ class RemoteFutures(Futures):
         self.listening_since_s: Callable[[], float] = lambda: math.inf
         #: Polls of requests that this process expects to hear of.
         self._expecting: defaultdict[str, Waiters] = defaultdict(Waiters)
+        #: The requests of those that waited at the last look.
+        self._expected: set[str] = set()
         #: Finished requests whose results were not in the notification.
         self._unread: OrderedDict[str, None] = OrderedDict()
         #: When the newest request was accepted whose end this process has forgotten.
@@ -200,9 +202,11 @@ class RemoteFutures(Futures):
 
     async def look(self) -> None:
         """What lost notifications did not tell: finished requests, new events, loads."""
-        # Polls that have not heard of their requests read the rows together.
-        for waiters in self._expecting.values():
-            waiters.wake()
+        # Polls that have not heard of their requests read the rows together. Not those that began since
+        # the last look: most of them hear in time.
+        for request_id in self._expected & self._expecting.keys():
+            self._expecting[request_id].wake()
+        self._expected = set(self._expecting)
         held = list(self._unfinished)
         if held:
             start = self._position % len(held)

@@ -14,7 +14,7 @@ from typing import Any
 from tinkex.server.cluster import messages
 from tinkex.server.cluster.known_workers import LOOK_S, KnownWorkers
 from tinkex.server.cluster.remote_results import RemoteFutures
-from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
+from tinkex.server.queued_request import Outcome, QueuedRequest
 from tinkex.server.retry import PeriodicTask
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits
 from tinkex.server.scheduler.results import ComputeUsage, SessionFailures
@@ -104,12 +104,8 @@ class RemoteScheduler:
         if request.model_id is not None and not request.creates_model:
             request.home = ""
             return
+        # A custom loss goes to the workers that have models of its session (`create_custom_loss`).
         request.home = self._workers.choose_home(request)
-        if request.kind is Kind.CREATE_CUSTOM_LOSS and request.session_id is not None:
-            # All workers that have a model of the session get it, one after the other.
-            homes = await self._store.workers.homes_of_session(request.session_id)
-            live = self._workers.live()
-            request.home = next((home for home in homes if home in live), request.home)
 
     def submit(self, request: QueuedRequest, *, token_stream: TokenStream | None = None) -> None:
         """A stored request: tell its worker."""

@@ -241,7 +241,7 @@ class Worker:
     async def _drop_lost(self, silent_s: float) -> None:
         """This worker was not heard of for long: others may have taken its models."""
         log.warning("no heartbeat for %.0f s; other workers may have its models", silent_s)
-        self._scheduler.disown(await self._store.workers.lost_models(self._scheduler.terms()))
+        self._scheduler.disown_all(await self._store.workers.lost_models(self._scheduler.terms()))
 
     def _stats(self) -> Mapping[str, Any]:
         engines = [self._executor.stats(engine) for engine in self._model.engines]

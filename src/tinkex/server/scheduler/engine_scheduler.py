@@ -102,9 +102,12 @@ class EngineScheduler:
         return self._execution.executor.stats(self.name) is not None
 
     def take_over(self, state: ModelState) -> None:
-        """Run the steps of a model here from now on; its next step rebuilds it from its log."""
+        """
+        Run the steps of a model here from now on; its next step rebuilds it from its log.
+
+        The engine that had it may still have it in memory.
+        """
         state.home.models.pop(state.model.model_id, None)
-        state.home.recovery.forget(state)
         state.home = self
         self.models[state.model.model_id] = state
         state.loaded_in = None
@@ -119,15 +122,15 @@ class EngineScheduler:
 
         False if it was not moved; then it goes on where it was.
         """
-        origin, store = state.home, self._execution.store
-        if state.loaded_in is None or state.queue.creation_error is not None:
+        origin, store, left = state.home, self._execution.store, state.loaded_in
+        if left is None or state.queue.creation_error is not None:
             self.take_over(state)
-            return True
-        copy = LocalCopy(state, self, store)
-        if not await move(state, copy, store):
-            return False
-        if copy.left is not None:
-            await origin.recovery.drop(state, copy.left)
+        else:
+            copy = LocalCopy(state, self, store)
+            if not await move(state, copy, store):
+                return False
+            left = copy.left
+        await origin.recovery.drop(state, left)
         return True
 
     async def complete_copy(self, state: ModelState) -> None:

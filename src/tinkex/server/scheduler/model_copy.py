@@ -1,13 +1,14 @@
 """
 A copy of a model that trains elsewhere, so that the model can continue here without a long pause.
 
-The copy begins with the newest snapshot of the model and runs the steps of its log. It comes after all
-other work of its engine: one batch at a time, like a batch of a model that trains there, and never
-beside the rebuild of a model whose client waits for it.
+The copy begins with the newest snapshot of the model and runs the steps of its log. It takes turns with
+the models that train there, one batch at a time, and never runs beside the rebuild of a model whose
+client waits for it.
 """
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.model_worker import ModelState
 
 
+#: Steps of the log that are read together with their payloads: at most 4 MiB.
+MAX_READ = 64
+#: After this time, a copy tells how far it is.
+MAX_CATCH_UP_S = 5.0
+
+
 class ModelCopy:
     """The copy of one model on one engine. Anything that it raises makes it useless: drop it."""
 
@@ -39,12 +46,13 @@ class ModelCopy:
         self.incarnation: int | None = None
         #: The last step of the log that it has; None before it is made.
         self.position: int | None = None
-        #: Set to end `catch_up` after its current batch.
-        self.hurry = False
+        #: Whether `catch_up` left steps that it knew of.
+        self.has_more = True
+        self._stopped = False
         self._losses: set[str] = set()
 
     async def catch_up(self) -> int:
-        """Run the steps of the log that it does not have; returns the last one."""
+        """Run some of the steps of the log that it does not have; returns the last one that it has."""
         if self.incarnation is None:
             self.incarnation = await self.engine.client.ready()
         state, recovery, incarnation = self.state, self.engine.recovery, self.incarnation
@@ -56,23 +64,43 @@ class ModelCopy:
             position = -1
             if snapshot is not None:
                 position, folder = snapshot
+                if not await self._may_run():
+                    return -1
                 async with self._turn(()):
                     await recovery.restore(state, folder, incarnation)
             self.position = position
-        rows = await self._store.requests.log(state.model.model_id, after=self.position)
-        # After the rows: a loss that one of them uses was stored before it.
-        await recovery.register_losses(state, incarnation, known=self._losses)
+        rows, losses = await self._store.models.log_and_losses(
+            state.model, after=self.position, limit=MAX_READ
+        )
+        new = [loss for loss in losses if loss.loss_id not in self._losses]
+        await recovery.register_losses(state, new, incarnation)
+        self._losses.update(loss.loss_id for loss in new)
+        until_s = time.monotonic() + MAX_CATCH_UP_S
         for steps in replay_batches(rows):
-            if self.hurry:
+            if not await self._may_run():
                 break
             await self._run(steps, incarnation)
             self.position = number_of(steps[-1])
+            if time.monotonic() > until_s:
+                break
+        newest = number_of(rows[-1]) if rows else self.position
+        self.has_more = len(rows) == MAX_READ or self.position < newest
         return self.position
+
+    def stop(self) -> None:
+        """End `catch_up` after its current batch."""
+        self._stopped = True
+        self.engine.recovery.rebuilds.recheck()
 
     async def drop(self) -> None:
         """Remove it from the memory of the engine."""
         if self.incarnation is not None:
             await self.engine.recovery.drop(self.state, self.incarnation)
+
+    async def _may_run(self) -> bool:
+        """Wait until no model is rebuilt, for which a client waits; False if the copy is to stop."""
+        await self.engine.recovery.rebuilds.none_left(unless=lambda: self._stopped)
+        return not self._stopped
 
     async def _run(self, steps: Sequence[QueuedRequest], incarnation: int) -> None:
         """Run one batch: passes, or one other step."""
@@ -88,9 +116,8 @@ class ModelCopy:
 
     @contextlib.asynccontextmanager
     async def _turn(self, steps: Sequence[QueuedRequest]) -> AsyncIterator[None]:
-        """Wait until a batch of the copy may run; a crash of the engine counts for the model."""
+        """A training slot for one batch; a crash of the engine counts for the model."""
         model_id, client = self.state.model.model_id, self.engine.client
-        await self.engine.recovery.rebuilds.none_left()
         async with (
             self.engine.slots.acquire(self.state, StepBatch(steps=tuple(steps))),
             client.isolation.attempt(model_id) as attempt,

@@ -401,6 +401,10 @@ class ModelWorkers:
         self.start(state)
         await done
 
+    def _has(self, state: ModelState) -> bool:
+        """Whether the steps of this model run here; False once another engine or worker has it."""
+        return state.home.workers is self and not state.disowned
+
     def start(self, state: ModelState) -> None:
         """Run the waiting steps of a model, unless something of it runs."""
         if state.home.workers is not self:
@@ -414,7 +418,7 @@ class ModelWorkers:
             while not self._execution.closing and not state.disowned:
                 while state.between:
                     await state.between.popleft()()
-                if state.home.workers is not self or state.disowned:
+                if not self._has(state):
                     break
                 # No step is running now, so all steps that had to be requeued have been.
                 state.rewinding = False
@@ -424,7 +428,9 @@ class ModelWorkers:
                 if batch is None:
                     break
                 await self._process(state, batch)
-                if state.needs_snapshot(self._snapshots.steps, self._snapshots.payload_bytes):
+                if self._has(state) and state.needs_snapshot(
+                    self._snapshots.steps, self._snapshots.payload_bytes
+                ):
                     await self._snapshots.begin(state)
         finally:
             state.worker = None
@@ -481,10 +487,15 @@ class ModelWorkers:
     async def _load_and_run(self, state: ModelState, batch: StepBatch, attempt: Attempt) -> None:
         try:
             incarnation = await self._engine.ready()
-            if state.loaded_in != incarnation:
+            if state.loaded_in != incarnation and self._has(state):
                 incarnation = await self._recovery.ensure_loaded(state, attempt)
         except EngineLost:
             # This counts for the model, not for these steps.
+            state.queue.requeue(batch.steps)
+            return
+        if not self._has(state):
+            if state.home.workers is not self:
+                state.loaded_in = None  # it was loaded here, and runs there
             state.queue.requeue(batch.steps)
             return
         try:

@@ -4,7 +4,7 @@ Moves a model to another engine while it trains.
 The model goes on where it is, while a copy elsewhere follows its log (`model_copy`). When the copy is
 less than two optimizer steps behind, the model stops at the end of a batch; the copy runs what it
 lacks, and the model continues there. A copy that comes no closer slows the model down: after each
-batch, the model waits for it as long as the batch took.
+batch, the model waits for it as long as the batch took, and longer if that does not help.
 
 A move changes nothing that is stored until the model continues elsewhere, so one that fails changes
 nothing at all.
@@ -36,12 +36,18 @@ log = logging.getLogger("tinkex.server.scheduler")
 CLOSE_STEPS = 2
 #: A model stops for a copy that lacks no more optimizer steps than this: less than two steps.
 MAX_OPTIM_STEPS = 1
-#: How long a model stands still at most while its copy runs what it lacks; then it goes on.
-MAX_STOP_S = 60.0
-#: A model waits this long after a shorter batch: copies are also behind by the messages about them.
-MIN_WAIT_S = 0.2
-#: How often a copy may come no closer before the move is given up.
+#: How long a model waits after a batch for its copy: at least `MIN_WAIT_S`, because copies are also
+#: behind by the messages about them, and twice as long after each `ROUNDS_PER_WAIT` times that the
+#: copy came no closer.
+MIN_WAIT_S, MAX_WAIT_S = 0.2, 5.0
+ROUNDS_PER_WAIT = 5
+#: How often a copy may come no closer, and how long a model waits for one that does not, before the
+#: move is given up.
 MAX_ROUNDS = 20
+MAX_WAITED_S = 60.0
+#: How long a model stands still while its copy runs what it lacks, unless that took its own engine more
+#: than half of it; then the model goes on.
+MAX_STOP_S = 5.0
 #: How often a model without steps is looked at while its copy catches up.
 IDLE_POLL_S = 0.05
 
@@ -63,11 +69,16 @@ NOT_MOVED = (
 )
 
 
+def wait_for_copy_s(batch_s: float, rounds: int) -> float:
+    """How long a model waits after a batch for its copy, which came no closer so many times."""
+    return min(max(batch_s, MIN_WAIT_S) * 2.0 ** (rounds // ROUNDS_PER_WAIT), MAX_WAIT_S)
+
+
 class Copy(Protocol):
     """The copy of one model, on another engine of this server or on another worker."""
 
     async def catch_up(self) -> int:
-        """Bring it to the newest step of the log, or make it; returns that step."""
+        """Make it, or run the steps that it lacks, or some of many; returns the last one."""
 
     async def take_over(self) -> None:
         """Between two batches, with all results stored: the model continues there."""
@@ -86,6 +97,8 @@ async def move(state: "ModelState", copy: Copy, store: Store) -> bool:
         moved = True
     except NOT_MOVED as error:
         log.info("%s was not moved: %s", state.model.model_id, error)
+    except Exception:
+        log.exception("%s was not moved", state.model.model_id)
     finally:
         if not moved:
             await copy.drop()
@@ -104,6 +117,8 @@ class _Move:
         #: The fewest steps that the copy lacked, and how often it came no closer since.
         self._least = sys.maxsize
         self._rounds = 0
+        #: How long the model has waited for its copy since that came closer.
+        self._waited_s = 0.0
         self._slows_down = False
         self._catching_up: asyncio.Task[int]
         self._is_over = False
@@ -150,11 +165,16 @@ class _Move:
 
     async def _wait_for_copy(self, after_batch: bool) -> None:
         """After a batch, the model waits for its copy as long as the batch took, or a moment."""
-        took_s = max(time.monotonic() - self._state.last_step_s, MIN_WAIT_S)
+        began_s = time.monotonic()
+        batch_s = began_s - self._state.last_step_s
         await self._look_at_copy()
         if after_batch and not self._is_over:
-            await asyncio.wait({self._catching_up}, timeout=took_s)
+            wait_s = wait_for_copy_s(batch_s, self._rounds)
+            await asyncio.wait({self._catching_up}, timeout=wait_s)
             await self._look_at_copy()
+            self._waited_s += time.monotonic() - began_s
+            if self._waited_s > MAX_WAITED_S and not self._is_over:
+                raise NotMoved(f"its copy came no closer while it waited {self._waited_s:.0f} s")
 
     async def _look_at_copy(self) -> None:
         """Hand the model over if its copy is close now; otherwise the copy goes on."""
@@ -177,8 +197,10 @@ class _Move:
             await self._copy.take_over()
             self._is_over = True
             return True
-        self._rounds = 0 if len(left) < self._least else self._rounds + 1
-        self._least = min(self._least, len(left))
+        if len(left) < self._least:
+            self._least, self._rounds, self._waited_s = len(left), 0, 0.0
+        else:
+            self._rounds += 1
         if self._rounds > MAX_ROUNDS:
             raise NotMoved(f"its copy lacks {len(left)} requests and comes no closer")
         return False
@@ -191,19 +213,25 @@ class LocalCopy:
         self._state = state
         self._target = target
         self._copy = ModelCopy(state, target, store)
-        #: The engine incarnation that the model has left.
+        #: The engine incarnation that the model has left; None if none had all of it.
         self.left: int | None = None
+        #: What engines had computed for the model when the copy began to catch up.
+        self._compute_s = 0.0
 
     async def catch_up(self) -> int:
+        self._compute_s = self._state.compute_s
         return await self._copy.catch_up()
 
     async def take_over(self) -> None:
         state, origin = self._state, self._state.home
+        within_s = max(MAX_STOP_S, 2 * (state.compute_s - self._compute_s))
         try:
-            async with asyncio.timeout(MAX_STOP_S):
+            async with asyncio.timeout(within_s):
                 await self._copy.catch_up()
+                while self._copy.has_more:
+                    await self._copy.catch_up()
         except TimeoutError:
-            raise NotMoved(f"its copy lacks steps after {MAX_STOP_S:.0f} s") from None
+            raise NotMoved(f"its copy lacks steps after {within_s:.0f} s") from None
         if origin.models.get(state.model.model_id) is not state:
             raise NotMoved("it was taken over or forgotten meanwhile")
         self.left = state.loaded_in

@@ -124,6 +124,7 @@ class Placement:
                     )
                 for state in states:
                     replicas.for_training().take_over(state)
+                    engine.recovery.forget(state)
                 engine.client.give_up()
             is_free = not self.moves and not self.draining
             if is_free and time.monotonic() >= self._next_move_s:
@@ -142,12 +143,15 @@ class Placement:
 
     async def _move_to_replica(self, state: ModelState, target: EngineScheduler) -> None:
         """In the background: engines that are lost meanwhile are noticed."""
-        origin = state.home
-        with self.moving(state):
-            if await target.move_here(state):
-                log.info("%s moved from %s to %s", state.model.model_id, origin.name, target.name)
-            else:
+        origin, moved = state.home, False
+        try:
+            with self.moving(state):
+                moved = await target.move_here(state)
+        finally:
+            if not moved:
                 self._next_move_s = time.monotonic() + MOVE_RETRY_S
+        if moved:
+            log.info("%s moved from %s to %s", state.model.model_id, origin.name, target.name)
 
     @contextlib.contextmanager
     def moving(self, state: ModelState) -> Iterator[None]:

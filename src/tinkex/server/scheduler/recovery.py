@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
@@ -28,7 +28,7 @@ from tinkex.server.scheduler.engine_client import (
 from tinkex.server.scheduler.fairness import TrainingSlots
 from tinkex.server.scheduler.results import MAX_ATTEMPTS, Execution
 from tinkex.server.scheduler.step_queue import Replay, StepBatch, replay_of
-from tinkex.server.store import Damaged, NotOwner, StorageError
+from tinkex.server.store import CustomLoss, Damaged, NotOwner, StorageError
 from tinkex.wire.proto import frames_pb2
 from tinkex.wire.proto.frames_pb2 import Done, Order
 
@@ -79,7 +79,7 @@ class RebuildQueue:
         owner, model_id = state.model.owner, state.model.model_id
         # Zero until its log has been read.
         self.left.setdefault(owner, {})[model_id] = 0
-        self._slots.on_release = self._recheck
+        self._slots.on_release = self.recheck
         try:
             yield
         finally:
@@ -88,12 +88,12 @@ class RebuildQueue:
                 del self.left[owner]
             if not self.left:
                 self._slots.on_release = None
-            self._recheck()
+            self.recheck()
 
     def set_left(self, state: "ModelState", tokens: int) -> None:
         """Update the work that is left for this model."""
         self.left[state.model.owner][state.model.model_id] = tokens
-        self._recheck()
+        self.recheck()
 
     async def may_continue(self, state: "ModelState") -> None:
         """Wait until the next step of this model may be replayed."""
@@ -111,9 +111,9 @@ class RebuildQueue:
         while self._has_smaller_rebuild(state, cost):
             await self._changed.wait()
 
-    async def none_left(self) -> None:
-        """Wait until no model is being rebuilt."""
-        while self.left:
+    async def none_left(self, *, unless: Callable[[], bool]) -> None:
+        """Wait until no model is being rebuilt, or `unless` is true; `recheck` looks at it again."""
+        while self.left and not unless():
             await self._changed.wait()
 
     def _has_smaller_rebuild(self, state: "ModelState", cost: int) -> bool:
@@ -131,7 +131,8 @@ class RebuildQueue:
         least = min(left for _, left in firsts)
         return (state.model.model_id, least) in firsts
 
-    def _recheck(self) -> None:
+    def recheck(self) -> None:
+        """Something has changed for those that wait."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -194,7 +195,8 @@ class Recovery:
         await state.snapshot_written()
         copied, state.copied = state.copied, None
         await self.expect(state)
-        await self.register_losses(state, incarnation)
+        losses = await self._store.models.custom_losses(model.session_id)
+        await self.register_losses(state, losses, incarnation)
         # A copy from a move needs only the steps that it does not have.
         after = None
         if copied is not None and copied.incarnation == incarnation:
@@ -211,14 +213,34 @@ class Recovery:
         """Whether the engine may have something of this model in memory."""
         return state.model.model_id in self._loaded.get(state.model.session_id, ())
 
-    async def drop(self, state: "ModelState", incarnation: int) -> None:
-        """Remove a model that another engine has."""
-        with contextlib.suppress(EngineLost, EngineRefused, WorkFailed):
-            async with self._engine.isolation.attempt():
-                order = Order(drop=frames_pb2.Drop(model_id=state.model.model_id))
-                await state.run(self._engine, order, incarnation)
-        self.forget(state)
-        await self._forget_losses(state.model.session_id, incarnation)
+    def has_models_of(self, session_id: str) -> bool:
+        """Whether the engine may have a model of this session in memory, or a copy of one."""
+        return session_id in self._loaded
+
+    async def drop(self, state: "ModelState", incarnation: int | None) -> None:
+        """
+        Remove what the engine has of a model that another engine has.
+
+        `incarnation` is that which has the model; None if none has all of it.
+        """
+        with contextlib.suppress(WorkFailed):
+            await self._drop(state, incarnation)
+
+    async def _drop(self, state: "ModelState", incarnation: int | None) -> None:
+        try:
+            with contextlib.suppress(EngineLost, EngineRefused):
+                if incarnation is None and self.may_be_loaded(state):
+                    # An earlier rebuild failed; the engine may still have the incomplete model.
+                    incarnation = await self._engine.ready()
+                if incarnation is not None:
+                    # Like all work, it must not run beside an isolated request.
+                    async with self._engine.isolation.attempt():
+                        order = Order(drop=frames_pb2.Drop(model_id=state.model.model_id))
+                        await state.run(self._engine, order, incarnation)
+        finally:
+            self.forget(state)
+        if incarnation is not None:
+            await self._forget_losses(state.model.session_id, incarnation)
 
     def forget(self, state: "ModelState") -> None:
         """Another engine has the model now."""
@@ -235,25 +257,8 @@ class Recovery:
         After the last model of a session, the custom losses are removed too. Raises WorkFailed.
         """
         await state.results_stored()
-        model = state.model
         incarnation, state.loaded_in = state.loaded_in, None
-        try:
-            with contextlib.suppress(EngineLost, EngineRefused):
-                if incarnation is None and self.may_be_loaded(state):
-                    # An earlier rebuild failed; the engine may still have the incomplete model.
-                    incarnation = await self._engine.ready()
-                if incarnation is not None:
-                    # Like all work, it must not run beside an isolated request.
-                    async with self._engine.isolation.attempt():
-                        await state.run(
-                            self._engine,
-                            Order(drop=frames_pb2.Drop(model_id=model.model_id)),
-                            incarnation,
-                        )
-        finally:
-            self.forget(state)
-        if incarnation is not None:
-            await self._forget_losses(model.session_id, incarnation)
+        await self._drop(state, incarnation)
 
     async def loss_was_checked(self, session_id: str) -> None:
         """Remove a loss that the engine only checked and does not need: no model can use it yet."""
@@ -279,18 +284,14 @@ class Recovery:
                 await future
 
     async def register_losses(
-        self, state: "ModelState", incarnation: int, *, known: set[str] | None = None
+        self, state: "ModelState", losses: Iterable[CustomLoss], incarnation: int
     ) -> None:
-        """Register the custom losses of a model's session; those that are not `known`, if given."""
-        known = set() if known is None else known
-        for loss in await self._store.models.custom_losses(state.model.session_id):
-            if loss.loss_id in known:
-                continue
+        """Register custom losses of a model's session."""
+        for loss in losses:
             self._with_losses.add(state.model.session_id)
             # A loss that was refused is refused again; no request can use it.
             with contextlib.suppress(WorkFailed):
                 await state.run(self._engine, register_loss_order(loss), incarnation)
-            known.add(loss.loss_id)
 
     async def newest_snapshot(self, state: "ModelState") -> tuple[int, str] | None:
         """The step of the newest snapshot, and its folder on this machine."""

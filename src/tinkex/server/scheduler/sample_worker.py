@@ -143,13 +143,14 @@ class CustomLossWorker:
         async def prepare() -> tuple[Order, None]:
             return register_loss_order(loss), None
 
-        # An engine that loads a model of this session later registers its losses then.
+        # An engine that loads a model of this session later registers its losses then. A model that is
+        # being loaded, and a copy of one that moves, may have read them before this one was stored.
         engines = {
-            state.home
+            engine
             for state in self._models.opened()
             if state.model.session_id == loss.session_id
-            # A model that is being loaded may have read the losses before this one was stored.
-            and (state.loaded_in is not None or state.worker is not None)
+            for engine in self._replicas_of(state.model.base_model).engines
+            if engine.recovery.has_models_of(loss.session_id)
         }
         checked = False
         for engine in sorted(engines, key=lambda engine: engine.name):

@@ -79,7 +79,7 @@ class Scheduler:
             snapshot_steps=snapshot_steps,
             snapshot_bytes=snapshot_bytes,
             max_sequences=max_sequences,
-            on_lost=self._disown,
+            on_lost=self.disown,
             clock=clock,
             crash_files=crash_files,
         )
@@ -304,6 +304,9 @@ class Scheduler:
         live = await self.live_workers() if self.live_workers is not None else frozenset()
         following = next((one for one in homes if one > self.home and one in live), None)
         if following is None:
+            # A worker that seems dead may return; the models that it has in memory lack the loss.
+            running = {self.home, *live}
+            await self._store.workers.fence_off(request.session_id or "", running)
             return outcome
         await self._store.workers.rehome(NewHomes(requests={request.request_id: following}))
         self._execution.release(request)
@@ -422,7 +425,7 @@ class Scheduler:
         state = await self._open(model_id)
         return await state.home.unload(state)
 
-    def _disown(self, state: ModelState) -> None:
+    def disown(self, state: ModelState) -> None:
         """Another worker has the model: it finishes the steps that were here."""
         if state.disowned:
             return
@@ -432,10 +435,12 @@ class Scheduler:
         steps = (*state.queue.waiting.values(), *state.queue.running.values())
         for step in (*steps, *(step for step, _, _ in state.unstored)):
             self._execution.release(step)
-        self._execution.futures.untrack_model(state.model.model_id)
-        state.unstored.clear()
-        self._models.forget(state)
         model_id = state.model.model_id
+        self._execution.futures.untrack_model(model_id)
+        state.unstored.clear()
+        if self._models.get(model_id) is not state:
+            return  # it was unloaded before; what the engine has of the model is not of this state
+        self._models.forget(state)
         self._models.leaving[model_id] = self._execution.spawn(self._drop_disowned(state))
 
     async def _drop_disowned(self, state: ModelState) -> None:
@@ -447,8 +452,7 @@ class Scheduler:
             incarnation = state.loaded_in
             if incarnation is None and state.copied is not None:
                 incarnation = state.copied.incarnation
-            if incarnation is not None:
-                await state.home.recovery.drop(state, incarnation)
+            await state.home.recovery.drop(state, incarnation)
         finally:
             del self._models.leaving[state.model.model_id]
 
@@ -464,11 +468,11 @@ class Scheduler:
             if state.term is not None
         }
 
-    def disown(self, model_ids: Iterable[str]) -> None:
+    def disown_all(self, model_ids: Iterable[str]) -> None:
         """Other workers have these models now."""
         for model_id in model_ids:
             if (state := self._models.get(model_id)) is not None:
-                self._disown(state)
+                self.disown(state)
 
     def sessions(self) -> set[str]:
         """The sessions that have a model here."""
@@ -498,8 +502,9 @@ class Scheduler:
             async def give() -> None:
                 nonlocal moved
                 await state.results_stored()
-                await copy.take_over()
-                moved = True
+                if self._models.get(state.model.model_id) is state:
+                    await copy.take_over()
+                    moved = True
 
             with contextlib.suppress(NotOwner):
                 await state.home.workers.run_between_batches(state, give)
@@ -517,7 +522,7 @@ class Scheduler:
             if state.steps_since_snapshot and state.loaded_in is not None:
                 await state.home.snapshot_now(state)
             await give()
-            self._disown(state)
+            self.disown(state)
 
         with contextlib.suppress(NotOwner):
             await state.home.workers.run_between_batches(state, stop)
@@ -545,7 +550,7 @@ class Scheduler:
         A model that this process had under an earlier term is given up first.
         """
         if (state := self._models.get(model_id)) is not None and (state.term or 0) < term:
-            self._disown(state)
+            self.disown(state)
         return self._models.get(model_id) is None and model_id not in self._models.leaving
 
     def unload_session(self, session_id: str) -> None:

@@ -1,13 +1,13 @@
 """Models, samplers and custom losses of sessions, and the base-model hash of each run."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import sqlalchemy as sa
 
-from tinkex.server.queued_request import Outcome, QueuedRequest
+from tinkex.server.queued_request import PASSES, Outcome, QueuedRequest
 from tinkex.server.store import request_rows
 from tinkex.server.store.database import Database, columns, every, one, scalar, values
 from tinkex.server.store.keys import random_id
@@ -65,6 +65,12 @@ class RunTaken(Exception):
 MODEL_COLUMNS = columns(Model, models)
 _SAMPLERS = sa.select(*columns(Sampler, samplers))
 _CUSTOM_LOSSES = sa.select(*columns(CustomLoss, custom_losses))
+_HOMES = (
+    sa.select(models.c.home)
+    .where(models.c.session_id == sa.bindparam("session_id"))
+    .order_by(models.c.model_id)
+    .with_for_update(read=True)
+)
 
 
 class Models:
@@ -146,6 +152,10 @@ class Models:
             first = _first_loss(connection, request, custom_loss_seq_id)
             if first is not None:
                 return first
+            if request.home is not None:
+                # Locked: who takes a model of the session over from now on reads this loss.
+                homes = connection.scalars(_HOMES, {"session_id": request.session_id})
+                request.home = min(filter(None, homes), default=request.home)
             request_rows.insert(connection, request)
             connection.execute(
                 custom_losses.insert(),
@@ -179,10 +189,31 @@ class Models:
 
     async def custom_losses(self, session_id: str) -> list[CustomLoss]:
         """All losses of a session in order, including failed ones."""
-        statement = _CUSTOM_LOSSES.where(custom_losses.c.session_id == session_id).order_by(
-            custom_losses.c.custom_loss_seq_id
-        )
-        return await self._database.read(every(CustomLoss, statement))
+        return await self._database.read(_losses_of(session_id))
+
+    async def log_and_losses(
+        self, model: Model, *, after: int, limit: int
+    ) -> tuple[list[QueuedRequest], list[CustomLoss]]:
+        """
+        What a copy of a model lacks, in one read: its next finished steps with small payloads, and the
+        losses that they may need.
+        """
+        log = request_rows.log_of(model.model_id, after=after, payloads=True).limit(limit)
+
+        def operation(
+            connection: sa.Connection,
+        ) -> tuple[list[QueuedRequest], list[CustomLoss]]:
+            steps = [request_rows.with_payload(row) for row in connection.execute(log)]
+            # After the steps: a loss that one of them uses was stored before it.
+            uses_losses = any(step.kind in PASSES for step in steps)
+            return steps, _losses_of(model.session_id)(connection) if uses_losses else []
+
+        return await self._database.read(operation)
+
+
+def _losses_of(session_id: str) -> Callable[[sa.Connection], list[CustomLoss]]:
+    statement = _CUSTOM_LOSSES.where(custom_losses.c.session_id == session_id)
+    return every(CustomLoss, statement.order_by(custom_losses.c.custom_loss_seq_id))
 
 
 def _first_loss(

@@ -165,6 +165,23 @@ def find(connection: sa.Connection, request_id: str) -> QueuedRequest | None:
     return None if row is None else request_of(row)
 
 
+def with_payload(row: sa.Row[*tuple[Any, ...]]) -> QueuedRequest:
+    """The request of a row that has the payload too; that of a large one is read when it is needed."""
+    request = request_of(row)
+    request.payload = None if row.payload is None else bytes(row.payload)
+    return request
+
+
+def log_of(model_id: str, *, after: int, payloads: bool = False) -> sa.Select[*tuple[Any, ...]]:
+    """The finished steps of a model after this one, in order."""
+    statement = sa.select(*ROW, *((requests.c.payload,) if payloads else ()))
+    return statement.where(
+        requests.c.model_id == model_id,
+        requests.c.seq_id > after,
+        requests.c.status != Status.WAITING,
+    ).order_by(requests.c.seq_id)
+
+
 # -- idempotent insert: a repeated (model or sampler, seq_id) returns the first request -----------
 
 

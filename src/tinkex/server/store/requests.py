@@ -24,6 +24,7 @@ from tinkex.server.store.request_rows import (
     finish_many,
     insert,
     insert_many,
+    log_of,
     new_request_id,
     request_of,
 )
@@ -349,16 +350,7 @@ class Requests:
 
     async def log(self, model_id: str, *, after: int = -1) -> list[QueuedRequest]:
         """The finished steps of a model after `after`, in order. Recovery replays them."""
-        statement = (
-            sa.select(*ROW)
-            .where(
-                requests.c.model_id == model_id,
-                requests.c.seq_id > after,
-                requests.c.status != Status.WAITING,
-            )
-            .order_by(requests.c.seq_id)
-        )
-        return await self._requests(statement)
+        return await self._requests(log_of(model_id, after=after))
 
     async def has_steps(self, model_id: str) -> bool:
         """Whether a model's step 0 is stored."""

@@ -6,7 +6,7 @@ that wait for it get another home. All times are of the database's clock, so clo
 matter. Whether a worker may publish is decided by terms alone (`ownership`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from tinkex.server.queued_request import Kind, QueuedRequest
 from tinkex.server.store import step_rows
 from tinkex.server.store.database import Database, every, execute
 from tinkex.server.store.ownership import NotOwner
-from tinkex.server.store.request_rows import ROW, request_of
+from tinkex.server.store.request_rows import ROW, with_payload
 from tinkex.server.store.schema import Status, models, refused_steps, requests, sessions, workers
 from tinkex.server.store.sql_dialects import in_list
 
@@ -263,15 +263,9 @@ class Workers:
             in_list(requests.c.request_id, request_ids), _WAITING, requests.c.home == home
         )
 
-        def operation(connection: sa.Connection) -> list[QueuedRequest]:
-            found = []
-            for row in connection.execute(statement):
-                request = request_of(row)
-                request.payload = None if row.payload is None else bytes(row.payload)
-                found.append(request)
-            return found
-
-        return await self._database.read(operation)
+        return await self._database.read(
+            lambda connection: [with_payload(row) for row in connection.execute(statement)]
+        )
 
     # -- cancellation ------------------------------------------------------------------------------
 
@@ -353,6 +347,22 @@ class Workers:
         """Delete refusals that are not in the log of their model."""
         statement = refused_steps.delete().where(refused_steps.c.refused_s < _NOW - older_than_s)
         await self._database.write(execute(statement))
+
+    async def fence_off(self, session_id: str, live: Collection[str]) -> None:
+        """
+        Models of a session whose worker is none of these are rebuilt before anything more of them is
+        published, also if that worker still has them.
+        """
+        statement = (
+            models.update()
+            .where(
+                models.c.session_id == session_id,
+                models.c.home.is_not(None),
+                sa.not_(in_list(models.c.home, list(live))),
+            )
+            .values(term=models.c.term + 1)
+        )
+        await self._database.write(execute(statement), required=True)
 
     async def homes_of_session(self, session_id: str) -> list[str]:
         """The workers that have models of a session, by name."""
