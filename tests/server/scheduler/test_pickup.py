@@ -375,3 +375,21 @@ async def test_the_payload_of_a_step_whose_model_is_not_open_is_in_no_memory(
         assert tracked.request.payload is None
         held.open.set()
         await api.passed(large)
+
+
+async def test_a_request_that_failed_for_now_takes_no_memory(tmp_path: Path) -> None:
+    async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api:
+        model = await api.model()
+        assert api.app
+        scheduler = api.app.state.context.scheduler
+        failed = asyncio.Event()
+
+        async def fail(request: QueuedRequest) -> None:
+            assert request.payload
+            failed.set()
+            raise TROUBLE
+
+        scheduler._unload = fail
+        await api.step("unload_model", model_id=model)
+        await failed.wait()
+        await until_async(lambda: scheduler._execution.payloads._kept_bytes == 0)

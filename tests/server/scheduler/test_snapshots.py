@@ -110,6 +110,28 @@ async def test_a_model_continues_while_its_snapshot_is_written(tmp_path: Path) -
         assert sum(work.HasField("optim_step") for work in rebuilt) in (1, 4)
 
 
+async def test_a_snapshot_is_saved_when_nobody_waits_for_it_any_longer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A drain waits for snapshots only for a while."""
+    executor = SlowDisk()
+    async with hosted(executor, tmp_path, janitor_s=0) as api:
+        model = await api.model()
+        await api.forward_backward(model, 1, tokens=3)
+        assert await api.value(await api.optim_step(model, 2)) == 3
+        assert api.app
+        context = api.app.state.context
+        state = context.scheduler._models.get(model)
+        waiting = asyncio.create_task(state.home.snapshot_now(state))
+        await executor.copied.wait()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        executor.write.set()
+        await state.snapshot_written()
+        assert await context.store.snapshots.newest(model) is not None
+    assert "a background task failed" not in caplog.text
+
+
 class DiesOnce(EchoExecutor):
     """Dies after its first optimizer step."""
 

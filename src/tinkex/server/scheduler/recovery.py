@@ -509,6 +509,8 @@ async def _finish_snapshot(
 ) -> None:
     try:
         async with attempt:
-            written.set_result(await saving)
+            saved = await saving
+            if not written.done():  # who waited for it may have been canceled
+                written.set_result(saved)
     finally:
         written.cancel()  # without effect unless the server is stopping

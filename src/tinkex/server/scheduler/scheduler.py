@@ -279,7 +279,7 @@ class Scheduler:
                 await self._forward(lost.model_ids)
                 return
             except Exception:
-                self._execution.claimed.discard(request.request_id)
+                self._execution.release(request)
                 raise
             if outcome is not None:
                 await self._execution.finish(request, outcome)
