@@ -8,7 +8,7 @@ import pytest
 
 from server.echo import BASE, EchoExecutor
 from server.hosting import hosted
-from tinkex.server.activity import Snapshot, busy_line, idle_line
+from tinkex.server.activity import Activity, busy_line, idle_line
 from tinkex.wire.proto.frames_pb2 import Stats
 from waiting import until_async
 
@@ -16,8 +16,8 @@ GB = 10**9
 
 
 def test_a_busy_line_says_what_happened_since_the_last() -> None:
-    before = Snapshot(at_s=100.0, tokens_trained=1000, tokens_sampled=50)
-    now = Snapshot(
+    before = Activity(at_s=100.0, tokens_trained=1000, tokens_sampled=50)
+    now = Activity(
         at_s=110.0,
         tokens_trained=1980,
         tokens_sampled=450,
@@ -36,17 +36,17 @@ def test_a_busy_line_says_what_happened_since_the_last() -> None:
 
 
 def test_a_busy_line_leaves_out_what_does_not_happen() -> None:
-    before = Snapshot(at_s=0.0)
-    assert busy_line(before, Snapshot(at_s=10.0, queue=1_234)) == "queue 1,234"
-    waiting = Snapshot(at_s=10.0, queue=1, waiting_for="the engine of a/b is starting")
+    before = Activity(at_s=0.0)
+    assert busy_line(before, Activity(at_s=10.0, queue=1_234)) == "queue 1,234"
+    waiting = Activity(at_s=10.0, queue=1, waiting_for="the engine of a/b is starting")
     assert busy_line(before, waiting) == "queue 1; the engine of a/b is starting"
-    between = Snapshot(at_s=10.0, tokens_sampled=500)
+    between = Activity(at_s=10.0, tokens_sampled=500)
     assert busy_line(before, between) == "sampling 50 tok/s; queue 0"
     # Rebuilding models, or steps of sessions that were closed since.
     assert (
-        busy_line(before, Snapshot(at_s=10.0, tokens_trained=500)) == "training 50 tok/s; queue 0"
+        busy_line(before, Activity(at_s=10.0, tokens_trained=500)) == "training 50 tok/s; queue 0"
     )
-    prompts = Snapshot(at_s=10.0, tokens_prefilled=9_000, tokens_sampled=5, sequences=1)
+    prompts = Activity(at_s=10.0, tokens_prefilled=9_000, tokens_sampled=5, sequences=1)
     assert busy_line(before, prompts) == (
         "sampling 1 sequence, 0.5 tok/s, prompts 900 tok/s; queue 0"
     )
@@ -57,8 +57,8 @@ def test_a_busy_line_leaves_out_what_does_not_happen() -> None:
     [(1.0, "1 second"), (45.0, "45 seconds"), (180.0, "3 minutes"), (9000.0, "2.5 hours")],
 )
 def test_an_idle_line_sums_up(seconds: float, said: str) -> None:
-    first = Snapshot(at_s=7.0, tokens_trained=10)
-    last = Snapshot(at_s=7.0 + seconds, tokens_trained=1_214, tokens_sampled=300)
+    first = Activity(at_s=7.0, tokens_trained=10)
+    last = Activity(at_s=7.0 + seconds, tokens_trained=1_214, tokens_sampled=300)
     assert idle_line(first, last) == (f"idle: 1,204 tokens trained, 300 sampled in the last {said}")
 
 

@@ -22,14 +22,14 @@ log = logging.getLogger("tinkex.server.activity")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Snapshot:
+class Activity:
     """The state of all engines at one time. Token counts only grow."""
 
     at_s: float
     tokens_trained: int = 0
     tokens_prefilled: int = 0
     tokens_sampled: int = 0
-    #: Training runs that had a step since the snapshot before, if their session is still open.
+    #: Training runs that had a step since the state before, if their session is still open.
     runs: int = 0
     #: Sequences being sampled.
     sequences: int = 0
@@ -49,7 +49,7 @@ class Snapshot:
         return self.tokens_trained + self.tokens_prefilled + self.tokens_sampled
 
 
-def busy_line(before: Snapshot, now: Snapshot) -> str:
+def busy_line(before: Activity, now: Activity) -> str:
     """What happened between two snapshots."""
     seconds = max(now.at_s - before.at_s, 1e-3)
     trained = now.tokens_trained - before.tokens_trained
@@ -76,7 +76,7 @@ def busy_line(before: Snapshot, now: Snapshot) -> str:
     return "; ".join(parts)
 
 
-def idle_line(first: Snapshot, last: Snapshot) -> str:
+def idle_line(first: Activity, last: Activity) -> str:
     """What happened since the server was idle last; `last` is the last snapshot with progress."""
     trained = last.tokens_trained - first.tokens_trained
     sampled = last.tokens_sampled - first.tokens_sampled
@@ -142,7 +142,7 @@ class ActivityLog:
         if last.tokens > first.tokens:
             log.info("%s", idle_line(first, last))
 
-    def _look(self, since_s: float) -> Snapshot:
+    def _look(self, since_s: float) -> Activity:
         served = self._executor.served
         names = [engine for model in served for engine in model.engines]
         for name in names:
@@ -160,7 +160,7 @@ class ActivityLog:
             if model.name in wanted
             for engine in model.engines
         )
-        return Snapshot(
+        return Activity(
             at_s=time.monotonic(),
             tokens_trained=sum(one.tokens_trained for one in all_stats),
             tokens_prefilled=sum(one.tokens_prefilled for one in all_stats),

@@ -93,7 +93,7 @@ class QueuedRequest:
     #: The worker that runs it; None on a server that is alone, empty for that of its model.
     home: str | None = None
     #: How often it was lost because its engine ended by itself.
-    deaths: int = 0
+    attempts: int = 0
     #: None while it waits, except for a refused step, which has its error from the start. An outcome
     #: that was read from the store has no result in it.
     outcome: Outcome | None = None

@@ -4,17 +4,17 @@ import os
 import time
 from pathlib import Path
 
-from tinkex.server.store.blob_cache import BlobCache, LocalCopy, to_delete
+from tinkex.server.store.blob_cache import BlobCache, CachedFolder, to_delete
 from tinkex.server.store.blobs import Files
 
 NOW_S = 1_000_000.0
 
 
-def copy(key: str, age_s: float, size_bytes: int = 10) -> LocalCopy:
-    return LocalCopy(key=key, size_bytes=size_bytes, used_s=NOW_S - age_s)
+def copy(key: str, age_s: float, size_bytes: int = 10) -> CachedFolder:
+    return CachedFolder(key=key, size_bytes=size_bytes, used_s=NOW_S - age_s)
 
 
-def chosen(*copies: LocalCopy, limit_bytes: int, unstored: str = "") -> list[str]:
+def chosen(*copies: CachedFolder, limit_bytes: int, unstored: str = "") -> list[str]:
     stored = {copy.key for copy in copies} - {unstored}
     return to_delete(copies, stored=stored, limit_bytes=limit_bytes, now_s=NOW_S)
 

@@ -140,16 +140,16 @@ class SampleReader:
         self._request_id = first.request_id
         self._owner = owner
         # None if the sample is finished or was started by `asample`: then all tokens come at the end.
-        self._tap = context.scheduler.token_stream(first.request_id)
-        self._growing = PartialSample() if self._tap is None else self._tap.growing
-        self._reader = PartialSampleReader(self._growing)
+        self._stream = context.scheduler.token_stream(first.request_id)
+        self._partial = PartialSample() if self._stream is None else self._stream.partial
+        self._reader = PartialSampleReader(self._partial)
         #: None until the sample is finished, and if the server stops before that.
         self.outcome: Outcome | None = None
 
     @property
     def is_streamed(self) -> bool:
         """Whether this sample was started as a stream; another one may have other clients."""
-        return self._tap is not None
+        return self._stream is not None
 
     async def new_tokens(self) -> AsyncGenerator[list[SampledTokens]]:
         """
@@ -159,7 +159,7 @@ class SampleReader:
         """
         futures = self._context.futures
         keep_alive_s = min(KEEP_ALIVE_S, self._context.settings.long_poll_s or KEEP_ALIVE_S)
-        at_next_token = None if self._tap is None else self._tap.at_next_token
+        at_next_token = None if self._stream is None else self._stream.at_next_token
         while True:
             while news := self._reader.read_new():
                 yield news
@@ -178,7 +178,7 @@ class SampleReader:
     def rest(self, response: SampleResponse) -> list[SampledTokens]:
         """The tokens of the complete response that were not returned yet."""
         for index, sequence in enumerate(response.sequences):
-            self._growing.add(
+            self._partial.add(
                 index,
                 sequence.tokens,
                 sequence.logprobs,

@@ -30,7 +30,7 @@ class TokenStream:
     """The tokens of a running sample, for any number of readers. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self.growing = PartialSample()
+        self.partial = PartialSample()
         self._at_next: list[Callable[[], None]] = []
 
     def at_next_token(self, wake: Callable[[], None]) -> None:
@@ -41,7 +41,7 @@ class TokenStream:
         """A restarted engine sends everything again; only new tokens count."""
         pairs = list(zip(tokens.top_tokens, tokens.top_logprobs, strict=True))
         count = tokens.top_count
-        if self.growing.add(
+        if self.partial.add(
             tokens.sequence,
             tokens.tokens,
             tokens.logprobs,

@@ -249,10 +249,10 @@ class Scheduler:
             execution.token_streams[request_id] = token_stream
         if request_id in execution.claimed:
             return
-        if request.deaths:
+        if request.attempts:
             # It may have been lost on another worker.
             counts = self.replicas(request.base_model).lost.counts
-            counts.setdefault(request_id, request.deaths)
+            counts.setdefault(request_id, request.attempts)
         # Before it is claimed: a step may have to wait until its model is read.
         execution.futures.track(request)
         match request.kind:

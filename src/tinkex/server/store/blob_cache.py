@@ -25,7 +25,7 @@ ABANDONED_S = 24 * 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LocalCopy:
+class CachedFolder:
     """One folder of the cache."""
 
     key: str
@@ -34,7 +34,7 @@ class LocalCopy:
 
 
 def to_delete(
-    copies: Iterable[LocalCopy],
+    copies: Iterable[CachedFolder],
     *,
     stored: Collection[str],
     limit_bytes: int,
@@ -81,7 +81,7 @@ class BlobCache:
             if not self._held[name]:
                 del self._held[name]
 
-    def copies(self) -> list[LocalCopy]:
+    def copies(self) -> list[CachedFolder]:
         """Everything in the cache that may be deleted now."""
         local = Files(self._folder)
         found = []
@@ -92,7 +92,7 @@ class BlobCache:
                     if key.rpartition("/")[2] not in self._held:
                         size_bytes = sum(entry.stat().st_size for entry in os.scandir(path))
                         used_s = os.stat(path).st_mtime
-                        found.append(LocalCopy(key=key, size_bytes=size_bytes, used_s=used_s))
+                        found.append(CachedFolder(key=key, size_bytes=size_bytes, used_s=used_s))
         return found
 
     def delete(self, key: str) -> None:

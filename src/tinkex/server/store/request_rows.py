@@ -142,7 +142,7 @@ ROW = (
     requests.c.category,
     requests.c.cause,
     requests.c.home,
-    requests.c.deaths,
+    requests.c.deaths.label("attempts"),
     requests.c.key_id,
 )
 
