@@ -41,8 +41,8 @@ function Engine({ engine, history }) {
     ${!stats && !engine.waiting_for && html`<p class="muted">It starts with the next request.</p>`}
     ${stats && html`
       <dl class="facts">
-        <div><dt>Training</dt><dd>${stats.models_training} models, ${stats.training_waiting} waiting</dd></div>
-        <div><dt>Sampling</dt><dd>${stats.sequences_running} sequences, ${stats.samples_waiting} waiting</dd></div>
+        <div><dt>Training</dt><dd>${count(stats.models_training)} ${stats.models_training === 1 ? 'model' : 'models'}, ${stats.training_waiting} waiting</dd></div>
+        <div><dt>Sampling</dt><dd>${count(stats.sequences_running)} ${stats.sequences_running === 1 ? 'sequence' : 'sequences'}, ${stats.samples_waiting} waiting</dd></div>
         ${RATES.map(([name, label]) => html`<div key=${name}><dt>${label}/s</dt><dd>${short(latest[name] ?? 0)} <span class="muted">(${short(stats[name])} in all)</span></dd></div>`)}
       </dl>
       ${history.length > 1 && html`<h3>Tokens per second</h3><${TimeChart} series=${series} metric="rate" label="Tokens per second over the last minutes" />
