@@ -58,6 +58,11 @@ async def test_a_used_engine_starts_its_replicas_and_keeps_them() -> None:
         await executor.start()
         first, second = served[0].engines
         assert executor.facts(first) is None
+        starting = asyncio.create_task(executor.ready(first))
+        await until_async(lambda: executor.waiting_for(first) == "the engine of x#0 is starting")
+        # Nobody waits for an engine that the next request starts.
+        assert executor.waiting_for("other") is None
+        await starting
         incarnations = {await executor.ready(first)}
         await until_async(lambda: executor.facts(second) is not None)
         incarnations.add(await executor.ready(second))

@@ -6,6 +6,7 @@ The test raises the error in a real engine process on a CPU, where a GPU would r
 as a lost device, and that a full one ends the process in the same way.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,16 +36,16 @@ if any("tinkex.engine" in word for word in sys.orig_argv):
 """
 
 
-async def losses_of(api: Api, planned: Path | None) -> list[float]:
-    """The losses of three steps; the device is lost in the second."""
+async def losses_of(api: Api, lose: Callable[[], object] = lambda: None) -> list[float]:
+    """The losses of three steps; `lose` is called before the second."""
     session = await api.session()
     options = {"base_model": TINY, "lora_config": {"rank": 4, "seed": 7}}
     made = await api.step("create_model", session_id=session, model_seq_id=0, **options)
     model = (await api.result(made))["model_id"]
     found = []
     for step in range(3):
-        if planned is not None and step == 1:
-            planned.touch()
+        if step == 1:
+            lose()
         passed = await api.forward_backward(model, 2 * step + 1, tokens=8)
         stepped = await api.optim_step(model, 2 * step + 2, learning_rate=1e-2)
         found.append((await api.passed(passed)).metrics["loss:sum"])
@@ -66,7 +67,7 @@ async def test_a_lost_device_changes_no_result(
     executor = local_executor(tiny_model, TINY, deterministic=True)
     async with hosted(executor, tmp_path / "data", janitor_s=0) as api:
         await executor.start()
-        with_loss = await losses_of(api, planned)
+        with_loss = await losses_of(api, planned.touch)
         assert not planned.exists()
         assert caplog.text.count("its device failed or ran out of memory") == 1
-        assert await losses_of(api, None) == with_loss
+        assert await losses_of(api) == with_loss

@@ -86,7 +86,7 @@ function optionsOf({ series, axis, isLog, weight, width, height, compact, cutsOu
     scales: { x: { time: axis === 'time' }, y: { distr: isLog ? 3 : 1, range: cutsOutliers ? range : undefined } },
     axes: [
       { ...space[0], stroke: ink, grid, ticks: grid, font, size: axis === 'time' ? 46 : 32, incrs: { step: WHOLE, time: CLOCK }[axis], values: axis === 'relative' ? (_, ticks) => ticks.map((one) => (one >= 3600 ? `${+(one / 3600).toFixed(2)} h` : one >= 60 ? `${+(one / 60).toFixed(1)} min` : `${one} s`)) : undefined },
-      { ...space[1], stroke: ink, grid, ticks: grid, font, size: compact ? 50 : 58, values: (_, ticks) => ticks.map((one) => (one === null ? '' : number(one, 3).replace(/\.?0+e/, 'e'))) },
+      { ...space[1], stroke: ink, grid, ticks: grid, font, size: compact ? 54 : 58, values: (_, ticks) => ticks.map((one) => (one === null ? '' : number(one, 3).replace(/\.?0+e/, 'e'))) },
     ],
     series: [{}, ...lines],
     hooks,

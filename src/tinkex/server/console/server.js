@@ -27,6 +27,7 @@ function Bar({ label, parts, total, format = bytes }) {
 
 function Engine({ engine, history }) {
   const { stats } = engine;
+  const [kind, words] = stats ? ['running', 'up'] : engine.waiting_for ? ['waiting', 'not up'] : ['idle', 'not loaded'];
   const points = history.map((one) => ({ time: one.time, step: 0, metrics: one.rates[engine.engine] ?? {} }));
   const series = RATES.map(([name, label], index) => ({
     id: name, label, color: COLORS[index],
@@ -35,9 +36,9 @@ function Engine({ engine, history }) {
   const latest = history.at(-1)?.rates[engine.engine] ?? {};
   const activations = stats ? stats.batch_tokens * stats.activation_bytes_per_token : 0;
   return html`<section class="card engine"><header class="page-head"><h2>${engine.engine}</h2>
-      <${Badge} kind=${engine.state === 'up' ? 'running' : 'idle'}>${engine.state === 'up' ? 'up' : 'not loaded'}</${Badge}>
+      <${Badge} kind=${kind}>${words}</${Badge}>
       <span class="grow"></span><span class="muted">${engine.device ?? ''} ${engine.dtype ?? ''}</span></header>
-    ${engine.waiting_for && html`<p class="problem">${engine.waiting_for}</p>`}
+    ${engine.waiting_for && html`<p class="note">${engine.waiting_for}</p>`}
     ${!stats && !engine.waiting_for && html`<p class="muted">It starts with the next request.</p>`}
     ${stats && html`
       <dl class="facts">
