@@ -18,7 +18,7 @@ from models.test_content_hash import flip
 from server.hosting import Api, hosted, local_executor
 from serving import TINY
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(240)]
 
 SAMPLE = {
     "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},

@@ -53,7 +53,7 @@ async def losses_of(api: Api, lose: Callable[[], object] = lambda: None) -> list
     return found
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 async def test_a_lost_device_changes_no_result(
     tiny_model: Path,
     tmp_path: Path,
