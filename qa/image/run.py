@@ -1,5 +1,5 @@
 """
-Builds the image of deploy/Dockerfile and runs it: python -m qa.image.run (`make image-check`)
+Builds the image of deploy/Dockerfile and runs it: python -m qa.image.run (`make image`)
 
 Docker is not needed: buildah builds, and containers are processes in namespaces of their own, with a
 read-only root, one user and no capabilities. The base image is a Debian of the same release with its

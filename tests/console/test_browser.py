@@ -176,6 +176,7 @@ def something_of_everything(url: str, key: str) -> dict[str, str]:
         state = training.save_state("state-1").result().path
         sampler = training.save_weights_for_sampler("sampler-1").result().path
         service.create_sampling_client(model_path=sampler)
+        training.save_weights_and_get_sampling_client()
         for name in (SCRIPT, BIDI, LONG):
             untrained = new_run(service, name)
         with pytest.raises(tinkex.RequestFailedError):
@@ -228,6 +229,15 @@ def test_every_page_shows_its_data_and_nothing_is_blocked_or_fails(world: World)
         expect(page.locator("main")).to_contain_text(text)
     page.close()
     assert world.problems == []
+
+
+def test_what_a_sampler_samples_from_is_a_page_that_exists(world: World) -> None:
+    page = world.page()
+    for what, heading in {"sampler-1": "sampler-1", "unnamed weights of": "first try"}.items():
+        page.goto(f"{world.url}/samplers")
+        page.get_by_role("link", name=what).click()
+        expect(page.get_by_role("heading", name=heading)).to_be_visible()
+    page.close()
 
 
 def test_the_first_load_is_small(world: World) -> None:

@@ -66,9 +66,7 @@ def text_sequences(folder, generator):
 
 
 @pytest.mark.parametrize("train_unembed", [True, False], ids=["unembed", "no-unembed"])
-@pytest.mark.parametrize(
-    ("sequences", "seed"), [(random_sequences, 0), (random_sequences, 1), (text_sequences, 2)]
-)
+@pytest.mark.parametrize(("sequences", "seed"), [(random_sequences, 0), (text_sequences, 2)])
 @pytest.mark.parametrize("arch", ARCHES)
 def test_it_halves_the_loss_in_20_steps_and_memorizes_in_60(
     arch, sequences, train_unembed, seed, tmp_path

@@ -63,31 +63,44 @@ class Mixture(NamedTuple):
     engine: Engine
 
 
-@pytest.fixture(scope="module", params=["slices", "copies"])
-def mixture(
-    request: pytest.FixtureRequest, dense: Dense, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mixture]:
-    """Four slices of each MLP, or three copies of which a token uses two."""
-    folder = tmp_path_factory.mktemp("upcycled") / "mixture"
-    upcycle = runpy.run_path(str(EXAMPLE))["upcycle"]
+def upcycled(dense: Path, folder: Path, *, experts: int, copies: bool) -> Mixture:
     torch.manual_seed(1)
-    copies = request.param == "copies"
-    upcycle(dense.folder, folder, experts=3 if copies else 4, copies=copies)
-    yield Mixture(folder, engine_of(folder))
+    runpy.run_path(str(EXAMPLE))["upcycle"](dense, folder, experts=experts, copies=copies)
+    return Mixture(folder, engine_of(folder))
+
+
+@pytest.fixture(scope="module")
+def mixture(dense: Dense, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixture]:
+    """Four slices of each MLP."""
+    folder = tmp_path_factory.mktemp("upcycled") / "mixture"
+    yield upcycled(dense.folder, folder, experts=4, copies=False)
     shutil.rmtree(folder)  # half a gigabyte or more
 
 
-def test_the_mixture_reads_english_as_the_dense_model_does(mixture: Mixture, dense: Dense) -> None:
-    engine = mixture.engine
+def computes_the_same(engine: Engine, tokens: list[int], logprobs: torch.Tensor) -> np.ndarray:
+    """Check the logprobs of a mixture, whose experts are all chosen by some token."""
     engine.create("m", LoraConfig(rank=4), AdamOptimizerConfig())
-    output = engine.run_pass("m", work([datum_of(dense.prose)]), backward=False)
+    output = engine.run_pass("m", work([datum_of(tokens)]), backward=False)
     engine.drop("m")
     found = output.loss_fn_outputs[0]["logprobs"].to_numpy()
-    np.testing.assert_allclose(found, dense.logprobs, atol=2e-3)
-    assert 10 < math.exp(-found.mean()) < 40
-    # Every expert was chosen by some token.
+    np.testing.assert_allclose(found, logprobs, atol=2e-3)
     assert output.metrics["e_frac_with_tokens:mean"] == 1.0
+    return found
+
+
+def test_the_mixture_reads_english_as_the_dense_model_does(mixture: Mixture, dense: Dense) -> None:
+    found = computes_the_same(mixture.engine, dense.prose, dense.logprobs)
+    assert 10 < math.exp(-found.mean()) < 40
     assert text_after(mixture, dense) == " Paris."
+
+
+def test_copies_of_which_a_token_uses_two_compute_what_one_does(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    tokens = load_tokenizer(tiny_model).encode(PROSE)[:100]
+    logprobs = logprobs_of(load(tiny_model, torch.float32), tokens)
+    mixture = upcycled(tiny_model, tmp_path / "mixture", experts=3, copies=True)
+    computes_the_same(mixture.engine, tokens, logprobs)
 
 
 def text_after(mixture: Mixture, dense: Dense, adapter: Path | None = None) -> str:
@@ -98,7 +111,6 @@ def text_after(mixture: Mixture, dense: Dense, adapter: Path | None = None) -> s
     return dense.tokenizer.decode(answer.sequences[0].tokens)
 
 
-@pytest.mark.parametrize("mixture", ["slices"], indirect=True)
 def test_an_adapter_of_the_experts_learns_and_leaves(
     mixture: Mixture, dense: Dense, tmp_path: Path
 ) -> None:

@@ -58,6 +58,11 @@ async def test_a_used_engine_starts_its_replicas_and_keeps_them() -> None:
         await executor.start()
         first, second = served[0].engines
         assert executor.facts(first) is None
+        starting = asyncio.create_task(executor.ready(first))
+        await until_async(lambda: executor.waiting_for(first) == "the engine of x#0 is starting")
+        # Nobody waits for an engine that the next request starts.
+        assert executor.waiting_for("other") is None
+        await starting
         incarnations = {await executor.ready(first)}
         await until_async(lambda: executor.facts(second) is not None)
         incarnations.add(await executor.ready(second))
@@ -472,31 +477,31 @@ async def test_a_server_that_stops_while_a_child_exits_starts_no_other(
         await future
 
 
-async def test_polls_report_an_unresponsive_engine(
-    tiny_model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+async def test_an_unresponsive_engine_is_named_and_goes_on(
+    odd_executor: LocalExecutor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_process, "UNRESPONSIVE_S", 0.5, raising=False)
+    """What polls say of it: tests/server/api/test_futures.py."""
+    monkeypatch.setattr(engine_process, "UNRESPONSIVE_S", 0.5)
     caplog.set_level(logging.WARNING)
-    executor = local_executor(tiny_model, TINY)
-    async with hosted(executor, tmp_path, janitor_s=0, long_poll_s=1.0) as api:
-        await executor.start()
-        api.base_model = TINY
-        model = await api.model()
-        process = executor.process_id(TINY)
-        assert process is not None
-        os.kill(process, signal.SIGSTOP)
-        try:
-            passed = await api.forward_backward(model, 1)
-            reported = (await api.poll(passed)).json
-        finally:
-            os.kill(process, signal.SIGCONT)
-        assert reported["queue_state"] == "paused_capacity"
-        assert f"the engine of {TINY} has not responded for" in reported["queue_state_reason"]
-        # The same process continues, and no step is lost or done twice.
-        assert (await api.passed(passed)).metrics["loss:sum"] > 0
-        assert executor.process_id(TINY) == process
+    try:
+        async with asyncio.timeout(60):
+            await odd_executor.start()
+            await odd_executor.ready("x")
+            process = odd_executor.process_id("x")
+            assert process is not None
+            os.kill(process, signal.SIGSTOP)
+            try:
+                answer = await odd_executor.send("x", drop(""))
+                says = "the engine of x has not responded for"
+                await until_async(lambda: says in (odd_executor.waiting_for("x") or ""))
+                assert not answer.done()
+            finally:
+                os.kill(process, signal.SIGCONT)
+            # The same process continues.
+            await answer
+            assert odd_executor.process_id("x") == process
+            assert odd_executor.waiting_for("x") is None
+    finally:
+        await odd_executor.close()
     assert caplog.text.count("has not responded for") == 1
     assert "responds again" in caplog.text

@@ -1,66 +1,63 @@
-"""`tinkex serve` with a base model whose weights have changed rejects existing runs."""
+"""
+A real engine on a base model whose weights have changed: existing runs are refused, new ones are not.
 
+That earlier files, or `--accept-changed-base`, let the old runs continue:
+tests/server/scheduler/test_base_model_check.py.
+"""
+
+import asyncio
+import os
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import tinkex
 from models.test_content_hash import flip
-from serving import TINY, serving
-from tinkex import types
+from server.hosting import Api, hosted, local_executor
+from serving import TINY
 
-# Starts three servers.
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(240)]
 
-PROMPT = types.ModelInput.from_ints([1, 2, 3])
-PARAMS = types.SamplingParams(max_tokens=4, temperature=0.0, stop=[])
-
-
-def flip_many(model: Path) -> None:
-    """Changes the weights so that samples differ; a second call restores them."""
-    file = model / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    for at in range(-4000, -2, 2):
-        data[at] ^= 1
-    with file.open("r+b") as opened:
-        opened.write(data)
-    flip(file, -2)
+SAMPLE = {
+    "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+    "sampling_params": {"max_tokens": 4, "temperature": 0.0, "stop": []},
+}
 
 
-def test_a_run_on_changed_base_weights_is_rejected(tiny_model: Path, tmp_path: Path) -> None:
+async def saved(api: Api) -> str:
+    """The path of a new run's weights."""
+    model = await api.model()
+    body = {"model_id": model, "seq_id": 1, "path": "kept"}
+    path: str = (await api.result(await api.step("save_weights_for_sampler", **body)))["path"]
+    return path
+
+
+async def sampled(api: Api, path: str) -> Any:
+    return await api.result(await api.step("asample", model_path=path, **SAMPLE))
+
+
+async def test_a_run_on_changed_base_weights_is_refused(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
-    data = tmp_path / "data"
-    with (
-        serving(f"{TINY}={model}", data=data) as server,
-        tinkex.ServiceClient(base_url=server.url) as service,
-    ):
-        training = service.create_lora_training_client(TINY, rank=4, seed=1)
-        path = training.save_weights_for_sampler("kept").result().path
-        sampling = service.create_sampling_client(model_path=path)
-        first = sampling.sample(PROMPT, 1, PARAMS).result().sequences[0].tokens
+    executor = local_executor(model, TINY)
+    async with hosted(executor, tmp_path / "data", janitor_s=0) as api:
+        api.base_model = TINY
+        await executor.start()
+        path = await saved(api)
+        assert len((await sampled(api, path))["sequences"][0]["tokens"]) == 4
 
-    flip_many(model)
-    with (
-        serving(f"{TINY}={model}", data=data) as server,
-        tinkex.ServiceClient(base_url=server.url) as service,
-    ):
-        sampling = service.create_sampling_client(model_path=path)
-        with pytest.raises(tinkex.RequestFailedError, match="its weights differ") as caught:
-            sampling.sample(PROMPT, 1, PARAMS).result()
-        assert caught.value.category == types.RequestErrorCategory.User
-        training = service.create_lora_training_client(TINY, rank=4, seed=1)
-        path_of_changed = training.save_weights_for_sampler("kept").result().path
-    assert any("are refused. New runs are served" in line for line in server.log)
-
-    flip_many(model)  # restored: the first run continues
-    with (
-        serving(f"{TINY}={model}", data=data, args=("--accept-changed-base",)) as server,
-        tinkex.ServiceClient(base_url=server.url) as service,
-    ):
-        sampling = service.create_sampling_client(model_path=path)
-        assert sampling.sample(PROMPT, 1, PARAMS).result().sequences[0].tokens == first
-        # With --accept-changed-base the run that was created on the changed weights continues too.
-        sampling = service.create_sampling_client(model_path=path_of_changed)
-        sampling.sample(PROMPT, 1, PARAMS).result()
-    assert any("continue with the new files" in line for line in server.log)
+        flip(model / "model.safetensors", -2)
+        killed = executor.process_id(TINY)
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        while executor.process_id(TINY) in (killed, None):  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.02)
+        refused = await sampled(api, path)
+        assert refused["category"] == "user"
+        assert "its weights differ" in refused["error"]
+        again = await sampled(api, await saved(api))
+        assert len(again["sequences"][0]["tokens"]) == 4
+    assert "are refused. New runs are served" in caplog.text

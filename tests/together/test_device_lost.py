@@ -1,19 +1,22 @@
 """
-An engine that loses its device, or whose device is full, recovers without an error for the client.
+An engine that loses its device recovers, and no result shows it.
 
-The test raises the errors in a real engine process on a CPU, where a GPU would raise them;
-`benchmarks/check_gpu_recovery.py` tests real GPUs.
+The test raises the error in a real engine process on a CPU, where a GPU would raise it;
+`benchmarks/check_gpu_recovery.py` tests real GPUs. tests/engine/test_worker.py shows which errors count
+as a lost device, and that a full one ends the process in the same way.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import tinkex
-from serving import TINY, serving
-from tinkex import types
+from server.hosting import Api, hosted, local_executor
+from serving import TINY
 
-#: Loaded by the engine's Python. Each word in a file raises an error for one batch.
+pytestmark = pytest.mark.anyio
+
+#: Loaded by the engine's Python. It raises the error for one batch, if the file is there.
 SITECUSTOMIZE = """
 import os, sys
 if any("tinkex.engine" in word for word in sys.orig_argv):
@@ -21,55 +24,50 @@ if any("tinkex.engine" in word for word in sys.orig_argv):
     from tinkex.engine import engine
 
     plain = engine.run_micro_batch
-    kinds = {
-        "lost": torch.AcceleratorError("CUDA error: device-side assert triggered"),
-        "full": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 98.00 MiB."),
-    }
+    lost = torch.AcceleratorError("CUDA error: device-side assert triggered")
 
     def run_micro_batch(*args, **kwargs):
-        first, *rest = open(os.environ["TEST_LOSSES"]).read().split() or [None]
-        if first is not None:
-            with open(os.environ["TEST_LOSSES"], "w") as file:
-                file.write(" ".join(rest))
-            raise kinds[first]
+        if os.path.exists(os.environ["TEST_LOSS"]):
+            os.remove(os.environ["TEST_LOSS"])
+            raise lost
         return plain(*args, **kwargs)
 
     engine.run_micro_batch = run_micro_batch
 """
-#: Which errors count as a lost device: tests/engine/test_worker.py.
-KINDS = ("lost", "full")
 
 
-def losses_of(url: str, planned: Path | None) -> list[float]:
-    tokens = list(range(20, 28))
-    datum = types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * 7},
-    )
+async def losses_of(api: Api, lose: Callable[[], object] = lambda: None) -> list[float]:
+    """The losses of three steps; `lose` is called before the second."""
+    session = await api.session()
+    options = {"base_model": TINY, "lora_config": {"rank": 4, "seed": 7}}
+    made = await api.step("create_model", session_id=session, model_seq_id=0, **options)
+    model = (await api.result(made))["model_id"]
     found = []
-    with tinkex.ServiceClient(base_url=url) as service:
-        training = service.create_lora_training_client(TINY, rank=4, seed=7)
-        for kind in ("", *KINDS):
-            if planned is not None:
-                planned.write_text(kind)
-            passed = training.forward_backward([datum], "cross_entropy")
-            training.optim_step(types.AdamParams(learning_rate=1e-2)).result(120)
-            found.append(float(passed.result(120).metrics["loss:sum"]))
+    for step in range(3):
+        if step == 1:
+            lose()
+        passed = await api.forward_backward(model, 2 * step + 1, tokens=8)
+        stepped = await api.optim_step(model, 2 * step + 2, learning_rate=1e-2)
+        found.append((await api.passed(passed)).metrics["loss:sum"])
+        assert "metrics" in await api.result(stepped)
     return found
 
 
 @pytest.mark.timeout(240)
-def test_a_lost_or_full_device_changes_no_result(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_lost_device_changes_no_result(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     planned = tmp_path / "planned"
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
-    monkeypatch.setenv("TEST_LOSSES", str(planned))
+    monkeypatch.setenv("TEST_LOSS", str(planned))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with serving(f"{TINY}={tiny_model}", data=tmp_path / "data", args=("--deterministic",)) as one:
-        planned.write_text("")
-        with_errors = losses_of(one.url, planned)
-        planned.write_text("")
-        told = [line for line in one.log if "its device failed or ran out of memory" in line]
-        assert len(told) == len(KINDS), one.log[-40:]
-        assert losses_of(one.url, None) == with_errors
+    executor = local_executor(tiny_model, TINY, deterministic=True)
+    async with hosted(executor, tmp_path / "data", janitor_s=0) as api:
+        await executor.start()
+        with_loss = await losses_of(api, planned.touch)
+        assert not planned.exists()
+        assert caplog.text.count("its device failed or ran out of memory") == 1
+        assert await losses_of(api) == with_loss

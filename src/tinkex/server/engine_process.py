@@ -250,6 +250,8 @@ class _Engine:
             return None
         if self._refused is not None:
             return f"the engine of {self._name} cannot run: {self._refused.text}"
+        if self._runner is None:
+            return None  # nobody waits for it: the next request starts it
         if not self._up.is_set():
             if self._load_problem is not None:
                 return f"{self._load_problem} It is tried again"

@@ -35,7 +35,9 @@ async def test_a_waiting_poll_is_woken_by_the_result(api: Api, echo: EchoExecuto
     assert min(waits_s) < 0.03
 
 
-async def test_a_poll_times_out_with_try_again(tmp_path: Path) -> None:
+async def test_a_poll_times_out_with_try_again_and_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     echo = EchoExecutor()
     async with hosted(echo, tmp_path, long_poll_s=0.05) as api:
         model = await api.model()
@@ -48,6 +50,10 @@ async def test_a_poll_times_out_with_try_again(tmp_path: Path) -> None:
             "request_id": request,
             "queue_state": "active",
         }
+        monkeypatch.setattr(echo, "waiting_for", lambda _: "the engine has not responded for 61 s")
+        answer = await api.poll(request)
+        assert answer.json["queue_state"] == "paused_capacity"
+        assert answer.json["queue_state_reason"] == "the engine has not responded for 61 s"
         echo.open.set()
         assert await api.value(request) == 0
 

@@ -71,6 +71,8 @@ function optionsOf({ series, axis, isLog, weight, width, height, compact, cutsOu
     return weight > 0 ? [{ ...line, alpha: 0.28, width: 1 }, line] : [line];
   });
   const font = '12px system-ui, sans-serif';
+  // A small chart has room for few numbers, and needs at least two of each axis.
+  const space = compact ? [{ space: 32 }, { space: 18 }] : [{}, {}];
   const range = (plot, ...all) => {
     const [low, high] = rangeOfMost(plot, ...all);
     return isLog ? uPlot.rangeLog(low, high, 10, false) : uPlot.rangeNum(low, high, 0.1, true);
@@ -83,8 +85,8 @@ function optionsOf({ series, axis, isLog, weight, width, height, compact, cutsOu
     cursor: { drag: { x: true, y: false }, points: { size: 7 }, y: !compact },
     scales: { x: { time: axis === 'time' }, y: { distr: isLog ? 3 : 1, range: cutsOutliers ? range : undefined } },
     axes: [
-      { stroke: ink, grid, ticks: grid, font, size: axis === 'time' ? 46 : 32, incrs: { step: WHOLE, time: CLOCK }[axis], values: axis === 'relative' ? (_, ticks) => ticks.map((one) => (one >= 3600 ? `${+(one / 3600).toFixed(2)} h` : one >= 60 ? `${+(one / 60).toFixed(1)} min` : `${one} s`)) : undefined },
-      { stroke: ink, grid, ticks: grid, font, size: compact ? 50 : 58, values: (_, ticks) => ticks.map((one) => (one === null ? '' : number(one, 3).replace('.00e', 'e'))) },
+      { ...space[0], stroke: ink, grid, ticks: grid, font, size: axis === 'time' ? 46 : 32, incrs: { step: WHOLE, time: CLOCK }[axis], values: axis === 'relative' ? (_, ticks) => ticks.map((one) => (one >= 3600 ? `${+(one / 3600).toFixed(2)} h` : one >= 60 ? `${+(one / 60).toFixed(1)} min` : `${one} s`)) : undefined },
+      { ...space[1], stroke: ink, grid, ticks: grid, font, size: compact ? 54 : 58, values: (_, ticks) => ticks.map((one) => (one === null ? '' : number(one, 3).replace(/\.?0+e/, 'e'))) },
     ],
     series: [{}, ...lines],
     hooks,

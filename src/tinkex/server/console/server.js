@@ -27,6 +27,7 @@ function Bar({ label, parts, total, format = bytes }) {
 
 function Engine({ engine, history }) {
   const { stats } = engine;
+  const [kind, words] = stats ? ['running', 'up'] : engine.waiting_for ? ['waiting', 'not up'] : ['idle', 'not loaded'];
   const points = history.map((one) => ({ time: one.time, step: 0, metrics: one.rates[engine.engine] ?? {} }));
   const series = RATES.map(([name, label], index) => ({
     id: name, label, color: COLORS[index],
@@ -35,14 +36,14 @@ function Engine({ engine, history }) {
   const latest = history.at(-1)?.rates[engine.engine] ?? {};
   const activations = stats ? stats.batch_tokens * stats.activation_bytes_per_token : 0;
   return html`<section class="card engine"><header class="page-head"><h2>${engine.engine}</h2>
-      <${Badge} kind=${engine.state === 'up' ? 'running' : 'idle'}>${engine.state === 'up' ? 'up' : 'not loaded'}</${Badge}>
+      <${Badge} kind=${kind}>${words}</${Badge}>
       <span class="grow"></span><span class="muted">${engine.device ?? ''} ${engine.dtype ?? ''}</span></header>
-    ${engine.waiting_for && html`<p class="problem">${engine.waiting_for}</p>`}
+    ${engine.waiting_for && html`<p class="note">${engine.waiting_for}</p>`}
     ${!stats && !engine.waiting_for && html`<p class="muted">It starts with the next request.</p>`}
     ${stats && html`
       <dl class="facts">
-        <div><dt>Training</dt><dd>${stats.models_training} models, ${stats.training_waiting} waiting</dd></div>
-        <div><dt>Sampling</dt><dd>${stats.sequences_running} sequences, ${stats.samples_waiting} waiting</dd></div>
+        <div><dt>Training</dt><dd>${count(stats.models_training)} ${stats.models_training === 1 ? 'model' : 'models'}, ${stats.training_waiting} waiting</dd></div>
+        <div><dt>Sampling</dt><dd>${count(stats.sequences_running)} ${stats.sequences_running === 1 ? 'sequence' : 'sequences'}, ${stats.samples_waiting} waiting</dd></div>
         ${RATES.map(([name, label]) => html`<div key=${name}><dt>${label}/s</dt><dd>${short(latest[name] ?? 0)} <span class="muted">(${short(stats[name])} in all)</span></dd></div>`)}
       </dl>
       ${history.length > 1 && html`<h3>Tokens per second</h3><${TimeChart} series=${series} metric="rate" label="Tokens per second over the last minutes" />

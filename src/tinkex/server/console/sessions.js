@@ -84,6 +84,15 @@ const COLUMNS = [
   { name: 'Created', width: '110px', kind: 'wide' },
 ];
 
+/** What a sampler samples from. Unnamed weights are in no list of checkpoints, so they lead to their run. */
+function Source({ sampler }) {
+  if (!sampler.model_path) return html`<${Text} max=${120}>${sampler.base_model}</${Text}>`;
+  const [run, , name] = sampler.model_path.replace('tinker://', '').split('/');
+  return name.startsWith('.')
+    ? html`<a href=${to.run(run)} title=${sampler.model_path}>unnamed weights of ${shortId(run)}</a>`
+    : html`<a href=${to.checkpoint(sampler.model_path)} title=${sampler.model_path}><${Text} max=${120}>${sampler.model_path}</${Text}></a>`;
+}
+
 export function Samplers() {
   const tick = useClock(10000);
   const fetchPage = async (offset, limit) => {
@@ -95,7 +104,7 @@ export function Samplers() {
       empty=${html`<${Empty} title="No samplers yet"><p>create_sampling_client makes one.</p></${Empty}>`}
       renderRow=${(one) => html`
         <${Cell}><a href=${to.session(one.session_id)} title=${one.sampler_id}>${shortId(one.sampler_id)}</a></${Cell}>
-        <${Cell}>${one.model_path ? html`<a href=${to.checkpoint(one.model_path)}><${Text} max=${120}>${one.model_path}</${Text}></a>` : html`<${Text} max=${120}>${one.base_model}</${Text}>`}</${Cell}>
+        <${Cell}><${Source} sampler=${one} /></${Cell}>
         <${Cell} kind="num wide">${one.clients}</${Cell}>
         <${Cell} kind="wide muted"><${When} time=${one.created_at} /></${Cell}>`} /></section>`;
 }
