@@ -102,19 +102,19 @@ def write_headers(name: str, folder: Path, device: str) -> None:
 
 
 def random_model(folder: Path, dtype: Any, *, device: Any = None) -> Any:
-    """In place of `base_model.load`: the model of a folder with random weights, on the device."""
+    """In place of `original_model.load`: the model of a folder with random weights, on the device."""
     import torch
     import transformers
 
-    from tinkex.engine.model import base_model
+    from tinkex.engine.model import original_model
 
     config = transformers.AutoConfig.from_pretrained(folder)
-    base_model.refuse_unsupported(config)
+    original_model.refuse_unsupported(config)
     torch.manual_seed(0)
     auto: Any = transformers.AutoModelForCausalLM
     with torch.device(device or "cpu"):
         return auto.from_config(
-            config, dtype=dtype, attn_implementation=base_model.original_attention(config, auto)
+            config, dtype=dtype, attn_implementation=original_model.original_attention(config, auto)
         )
 
 

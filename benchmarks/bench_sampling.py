@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from tinkex.engine import Engine, EngineSettings
-from tinkex.engine.model.base_model import load
+from tinkex.engine.model.original_model import load
 from tinkex.models.embedded import ensure_embedded
 from tinkex.wire.inputs import ModelInput
 from tinkex.wire.sampling import SampleRequest, SamplingParams

@@ -31,7 +31,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tinkex.engine import Engine, EngineSettings
-from tinkex.engine.model.base_model import load, quiet_transformers
+from tinkex.engine.model.original_model import load, quiet_transformers
 from tinkex.models.embedded import ensure_embedded
 from tinkex.wire.inputs import Datum, ModelInput
 from tinkex.wire.training import AdamOptimizerConfig, AdamParams, ForwardBackwardInput, LoraConfig

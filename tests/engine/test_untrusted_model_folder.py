@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tinkex.engine.model.base_model import load
+from tinkex.engine.model.original_model import load
 from tinkex.models.resolve import ModelNotFound, resolve
 from tinkex.models.weight_file_checks import RefusedFolder
 

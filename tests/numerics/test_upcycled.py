@@ -19,7 +19,7 @@ from numerics.test_mixtures import datum_of
 from tinkex.engine import Engine
 from tinkex.engine.adapters.merge import merge
 from tinkex.engine.adapters.peft_export import export_adapter
-from tinkex.engine.model.base_model import load
+from tinkex.engine.model.original_model import load
 from tinkex.models.embedded import FetchFailed, ensure_embedded
 from tinkex.models.tokenizer import Tokenizer, load_tokenizer
 from tinkex.wire.training import AdamOptimizerConfig, AdamParams, LoraConfig

@@ -16,7 +16,7 @@ from numerics.test_expert_files import write_mxfp4
 from ranks import test_agreement as agreement
 from ranks.ranked import ranked
 from ranks.test_agreement import Pair
-from tinkex.engine.model import base_model
+from tinkex.engine.model import original_model
 from tinkex.engine.model.targets import HEAD
 from tinkex.engine.ranks.expert_parts import ExpertForm, ExpertReader, Part
 from tinkex.engine.ranks.loading import find_parts, load_shard
@@ -164,7 +164,7 @@ def test_a_folder_in_mxfp4_is_served_by_two_ranks(tmp_path: Path) -> None:
 def test_what_a_router_adds_to_its_scores_is_not_rounded(tmp_path: Path) -> None:
     """transformers keeps it in float32; in bfloat16, other experts would be chosen."""
     folder = write_mixture(tmp_path, "DeepseekV3")
-    whole = base_model.load(folder, torch.bfloat16).state_dict()
+    whole = original_model.load(folder, torch.bfloat16).state_dict()
     own = tensors_of_rank(folder, 1, dtype=torch.bfloat16)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert whole[name].dtype == torch.float32

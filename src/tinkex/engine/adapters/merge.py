@@ -15,9 +15,9 @@ from transformers import AutoConfig
 from tinkex.durable_files import atomic_folder
 from tinkex.engine.adapters.checkpoints import SavedAdapter, read_adapter, size_bytes, usual_name
 from tinkex.engine.model import recurrent_layers
-from tinkex.engine.model.base_model import dequantization, load, quiet_transformers
 from tinkex.engine.model.experts import ExpertWeights, is_experts
 from tinkex.engine.model.lora import Columns
+from tinkex.engine.model.original_model import dequantization, load, quiet_transformers
 from tinkex.engine.model.targets import HEAD
 from tinkex.wire.errors import UserFailure
 

@@ -28,9 +28,10 @@ from tinkex.engine.adapters.checkpoints import (
     read_adapter,
 )
 from tinkex.engine.adapters.expert_files import DOWN, IN, OWN_PARTS, Pair, Pairs
-from tinkex.engine.model.base_model import adapted, without_weights
+from tinkex.engine.model.base_model import adapted
 from tinkex.engine.model.experts import Experts
 from tinkex.engine.model.lora import AdapterContext, LoraLinear
+from tinkex.engine.model.original_model import without_weights
 from tinkex.engine.model.recurrent_layers import is_mamba
 from tinkex.engine.model.targets import text_name
 from tinkex.wire.errors import UserFailure

@@ -7,27 +7,19 @@ supports usually works; a comparison of logits at startup refuses the others.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     PretrainedConfig,
-    PreTrainedModel,
 )
-from transformers.utils import logging as transformers_logging
-from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from tinkex.engine.device import is_device_lost, prepare_kernels
 from tinkex.engine.model import attention, model_experts, recurrent_layers
@@ -40,13 +32,11 @@ from tinkex.engine.model.attention import (
     UnsupportedAttention,
 )
 from tinkex.engine.model.attention_scores import Scoring
-from tinkex.engine.model.experts import Experts, RoutedTokens
+from tinkex.engine.model.experts import Experts
 from tinkex.engine.model.fused_decoder import FusedDecoder
-from tinkex.engine.model.image_models import IMAGE_TYPES, has_tower, why_no_images
+from tinkex.engine.model.image_models import why_no_images
 from tinkex.engine.model.image_places import (
     NO_IMAGES,
-    ImagePlaces,
-    PlacedImage,
     packed_positions,
 )
 from tinkex.engine.model.lm_head import Head
@@ -58,7 +48,9 @@ from tinkex.engine.model.lora import (
     WrongRows,
     make_pairs,
 )
+from tinkex.engine.model.original_model import eos_token_ids, load
 from tinkex.engine.model.stacked_weights import StackedWeights
+from tinkex.engine.model.start_check import TOLERANCE, Probe, check_logits, probe, relative_gap
 from tinkex.engine.model.step_memory import (
     PEAK_FACTOR,
     PLANNED_RANK,
@@ -77,21 +69,12 @@ from tinkex.engine.model.targets import (
 )
 from tinkex.engine.model.unsupported import (
     UnsupportedModel,
-    quantization_method,
-    refuse_quantization,
 )
 from tinkex.engine.model.vision_tower import (
     ImageRows,
     SequencePart,
     VisionTower,
     inject,
-)
-from tinkex.models.weight_file_checks import (
-    check_complete,
-    check_fp8_blocks,
-    check_layers,
-    check_weight_files,
-    tensor_names,
 )
 
 if TYPE_CHECKING:
@@ -102,10 +85,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # T packed tokens, H hidden size
-
-#: Logits may differ from those of the original model by this fraction of their largest value, which
-#: allows for rounding.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2}
 
 
 #: Layers that are nothing but an MLP or a mixture, where a model's config lists them (Nemotron-H).
@@ -499,207 +478,10 @@ class BaseModel:
             self._decoder.layers = layers
 
 
-def relative_gap(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, as a fraction of the largest number."""
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-
-
-def check_logits(found: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Raises `ArithmeticError` if they differ by more than this fraction of the largest."""
-    gap = relative_gap(found, expected)
-    if not gap < tolerance:  # NaN is refused too
-        raise ArithmeticError(f"logits differ from the original model's by {gap:.1e}")
-
-
-def probe(vocab_size: int) -> Tensor:
-    return torch.arange(12) * 7919 % vocab_size
-
-
 def distinct_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Address -> size of the storages of these tensors, each once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
-
-
-class Probe(NamedTuple):
-    """A few tokens, and what the original model computes of them, if this process has it whole."""
-
-    ids_T: Tensor
-    places: ImagePlaces
-    expected_TV: Tensor | None
-    routed: Mapping[str, RoutedTokens]
-    #: [3, T]: the positions that the original model gives its decoder, if it gives it any.
-    positions_3T: Tensor | None = None
-
-    @classmethod
-    def of(cls, model: Any, vision: VisionTower | None) -> Probe:
-        """With an image if there is a tower."""
-        ids_T = probe(model.get_output_embeddings().weight.shape[0])
-        places, arguments = NO_IMAGES, dict[str, Any]()
-        if vision is not None:
-            image = vision.probe_image()
-            at = len(ids_T) // 3
-            # The original code takes all placeholders for images.
-            ids_T = ids_T.masked_fill(ids_T == vision.placeholder, 0)
-            own_n = torch.full((image.tokens,), vision.placeholder)
-            ids_T = torch.cat([ids_T[:at], own_n, ids_T[at:]])
-            places = ImagePlaces.of([PlacedImage(at, image)], vision.merge_size)
-            mask_T = torch.from_numpy(places.mask(len(ids_T)))
-            arguments = {
-                "pixel_values": torch.from_numpy(image.patches).to(model.device),
-                "image_grid_thw": torch.tensor([image.grid], device=model.device),
-                "mm_token_type_ids": mask_T.int().unsqueeze(0).to(model.device),
-            }
-        ids_T = ids_T.to(model.device)
-        with (
-            torch.no_grad(),
-            model_experts.recorded_routing(model) as routed,
-            recorded_positions(model) as positions,
-        ):
-            logits_TV: Tensor = model(
-                input_ids=ids_T.unsqueeze(0), use_cache=False, **arguments
-            ).logits[0]
-        return cls(ids_T, places, logits_TV.float(), routed, next(iter(positions), None))
-
-
-@contextlib.contextmanager
-def recorded_positions(model: Any) -> Iterator[list[Tensor]]:
-    """Records the positions [3, T] that a model with images gives its decoder."""
-    found: list[Tensor] = []
-
-    def record(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        positions = kwargs.get("position_ids")
-        if isinstance(positions, Tensor) and positions.dim() == 3:
-            # Some have a row in front for the places in the sequence.
-            found.append(positions[-3:, 0])
-
-    handle = model.get_decoder().register_forward_pre_hook(record, with_kwargs=True)
-    try:
-        yield found
-    finally:
-        handle.remove()
-
-
-def load(
-    folder: Path, dtype: torch.dtype, *, device: torch.device | None = None
-) -> PreTrainedModel:
-    """The original transformers model: on the CPU, or safetensors straight on a device."""
-    # Never run code or pickles from a model folder.
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    refuse_unsupported(config)
-    check_weight_files(folder, config.to_dict())
-    # Without quantization, nothing is passed: None would hide the one of the folder.
-    options: dict[str, Any] = {}
-    if (dequantized := dequantization(config)) is not None:
-        if isinstance(dequantized, FineGrainedFP8Config):
-            check_fp8_blocks(folder, config.quantization_config)
-        options["quantization_config"] = dequantized
-    model: PreTrainedModel
-    found: dict[str, Any]
-    auto = auto_class(config, folder)
-    ggufs = sorted(folder.glob("*.gguf"))
-    with quiet_transformers():
-        if ggufs and not any(folder.glob("*.safetensors")):
-            return load_gguf(ggufs[0], config, dtype)
-        layers = config.get_text_config().num_hidden_layers
-        check_layers(layers, {*tensor_names(folder)}, folder)
-        try:
-            model, found = auto.from_pretrained(
-                folder,
-                output_loading_info=True,
-                dtype=dtype,
-                attn_implementation=original_attention(config, auto),
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                device_map=None if device is None else {"": device},
-                **options,
-            )
-        except ValueError as error:
-            if "attention implementation" not in str(error):
-                raise
-            raise UnsupportedModel(
-                f"transformers' code for {config.model_type} models does not support custom "
-                "attention functions. Serve another model."
-            ) from None
-    check_complete(found["missing_keys"], folder)
-    convert_experts(model, dtype)
-    return model
-
-
-def convert_experts(model: Any, dtype: torch.dtype) -> None:
-    """Those of MXFP4 are bfloat16 in transformers, whatever it was asked for."""
-    for module in model_experts.experts_modules(model).values():
-        module.to(dtype)
-
-
-def load_gguf(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    from tinkex.models.gguf import hf_tensors, read_gguf
-
-    tensors = {
-        name: torch.from_numpy(array).to(dtype) for name, array in hf_tensors(read_gguf(path))
-    }
-    check_layers(config.get_text_config().num_hidden_layers, tensors.keys(), path.parent)
-    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    model: PreTrainedModel
-    found: dict[str, Any]
-    model, found = family.from_pretrained(
-        None,
-        config=config,
-        state_dict=tensors,
-        dtype=dtype,
-        attn_implementation="sdpa",
-        output_loading_info=True,
-    )
-    check_complete(found["missing_keys"], path.parent)
-    return model
-
-
-def auto_class(config: PretrainedConfig, folder: Path) -> Any:
-    """Which class of transformers loads a folder: the one with a vision tower only if it is used."""
-    if has_tower(config.to_dict(), folder) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForImageTextToText
-    return AutoModelForCausalLM
-
-
-def original_attention(config: PretrainedConfig, auto: Any) -> str:
-    """The attention of transformers with which logits are compared."""
-    family: Any = auto._model_mapping[type(config)]
-    # gpt-oss and Gemma 2 have more in their attention than the faster function computes.
-    return "eager" if family._supports_attention_backend and not family._supports_sdpa else "sdpa"
-
-
-def dequantization(config: PretrainedConfig) -> Mxfp4Config | FineGrainedFP8Config | None:
-    """How quantized weights are loaded: training and the kernels need them in 16 or 32 bits."""
-    method = quantization_method(getattr(config, "quantization_config", None))
-    by_method = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
-    return None if method is None else by_method[method](dequantize=True)
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Disables the progress bar: the server's stderr is a log."""
-    was_on = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if was_on:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def refuse_unsupported(config: PretrainedConfig) -> None:
-    refuse_quantization(getattr(config, "quantization_config", None))
-    # Not in its keys(): they would import the configuration modules of all model families.
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in IMAGE_TYPES:
-        images = getattr(config, "vision_config", None) is not None
-        what = "takes images" if images else "is not a decoder-only language model"
-        raise UnsupportedModel(
-            f"{config.model_type} {what}, and transformers does not load it as a causal language "
-            "model; this engine serves text only. Serve a text model, or the saved text part."
-        )
-    if model_experts.expert_count(config):
-        model_experts.check_version(config)
 
 
 def logits_softcap(config: PretrainedConfig) -> float | None:
@@ -726,33 +508,12 @@ def context_length(config: PretrainedConfig, layers: Sequence[SeenLayer]) -> int
     return length
 
 
-def eos_token_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]:
-    """End-of-turn tokens from generation_config.json, or from config.json without that."""
-    found: Any = None
-    file = folder / "generation_config.json"
-    if file.exists():
-        found = json.loads(file.read_text()).get("eos_token_id")
-    if found is None:
-        found = config.get_text_config().eos_token_id
-    if found is None:
-        return frozenset()
-    return frozenset([found] if isinstance(found, int) else found)
-
-
 def adapted(model: Any, context: AdapterContext) -> tuple[list[Target], list[Experts]]:
     """Makes a model of transformers adaptable. Returns what can be adapted, and its experts."""
     targets = replace_linears(model, context)
     experts, of_experts = model_experts.replace_experts(model, context)
     vocabulary, hidden = model.get_output_embeddings().weight.shape
     return [*targets, *of_experts, head_target(hidden=hidden, vocabulary=vocabulary)], experts
-
-
-def without_weights(folder: Path) -> Any:
-    """The model of a folder with the shapes of its weights only."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    refuse_unsupported(config)
-    with torch.device("meta"):
-        return auto_class(config, folder).from_config(config)
 
 
 def mixes_tokens(module: nn.Module, path: str) -> bool:

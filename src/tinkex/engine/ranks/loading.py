@@ -23,7 +23,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from tinkex.engine.model import base_model, experts, model_experts
+from tinkex.engine.model import experts, model_experts, original_model, start_check
 from tinkex.engine.model.experts import RoutedTokens
 from tinkex.engine.model.model_shape import NOT_TEXT
 from tinkex.engine.model.recurrent_layers import is_recurrent
@@ -64,7 +64,7 @@ def load_shard(
 ) -> tuple[Any, Shard]:
     """The model of transformers with the layers of this rank. Raises `UnsupportedModel`."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    base_model.refuse_unsupported(config)
+    original_model.refuse_unsupported(config)
     refuse_undivided(config, folder, group.size)
     check_weight_files(folder, config.to_dict())
     count = config.get_text_config().num_hidden_layers
@@ -100,13 +100,13 @@ def load_shard(
     smaller: Any = type(
         family.__name__, (family,), {"__init__": __init__, "__module__": family.__module__}
     )
-    with base_model.quiet_transformers():
+    with original_model.quiet_transformers():
         model, found = smaller.from_pretrained(
             None,
             config=config,
             state_dict=parts,
             dtype=dtype,
-            attn_implementation=base_model.original_attention(config, AutoModelForCausalLM),
+            attn_implementation=original_model.original_attention(config, AutoModelForCausalLM),
             output_loading_info=True,
             device_map={"": device} if straight else None,
         )
@@ -317,22 +317,22 @@ def original_logits(
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]
     options: dict[str, Any] = {}
-    if (dequantized := base_model.dequantization(config)) is not None:
+    if (dequantized := original_model.dequantization(config)) is not None:
         options["quantization_config"] = dequantized
     auto: Any = AutoModelForCausalLM
-    with base_model.quiet_transformers():
+    with original_model.quiet_transformers():
         model = auto.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
-            attn_implementation=base_model.original_attention(config, AutoModelForCausalLM),
+            attn_implementation=original_model.original_attention(config, AutoModelForCausalLM),
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
             **options,
         )
-    base_model.convert_experts(model, dtype)
-    probe = base_model.Probe.of(model.to(device).eval(), None)
+    original_model.convert_experts(model, dtype)
+    probe = start_check.Probe.of(model.to(device).eval(), None)
     found = probe.expected_TV
     assert found is not None
     on_host = {
@@ -359,8 +359,8 @@ def check_first_layers(model: BaseModel, folder: Path, group: ProcessGroup) -> N
     compared = [each for each in model.experts if each.name in routed]
     with model_experts.replayed_routing(compared, routed, 0):
         found_TV = model.first_layers_logits(count)
-    gap = group.agree(lambda: base_model.relative_gap(found_TV.cpu(), expected_TV))
-    if not gap < base_model.TOLERANCE[model.dtype]:  # NaN is refused too
+    gap = group.agree(lambda: start_check.relative_gap(found_TV.cpu(), expected_TV))
+    if not gap < start_check.TOLERANCE[model.dtype]:  # NaN is refused too
         raise UnsupportedModel(
             f"{group.size} ranks do not compute {model.config.model_type} models correctly (the "
             f"logits of the first {count} layers differ by {gap:.1e}). Serve it on one GPU "

@@ -13,7 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import torch
 
 from tinkex.engine.device import is_device_lost
-from tinkex.engine.model.base_model import TOLERANCE, BaseModel, check_logits
+from tinkex.engine.model.base_model import BaseModel
+from tinkex.engine.model.start_check import TOLERANCE, check_logits
 
 log = logging.getLogger(__name__)
 
