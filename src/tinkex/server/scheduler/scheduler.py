@@ -435,20 +435,26 @@ class Scheduler:
         steps = (*state.queue.waiting.values(), *state.queue.running.values())
         for step in (*steps, *(step for step, _, _ in state.unstored)):
             self._execution.release(step)
-        model_id = state.model.model_id
-        self._execution.futures.untrack_model(model_id)
         state.unstored.clear()
+        model_id = state.model.model_id
         if self._models.get(model_id) is not state:
-            return  # it was unloaded before; what the engine has of the model is not of this state
+            # It was unloaded before: what this process has of the model is not of this state.
+            self._execution.spawn(self._worker_ended(state))
+            return
+        self._execution.futures.untrack_model(model_id)
         self._models.forget(state)
         self._models.leaving[model_id] = self._execution.spawn(self._drop_disowned(state))
 
+    async def _worker_ended(self, state: ModelState) -> None:
+        """Nothing more of a disowned state runs."""
+        while state.worker is not None:
+            await asyncio.wait({state.worker})
+        while state.between:
+            await state.between.popleft()()  # whoever waits for it gets NotOwner
+
     async def _drop_disowned(self, state: ModelState) -> None:
         try:
-            while state.worker is not None:
-                await asyncio.wait({state.worker})
-            while state.between:
-                await state.between.popleft()()  # whoever waits for it gets NotOwner
+            await self._worker_ended(state)
             incarnation = state.loaded_in
             if incarnation is None and state.copied is not None:
                 incarnation = state.copied.incarnation
