@@ -12,6 +12,7 @@ because the SDK's own CPU time hides the server's.
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -183,11 +184,11 @@ SERVERS = {"tinkex": serve_instant, "table": serve_polling}
 
 def serve(kind: str, folder: Path) -> None:
     """The server's process."""
-    from tinkex.server.process_setup import tune_gc
+    from tinkex.server.process_setup import tuned_gc
 
     app = SERVERS[kind](folder)
-    if kind == "tinkex":
-        tune_gc()  # as `tinkex.server.web_process` does
+    # As `tinkex.server.web_process` does.
+    as_served = tuned_gc() if kind == "tinkex" else contextlib.nullcontext()
     lifespan = "on" if kind == "tinkex" else "off"
     config = uvicorn.Config(
         app, port=0, log_config=None, access_log=False, lifespan=lifespan, timeout_keep_alive=120
@@ -195,11 +196,12 @@ def serve(kind: str, folder: Path) -> None:
     server = uvicorn.Server(config)
 
     async def run() -> None:
-        serving = asyncio.create_task(server.serve())
-        while not server.started:  # noqa: ASYNC110 (uvicorn only sets a flag)
-            await asyncio.sleep(0.01)
-        print(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", flush=True)
-        await serving
+        async with as_served:
+            serving = asyncio.create_task(server.serve())
+            while not server.started:  # noqa: ASYNC110 (uvicorn only sets a flag)
+                await asyncio.sleep(0.01)
+            print(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", flush=True)
+            await serving
 
     asyncio.run(run())
 
