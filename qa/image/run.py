@@ -275,7 +275,7 @@ def check_unit(root: Path, folder: Path) -> None:
 
         machine.run("systemctl", "enable", "--now", "tinkex")
         wait_ready()
-        client = ["runuser", "--login", "tinkex", "--", python, "-c", CLIENT, "8000"]
+        client = ["runuser", "--user", "tinkex", "--", python, "-c", CLIENT, "8000"]
         said = machine.run(*client)
         expect("loss " in said.stdout, said.stdout + said.stderr + journal())
         machine.run("systemctl", "restart", "tinkex")
