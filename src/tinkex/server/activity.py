@@ -29,7 +29,7 @@ class Activity:
     tokens_trained: int = 0
     tokens_prefilled: int = 0
     tokens_sampled: int = 0
-    #: Training runs that had a step since the state before, if their session is still open.
+    #: Training runs that had a step since the look before, if their session is still open.
     runs: int = 0
     #: Sequences being sampled.
     sequences: int = 0
@@ -50,7 +50,7 @@ class Activity:
 
 
 def busy_line(before: Activity, now: Activity) -> str:
-    """What happened between two snapshots."""
+    """What happened between two looks."""
     seconds = max(now.at_s - before.at_s, 1e-3)
     trained = now.tokens_trained - before.tokens_trained
     prefilled = now.tokens_prefilled - before.tokens_prefilled
@@ -77,7 +77,7 @@ def busy_line(before: Activity, now: Activity) -> str:
 
 
 def idle_line(first: Activity, last: Activity) -> str:
-    """What happened since the server was idle last; `last` is the last snapshot with progress."""
+    """What happened since the server was idle last; `last` is the last look with progress."""
     trained = last.tokens_trained - first.tokens_trained
     sampled = last.tokens_sampled - first.tokens_sampled
     return (
