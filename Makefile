@@ -14,7 +14,7 @@ SDKS := 0.36.0 0.4.1
 # 1 where there is no git. `make test SEED=7` runs another order.
 SEED ?= $(shell echo $$((0x$$(git rev-parse HEAD 2>/dev/null | cut -c 1-7 | grep . || echo 1))))
 
-.PHONY: help setup dev demo docs test matrix fuzz cookbook frameworks defects faults chaos cluster soak newcomer gguf image check dist format bench proto stub vendor clean
+.PHONY: help setup dev demo docs test matrix fuzz cookbook frameworks defects faults chaos cluster soak newcomer lowest gguf image check dist format bench proto stub vendor clean
 
 help:
 	@echo "make setup     create .venv with the client, the server and the command line (safe to repeat)"
@@ -36,6 +36,7 @@ help:
 	@echo "make cluster   kills in a cluster of web and worker processes, behind nginx and on Ray"
 	@echo "make soak      twenty minutes of mixed load; memory and descriptors must stay flat"
 	@echo "make newcomer  a fresh clone, an empty home folder, and every command of README and quickstart"
+	@echo "make lowest    the client's tests with the oldest releases of its dependencies that are allowed"
 	@echo "make gguf      export models as GGUF and read them with llama.cpp, built from source"
 	@echo "make image     build the image of deploy/Dockerfile with buildah, as root, and run it"
 	@echo "make proto     generate protobuf code from the .proto files"
@@ -115,6 +116,9 @@ soak: dev
 
 newcomer: dev
 	@$(BIN)/python -m qa.newcomer.run
+
+lowest: dev
+	@$(BIN)/python -m qa.lowest
 
 gguf: dev
 	@$(BIN)/python -m qa.gguf.run

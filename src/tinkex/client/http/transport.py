@@ -467,7 +467,10 @@ def _plain_reason(error: BaseException, found: str) -> str:
         return f"the proxy at {error.host}:{error.port}: {words}"
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return "the host name cannot be resolved"
-    if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError):
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        # Older releases of aiohttp set no `os_error` here.
+        return f"the TLS connection failed ({error.certificate_error})"
+    if isinstance(error, aiohttp.ClientConnectorSSLError):
         return f"the TLS connection failed ({error.os_error})"
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     if isinstance(cause, OSError) and cause.errno in _ERRNO_WORDS:
