@@ -236,7 +236,7 @@ async def test_a_model_moves_while_it_trains(
 
         monkeypatch.setattr(LocalCopy, "take_over", counted)
         assert await there.move_here(state)
-        assert state.home is there
+        assert state.engine is there
         # While it paused, the copy ran less than two steps.
         assert [ran.count("optim_step") <= 1 for ran in paused] == [True]
         assert await running == 2.0**45 - 1

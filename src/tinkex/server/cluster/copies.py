@@ -151,7 +151,7 @@ class Copies:
             if one.is_over:
                 raise NotMoved("it is not needed any more")
             # The term of its worker: a damaged snapshot is set aside only while that has the model.
-            state = ModelState(model=model, queue=StepQueue(), home=engine, term=one.term)
+            state = ModelState(model=model, queue=StepQueue(), engine=engine, term=one.term)
             one.copy = ModelCopy(state, engine, self._store)
         return await one.copy.catch_up()
 

@@ -18,13 +18,13 @@ class ModelStates:
     def __init__(
         self,
         store: Store,
-        home_of: Callable[[str], EngineScheduler],
+        engine_of: Callable[[str], EngineScheduler],
         ownership: Ownership | None,
     ) -> None:
         self._store = store
         self._ownership = ownership
         #: The engine for a model of this base model.
-        self._home_of = home_of
+        self._engine_of = engine_of
         self._states: dict[str, ModelState] = {}
         self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         #: Models that another worker has now, until nothing of them runs here.
@@ -49,7 +49,7 @@ class ModelStates:
         if not idle or self._states.get(model_id) is not state:
             return
         del self._states[model_id]
-        state.home.models.pop(model_id, None)
+        state.engine.models.pop(model_id, None)
         if (opening := self._opening.get(model_id)) is not None and not opening.locked():
             del self._opening[model_id]
 
@@ -82,9 +82,9 @@ class ModelStates:
                 queue.creation_error, queue.next_seq = model_deleted(), first_seq
             state = await self._from_copy(model_id)
             if state is None:
-                state = ModelState(model=model, queue=queue, home=self._home_of(model.base_model))
+                state = ModelState(model=model, queue=queue, engine=self._engine_of(model.base_model))
             state.queue, state.term, state.steps_since_snapshot = queue, term, len(finished)
-            self._states[model_id] = state.home.models[model_id] = state
+            self._states[model_id] = state.engine.models[model_id] = state
             return state
 
     async def _from_copy(self, model_id: str) -> ModelState | None:

@@ -93,7 +93,7 @@ class ModelState:
     model: Model
     queue: StepQueue
     #: The engine that runs its steps.
-    home: "EngineScheduler"
+    engine: "EngineScheduler"
     #: Under which term this process has it; None on a server that is alone on its database.
     term: int | None = None
     #: Whether another worker has it now. Then nothing that is computed here counts.
@@ -368,7 +368,7 @@ class ModelWorkers:
             finally:
                 work.close()
                 state.worker = None
-                state.home.workers.start(state)
+                state.engine.workers.start(state)
 
         state.worker = self._execution.spawn(run())
         return state.worker
@@ -403,12 +403,12 @@ class ModelWorkers:
 
     def _has(self, state: ModelState) -> bool:
         """Whether the steps of this model run here; False once another engine or worker has it."""
-        return state.home.workers is self and not state.disowned
+        return state.engine.workers is self and not state.disowned
 
     def start(self, state: ModelState) -> None:
         """Run the waiting steps of a model, unless something of it runs."""
-        if state.home.workers is not self:
-            state.home.workers.start(state)  # it has moved
+        if state.engine.workers is not self:
+            state.engine.workers.start(state)  # it has moved
         elif state.worker is None and not self._execution.closing and not state.disowned:
             state.worker = self._execution.spawn(self._work(state))
 
@@ -436,7 +436,7 @@ class ModelWorkers:
             state.worker = None
             if state.disowned:
                 pass
-            elif state.home.workers is self:
+            elif state.engine.workers is self:
                 self._start_gap_timer(state)
             else:
                 self.start(state)
@@ -494,7 +494,7 @@ class ModelWorkers:
             state.queue.requeue(batch.steps)
             return
         if not self._has(state):
-            if state.home.workers is not self:
+            if state.engine.workers is not self:
                 state.loaded_in = None  # it was loaded here, and runs there
             state.queue.requeue(batch.steps)
             return
@@ -565,7 +565,7 @@ class ModelWorkers:
 
     def _on_gap_timeout(self, state: ModelState, gap: Gap) -> None:
         state.gap_timer = None
-        if state.home.workers is not self:
+        if state.engine.workers is not self:
             self.start(state)  # it has moved
         elif state.queue.gap() == gap and state.worker is None:
             self.run_between_steps(state, self._close_gap(state, gap))

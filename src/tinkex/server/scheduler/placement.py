@@ -143,7 +143,7 @@ class Placement:
 
     async def _move_to_replica(self, state: ModelState, target: EngineScheduler) -> None:
         """In the background: engines that are lost meanwhile are noticed."""
-        origin, moved = state.home, False
+        origin, moved = state.engine, False
         try:
             with self.moving(state):
                 moved = await target.move_here(state)

@@ -196,10 +196,10 @@ class Execution:
     """What all engines of a server share. A result is committed before its polls are woken."""
 
     def __init__(
-        self, *, store: Store, executor: Executor, futures: Futures, home: str | None = None
+        self, *, store: Store, executor: Executor, futures: Futures, worker_name: str | None = None
     ) -> None:
         #: The name of this worker; None on a server that is alone.
-        self.home = home
+        self.worker_name = worker_name
         self.store = store
         self.executor = executor
         self.futures = futures

@@ -372,7 +372,7 @@ class Scheduler:
         return state
 
     def _workers(self, state: ModelState) -> ModelWorkers:
-        return state.home.workers
+        return state.engine.workers
 
     def creation_refused(self, request: QueuedRequest, outcome: Outcome) -> None:
         """A model was refused on acceptance: mark its session as failed."""
@@ -417,13 +417,13 @@ class Scheduler:
             return self.replicas(request.base_model).of_sample(request_id)
         state = self._models.get(request.model_id or "")
         # One that is not opened yet, and a custom loss, have no engine; the first one stands for all.
-        return state.home if state is not None else self.replicas(request.base_model).engines[0]
+        return state.engine if state is not None else self.replicas(request.base_model).engines[0]
 
     async def _unload(self, request: QueuedRequest) -> Outcome:
         if (model_id := request.model_id) is None:
             raise ValueError(f"request {request.request_id} names no model")
         state = await self._open(model_id)
-        return await state.home.unload(state)
+        return await state.engine.unload(state)
 
     def disown(self, state: ModelState) -> None:
         """Another worker has the model: it finishes the steps that were here."""
@@ -458,7 +458,7 @@ class Scheduler:
             incarnation = state.loaded_in
             if incarnation is None and state.copied is not None:
                 incarnation = state.copied.incarnation
-            await state.home.recovery.drop(state, incarnation)
+            await state.engine.recovery.drop(state, incarnation)
         finally:
             del self._models.leaving[state.model.model_id]
 
@@ -513,7 +513,7 @@ class Scheduler:
                     moved = True
 
             with contextlib.suppress(NotOwner):
-                await state.home.workers.run_between_batches(state, give)
+                await state.engine.workers.run_between_batches(state, give)
             return moved
 
     async def stop_here(self, state: ModelState, give: Callable[[], Awaitable[None]]) -> None:
@@ -526,12 +526,12 @@ class Scheduler:
         async def stop() -> None:
             await state.results_stored()
             if state.steps_since_snapshot and state.loaded_in is not None:
-                await state.home.snapshot_now(state)
+                await state.engine.snapshot_now(state)
             await give()
             self.disown(state)
 
         with contextlib.suppress(NotOwner):
-            await state.home.workers.run_between_batches(state, stop)
+            await state.engine.workers.run_between_batches(state, stop)
 
     def take_copies_from(self, take: Callable[[str], Awaitable[ModelCopy | None]]) -> None:
         """Where a worker has copies of models that may come to it."""
@@ -547,7 +547,7 @@ class Scheduler:
         if known is state:
             await self._workers(state).add_waiting_steps(state)
         elif state.copied is not None:
-            await state.home.complete_copy(state)
+            await state.engine.complete_copy(state)
 
     def may_copy(self, model_id: str, *, term: int) -> bool:
         """
@@ -571,7 +571,7 @@ class Scheduler:
             await asyncio.wait({moving})
         if state.disowned:
             return
-        if await state.home.retire(state):
+        if await state.engine.retire(state):
             self._models.forget(state)
 
     async def snapshot(self, model_id: str) -> bool:
@@ -584,7 +584,7 @@ class Scheduler:
         if self._execution.closing or state.queue.creation_error is not None:
             return False
         was_loaded = state.loaded_in is not None
-        written = await state.home.snapshot(state)
+        written = await state.engine.snapshot(state)
         if not was_loaded:
             self._execution.spawn(self._retire(state))
         return written
