@@ -45,6 +45,7 @@ from tinkex.server.executor import Executor
 from tinkex.server.maintenance.cleanup import Cleanup
 from tinkex.server.request_metrics import CountRequests, HttpCounts
 from tinkex.server.scheduler.result_waiters import Futures
+from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.scheduler.session_status import SessionTimeouts
 from tinkex.server.scheduling import scheduling
 from tinkex.server.settings import Settings
@@ -94,7 +95,9 @@ async def one_machine(
 ) -> AsyncIterator[Parts]:
     """A server that is alone on its database, with its scheduler and engines."""
     results = Futures(store, retention_s=settings.result_kept_s)
-    async with scheduling(settings, executor, store, results, last_status=last_status) as scheduler:
+    async with scheduling(
+        Scheduler.of, settings, executor, store, results, last_status=last_status
+    ) as scheduler:
         session_timeouts = SessionTimeouts(store, scheduler, grace_s=settings.session_grace_s)
         context = Context(
             settings=settings,

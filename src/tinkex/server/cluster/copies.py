@@ -7,10 +7,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tinkex.server.cluster import messages
+from tinkex.server.cluster.worker_scheduler import WorkerScheduler
 from tinkex.server.scheduler.model_copy import ModelCopy
 from tinkex.server.scheduler.model_worker import ModelState
 from tinkex.server.scheduler.moves import NOT_MOVED, NotMoved
-from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.scheduler.step_queue import StepQueue
 from tinkex.server.store import Store
 from tinkex.server.store.notifier import Notifier, channel_of
@@ -52,7 +52,7 @@ class Copies:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: WorkerScheduler,
         store: Store,
         notifier: Notifier,
         *,

@@ -43,7 +43,6 @@ class EngineScheduler:
         lost: LostAttempts,
         has_replicas: bool,
         limits: TrainingLimits,
-        on_lost: Callable[[ModelState], None],
         gap_s: float,
         snapshot_steps: int,
         snapshot_bytes: int,
@@ -86,7 +85,6 @@ class EngineScheduler:
             slots=self.slots,
             snapshots=self._snapshots,
             gap_s=gap_s,
-            on_lost=on_lost,
             clock=clock,
         )
         self.samples = SampleWorker(execution, self.client)

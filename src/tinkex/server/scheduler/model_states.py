@@ -82,7 +82,9 @@ class ModelStates:
                 queue.creation_error, queue.next_seq = model_deleted(), first_seq
             state = await self._from_copy(model_id)
             if state is None:
-                state = ModelState(model=model, queue=queue, engine=self._engine_of(model.base_model))
+                state = ModelState(
+                    model=model, queue=queue, engine=self._engine_of(model.base_model)
+                )
             state.queue, state.term, state.steps_since_snapshot = queue, term, len(finished)
             self._states[model_id] = state.engine.models[model_id] = state
             return state

@@ -323,7 +323,6 @@ class ModelWorkers:
         slots: TrainingSlots,
         snapshots: Snapshots,
         gap_s: float,
-        on_lost: Callable[[ModelState], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._execution = execution
@@ -332,7 +331,7 @@ class ModelWorkers:
         self._rebuilds = rebuilds
         self._slots = slots
         self._snapshots = snapshots
-        self._results = ResultWriter(execution, self.start, on_lost)
+        self._results = ResultWriter(execution, self.start)
         self._steps = StepRunner(execution, engine, checkpoints, self._results)
         self._gap_s = gap_s
         self._clock = clock
