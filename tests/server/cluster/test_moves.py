@@ -19,7 +19,7 @@ from tinkex.server.cluster.moves import RemoteCopy, choose_move
 from tinkex.server.cluster.remote_scheduler import RemoteScheduler
 from tinkex.server.queued_request import QueuedRequest
 from tinkex.server.scheduler import moves as scheduler_moves
-from tinkex.server.scheduler.model_worker import ModelState
+from tinkex.server.scheduler.model_states import ModelState
 from tinkex.server.store.workers import UP, WorkerRow
 from tinkex.wire.proto.frames_pb2 import Done, Order
 from waiting import until_async

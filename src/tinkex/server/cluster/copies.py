@@ -9,7 +9,7 @@ from typing import Any
 from tinkex.server.cluster import messages
 from tinkex.server.cluster.worker_scheduler import WorkerScheduler
 from tinkex.server.scheduler.model_copy import ModelCopy
-from tinkex.server.scheduler.model_worker import ModelState
+from tinkex.server.scheduler.model_states import ModelState
 from tinkex.server.scheduler.moves import NOT_MOVED, NotMoved
 from tinkex.server.scheduler.step_queue import StepQueue
 from tinkex.server.store import Store

@@ -21,7 +21,7 @@ from tinkex.server.cluster import messages
 from tinkex.server.cluster.known_workers import LOOK_S, KnownWorkers
 from tinkex.server.cluster.worker_scheduler import WorkerScheduler
 from tinkex.server.queued_request import Kind, QueuedRequest
-from tinkex.server.scheduler.model_worker import ModelState
+from tinkex.server.scheduler.model_states import ModelState
 from tinkex.server.scheduler.moves import NotMoved
 from tinkex.server.store import Store
 from tinkex.server.store.notifier import Notifier, channel_of

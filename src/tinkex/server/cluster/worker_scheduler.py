@@ -13,7 +13,7 @@ from typing import Any
 
 from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.server.scheduler.model_copy import ModelCopy
-from tinkex.server.scheduler.model_worker import ModelState
+from tinkex.server.scheduler.model_states import ModelState
 from tinkex.server.scheduler.moves import Copy, move
 from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.store import NotOwner, Ownership

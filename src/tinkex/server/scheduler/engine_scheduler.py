@@ -17,11 +17,13 @@ from tinkex.server.scheduler.checkpoints import CheckpointSteps
 from tinkex.server.scheduler.crash_files import CrashFiles
 from tinkex.server.scheduler.engine_client import EngineClient, LostAttempts
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits, TrainingSlots
-from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers
+from tinkex.server.scheduler.model_states import ModelState
+from tinkex.server.scheduler.model_worker import ModelWorkers
 from tinkex.server.scheduler.moves import NOT_MOVED, LocalCopy, move
-from tinkex.server.scheduler.recovery import RebuildQueue, Recovery, Snapshots
+from tinkex.server.scheduler.recovery import RebuildQueue, Recovery
 from tinkex.server.scheduler.results import Execution, failure_outcome
 from tinkex.server.scheduler.sample_worker import SampleWorker
+from tinkex.server.scheduler.snapshots import Snapshots
 from tinkex.wire.codec import encode_json
 from tinkex.wire.training import UnloadModelResponse
 

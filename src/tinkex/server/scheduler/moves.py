@@ -28,7 +28,7 @@ from tinkex.wire.errors import UserFailure
 
 if TYPE_CHECKING:
     from tinkex.server.scheduler.engine_scheduler import EngineScheduler
-    from tinkex.server.scheduler.model_worker import ModelState
+    from tinkex.server.scheduler.model_states import ModelState
 
 log = logging.getLogger("tinkex.server.scheduler")
 

@@ -14,7 +14,7 @@ from tinkex.server.retry import run_periodically
 from tinkex.server.scheduler.base_model_check import BaseModelChecks
 from tinkex.server.scheduler.engine_client import LostAttempts
 from tinkex.server.scheduler.engine_scheduler import EngineScheduler
-from tinkex.server.scheduler.model_worker import ModelState
+from tinkex.server.scheduler.model_states import ModelState
 from tinkex.server.scheduler.replicas import Replicas, choose_move
 from tinkex.server.scheduler.results import Execution
 

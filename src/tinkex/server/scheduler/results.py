@@ -26,7 +26,7 @@ from tinkex.wire.errors import UserFailure
 from tinkex.wire.proto.frames_pb2 import Done
 
 if TYPE_CHECKING:
-    from tinkex.server.scheduler.model_worker import ModelState
+    from tinkex.server.scheduler.model_states import ModelState
     from tinkex.server.scheduler.sample_worker import TokenStream
 
 log = logging.getLogger("tinkex.server.scheduler")

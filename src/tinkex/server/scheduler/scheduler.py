@@ -20,8 +20,7 @@ from tinkex.server.scheduler.crash_files import CrashFiles
 from tinkex.server.scheduler.engine_client import RunElsewhere, after_web_crash
 from tinkex.server.scheduler.engine_scheduler import EngineScheduler
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits
-from tinkex.server.scheduler.model_states import ModelStates
-from tinkex.server.scheduler.model_worker import ModelState
+from tinkex.server.scheduler.model_states import ModelState, ModelStates
 from tinkex.server.scheduler.pickup import PICKUP_INTERVAL_S, WORKER_PICKUP_INTERVAL_S, Pickup
 from tinkex.server.scheduler.placement import Placement
 from tinkex.server.scheduler.result_waiters import Futures
