@@ -416,7 +416,7 @@ async def test_a_copy_reads_the_log_once_and_no_payload_by_itself(
 
         monkeypatch.setattr(requests, "payload", counted)
         # Without a snapshot, the whole log is run.
-        cluster.state(model).steps_since_snapshot = 0
+        cluster.state(model).snapshots.steps = 0
         assert await cluster.begin_move(model)
         assert (
             cluster.executors[cluster.there].tasks("optim_step") == ["optim_step"] * training.steps

@@ -127,7 +127,7 @@ async def test_a_snapshot_is_saved_when_nobody_waits_for_it_any_longer(
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         executor.write.set()
-        await state.snapshot_written()
+        await state.snapshots.written()
         assert await context.store.snapshots.newest(model) is not None
     assert "a background task failed" not in caplog.text
 

@@ -180,7 +180,7 @@ class WorkerScheduler(Scheduler):
 
         async def stop() -> None:
             await state.results_stored()
-            if state.steps_since_snapshot and state.loaded_in is not None:
+            if state.snapshots.steps and state.loaded_in is not None:
                 await state.engine.snapshot_now(state)
             await give()
             self.disown(state)

@@ -1,6 +1,4 @@
-"""
-The models that this process has opened: each with its queue of steps, restored from its log.
-"""
+"""The models that this process has opened: the state of each, restored from its log."""
 
 import asyncio
 import json
@@ -49,6 +47,48 @@ def replay_worth_s(size: int) -> float:
     return REPLAY_PER_WRITE * size / WRITE_BYTES_PER_S
 
 
+@dataclass(slots=True)
+class ModelSnapshots:
+    """When the next snapshot of a model is due, and the one that is being written."""
+
+    #: Steps since the last one, the bytes of their payloads, and the seconds that engines computed.
+    steps: int = 0
+    payload_bytes: int = 0
+    compute_s: float = 0.0
+    #: The bytes of one. Known once an engine has made the model.
+    size: int = 0
+    #: Whether the last step was an optimizer step. Then there are no gradients to write.
+    after_optim_step: bool = False
+    #: Writes one while later steps run.
+    writing: asyncio.Task[None] | None = None
+
+    def is_due(self, steps: int, payload_bytes: int) -> bool:
+        """Whether one is due after this many steps or bytes of payloads; 0 means never."""
+        if self.writing is not None and not self.writing.done():
+            return False
+        size = self.size
+        if not self.after_optim_step:
+            # Wait a while for an optimizer step: after it, there are no gradients to write.
+            steps += steps // MAX_DELAY_FRACTION
+            payload_bytes += payload_bytes // MAX_DELAY_FRACTION
+            size += size // MAX_DELAY_FRACTION
+        due = 0 < steps <= self.steps or 0 < payload_bytes <= self.payload_bytes
+        return due and is_worth_writing(
+            size, payload_bytes=self.payload_bytes, compute_s=self.compute_s
+        )
+
+    def restart(self) -> None:
+        """One is taken now; the next one is due after the whole interval."""
+        self.steps = self.payload_bytes = 0
+        self.compute_s = 0.0
+
+    async def written(self) -> None:
+        """Wait until none is being written."""
+        if self.writing is not None:
+            await asyncio.wait({self.writing})
+            self.writing = None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copied:
     """A copy of a model that an engine has: up to which step of the log."""
@@ -89,17 +129,7 @@ class ModelState:
     compute_s: float = 0.0
     #: When a step was last sent to an engine, by the monotonic clock.
     last_step_s: float = 0.0
-    #: Writes a snapshot while later steps run.
-    snapshot_task: asyncio.Task[None] | None = None
-    steps_since_snapshot: int = 0
-    #: Bytes of payloads.
-    bytes_since_snapshot: int = 0
-    #: `compute_s` at the last snapshot, with what writing it took.
-    compute_at_snapshot_s: float = 0.0
-    #: Bytes of a snapshot. Known once an engine has made the model.
-    snapshot_size: int = 0
-    #: Whether the last step was an optimizer step. Then the model has no gradients.
-    after_optim_step: bool = False
+    snapshots: ModelSnapshots = field(default_factory=ModelSnapshots)
 
     @property
     def is_idle(self) -> bool:
@@ -126,48 +156,24 @@ class ModelState:
     def _count_compute(self, future: asyncio.Future[Done]) -> None:
         if not future.cancelled() and future.exception() is None:
             self.compute_s += future.result().compute_s
+            self.snapshots.compute_s += future.result().compute_s
 
     async def create(self, engine: EngineClient, incarnation: int) -> None:
         """Make the model in the memory of an engine, without weights of its own yet."""
         done = await self.run(engine, create_order(self.model), incarnation)
         size = json.loads(done.result).get("snapshot_bytes", 0)
-        if size != self.snapshot_size and size > SMALL_SNAPSHOT_BYTES:
+        if size != self.snapshots.size and size > SMALL_SNAPSHOT_BYTES:
             log.info(
                 "a snapshot of %s takes %s: none is written before %.0f s of computation, or requests "
                 "of this size",
                 *(self.model.model_id, format_bytes(size), replay_worth_s(size)),
             )
-        self.snapshot_size = size
-
-    def needs_snapshot(self, steps: int, payload_bytes: int) -> bool:
-        """Whether a snapshot is due after this many steps or bytes of payloads; 0 means never."""
-        if self.snapshot_task is not None and not self.snapshot_task.done():
-            return False
-        size = self.snapshot_size
-        if not self.after_optim_step:
-            # Just after an optimizer step there are no gradients to write: wait a while for one.
-            steps += steps // MAX_DELAY_FRACTION
-            payload_bytes += payload_bytes // MAX_DELAY_FRACTION
-            size += size // MAX_DELAY_FRACTION
-        due = (
-            0 < steps <= self.steps_since_snapshot or 0 < payload_bytes <= self.bytes_since_snapshot
-        )
-        return due and is_worth_writing(
-            size,
-            payload_bytes=self.bytes_since_snapshot,
-            compute_s=self.compute_s - self.compute_at_snapshot_s,
-        )
+        self.snapshots.size = size
 
     async def results_stored(self) -> None:
         """Wait until every result of this model is stored."""
         while self.storing is not None:
             await asyncio.wait({self.storing})
-
-    async def snapshot_written(self) -> None:
-        """Wait until no snapshot of this model is being written."""
-        if self.snapshot_task is not None:
-            await asyncio.wait({self.snapshot_task})
-            self.snapshot_task = None
 
 
 class ModelStates:
@@ -243,7 +249,7 @@ class ModelStates:
                 state = ModelState(
                     model=model, queue=queue, engine=self._engine_of(model.base_model)
                 )
-            state.queue, state.term, state.steps_since_snapshot = queue, term, len(finished)
+            state.queue, state.term, state.snapshots.steps = queue, term, len(finished)
             self._states[model_id] = state.engine.models[model_id] = state
             return state
 

@@ -92,7 +92,7 @@ class StepRunner:
             outcome = _raise(payload)
         elif step.kind in PIPELINED:
             try:
-                state.bytes_since_snapshot += payload_size(payload)
+                state.snapshots.payload_bytes += payload_size(payload)
                 order = training_order(state.model, step.kind, payload)
                 outcome = _outcome_of(await state.send(self._engine, order, incarnation))
             except Exception as error:  # noqa: BLE001  handled like an error of the engine
@@ -151,9 +151,9 @@ class StepRunner:
             return
         gradient_error = state.queue.gradient_error
         state.queue.finish(step, failure=outcome.error)
-        state.steps_since_snapshot += 1
+        state.snapshots.steps += 1
         self._results.add(state, step, outcome, gradient_error=gradient_error)
-        state.after_optim_step = step.kind is Kind.OPTIM_STEP
+        state.snapshots.after_optim_step = step.kind is Kind.OPTIM_STEP
         if step.kind not in PIPELINED:
             await state.results_stored()
 
@@ -220,7 +220,7 @@ class ModelWorkers:
 
         async def run() -> None:
             try:
-                await state.snapshot_written()
+                await state.snapshots.written()
                 await work
             finally:
                 work.close()
@@ -285,7 +285,7 @@ class ModelWorkers:
                 if batch is None:
                     break
                 await self._process(state, batch)
-                if self._has(state) and state.needs_snapshot(
+                if self._has(state) and state.snapshots.is_due(
                     self._snapshots.steps, self._snapshots.payload_bytes
                 ):
                     await self._snapshots.begin(state)

@@ -91,7 +91,7 @@ async def move(state: "ModelState", copy: Copy, store: Store) -> bool:
     """Move a model that is in the memory of its engine; False if it goes on where it was."""
     moved = False
     try:
-        if state.steps_since_snapshot and not await state.engine.snapshot_while_training(state):
+        if state.snapshots.steps and not await state.engine.snapshot_while_training(state):
             raise NotMoved("its snapshot could not be written")
         await _Move(state, copy, store).run()
         moved = True

@@ -183,7 +183,7 @@ class Recovery:
         # The log is complete once all results of this model are stored.
         await state.results_stored()
         # A snapshot would truncate the log while it is read.
-        await state.snapshot_written()
+        await state.snapshots.written()
         copied, state.copied = state.copied, None
         await self.expect(state)
         losses = await self._store.models.custom_losses(model.session_id)
@@ -348,7 +348,7 @@ class Recovery:
     ) -> asyncio.Future[Done]:
         """Send a pass of the log; the engine has it before what is sent later."""
         payload = await self._payloads.get(row)
-        state.bytes_since_snapshot += payload_size(payload)
+        state.snapshots.payload_bytes += payload_size(payload)
         order = training_order(state.model, row.kind, payload)
         return await state.send(self._engine, order, incarnation)
 
@@ -371,5 +371,5 @@ class Recovery:
                 await self._checkpoints.load(model, request, run, version_id=row.version_id)
             case Replay.RUN:
                 payload = await self._payloads.get(row)
-                state.bytes_since_snapshot += payload_size(payload)
+                state.snapshots.payload_bytes += payload_size(payload)
                 await run(training_order(model, row.kind, payload))

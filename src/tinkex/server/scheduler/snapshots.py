@@ -70,10 +70,8 @@ class Snapshots:
         return None
 
     async def _begin(self, state: "ModelState") -> asyncio.Future[bool] | None:
-        await state.snapshot_written()
-        # Reset even if this one fails: the next one is due after the whole interval.
-        state.steps_since_snapshot = state.bytes_since_snapshot = 0
-        state.compute_at_snapshot_s = state.compute_s
+        await state.snapshots.written()
+        state.snapshots.restart()  # even if this one fails
         if state.queue.creation_error is not None or state.queue.running:
             return None
         async with contextlib.AsyncExitStack() as stack:
@@ -91,7 +89,7 @@ class Snapshots:
                 state, future, place, state.queue.next_seq - 1, state.queue.gradient_error
             )
             written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            state.snapshot_task = self._execution.spawn(
+            state.snapshots.writing = self._execution.spawn(
                 _finish_snapshot(saving, written, stack.pop_all())
             )
         return written
@@ -107,7 +105,7 @@ class Snapshots:
         model_id = state.model.model_id
         try:
             done = await future
-            state.compute_at_snapshot_s += done.compute_s  # counted as computation of the model
+            state.snapshots.compute_s -= done.compute_s  # counted as computation of the model
             return await self._execution.store.snapshots.save(
                 model_id=model_id,
                 seq_id=seq_id,
