@@ -37,7 +37,6 @@ EXAMPLES = {bool: "true", int: "8", float: "1.5", str: '"text"', tuple: '["text"
 #: Settings with a fixed set of values.
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
-    "executor": ("local",),
     "log_level": ("info", "debug"),
 }
 
@@ -89,8 +88,6 @@ class Settings:
     rank_timeout_s: float = 300.0
     #: Number format of the base model: auto, float32 or bfloat16.
     dtype: str = "auto"
-    #: Where engines run; the only choice is `local`.
-    executor: str = "local"
     #: CPU threads per engine; 0 lets the engine choose.
     threads: int = 0
     #: Identical requests give bit-identical results, at some cost in speed.
