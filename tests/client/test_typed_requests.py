@@ -177,8 +177,8 @@ def test_h3_a_long_wait_is_logged_once_and_limited_to_the_time_that_is_left(capl
 
 
 def test_h3_others_wait_for_the_back_off_only_within_their_own_time_limit(monkeypatch):
-    for place in ("http.typed_requests", "http.polling", "http.shared_poll"):
-        monkeypatch.setattr(f"tinkex.client.{place}.LONG_WAIT_S", 0.2)
+    for place in ("typed_requests", "retried_call", "polling", "shared_poll"):
+        monkeypatch.setattr(f"tinkex.client.http.{place}.LONG_WAIT_S", 0.2)
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.4")
     monkeypatch.setattr("tinkex.client.session.FINISH_RETRY_S", 0.1)
     fake = FakeService()
@@ -199,8 +199,8 @@ def test_a_poll_with_a_retry_after_of_a_day_polls_again_after_a_minute(
     monkeypatch, endpoint, status
 ):
     monkeypatch.setattr("tinkex.client.http.shared_poll.MAX_SELF_POLLING", 0)
-    for place in ("http.typed_requests", "http.polling", "http.shared_poll"):
-        monkeypatch.setattr(f"tinkex.client.{place}.LONG_WAIT_S", 0.05)
+    for place in ("typed_requests", "retried_call", "polling", "shared_poll"):
+        monkeypatch.setattr(f"tinkex.client.http.{place}.LONG_WAIT_S", 0.05)
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.1")
     monkeypatch.setattr("tinkex.client.session.FINISH_RETRY_S", 0.1)
     fake = FakeService(config={"sample_use_retrieve_futures": endpoint == "retrieve_futures"})

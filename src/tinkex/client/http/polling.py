@@ -26,14 +26,16 @@ from tinkex.client.errors import (
     RequestFailedError,
 )
 from tinkex.client.http.retry import (
+    LONG_WAIT_S,
     MAX_GARBLED,
     NotYet,
     exponential_delay_s,
     is_retryable,
+    requested_delay_s,
     retrying,
 )
 from tinkex.client.http.transport import Kind, Response
-from tinkex.client.http.typed_requests import LONG_WAIT_S, Calls, requested_delay_s
+from tinkex.client.http.typed_requests import Calls
 from tinkex.client.observe import queue_states
 from tinkex.client.observe.waiting import Cause, Limit
 from tinkex.wire.base import Payload

@@ -19,9 +19,9 @@ from time import monotonic
 
 from tinkex.client.errors import own_copy
 from tinkex.client.http.polling import POLL_DEADLINE_S, PollRetries
-from tinkex.client.http.retry import NotYet, retrying
+from tinkex.client.http.retry import LONG_WAIT_S, NotYet, retrying
 from tinkex.client.http.transport import Kind
-from tinkex.client.http.typed_requests import LONG_WAIT_S, Calls, decode
+from tinkex.client.http.typed_requests import Calls, decode
 from tinkex.wire.futures import (
     FutureCompletion,
     FuturesRetrieveRequest,
