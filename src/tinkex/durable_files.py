@@ -55,6 +55,24 @@ def atomic_folder(
     sync(folder.parent)
 
 
+def replace_folder(ready: Path, folder: Path) -> None:
+    """Give a complete folder its name; one that has it is deleted when the new one is in its place."""
+    if not folder.exists():
+        ready.rename(folder)
+        return
+    old = folder.with_name(_temporary(folder.name))
+    folder.rename(old)
+    try:
+        ready.rename(folder)
+    except OSError:
+        old.rename(folder)
+        raise
+    if old.is_symlink():
+        old.unlink()
+    else:
+        shutil.rmtree(old, ignore_errors=True)
+
+
 def fingerprint(folder: str) -> str:
     """A hash of the names and bytes of all files in a folder."""
     whole = hashlib.sha256()
