@@ -34,7 +34,7 @@ class WorkerScheduler(Scheduler):
         self.on_forwarded: Callable[[str, str], None] = lambda _home, _model_id: None
         #: The names of all workers that run.
         self.live_workers: Callable[[], Awaitable[frozenset[str]]] | None = None
-        self._execution.on_lost = self.disown
+        self._execution.on_not_owner = self.disown
 
     # -- which requests run here -------------------------------------------------------------------
 

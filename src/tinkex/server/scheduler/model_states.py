@@ -3,10 +3,11 @@
 import asyncio
 import json
 import logging
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from tinkex.server.queued_request import Cause
 from tinkex.server.scheduler.engine_client import EngineClient, create_order
@@ -190,7 +191,8 @@ class ModelStates:
         #: The engine for a model of this base model.
         self._engine_of = engine_of
         self._states: dict[str, ModelState] = {}
-        self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        #: Held while a model is opened.
+        self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         #: Models that another worker has now, until nothing of them runs here.
         self.leaving: dict[str, asyncio.Task[None]] = {}
         #: The copy of a model that was made here while another worker had it; a worker sets it.
@@ -214,12 +216,10 @@ class ModelStates:
             return
         del self._states[model_id]
         state.engine.models.pop(model_id, None)
-        if (opening := self._opening.get(model_id)) is not None and not opening.locked():
-            del self._opening[model_id]
 
     async def open(self, model_id: str, *, first_seq: int = 0) -> ModelState:
         """Open a model; `first_seq` is the next number of a model whose log was deleted."""
-        async with self._opening[model_id]:
+        async with self._opening.setdefault(model_id, asyncio.Lock()):
             if (state := self._states.get(model_id)) is not None:
                 return state
             if (leaving := self.leaving.get(model_id)) is not None:

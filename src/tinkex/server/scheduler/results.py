@@ -200,8 +200,8 @@ class Execution:
     ) -> None:
         #: The name of this worker; None on a server that is alone.
         self.worker_name = worker_name
-        #: Called when another worker has a model: its results were not stored. A worker sets it.
-        self.on_lost: Callable[[ModelState], None] = lambda _state: None
+        #: Called when results were not stored because another worker has the model; a worker sets it.
+        self.on_not_owner: Callable[[ModelState], None] = lambda _state: None
         self.store = store
         self.executor = executor
         self.futures = futures
@@ -372,7 +372,7 @@ class ResultWriter:
                 await store(lambda: self._commit(group))
         except NotOwner as lost:
             log.warning("nothing more is stored here: %s", lost)
-            self._execution.on_lost(state)
+            self._execution.on_not_owner(state)
             return
         except UserFailure as refused:
             # For example, the name of a checkpoint was taken meanwhile. The model is unchanged.
