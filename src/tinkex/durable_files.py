@@ -12,6 +12,7 @@ from pathlib import Path
 def write_file(path: str | Path, data: bytes) -> None:
     """Write or replace a file that only its user can read."""
     folder, name = os.path.split(path)
+    folder = folder or os.curdir
     os.makedirs(folder, exist_ok=True)
     part = f"{folder}/{_temporary(name)}"
     try:

@@ -222,6 +222,12 @@ def test_a_state_file_that_is_damaged_is_reported(server, folder):
     assert "hint: --restart begins anew." in err
 
 
+def test_the_state_may_be_in_the_current_folder(server, folder):
+    status, _, err = run(server, "chats.jsonl", "--output", ".", "--steps", "1")
+    assert status == 0, err
+    assert json.loads((folder / "run.json").read_text())["step"] == 1
+
+
 def test_rows_longer_than_the_context_are_left_out_and_counted(server, folder):
     long = {"prompt": "a " * 3000, "completion": "b"}
     short = [{"prompt": str(n), "completion": "b"} for n in range(3)]
