@@ -175,8 +175,10 @@ class Scheduler:
             culprit = None
             if isolated is not None:
                 attempts, culprit = after_web_crash(attempts, isolated)
-                clear = stored.clear(base_model, home=home)
-                await (stored.set(attempts) if attempts else clear)
+                if attempts:
+                    await stored.set(attempts)
+                else:
+                    await stored.clear(base_model, home=home)
             self.replicas(base_model).lost.restore(attempts, culprit)
         if files is not None:
             files.start()
@@ -238,7 +240,6 @@ class Scheduler:
         if not self._execution.claim(request):
             work.close()
             return
-
         self._execution.spawn(self._run_claimed(request, work))
 
     async def _run_claimed(
