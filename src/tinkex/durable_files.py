@@ -57,7 +57,11 @@ def atomic_folder(
 
 
 def replace_folder(ready: Path, folder: Path) -> None:
-    """Give a complete folder its name; one that has it is deleted when the new one is in its place."""
+    """
+    Give a complete folder its name; one that has it is deleted when the new one is in its place.
+
+    Nothing is flushed: these are folders that can be made again.
+    """
     if not folder.exists():
         ready.rename(folder)
         return
