@@ -35,7 +35,6 @@ from tinkex.server.api.auth import (
     CONSOLE_PAGES,
     Authentication,
     Authenticator,
-    Signer,
     Tokens,
 )
 from tinkex.server.api.bodies import BodyBudgets, ReleaseBodyMemory
@@ -50,7 +49,7 @@ from tinkex.server.scheduler.session_status import SessionTimeouts
 from tinkex.server.scheduling import scheduling
 from tinkex.server.settings import Settings
 from tinkex.server.store import Quota, Store
-from tinkex.server.store.server_secrets import LINKS, TOKENS
+from tinkex.server.store.server_secrets import TOKENS
 
 #: Starlette tries routes in order, so the most frequent come first.
 ROUTERS = (
@@ -106,7 +105,6 @@ async def one_machine(
             futures=results,
             scheduler=scheduler,
             session_timeouts=session_timeouts,
-            signer=Signer(store.secrets[LINKS]),
         )
         cleanup = Cleanup(settings=settings, store=store, scheduler=scheduler, futures=results)
         await session_timeouts.start()
