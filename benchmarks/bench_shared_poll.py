@@ -28,11 +28,11 @@ PROGRAM = """
 import json, sys, time
 import tinkex
 from tinkex import types
-from tinkex.client.http import polling
+from tinkex.client.http import shared_poll
 
 url, few, base, count, rounds, tokens = json.loads(sys.argv[1])
-assert polling.MAX_SELF_POLLING
-polling.MAX_SELF_POLLING = few
+assert shared_poll.MAX_SELF_POLLING
+shared_poll.MAX_SELF_POLLING = few
 sampler = tinkex.ServiceClient(base_url=url).create_sampling_client(base_model=base)
 prompt = types.ModelInput.from_ints(list(range(100)))
 for _ in range(20):

@@ -12,6 +12,7 @@ from pathlib import Path
 def write_file(path: str | Path, data: bytes) -> None:
     """Write or replace a file that only its user can read."""
     folder, name = os.path.split(path)
+    folder = folder or os.curdir
     os.makedirs(folder, exist_ok=True)
     part = f"{folder}/{_temporary(name)}"
     try:
@@ -53,6 +54,28 @@ def atomic_folder(
         shutil.rmtree(part, ignore_errors=True)
         raise
     sync(folder.parent)
+
+
+def replace_folder(ready: Path, folder: Path) -> None:
+    """
+    Give a complete folder its name; one that has it is deleted when the new one is in its place.
+
+    Nothing is flushed: these are folders that can be made again.
+    """
+    if not folder.exists():
+        ready.rename(folder)
+        return
+    old = folder.with_name(_temporary(folder.name))
+    folder.rename(old)
+    try:
+        ready.rename(folder)
+    except OSError:
+        old.rename(folder)
+        raise
+    if old.is_symlink():
+        old.unlink()
+    else:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def fingerprint(folder: str) -> str:

@@ -1,5 +1,6 @@
 """`tinkex export`: plain transformers, PEFT and GGUF readers compute what the server computes."""
 
+import errno
 import json
 import os
 import stat
@@ -19,7 +20,7 @@ from http_stub import Received, Reply, StubServer, stub_server
 from serving import TINY, Server
 from tinkex import types
 from tinkex.cli.command_group import command
-from tinkex.cli.export import copy_with_peft_names
+from tinkex.cli.export import copy_with_peft_names, replacing
 from tinkex.engine.adapters import gguf_export
 from tinkex.models.gguf import hf_tensors, read_gguf
 from tinkex.models.tokenizer import load_tokenizer
@@ -389,3 +390,21 @@ def test_mistakes_are_one_sentence_and_leave_nothing(server, trained, tmp_path, 
         assert status in (1, 2), output
         assert message in output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_whose_replacement_fails_stays_in_its_place(tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "mine").write_text("kept")
+    rename = Path.rename
+
+    def refuse_new(path, to):
+        if (path / "new").exists():
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", refuse_new)
+    with pytest.raises(OSError, match="quota"), replacing(target) as part:
+        (part / "new").write_text("x")
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+    assert (target / "mine").read_text() == "kept"

@@ -52,7 +52,7 @@ def test_every_command_that_help_names_is_there() -> None:
 def test_help_of_serve_shows_the_models_and_the_options() -> None:
     done = tinkex("serve", "--help")
     assert "[NAME|FOLDER|NAME=FOLDER]" in done.stdout
-    for option in ("--host", "--port", "--data", "--db", "--storage", "--device", "--executor"):
+    for option in ("--host", "--port", "--data", "--db", "--storage", "--device", "--dtype"):
         assert option in done.stdout
     assert "tinkex ready at" in done.stdout
 

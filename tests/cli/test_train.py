@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from on_terminal import OnTerminal
 from serving import Server
 from tinkex.cli.command_group import command
+from tinkex.cli.train_state import TrainState
 
 pytestmark = pytest.mark.timeout(120)  # with the start of the server
 
@@ -220,6 +221,13 @@ def test_a_state_file_that_is_damaged_is_reported(server, folder):
     status, _, err = run(server, "chats.jsonl")
     assert status == 1
     assert "hint: --restart begins anew." in err
+
+
+def test_the_state_may_be_in_the_current_folder(folder):
+    TrainState(folder=Path(), settings={"steps": 3}, step=2).save()
+    found = TrainState.load(folder)
+    assert found is not None
+    assert found.step == 2
 
 
 def test_rows_longer_than_the_context_are_left_out_and_counted(server, folder):

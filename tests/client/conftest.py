@@ -14,7 +14,7 @@ from tinkex.testing import FakeService, Loopback
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short delays between attempts; the delays themselves are tested in test_retry.py."""
     quick = functools.partial(RetryPolicy, first_delay_s=0.02)
-    monkeypatch.setattr("tinkex.client.http.typed_requests.RetryPolicy", quick)
+    monkeypatch.setattr("tinkex.client.http.retried_call.RetryPolicy", quick)
 
 
 @pytest.fixture

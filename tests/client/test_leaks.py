@@ -11,7 +11,7 @@ import pytest
 import tinkex
 from tinkex import SamplingParams, types
 from tinkex.client import background_loop
-from tinkex.client.http import polling
+from tinkex.client.http import shared_poll
 from tinkex.testing import FakeService
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
@@ -60,7 +60,7 @@ def use(url):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_closed_sessions_free_their_sockets_tasks_and_objects(loopback, fake, shared, monkeypatch):
-    monkeypatch.setattr(polling, "MAX_SELF_POLLING", 4)
+    monkeypatch.setattr(shared_poll, "MAX_SELF_POLLING", 4)
     fake._config["sample_use_retrieve_futures"] = shared
     service, _ = use(loopback.url)  # what the process keeps in any case
     service.close("success").result(5)

@@ -10,8 +10,8 @@ import pytest
 
 import tinkex
 from tinkex import RetryConfig, SamplingParams, types
-from tinkex.client.http import polling
-from tinkex.client.http.polling import SharedPoll
+from tinkex.client.http import shared_poll
+from tinkex.client.http.shared_poll import SharedPoll
 from tinkex.testing import Answer, FakeService, Lost
 from waiting import until
 
@@ -23,7 +23,7 @@ BATCHED = {"sample_use_retrieve_futures": True}
 @pytest.fixture(autouse=True)
 def _all_wait_together(monkeypatch):
     """No sample polls for itself, unless a test enables it."""
-    monkeypatch.setattr(polling, "MAX_SELF_POLLING", 0)
+    monkeypatch.setattr(shared_poll, "MAX_SELF_POLLING", 0)
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_unclaimed_events_are_dropped():
 
 
 def test_a_few_samples_poll_for_themselves(fake, service, monkeypatch):
-    monkeypatch.setattr(polling, "MAX_SELF_POLLING", 8)
+    monkeypatch.setattr(shared_poll, "MAX_SELF_POLLING", 8)
     sampling = service.create_sampling_client(base_model="fake/model")
     [future.result(10) for future in draw(sampling, 5)]
     assert not seen(fake, "retrieve_futures")

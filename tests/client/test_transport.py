@@ -440,7 +440,7 @@ KINDS = {
 
 def test_every_request_of_a_program_has_its_kind(datum, monkeypatch):
     monkeypatch.setattr("tinkex.client.session.HEARTBEAT_EVERY_S", 0.01)
-    monkeypatch.setattr("tinkex.client.http.polling.MAX_SELF_POLLING", 0)
+    monkeypatch.setattr("tinkex.client.http.shared_poll.MAX_SELF_POLLING", 0)
     fake = FakeService(
         config={"sample_use_retrieve_futures": True},
         dynamic_config={"sample_cancel_enabled": True},

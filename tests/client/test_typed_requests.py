@@ -123,7 +123,7 @@ def test_everything_with_the_same_service_and_key_backs_off_together():
 
 @pytest.mark.parametrize("shared", [False, True], ids=["a poll for each", "one poll for all"])
 def test_polls_wait_for_the_shared_back_off(monkeypatch, shared):
-    monkeypatch.setattr("tinkex.client.http.polling.MAX_SELF_POLLING", 0)
+    monkeypatch.setattr("tinkex.client.http.shared_poll.MAX_SELF_POLLING", 0)
     fake = FakeService(config={"sample_use_retrieve_futures": shared}, sample_s=3.0, hold_s=0.01)
     endpoints = {"retrieve_future", "retrieve_futures"} if shared else {"retrieve_future"}
     waiting, over = set(), threading.Event()
@@ -177,8 +177,8 @@ def test_h3_a_long_wait_is_logged_once_and_limited_to_the_time_that_is_left(capl
 
 
 def test_h3_others_wait_for_the_back_off_only_within_their_own_time_limit(monkeypatch):
-    for place in ("http.typed_requests", "http.polling"):
-        monkeypatch.setattr(f"tinkex.client.{place}.LONG_WAIT_S", 0.2)
+    for place in ("typed_requests", "retried_call", "polling", "shared_poll"):
+        monkeypatch.setattr(f"tinkex.client.http.{place}.LONG_WAIT_S", 0.2)
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.4")
     monkeypatch.setattr("tinkex.client.session.FINISH_RETRY_S", 0.1)
     fake = FakeService()
@@ -198,9 +198,9 @@ def test_h3_others_wait_for_the_back_off_only_within_their_own_time_limit(monkey
 def test_a_poll_with_a_retry_after_of_a_day_polls_again_after_a_minute(
     monkeypatch, endpoint, status
 ):
-    monkeypatch.setattr("tinkex.client.http.polling.MAX_SELF_POLLING", 0)
-    for place in ("http.typed_requests", "http.polling"):
-        monkeypatch.setattr(f"tinkex.client.{place}.LONG_WAIT_S", 0.05)
+    monkeypatch.setattr("tinkex.client.http.shared_poll.MAX_SELF_POLLING", 0)
+    for place in ("typed_requests", "retried_call", "polling", "shared_poll"):
+        monkeypatch.setattr(f"tinkex.client.http.{place}.LONG_WAIT_S", 0.05)
     monkeypatch.setenv("TINKEX_GIVE_UP_S", "0.1")
     monkeypatch.setattr("tinkex.client.session.FINISH_RETRY_S", 0.1)
     fake = FakeService(config={"sample_use_retrieve_futures": endpoint == "retrieve_futures"})
@@ -227,7 +227,7 @@ def test_time_in_the_back_off_does_not_count_as_held_by_the_server(monkeypatch, 
 
     monkeypatch.setattr(Backoff, "wait_once", wait_once)
     monkeypatch.setattr(PollDelays, "after_not_yet", after_not_yet)
-    monkeypatch.setattr("tinkex.client.http.polling.MAX_SELF_POLLING", 0)
+    monkeypatch.setattr("tinkex.client.http.shared_poll.MAX_SELF_POLLING", 0)
     fake = FakeService(config={"sample_use_retrieve_futures": shared}, sample_s=0.3, hold_s=0.0)
     with fake.client() as service:
         sampling = service.create_sampling_client(base_model="fake/model")

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.timeout(180)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short backoff, and a low limit of single polls, so that samples use the shared poll."""
     quick = partial(RetryPolicy, first_delay_s=0.02)
-    monkeypatch.setattr("tinkex.client.http.typed_requests.RetryPolicy", quick)
-    monkeypatch.setattr("tinkex.client.http.polling.MAX_SELF_POLLING", 4)
+    monkeypatch.setattr("tinkex.client.http.retried_call.RetryPolicy", quick)
+    monkeypatch.setattr("tinkex.client.http.shared_poll.MAX_SELF_POLLING", 4)
 
 
 def test_o2_o6_h2_h4_nothing_is_lost_and_nothing_runs_twice_on_a_faulty_network(tmp_path: Path):

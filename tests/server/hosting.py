@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
@@ -203,12 +204,13 @@ async def hosted(
     folder: Path,
     *,
     at_port: int = 0,
+    last_status: int = -signal.SIGKILL,
     **settings: Any,
 ) -> AsyncIterator[Api]:
     """Run the application on a free port, or the given one, until the block ends."""
     chosen = Settings(data=str(folder), **settings)
     store = open_store(db_url=chosen.db_url, storage_url=chosen.storage_url, folder=chosen.folder)
-    app = create_app(chosen, executor, store)
+    app = create_app(chosen, executor, store, last_status=last_status)
     try:
         async with listening(app, chosen, at_port=at_port) as api:
             yield api

@@ -35,9 +35,7 @@ def test_any_other_address_is_refused_without_keys(host: str) -> None:
     settings.check_reachable(has_keys=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("port", 70000), ("threads", -1), ("executor", "cloud")]
-)
+@pytest.mark.parametrize(("name", "value"), [("port", 70000), ("threads", -1), ("dtype", "float8")])
 def test_an_invalid_value_is_refused(name: str, value: object) -> None:
     with pytest.raises(SettingsError, match=name):
         Settings.from_sources({name: value}, {})

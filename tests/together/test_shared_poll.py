@@ -8,7 +8,7 @@ import pytest
 import tinkex
 from serving import TINY, Server
 from tinkex import SamplingParams, types
-from tinkex.client.http import polling
+from tinkex.client.http import shared_poll
 from tinkex.client.sampling import draw
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
@@ -16,7 +16,7 @@ PROMPT = types.ModelInput.from_ints([5, 6, 7])
 
 @pytest.fixture(autouse=True)
 def _always_share_polls(monkeypatch):
-    monkeypatch.setattr(polling, "MAX_SELF_POLLING", 0)
+    monkeypatch.setattr(shared_poll, "MAX_SELF_POLLING", 0)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from tinkex.cli.errors import CommandFailed, missing_package
 from tinkex.cli.merge import adapter_config, named_base
 from tinkex.cli.output import examples, report, size
 from tinkex.cli.service_options import progress_bar, rest_client, service_options
+from tinkex.durable_files import replace_folder
 from tinkex.models.weight_file_checks import MAX_HEADER_BYTES
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -178,17 +179,12 @@ def downloaded(path: str, target: Path) -> Iterator[Path]:
 def replacing(target: Path) -> Iterator[Path]:
     """A new folder that takes the place of `target` when it is complete."""
     target = target.absolute()
-    part, old = (target.with_name(f".{target.name}.{end}") for end in ("part", "old"))
+    part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
         yield part
-        # The old folder is deleted only when the new one is in its place.
-        if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            target.rename(old)
-        part.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
+        replace_folder(part, target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

@@ -63,9 +63,6 @@ REQUIRED_PACKAGES = [
     type=click.Choice(["auto", "float32", "bfloat16"]),
     help="Data type of the base model.  [default: auto]",
 )
-@click.option(
-    "--executor", type=click.Choice(["local"]), help="Where engines run.  [default: local]"
-)
 @click.option("--threads", type=int, help="Compute threads of an engine.  [default: automatic]")
 @click.option(
     "--memory-gb",

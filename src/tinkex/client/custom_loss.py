@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, TypeAlias, TypeVar, Union
 from tinkex.client import loss_tracing, user_warnings, validation
 from tinkex.client.batching import merge
 from tinkex.client.futures import Promise
-from tinkex.client.http.polling import ExpectedResult, QueueLog
+from tinkex.client.http.polling import ExpectedResult
+from tinkex.client.observe.queue_states import QueueLog
 from tinkex.client.submission import Accepted, StepSubmitter, pass_parts, pass_result
 from tinkex.extras import needs
 from tinkex.wire.custom_loss import (

@@ -27,11 +27,13 @@ from tinkex.client.errors import (
 )
 from tinkex.client.futures import Promise
 from tinkex.client.http.backpressure import ClientQueue, input_bytes
-from tinkex.client.http.polling import ExpectedResult, QueueObserver, SharedPoll, subject_of
+from tinkex.client.http.polling import ExpectedResult
 from tinkex.client.http.retry import RetryConfig, is_retryable, is_user_error, retrying
+from tinkex.client.http.shared_poll import SharedPoll
 from tinkex.client.http.transport import Kind, Request
 from tinkex.client.observe import instrumentation
 from tinkex.client.observe.instrumentation import Operation
+from tinkex.client.observe.queue_states import QueueObserver, subject_of
 from tinkex.client.observe.waiting import Limit
 from tinkex.client.sample_stream import PartialOutput, answers_all, open_stream
 from tinkex.client.session import Session, closed_error

@@ -14,8 +14,8 @@ from urllib.parse import quote
 from tinkex import display
 from tinkex.client import sampler_pickling, tokenizer, validation
 from tinkex.client.futures import Promise, as_written, awaits, refuse_to_block, waits
-from tinkex.client.http.polling import QueueLog
 from tinkex.client.http.retry import RetryConfig
+from tinkex.client.observe.queue_states import QueueLog
 from tinkex.client.observe.telemetry import Telemetry
 from tinkex.client.sample_queue import RetryHandler, SampleQueue
 from tinkex.client.sample_stream import PartialOutput, SampleStream

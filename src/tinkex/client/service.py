@@ -10,9 +10,10 @@ from tinkex.client import custom_loss, user_warnings
 from tinkex.client.auth.token_exchange import with_other_key
 from tinkex.client.connection import Connection
 from tinkex.client.futures import Promise, awaits, refuse_to_block, waits
-from tinkex.client.http.polling import ExpectedResult, QueueLog
+from tinkex.client.http.polling import ExpectedResult
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.http.transport import Kind
+from tinkex.client.observe.queue_states import QueueLog
 from tinkex.client.rest import RestClient
 from tinkex.client.sampling import SamplingClient
 from tinkex.client.session import CloseStatus, Session, closed_error

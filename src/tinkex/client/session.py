@@ -35,9 +35,10 @@ from tinkex.client.connection import (
 )
 from tinkex.client.errors import APIConnectionError, APIStatusError, TinkerError
 from tinkex.client.futures import Promise, settle
-from tinkex.client.http.polling import ExpectedResult, QueueObserver
+from tinkex.client.http.polling import ExpectedResult
 from tinkex.client.http.transport import Kind, Request
 from tinkex.client.observe import instrumentation
+from tinkex.client.observe.queue_states import QueueObserver
 from tinkex.client.observe.telemetry import Telemetry
 from tinkex.client.observe.waiting import Limit
 from tinkex.client.settings import LOCAL, PROTOCOL_VERSION, Settings

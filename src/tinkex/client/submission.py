@@ -30,11 +30,12 @@ from tinkex.client.batching import datum_bytes, split_batch
 from tinkex.client.connection import Connection
 from tinkex.client.errors import APIStatusError, BadRequestError, UnprocessableEntityError
 from tinkex.client.futures import Promise
-from tinkex.client.http.polling import ExpectedResult, QueueLog
+from tinkex.client.http.polling import ExpectedResult
 from tinkex.client.http.retry import is_retryable
 from tinkex.client.http.transport import Kind
 from tinkex.client.http.typed_requests import decode
 from tinkex.client.observe import instrumentation
+from tinkex.client.observe.queue_states import QueueLog
 from tinkex.client.session import Session, closed_error
 from tinkex.extras import needs
 from tinkex.wire.base import Payload

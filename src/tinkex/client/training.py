@@ -11,10 +11,11 @@ from tinkex import display
 from tinkex.client import custom_loss, tokenizer, user_warnings, validation
 from tinkex.client.batching import merge
 from tinkex.client.futures import Promise, awaits, refuse_to_block, submits, waits
-from tinkex.client.http.polling import ExpectedResult, QueueLog
+from tinkex.client.http.polling import ExpectedResult
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.http.transport import Kind
 from tinkex.client.observe.instrumentation import operation_name
+from tinkex.client.observe.queue_states import QueueLog
 from tinkex.client.sampling import SamplingClient, open_sampler
 from tinkex.client.session import Session
 from tinkex.client.submission import Part, StepSubmitter, pass_parts, pass_result

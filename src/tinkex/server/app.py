@@ -35,7 +35,6 @@ from tinkex.server.api.auth import (
     CONSOLE_PAGES,
     Authentication,
     Authenticator,
-    Signer,
     Tokens,
 )
 from tinkex.server.api.bodies import BodyBudgets, ReleaseBodyMemory
@@ -45,11 +44,12 @@ from tinkex.server.executor import Executor
 from tinkex.server.maintenance.cleanup import Cleanup
 from tinkex.server.request_metrics import CountRequests, HttpCounts
 from tinkex.server.scheduler.result_waiters import Futures
+from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.scheduler.session_status import SessionTimeouts
 from tinkex.server.scheduling import scheduling
 from tinkex.server.settings import Settings
 from tinkex.server.store import Quota, Store
-from tinkex.server.store.server_secrets import LINKS, TOKENS
+from tinkex.server.store.server_secrets import TOKENS
 
 #: Starlette tries routes in order, so the most frequent come first.
 ROUTERS = (
@@ -94,7 +94,9 @@ async def one_machine(
 ) -> AsyncIterator[Parts]:
     """A server that is alone on its database, with its scheduler and engines."""
     results = Futures(store, retention_s=settings.result_kept_s)
-    async with scheduling(settings, executor, store, results, last_status=last_status) as scheduler:
+    async with scheduling(
+        Scheduler.of, settings, executor, store, results, last_status=last_status
+    ) as scheduler:
         session_timeouts = SessionTimeouts(store, scheduler, grace_s=settings.session_grace_s)
         context = Context(
             settings=settings,
@@ -103,7 +105,6 @@ async def one_machine(
             futures=results,
             scheduler=scheduler,
             session_timeouts=session_timeouts,
-            signer=Signer(store.secrets[LINKS]),
         )
         cleanup = Cleanup(settings=settings, store=store, scheduler=scheduler, futures=results)
         await session_timeouts.start()

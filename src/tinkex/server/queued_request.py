@@ -34,8 +34,8 @@ class Cause(enum.StrEnum):
     """Why a step failed; also the `cause` column of its row."""
 
     WORK = "work"  # it ran and failed, or was refused for its content
-    # An optim_step after a failed forward_backward. The value is stored in the database, where
-    # rows of tinkex 0.1 have it too; so it keeps its original spelling.
+    # An optim_step after a failed forward_backward. Rows of older servers have this value too, so it
+    # keeps its original spelling.
     INCOMPLETE_GRADIENTS = "spoiled"
     GAP = "gap"  # an earlier number never arrived
     LATE = "late"  # it arrived after its gap was closed

@@ -1,7 +1,8 @@
 """The scheduler of a process with engines, on one machine or in a cluster, and what it needs."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from tinkex.server.activity import ActivityLog
 from tinkex.server.executor import Executor
@@ -11,29 +12,32 @@ from tinkex.server.scheduler.crash_files import CrashFiles
 from tinkex.server.scheduler.result_waiters import Futures
 from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.settings import Settings
-from tinkex.server.store import Ownership, Store
+from tinkex.server.store import Store
+
+S = TypeVar("S", bound=Scheduler)
 
 
 @asynccontextmanager
 async def scheduling(
+    make: Callable[..., S],
     settings: Settings,
     executor: Executor,
     store: Store,
     results: Futures,
     *,
     last_status: int,
-    ownership: Ownership | None = None,
-) -> AsyncIterator[Scheduler]:
+) -> AsyncIterator[S]:
     """
     A scheduler that the caller starts and closes: requests run in between.
 
+    `make` is `of` of its class, with the arguments that only this class has.
     `last_status` is the exit status of the last process on this data folder.
     """
     base_checks = BaseModelChecks(
         store, executor.served, folder=settings.folder, accept=settings.accept_changed_base
     )
     crash_files = CrashFiles(settings.folder)
-    scheduler = Scheduler.of(
+    scheduler = make(
         settings,
         store=store,
         executor=executor,
@@ -41,7 +45,6 @@ async def scheduling(
         crash_files=crash_files,
         last_status=last_status,
         base_checks=base_checks,
-        ownership=ownership,
     )
     disk_monitor = DiskMonitor(settings, store)
     activity = ActivityLog(executor, scheduler, every_s=settings.activity_s)

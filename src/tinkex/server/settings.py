@@ -11,13 +11,14 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
 from tinkex.local.registry import default_data_folder
+from tinkex.server.prices import Prices
 
 MEBIBYTE = 2**20
 GIGABYTE = 10**9
@@ -37,7 +38,6 @@ EXAMPLES = {bool: "true", int: "8", float: "1.5", str: '"text"', tuple: '["text"
 #: Settings with a fixed set of values.
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
-    "executor": ("local",),
     "log_level": ("info", "debug"),
 }
 
@@ -89,8 +89,6 @@ class Settings:
     rank_timeout_s: float = 300.0
     #: Number format of the base model: auto, float32 or bfloat16.
     dtype: str = "auto"
-    #: Where engines run; the only choice is `local`.
-    executor: str = "local"
     #: CPU threads per engine; 0 lets the engine choose.
     threads: int = 0
     #: Identical requests give bit-identical results, at some cost in speed.
@@ -366,44 +364,6 @@ class Settings:
         values["models"] = tuple(values["models"])
         values["prices"] = tuple(values["prices"])
         return cls(**values)
-
-
-#: Hours in a month, for storage prices.
-HOURS_PER_MONTH = 730.0
-#: The price entry for base models without an entry of their own.
-ANY_MODEL = "*"
-#: Priced token kinds, in the order of a price entry.
-PRICED_TOKENS = ("training", "prefill", "cached", "sampled")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prices:
-    """US dollars per million tokens, by base model and token kind."""
-
-    by_model: Mapping[str, Mapping[str, float]]
-
-    @classmethod
-    def parse(cls, entries: Iterable[str]) -> Self:
-        """Parse `BASE=USD` or `BASE=TRAINING/PREFILL/CACHED/SAMPLED` entries; may raise ValueError."""
-        by_model = {}
-        for entry in entries:
-            # A model name may contain any character, so split at the last `=`.
-            name, _, text = entry.rpartition("=")
-            try:
-                numbers = [float(part) for part in text.split("/")]
-            except ValueError:
-                numbers = []
-            if len(numbers) == 1:
-                numbers *= len(PRICED_TOKENS)
-            if not name or len(numbers) != len(PRICED_TOKENS) or not all(n >= 0 for n in numbers):
-                raise ValueError(f"{entry!r} is not a price")
-            by_model[name] = dict(zip(PRICED_TOKENS, numbers, strict=True))
-        return cls(by_model=by_model)
-
-    def rate(self, base_model: str, kind: str) -> float | None:
-        """US dollars per million tokens; None without a price."""
-        found = self.by_model.get(base_model, self.by_model.get(ANY_MODEL))
-        return None if found is None else found[kind]
 
 
 def _config_file(given: str | None, data: str) -> Path | None:

@@ -6,6 +6,7 @@ has no supervisor: whoever started it (systemd, Kubernetes, Ray) starts it again
 """
 
 import asyncio
+import functools
 import hashlib
 import logging
 import os
@@ -24,6 +25,7 @@ from tinkex.models.resolve import ModelSource, resolve
 from tinkex.server import process_setup
 from tinkex.server.cluster.known_workers import LOOK_S
 from tinkex.server.cluster.worker import PublishedResults, Worker
+from tinkex.server.cluster.worker_scheduler import WorkerScheduler
 from tinkex.server.engine_process import LocalExecutor
 from tinkex.server.executor import EngineRefused, Executor
 from tinkex.server.folder_lock import lock_folder
@@ -146,13 +148,13 @@ async def running_worker(
     """A worker with its scheduler, from start to end. Its executor has one base model."""
     results = PublishedResults(store)
     async with scheduling(
+        functools.partial(WorkerScheduler.of, ownership=store.ownership(name)),
         settings,
         executor,
         store,
         results,
         # Whoever started the last process does not say how it ended.
         last_status=-signal.SIGKILL,
-        ownership=store.ownership(name),
     ) as scheduler:
         worker = Worker(
             name,

@@ -117,8 +117,8 @@ class TrainingRun(LenientModel):
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: dict[str, str] | None = None
     # Only a tinkex server sends these, and only to the owner of the run.
-    #: Optimizer steps so far. In a run that began on a server of tinkex 0.1, those since the
-    #: upgrade.
+    #: Optimizer steps so far. In a run that began on a server that did not count them, those since
+    #: its upgrade.
     steps: int | None = None
     #: The loss of the last step, per token.
     last_loss: float | None = None

@@ -14,7 +14,7 @@ import pytest
 from qa.fuzz.hostile_images import png, write_processor
 from server.echo import BASE, EchoExecutor
 from server.hosting import Api, hosted
-from tinkex.server.settings import Prices
+from tinkex.server.prices import Prices
 from tinkex.server.store import open_store
 from tinkex.wire.codec import encode_json
 from tinkex.wire.inputs import Datum, EncodedTextChunk, ImageChunk, ModelInput

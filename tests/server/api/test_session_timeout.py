@@ -121,7 +121,7 @@ async def test_heartbeats_requests_and_waiting_work_keep_a_session_alive(tmp_pat
         session_timeouts.last_request_s[asking] = time.monotonic()
         await session_timeouts.check()
         assert freed == [silent]
-        assert await store.sessions.lapsed_sessions() == [silent]
+        assert await store.sessions.timed_out_sessions() == [silent]
         # The state survives a restart, and ends when the client sends a request.
         again = SessionTimeouts(store, Unloads(), grace_s=1800.0)  # type: ignore[arg-type]
         await again.start()
@@ -129,6 +129,6 @@ async def test_heartbeats_requests_and_waiting_work_keep_a_session_alive(tmp_pat
         again.revive(silent)
         await again.close()
         await store.sessions.finish_session(asking, "success", None)
-        assert await store.sessions.lapsed_sessions() == []
+        assert await store.sessions.timed_out_sessions() == []
     finally:
         store.close()

@@ -385,9 +385,9 @@ async def test_work_at_another_web_process_keeps_a_session(db: str, tmp_path: Pa
             await asyncio.sleep(0.8)
         assert first.app is not None
         store = first.app.state.context.store
-        assert await store.sessions.lapsed_sessions() == []
+        assert await store.sessions.timed_out_sessions() == []
         end_s = time.monotonic() + 20
-        while await store.sessions.lapsed_sessions() != [session]:
+        while await store.sessions.timed_out_sessions() != [session]:
             assert time.monotonic() < end_s
             await asyncio.sleep(0.2)
         for web in (first, second):
@@ -396,7 +396,7 @@ async def test_work_at_another_web_process_keeps_a_session(db: str, tmp_path: Pa
             await until_async(lambda: session in timeouts.timed_out)  # noqa: B023
         # And it comes back.
         await second.passed(await second.forward_backward(model, 8))
-        while await store.sessions.lapsed_sessions():
+        while await store.sessions.timed_out_sessions():
             assert time.monotonic() < end_s
             await asyncio.sleep(0.2)
 

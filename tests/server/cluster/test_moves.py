@@ -19,7 +19,7 @@ from tinkex.server.cluster.moves import RemoteCopy, choose_move
 from tinkex.server.cluster.remote_scheduler import RemoteScheduler
 from tinkex.server.queued_request import QueuedRequest
 from tinkex.server.scheduler import moves as scheduler_moves
-from tinkex.server.scheduler.model_worker import ModelState
+from tinkex.server.scheduler.model_states import ModelState
 from tinkex.server.store.workers import UP, WorkerRow
 from tinkex.wire.proto.frames_pb2 import Done, Order
 from waiting import until_async
@@ -416,7 +416,7 @@ async def test_a_copy_reads_the_log_once_and_no_payload_by_itself(
 
         monkeypatch.setattr(requests, "payload", counted)
         # Without a snapshot, the whole log is run.
-        cluster.state(model).steps_since_snapshot = 0
+        cluster.state(model).snapshots.steps = 0
         assert await cluster.begin_move(model)
         assert (
             cluster.executors[cluster.there].tasks("optim_step") == ["optim_step"] * training.steps

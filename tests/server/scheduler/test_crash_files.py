@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import signal
 import socket
@@ -105,6 +106,21 @@ async def test_a_step_that_crashed_the_web_process_does_not_run_in_a_batch(tmp_p
         await api.passed(third)
     assert "the web process crashed together with it" in failed["error"]
     assert len(executor.ran) == 4  # the creation and three passes
+
+
+async def test_requests_that_wait_have_an_attempt_more_after_a_crash(tmp_path: Path) -> None:
+    executor = EchoExecutor()
+    async with hosted(executor, tmp_path) as api:
+        model = await api.model()
+        executor.open.clear()
+        waiting = await api.forward_backward(model, 1)
+    CrashFiles(tmp_path).start()  # as a process that has no time to delete the file
+    async with hosted(executor, tmp_path, last_status=-signal.SIGSEGV) as api:
+        assert api.app
+        assert await api.app.state.context.store.attempts.counted() == {BASE: {waiting: 1}}
+        executor.open.set()
+        await api.passed(waiting)
+    gc.collect()  # a coroutine that was not awaited is a warning then
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import pytest
 from server.echo import EchoExecutor
 from server.hosting import hosted
 from server.scheduler.test_snapshots import before_snapshots
-from tinkex.server.scheduler.recovery import is_worth_writing, replay_worth_s
+from tinkex.server.scheduler.model_states import is_worth_writing, replay_worth_s
 from tinkex.wire.proto.frames_pb2 import Done, Order
 
 GIB = 2**30

@@ -1,6 +1,7 @@
 """Committed requests run, whatever happens between the commit and the scheduler."""
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import Awaitable, Callable
@@ -393,3 +394,16 @@ async def test_a_request_that_failed_for_now_takes_no_memory(tmp_path: Path) -> 
         await api.step("unload_model", model_id=model)
         await failed.wait()
         await until_async(lambda: scheduler._execution.payloads._kept_bytes == 0)
+
+
+async def test_a_model_that_cannot_be_opened_leaves_nothing_in_memory(tmp_path: Path) -> None:
+    """On a worker, this is each model that another one has by then."""
+    async with hosted(EchoExecutor(), tmp_path, janitor_s=0) as api:
+        model = await api.model()
+        assert api.app
+        states = api.app.state.context.scheduler._models
+        await states.open(model)
+        with pytest.raises(LookupError):
+            await states.open("deleted:train:0")
+        gc.collect()
+        assert list(states._opening) == []

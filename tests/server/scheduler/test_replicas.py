@@ -236,7 +236,7 @@ async def test_a_model_moves_while_it_trains(
 
         monkeypatch.setattr(LocalCopy, "take_over", counted)
         assert await there.move_here(state)
-        assert state.home is there
+        assert state.engine is there
         # While it paused, the copy ran less than two steps.
         assert [ran.count("optim_step") <= 1 for ran in paused] == [True]
         assert await running == 2.0**45 - 1
@@ -264,7 +264,7 @@ async def test_a_copy_that_runs_its_log_in_pieces_has_all_of_it_in_the_end(
         here, there = api.app.state.context.scheduler.replicas(BASE).engines
         assert await train(api, model, 1, 10) == 2.0**10 - 1
         # Without a snapshot, the whole log is run.
-        here.models[model].steps_since_snapshot = 0
+        here.models[model].snapshots.steps = 0
         assert await there.move_here(here.models[model])
         assert executor.engines[1].tasks("optim_step") == ["optim_step"] * 10
         assert await train(api, model, 21, 1) == 2.0**11 - 1

@@ -122,12 +122,12 @@ async def test_a_snapshot_is_saved_when_nobody_waits_for_it_any_longer(
         assert api.app
         context = api.app.state.context
         state = context.scheduler._models.get(model)
-        waiting = asyncio.create_task(state.home.snapshot_now(state))
+        waiting = asyncio.create_task(state.engine.snapshot_now(state))
         await executor.copied.wait()
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         executor.write.set()
-        await state.snapshot_written()
+        await state.snapshots.written()
         assert await context.store.snapshots.newest(model) is not None
     assert "a background task failed" not in caplog.text
 

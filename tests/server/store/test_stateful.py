@@ -96,7 +96,7 @@ class StoreMachine(Clients, Retention, Keys, Comparing):
         self.create_model(0, 1)
         self.finish_requests([-1], "failed", again=False, beside=False)
         # One client timed out and came back; the other has waiting requests, so it did not.
-        self.mark_lapsed(0.0, 0, comes_back=True)
+        self.mark_timed_out(0.0, 0, comes_back=True)
 
     @rule(seconds=st.sampled_from([10.0, 1000.0, 50_000.0]))
     def wait(self, seconds: float) -> None:

@@ -417,7 +417,7 @@ def test_the_status_of_a_run() -> None:
         "lost": False,
         "has_work": False,
         "session_ended": False,
-        "session_silent": False,
+        "session_timed_out": False,
         "last_step_s": None,
         "now_s": 1000.0,
     }
@@ -425,10 +425,10 @@ def test_the_status_of_a_run() -> None:
         ({}, "idle"),
         ({"last_step_s": 995.0}, "running"),
         ({"last_step_s": 1000.0 - RUNNING_S}, "idle"),
-        ({"last_step_s": 995.0, "session_silent": True}, "idle"),
+        ({"last_step_s": 995.0, "session_timed_out": True}, "idle"),
         ({"last_step_s": 995.0, "session_ended": True}, "finished"),
         ({"has_work": True, "session_ended": True}, "running"),
-        ({"has_work": True, "session_silent": True}, "running"),
+        ({"has_work": True, "session_timed_out": True}, "running"),
         ({"lost": True, "has_work": True}, "failed"),
     ]
     for changed, status in cases:

@@ -27,6 +27,7 @@ from tinkex import file_locks
 from tinkex.client.errors import APIStatusError
 from tinkex.client.files.file_download import DownloadFailed, Fetcher, FileInfo, Links, Stopped
 from tinkex.client.futures import refuse_to_block
+from tinkex.durable_files import replace_folder
 from tinkex.tracebacks import ends_at_caller
 from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
 
@@ -157,7 +158,8 @@ def _download(
             ready = part / "unpacked"
         else:
             ready = part / "files"
-        _put_in_place(ready, folder, part, overwrite)
+        check_target(folder, overwrite)  # again: the download may have taken a long time
+        replace_folder(ready, folder)
     shutil.rmtree(part, ignore_errors=True)
     return folder
 
@@ -385,20 +387,6 @@ def _unpack(archive: Path, folder: Path) -> None:
         raise DownloadFailed(
             f"The downloaded archive is damaged ({error}). It was deleted; download it again."
         ) from error
-
-
-def _put_in_place(ready: Path, folder: Path, part: Path, overwrite: bool) -> None:
-    check_target(folder, overwrite)  # again: the download may have taken a long time
-    if folder.is_dir():
-        old = part / f"replaced-{uuid.uuid4().hex[:8]}"
-        folder.rename(old)
-        try:
-            ready.rename(folder)
-        except OSError:
-            old.rename(folder)
-            raise
-    else:
-        ready.rename(folder)
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from typing import TypeVar
 
 from tinkex.client.errors import (
     APIConnectionError,
+    APIError,
     APIResponseValidationError,
     APIStatusError,
 )
@@ -41,6 +42,8 @@ T = TypeVar("T")
 MAX_RETRY_AFTER_S = 24 * 3600.0
 #: Damaged responses to one request that are retried.
 MAX_GARBLED = 3
+#: For a shared back-off, polls wait at most this long, and so do calls with a shorter `give_up_s`.
+LONG_WAIT_S = 60.0
 
 
 class NotYet(Exception):
@@ -175,6 +178,13 @@ def retry_after_s(headers: Mapping[str, str], *, now: datetime) -> float | None:
     if seconds is None or not seconds > 0:
         return None
     return min(seconds, MAX_RETRY_AFTER_S)
+
+
+def requested_delay_s(error: APIError, now: datetime) -> float | None:
+    """The delay that the response asks for (Retry-After); None if it has none."""
+    if isinstance(error, APIStatusError):
+        return retry_after_s(error.response.headers, now=now)
+    return None
 
 
 def _number(text: str) -> float | None:

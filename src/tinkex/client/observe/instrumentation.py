@@ -356,3 +356,8 @@ def measured(name: str, tracing: Tracing | None, about: str) -> Iterator[None]:
 def operation_name(request_type: str) -> str:
     """`ForwardBackward`, the server's name, is `forward_backward` for users."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", request_type).lower()
+
+
+def endpoint(path: str) -> str:
+    """The metric name of a path: its first segment, without ids."""
+    return path.partition("?")[0].partition("/")[0]

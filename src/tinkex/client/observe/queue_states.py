@@ -6,16 +6,34 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from tinkex.client.background_loop import after_fork
 
-__all__ = ["QueueState", "Watch", "on_queue_state", "paused", "publish"]
+if TYPE_CHECKING:
+    from tinkex.client.observe.telemetry import Telemetry
+
+__all__ = [
+    "QueueLog",
+    "QueueObserver",
+    "QueueState",
+    "Watch",
+    "on_queue_state",
+    "paused",
+    "publish",
+    "queue_reason",
+    "subject_of",
+]
 
 log = logging.getLogger("tinkex.queue")
 
 #: Maximum number of paused subjects that are kept.
 MAX_SUBJECTS = 1000
+#: For servers that send a state without a reason.
+QUEUE_REASONS = {
+    "paused_rate_limit": "a rate limit of this account was reached",
+    "paused_capacity": "the service is short of capacity",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,3 +126,45 @@ def paused() -> list[QueueState]:
     """Everything that is paused now."""
     with _lock:
         return list(_paused.values())
+
+
+class QueueObserver(Protocol):
+    """Notified when the queue state of a request changes."""
+
+    def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None: ...
+
+
+def subject_of(observer: object) -> str:
+    """What waits, in the words of the log: `Training of m`."""
+    return str(getattr(observer, "subject", "A request"))
+
+
+def queue_reason(state: str, reason: str | None) -> str:
+    """The reason that the service gave, or a default one."""
+    unnamed = f"queue state {state[:64]!r}, without a reason"
+    return reason or QUEUE_REASONS.get(state, unnamed)
+
+
+class QueueLog:
+    """
+    The default observer: publishes changes of the queue state to `on_queue_state` callbacks.
+
+    They are also counted in the telemetry of the session.
+    """
+
+    def __init__(
+        self, subject: str, *, telemetry: Callable[[], Telemetry | None] = lambda: None
+    ) -> None:
+        self.subject = subject
+        self._telemetry = telemetry
+        self._known: tuple[str, str | None] = ("active", None)
+
+    def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
+        reason = None
+        if queue_state != "active":
+            reason = queue_reason(queue_state, queue_state_reason)
+        if (queue_state, reason) != self._known:
+            self._known = (queue_state, reason)
+            if telemetry := self._telemetry():
+                telemetry.record_queue_state(queue_state)
+            publish(QueueState(subject=self.subject, state=queue_state, reason=reason))

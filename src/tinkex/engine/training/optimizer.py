@@ -44,8 +44,8 @@ SAFE_GRADIENT = 1e15
 
 
 #: Elements of a vector that are processed at a time: 128 MB in float64. A norm that is summed in
-#: several parts has other last bits. Most adapters are smaller than this, so their norms are equal
-#: to those of version 0.1.
+#: several parts has other last bits. Most adapters are smaller than this, so their norms are those
+#: of one sum.
 PART_ELEMENTS = 2**24
 #: The same for dimuon, which needs about six copies of the matrices.
 STACK_ELEMENTS = 2**22

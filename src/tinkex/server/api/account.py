@@ -16,7 +16,7 @@ from tinkex.server.api.deps import context_of, json_response
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.response_limits import bounded, report
 from tinkex.server.api.sessions import metadata_as_text
-from tinkex.server.settings import HOURS_PER_MONTH, Prices
+from tinkex.server.prices import HOURS_PER_MONTH, Prices
 from tinkex.server.store.events import MAX_ENTRIES, AuditEntry
 from tinkex.server.store.request_rows import CACHED, HOUR_S, SAMPLED, TRAINING
 from tinkex.server.store.usage import StoredCheckpoint, UsageRow

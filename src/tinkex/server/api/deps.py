@@ -26,6 +26,7 @@ from tinkex.server.scheduler.scheduler_port import SchedulerPort
 from tinkex.server.scheduler.session_status import SessionTimeouts
 from tinkex.server.settings import Settings, is_loopback
 from tinkex.server.store import Model, Sampler, Session, Store, Version
+from tinkex.server.store.server_secrets import LINKS
 from tinkex.wire.codec import JSON_TYPE, encode_json
 from tinkex.wire.sdk_versions import SdkVersion
 
@@ -108,12 +109,12 @@ class Context:
     futures: Futures
     scheduler: SchedulerPort
     session_timeouts: SessionTimeouts
-    #: Signs links to files and traces.
-    signer: Signer
     #: Whether other web processes change the same rows.
     shared: bool = False
     #: Of the served models, for OpenAI's routes.
     tokenizers: Tokenizers = field(init=False, default_factory=Tokenizers)
+    #: Signs links to files and traces.
+    signer: Signer = field(init=False)
     _sessions: Cache[Session] = field(init=False)
     _models: Cache[Model] = field(init=False)
     _samplers: Cache[Sampler] = field(init=False)
@@ -121,6 +122,7 @@ class Context:
     def __post_init__(self) -> None:
         max_age_s = SHARED_SESSION_TTL_S if self.shared else None
         sessions = Cache(self.store.sessions.session, max_age_s=max_age_s)
+        object.__setattr__(self, "signer", Signer(self.store.secrets[LINKS]))
         object.__setattr__(self, "_sessions", sessions)
         object.__setattr__(self, "_models", Cache(self.store.models.model))
         object.__setattr__(self, "_samplers", Cache(self.store.models.sampler))

@@ -62,23 +62,32 @@ async def create_model(request: Request, message: CreateModelRequest) -> Respons
         user_metadata=message.user_metadata,
         created_s=time.time(),
     )
-    new = QueuedRequest(
-        owner=model.owner,
-        kind=Kind.CREATE_MODEL,
-        base_model=base.name,
-        payload=encode_json(message),
-        session_id=session.session_id,
-        model_id=model.model_id,
-        seq_id=0,
+    return await create_with_first_step(
+        request, model, message.model_seq_id, Kind.CREATE_MODEL, encode_json(message)
     )
-    return await create_with_first_step(request, model, message.model_seq_id, new)
 
 
 async def create_with_first_step(
-    request: Request, model: Model, number: int, new: QueuedRequest
+    request: Request,
+    model: Model,
+    number: int,
+    kind: Kind,
+    payload: bytes,
+    *,
+    version_id: str | None = None,
 ) -> Response:
     """Store a model with its first step, or find the first one; returns the request id."""
     context = context_of(request)
+    new = QueuedRequest(
+        owner=model.owner,
+        kind=kind,
+        base_model=model.base_model,
+        payload=payload,
+        session_id=model.session_id,
+        model_id=model.model_id,
+        seq_id=0,
+        version_id=version_id,
+    )
     first = await accept(
         request,
         new,

@@ -17,8 +17,7 @@ from tinkex.server.api.deps import (
     readable_checkpoint,
 )
 from tinkex.server.api.errors import Refusal
-from tinkex.server.api.prompt_tokens import count_tokens
-from tinkex.server.api.submit import FUTURE, accept, future_response
+from tinkex.server.api.submit import FUTURE, accept, count_tokens, future_response
 from tinkex.server.queued_request import Kind, QueuedRequest
 from tinkex.server.scheduler.checkpoints import refuse_external
 from tinkex.server.scheduler.replicas import PREFIX_TOKENS

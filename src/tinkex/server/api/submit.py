@@ -12,24 +12,27 @@ use the number again; if it continues with the next number, the refused step cou
 the same reason. Unknown models and limits (404, 410, 429) are not failures of a step.
 """
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tinkex.models.image_header import ImageRefused
+from tinkex.models.patch_rules import PatchRules
 from tinkex.server.api.auth import caller_of
 from tinkex.server.api.bodies import (
     RECEIVED_BODY,
     MessageRoute,
+    in_decode_slot,
     read_body,
     read_data,
     release_memory,
 )
 from tinkex.server.api.deps import Context, context_of, describe_body, json_response
 from tinkex.server.api.errors import Refusal
-from tinkex.server.api.prompt_tokens import count_tokens
 from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.server.scheduler.fairness import Limits, over_limit, server_full
 from tinkex.server.scheduler.result_waiters import load_of
@@ -43,6 +46,7 @@ from tinkex.wire.checkpoints import (
 from tinkex.wire.codec import PROTOBUF_TYPE, decode_forward_json, decode_json, encode_json
 from tinkex.wire.errors import UserFailure, WireError
 from tinkex.wire.futures import UntypedAPIFuture
+from tinkex.wire.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from tinkex.wire.malformed_steps import StepId, step_id_in_json, step_id_in_protobuf
 from tinkex.wire.protobuf import decode_forward_backward_request, encode_forward_backward_request
 from tinkex.wire.redaction import redact
@@ -145,6 +149,45 @@ def future_response(new: QueuedRequest, first: QueuedRequest) -> Response:
 def sequence_ids(first: QueuedRequest) -> list[str]:
     """The ids of a sample's sequences, which are known before the sequences exist."""
     return [f"{first.request_id}-{index}" for index in range(first.sequences)]
+
+
+async def count_tokens(request: Request, base_model: str, prompts: Sequence[ModelInput]) -> int:
+    """
+    The tokens of text, and of images as the engine will place them.
+
+    For limits and usage. The sender's `expected_tokens` is not used. A prompt that the engine will
+    refuse may have fewer.
+    """
+    if not any(isinstance(chunk, ImageChunk) for prompt in prompts for chunk in prompt.chunks):
+        return _text_tokens(prompts)
+    served = context_of(request).executor.served
+    folder = next((model.folder for model in served if model.name == base_model), None)
+    # A JPEG file may have its size behind a thousand other parts.
+    return await in_decode_slot(request, lambda: _text_tokens(prompts) + _images(folder, prompts))
+
+
+def _text_tokens(prompts: Sequence[ModelInput]) -> int:
+    return sum(
+        chunk.length
+        for prompt in prompts
+        for chunk in prompt.chunks
+        if isinstance(chunk, EncodedTextChunk)
+    )
+
+
+def _images(folder: Path | None, prompts: Sequence[ModelInput]) -> int:
+    if folder is None:
+        return 0
+    try:
+        rules = PatchRules.read(folder)
+        return sum(
+            rules.count(chunk.data, chunk.format)
+            for prompt in prompts
+            for chunk in prompt.chunks
+            if isinstance(chunk, ImageChunk)
+        )
+    except ImageRefused:
+        return 0
 
 
 class StepRoute(MessageRoute):

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from tinkex.server.api.auth import caller_of
 from tinkex.server.api.deps import context_of
 from tinkex.server.api.response_limits import bounded, report
-from tinkex.server.settings import Prices
+from tinkex.server.prices import Prices
 from tinkex.server.store.keys import key_state
 from tinkex.server.store.request_rows import CACHED, HOUR_S, PREFILL, SAMPLED, TRAINING
 from tinkex.server.store.usage import KeyLabel, KeyUsage

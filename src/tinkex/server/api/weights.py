@@ -15,7 +15,7 @@ from tinkex.server.api.deps import Context, context_of, json_response, readable_
 from tinkex.server.api.errors import Refusal
 from tinkex.server.api.models import create_with_first_step
 from tinkex.server.api.submit import StepRoute, accept_step
-from tinkex.server.queued_request import Kind, QueuedRequest
+from tinkex.server.queued_request import Kind
 from tinkex.server.scheduler.checkpoints import check_ttl, refuse_external
 from tinkex.server.store import (
     Model,
@@ -123,17 +123,14 @@ async def _create_model_from(
         user_metadata=message.user_metadata,
         created_s=time.time(),
     )
-    new = QueuedRequest(
-        owner=model.owner,
-        kind=Kind.LOAD_WEIGHTS,
-        base_model=model.base_model,
-        payload=_without_token(message),
-        session_id=session.session_id,
-        model_id=model.model_id,
-        seq_id=0,
+    return await create_with_first_step(
+        request,
+        model,
+        message.model_seq_id,
+        Kind.LOAD_WEIGHTS,
+        _without_token(message),
         version_id=version.version_id,
     )
-    return await create_with_first_step(request, model, message.model_seq_id, new)
 
 
 @router.post("/weights_info")

@@ -7,10 +7,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tinkex.server.cluster import messages
+from tinkex.server.cluster.worker_scheduler import WorkerScheduler
 from tinkex.server.scheduler.model_copy import ModelCopy
-from tinkex.server.scheduler.model_worker import ModelState
+from tinkex.server.scheduler.model_states import ModelState
 from tinkex.server.scheduler.moves import NOT_MOVED, NotMoved
-from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.scheduler.step_queue import StepQueue
 from tinkex.server.store import Store
 from tinkex.server.store.notifier import Notifier, channel_of
@@ -22,12 +22,13 @@ log = logging.getLogger("tinkex.server.cluster")
 KEPT_S = 5.0
 
 
-class _Copy:
-    """A copy here of a model that another worker has."""
+class _RequestedCopy:
+    """A copy here of a model that another worker has, as long as that asks for it."""
 
     def __init__(self, term: int) -> None:
         self.term = term
-        self.heard_s = time.monotonic()
+        #: When it was last asked for.
+        self.asked_s = time.monotonic()
         #: The number of the last question.
         self.question = 0
         self.copy: ModelCopy | None = None
@@ -52,7 +53,7 @@ class Copies:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: WorkerScheduler,
         store: Store,
         notifier: Notifier,
         *,
@@ -64,7 +65,7 @@ class Copies:
         self._notifier = notifier
         self._kept_s = kept_s
         self._spawn = spawn
-        self._copies: dict[str, _Copy] = {}
+        self._copies: dict[str, _RequestedCopy] = {}
 
     def asked(self, model_id: str, term: int, question: int, home: str) -> None:
         """Another worker wants this copy to have the newest step."""
@@ -77,7 +78,7 @@ class Copies:
         if one is None:
             if self._scheduler.draining or not self._scheduler.may_copy(model_id, term=term):
                 return  # asked again a second later
-            one = self._copies[model_id] = _Copy(term)
+            one = self._copies[model_id] = _RequestedCopy(term)
         if one.is_over:
             return
         if one.term < term:
@@ -85,7 +86,7 @@ class Copies:
             one.term = term
             if one.copy is not None:
                 one.copy.state.term = term
-        one.heard_s, one.question = time.monotonic(), question
+        one.asked_s, one.question = time.monotonic(), question
         if one.running is None:
             one.running = self._spawn(self._catch_up(model_id, one, home))
 
@@ -97,7 +98,7 @@ class Copies:
         """Drop copies that nobody has asked for lately."""
         now_s = time.monotonic()
         for model_id, one in list(self._copies.items()):
-            if one.running is None and now_s - one.heard_s > self._kept_s:
+            if one.running is None and now_s - one.asked_s > self._kept_s:
                 self._drop(model_id, one)
 
     async def take(self, model_id: str) -> ModelCopy | None:
@@ -118,7 +119,7 @@ class Copies:
             if one.running is not None:
                 one.running.cancel()
 
-    async def _catch_up(self, model_id: str, one: _Copy, home: str) -> None:
+    async def _catch_up(self, model_id: str, one: _RequestedCopy, home: str) -> None:
         answered = -1
         try:
             # A question that came meanwhile needs what was not in the log yet.
@@ -142,7 +143,7 @@ class Copies:
     def _answer(self, home: str, item: list[Any]) -> None:
         self._notifier.send(channel_of(home), messages.COPIED, item)
 
-    async def _position(self, model_id: str, one: _Copy) -> int:
+    async def _position(self, model_id: str, one: _RequestedCopy) -> int:
         if one.copy is None:
             model = await self._store.models.model(model_id)
             if model is None:
@@ -151,11 +152,11 @@ class Copies:
             if one.is_over:
                 raise NotMoved("it is not needed any more")
             # The term of its worker: a damaged snapshot is set aside only while that has the model.
-            state = ModelState(model=model, queue=StepQueue(), home=engine, term=one.term)
+            state = ModelState(model=model, queue=StepQueue(), engine=engine, term=one.term)
             one.copy = ModelCopy(state, engine, self._store)
         return await one.copy.catch_up()
 
-    def _drop(self, model_id: str, one: _Copy) -> None:
+    def _drop(self, model_id: str, one: _RequestedCopy) -> None:
         async def drop() -> None:
             try:
                 await one.stopped()

@@ -19,10 +19,10 @@ from typing import Any
 
 from tinkex.server.cluster import messages
 from tinkex.server.cluster.known_workers import LOOK_S, KnownWorkers
+from tinkex.server.cluster.worker_scheduler import WorkerScheduler
 from tinkex.server.queued_request import Kind, QueuedRequest
-from tinkex.server.scheduler.model_worker import ModelState
+from tinkex.server.scheduler.model_states import ModelState
 from tinkex.server.scheduler.moves import NotMoved
-from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.store import Store
 from tinkex.server.store.notifier import Notifier, channel_of
 from tinkex.server.store.workers import WorkerRow
@@ -133,7 +133,7 @@ class Moves:
         name: str,
         base_model: str,
         *,
-        scheduler: Scheduler,
+        scheduler: WorkerScheduler,
         store: Store,
         known: KnownWorkers,
         notifier: Notifier,

@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from tinkex.server.api.auth import Signer
 from tinkex.server.api.deps import Context
 from tinkex.server.app import Parts
 from tinkex.server.cluster.known_workers import KnownWorkers
@@ -14,7 +13,6 @@ from tinkex.server.maintenance.disk_monitor import DiskMonitor
 from tinkex.server.scheduler.session_status import SessionTimeouts
 from tinkex.server.settings import Settings
 from tinkex.server.store import Store
-from tinkex.server.store.server_secrets import LINKS
 
 
 @asynccontextmanager
@@ -34,7 +32,6 @@ async def web_parts(
         futures=results,
         scheduler=scheduler,
         session_timeouts=session_timeouts,
-        signer=Signer(store.secrets[LINKS]),
         shared=True,
     )
 

@@ -17,12 +17,12 @@ from tinkex.server.cluster import messages
 from tinkex.server.cluster.copies import KEPT_S, Copies
 from tinkex.server.cluster.known_workers import LOOK_S, KnownWorkers, plan_homes
 from tinkex.server.cluster.moves import TRAINING_S, Moves
+from tinkex.server.cluster.worker_scheduler import WorkerScheduler
 from tinkex.server.executor import Executor, ServedModel
 from tinkex.server.queued_request import Kind, Outcome, QueuedRequest
 from tinkex.server.retry import PeriodicTask, poll_async
 from tinkex.server.scheduler.result_waiters import CompletionLog, Futures
 from tinkex.server.scheduler.sample_worker import TokenStream
-from tinkex.server.scheduler.scheduler import Scheduler
 from tinkex.server.store import Completion, NotOwner, StorageError, Store
 from tinkex.server.store.notifier import MAX_BYTES, WEB, Notifier, channel_of
 from tinkex.server.store.server_secrets import NOTIFICATIONS
@@ -113,7 +113,7 @@ class Worker:
         *,
         store: Store,
         executor: Executor,
-        scheduler: Scheduler,
+        scheduler: WorkerScheduler,
         results: PublishedResults,
         db_url: str,
         takeover_s: float,

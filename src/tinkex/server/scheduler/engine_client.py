@@ -379,7 +379,7 @@ class EngineClient:
         if counts := dict(self.isolation.lost.counts):
             await stored.set(counts)
         else:
-            await stored.clear(self.base_model, home=self._execution.home)
+            await stored.clear(self.base_model, home=self._execution.worker_name)
 
 
 # -- orders ---------------------------------------------------------------------------------------

@@ -17,11 +17,13 @@ from tinkex.server.scheduler.checkpoints import CheckpointSteps
 from tinkex.server.scheduler.crash_files import CrashFiles
 from tinkex.server.scheduler.engine_client import EngineClient, LostAttempts
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits, TrainingSlots
-from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers
+from tinkex.server.scheduler.model_states import ModelState
+from tinkex.server.scheduler.model_worker import ModelWorkers
 from tinkex.server.scheduler.moves import NOT_MOVED, LocalCopy, move
-from tinkex.server.scheduler.recovery import RebuildQueue, Recovery, Snapshots
+from tinkex.server.scheduler.recovery import RebuildQueue, Recovery
 from tinkex.server.scheduler.results import Execution, failure_outcome
 from tinkex.server.scheduler.sample_worker import SampleWorker
+from tinkex.server.scheduler.snapshots import Snapshots
 from tinkex.wire.codec import encode_json
 from tinkex.wire.training import UnloadModelResponse
 
@@ -43,7 +45,6 @@ class EngineScheduler:
         lost: LostAttempts,
         has_replicas: bool,
         limits: TrainingLimits,
-        on_lost: Callable[[ModelState], None],
         gap_s: float,
         snapshot_steps: int,
         snapshot_bytes: int,
@@ -86,7 +87,6 @@ class EngineScheduler:
             slots=self.slots,
             snapshots=self._snapshots,
             gap_s=gap_s,
-            on_lost=on_lost,
             clock=clock,
         )
         self.samples = SampleWorker(execution, self.client)
@@ -107,8 +107,8 @@ class EngineScheduler:
 
         The engine that had it may still have it in memory.
         """
-        state.home.models.pop(state.model.model_id, None)
-        state.home = self
+        state.engine.models.pop(state.model.model_id, None)
+        state.engine = self
         self.models[state.model.model_id] = state
         state.loaded_in = None
         if state.gap_timer is not None:
@@ -122,7 +122,7 @@ class EngineScheduler:
 
         False if it was not moved; then it goes on where it was.
         """
-        origin, store, left = state.home, self._execution.store, state.loaded_in
+        origin, store, left = state.engine, self._execution.store, state.loaded_in
         if left is None or state.queue.creation_error is not None:
             self.take_over(state)
         else:
@@ -204,8 +204,8 @@ class EngineScheduler:
         # Between two steps: not while one runs, nor while the model is being rebuilt.
         while state.worker is not None:
             await asyncio.wait({state.worker})
-        if state.home is not self:  # it has moved meanwhile
-            return await state.home.unload(state)
+        if state.engine is not self:  # it has moved meanwhile
+            return await state.engine.unload(state)
         if state.loaded_in is not None or self.recovery.may_be_loaded(state):
             await asyncio.wait({self.workers.run_between_steps(state, unload())})
         return outcome
@@ -218,8 +218,8 @@ class EngineScheduler:
             await (asyncio.sleep(GAP_POLL_S) if worker is None else asyncio.wait({worker}))
         if self._execution.closing or state.queue.next_seq > newest + 1:
             return False
-        if state.home is not self:  # it has moved meanwhile
-            return await state.home.retire(state)
+        if state.engine is not self:  # it has moved meanwhile
+            return await state.engine.retire(state)
         if state.loaded_in is not None or self.recovery.may_be_loaded(state):
             await asyncio.wait({self.workers.run_between_steps(state, self._unload_quietly(state))})
             while state.worker is not None:

@@ -19,7 +19,7 @@ from tinkex.server.executor import EngineLost
 from tinkex.wire.engine_settings import EngineSettings
 
 if TYPE_CHECKING:
-    from tinkex.server.scheduler.model_worker import ModelState
+    from tinkex.server.scheduler.model_states import ModelState
     from tinkex.server.scheduler.step_queue import StepBatch
 
 # Models that train on an engine at the same time: as many as fit into one efficient batch.

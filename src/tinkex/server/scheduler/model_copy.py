@@ -26,7 +26,7 @@ from tinkex.server.store import Store
 
 if TYPE_CHECKING:
     from tinkex.server.scheduler.engine_scheduler import EngineScheduler
-    from tinkex.server.scheduler.model_worker import ModelState
+    from tinkex.server.scheduler.model_states import ModelState
 
 
 #: Steps of the log that are read together with their payloads: at most 4 MiB.

@@ -10,14 +10,12 @@ the model had between two steps.
 import asyncio
 import contextlib
 import functools
-import json
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinkex.server.executor import (
     BatchFailed,
@@ -31,172 +29,32 @@ from tinkex.server.scheduler.engine_client import (
     Attempt,
     EngineClient,
     clear_gradients_order,
-    create_order,
     payload_size,
     training_order,
 )
 from tinkex.server.scheduler.fairness import TrainingSlots
-from tinkex.server.scheduler.recovery import (
-    SMALL_SNAPSHOT_BYTES,
-    RebuildQueue,
-    Recovery,
-    Snapshots,
-    is_worth_writing,
-    replay_worth_s,
-)
+from tinkex.server.scheduler.model_states import ModelState
+from tinkex.server.scheduler.recovery import RebuildQueue, Recovery
 from tinkex.server.scheduler.results import (
     Execution,
     ResultWriter,
-    Unstored,
     failure_outcome,
     internal_error,
 )
-from tinkex.server.scheduler.step_queue import (
-    Gap,
-    StepBatch,
-    StepQueue,
-    arrived_late,
-    number_of,
-)
-from tinkex.server.store import Damaged, Model, NotOwner, StorageError
+from tinkex.server.scheduler.snapshots import Snapshots
+from tinkex.server.scheduler.step_queue import Gap, StepBatch, arrived_late, number_of
+from tinkex.server.store import Damaged, NotOwner, StorageError
 from tinkex.wire.codec import encode_json
 from tinkex.wire.proto.frames_pb2 import Done, Order
-from tinkex.wire.text_format import format_bytes
 from tinkex.wire.training import CreateModelResponse
-
-if TYPE_CHECKING:
-    from tinkex.server.scheduler.engine_scheduler import EngineScheduler
 
 log = logging.getLogger("tinkex.server.scheduler")
 
 # After a step of these kinds, the next step may start before the result is stored. If the process
 # crashes in between, the step runs again.
 PIPELINED = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP})
-#: A snapshot may be late by this fraction of the interval, to be taken after an optimizer step.
-MAX_DELAY_FRACTION = 10
 #: A gap is not closed while the database cannot be read. Closing it is retried after this time.
 GAP_RETRY_S = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Copied:
-    """A copy of a model that an engine has: up to which step of the log."""
-
-    incarnation: int
-    position: int
-
-
-@dataclass(slots=True)
-class ModelState:
-    """A model that has had work since this process started. Its worker changes it."""
-
-    model: Model
-    queue: StepQueue
-    #: The engine that runs its steps.
-    home: "EngineScheduler"
-    #: Under which term this process has it; None on a server that is alone on its database.
-    term: int | None = None
-    #: Whether another worker has it now. Then nothing that is computed here counts.
-    disowned: bool = False
-    #: The engine incarnation that has this model in memory, in the state that its log describes.
-    loaded_in: int | None = None
-    #: The copy that was made while another worker had the model; the first rebuild completes it.
-    copied: Copied | None = None
-    worker: asyncio.Task[None] | None = None
-    #: What its worker does before the next batch of steps.
-    between: deque[Callable[[], Awaitable[None]]] = field(default_factory=deque)
-    gap_timer: asyncio.TimerHandle | None = None
-    #: Results in the order of their steps, and the task that stores them.
-    unstored: deque[Unstored] = field(default_factory=deque)
-    storing: asyncio.Task[None] | None = None
-    #: Whether a result could not be stored. Then running steps are requeued, and the model is
-    #: rebuilt.
-    rewinding: bool = False
-    #: Why it cannot be rebuilt: its log ends engines. Then all its steps fail.
-    rebuild_error: str | None = None
-    #: Seconds that engines computed for it.
-    compute_s: float = 0.0
-    #: When a step was last sent to an engine, by the monotonic clock.
-    last_step_s: float = 0.0
-    #: Writes a snapshot while later steps run.
-    snapshot_task: asyncio.Task[None] | None = None
-    steps_since_snapshot: int = 0
-    #: Bytes of payloads.
-    bytes_since_snapshot: int = 0
-    #: `compute_s` at the last snapshot, with what writing it took.
-    compute_at_snapshot_s: float = 0.0
-    #: Bytes of a snapshot. Known once an engine has made the model.
-    snapshot_size: int = 0
-    #: Whether the last step was an optimizer step. Then the model has no gradients.
-    after_optim_step: bool = False
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it has no running or waiting steps, and no results that are not stored."""
-        has_steps = self.queue.waiting or self.queue.running or self.queue.refused
-        return self.worker is None and self.storing is None and not has_steps
-
-    @property
-    def is_movable(self) -> bool:
-        """Whether another replica can take it: it is loaded, or has nothing to do."""
-        return self.loaded_in is not None or self.is_idle
-
-    async def send(
-        self, engine: EngineClient, order: Order, incarnation: int
-    ) -> asyncio.Future[Done]:
-        """Send an order for this model to the incarnation that has it."""
-        future = await engine.send(order, counted=True, incarnation=incarnation)
-        future.add_done_callback(self._count_compute)
-        return future
-
-    async def run(self, engine: EngineClient, order: Order, incarnation: int) -> Done:
-        return await (await self.send(engine, order, incarnation))
-
-    def _count_compute(self, future: asyncio.Future[Done]) -> None:
-        if not future.cancelled() and future.exception() is None:
-            self.compute_s += future.result().compute_s
-
-    async def create(self, engine: EngineClient, incarnation: int) -> None:
-        """Make the model in the memory of an engine, without weights of its own yet."""
-        done = await self.run(engine, create_order(self.model), incarnation)
-        size = json.loads(done.result).get("snapshot_bytes", 0)
-        if size != self.snapshot_size and size > SMALL_SNAPSHOT_BYTES:
-            log.info(
-                "a snapshot of %s takes %s: none is written before %.0f s of computation, or requests "
-                "of this size",
-                *(self.model.model_id, format_bytes(size), replay_worth_s(size)),
-            )
-        self.snapshot_size = size
-
-    def needs_snapshot(self, steps: int, payload_bytes: int) -> bool:
-        """Whether a snapshot is due after this many steps or bytes of payloads; 0 means never."""
-        if self.snapshot_task is not None and not self.snapshot_task.done():
-            return False
-        size = self.snapshot_size
-        if not self.after_optim_step:
-            # Just after an optimizer step there are no gradients to write: wait a while for one.
-            steps += steps // MAX_DELAY_FRACTION
-            payload_bytes += payload_bytes // MAX_DELAY_FRACTION
-            size += size // MAX_DELAY_FRACTION
-        due = (
-            0 < steps <= self.steps_since_snapshot or 0 < payload_bytes <= self.bytes_since_snapshot
-        )
-        return due and is_worth_writing(
-            size,
-            payload_bytes=self.bytes_since_snapshot,
-            compute_s=self.compute_s - self.compute_at_snapshot_s,
-        )
-
-    async def results_stored(self) -> None:
-        """Wait until every result of this model is stored."""
-        while self.storing is not None:
-            await asyncio.wait({self.storing})
-
-    async def snapshot_written(self) -> None:
-        """Wait until no snapshot of this model is being written."""
-        if self.snapshot_task is not None:
-            await asyncio.wait({self.snapshot_task})
-            self.snapshot_task = None
 
 
 class StepRunner:
@@ -234,7 +92,7 @@ class StepRunner:
             outcome = _raise(payload)
         elif step.kind in PIPELINED:
             try:
-                state.bytes_since_snapshot += payload_size(payload)
+                state.snapshots.payload_bytes += payload_size(payload)
                 order = training_order(state.model, step.kind, payload)
                 outcome = _outcome_of(await state.send(self._engine, order, incarnation))
             except Exception as error:  # noqa: BLE001  handled like an error of the engine
@@ -293,9 +151,9 @@ class StepRunner:
             return
         gradient_error = state.queue.gradient_error
         state.queue.finish(step, failure=outcome.error)
-        state.steps_since_snapshot += 1
+        state.snapshots.steps += 1
         self._results.add(state, step, outcome, gradient_error=gradient_error)
-        state.after_optim_step = step.kind is Kind.OPTIM_STEP
+        state.snapshots.after_optim_step = step.kind is Kind.OPTIM_STEP
         if step.kind not in PIPELINED:
             await state.results_stored()
 
@@ -323,7 +181,6 @@ class ModelWorkers:
         slots: TrainingSlots,
         snapshots: Snapshots,
         gap_s: float,
-        on_lost: Callable[[ModelState], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._execution = execution
@@ -332,7 +189,7 @@ class ModelWorkers:
         self._rebuilds = rebuilds
         self._slots = slots
         self._snapshots = snapshots
-        self._results = ResultWriter(execution, self.start, on_lost)
+        self._results = ResultWriter(execution, self.start)
         self._steps = StepRunner(execution, engine, checkpoints, self._results)
         self._gap_s = gap_s
         self._clock = clock
@@ -363,12 +220,12 @@ class ModelWorkers:
 
         async def run() -> None:
             try:
-                await state.snapshot_written()
+                await state.snapshots.written()
                 await work
             finally:
                 work.close()
                 state.worker = None
-                state.home.workers.start(state)
+                state.engine.workers.start(state)
 
         state.worker = self._execution.spawn(run())
         return state.worker
@@ -403,12 +260,12 @@ class ModelWorkers:
 
     def _has(self, state: ModelState) -> bool:
         """Whether the steps of this model run here; False once another engine or worker has it."""
-        return state.home.workers is self and not state.disowned
+        return state.engine.workers is self and not state.disowned
 
     def start(self, state: ModelState) -> None:
         """Run the waiting steps of a model, unless something of it runs."""
-        if state.home.workers is not self:
-            state.home.workers.start(state)  # it has moved
+        if state.engine.workers is not self:
+            state.engine.workers.start(state)  # it has moved
         elif state.worker is None and not self._execution.closing and not state.disowned:
             state.worker = self._execution.spawn(self._work(state))
 
@@ -428,7 +285,7 @@ class ModelWorkers:
                 if batch is None:
                     break
                 await self._process(state, batch)
-                if self._has(state) and state.needs_snapshot(
+                if self._has(state) and state.snapshots.is_due(
                     self._snapshots.steps, self._snapshots.payload_bytes
                 ):
                     await self._snapshots.begin(state)
@@ -436,7 +293,7 @@ class ModelWorkers:
             state.worker = None
             if state.disowned:
                 pass
-            elif state.home.workers is self:
+            elif state.engine.workers is self:
                 self._start_gap_timer(state)
             else:
                 self.start(state)
@@ -494,7 +351,7 @@ class ModelWorkers:
             state.queue.requeue(batch.steps)
             return
         if not self._has(state):
-            if state.home.workers is not self:
+            if state.engine.workers is not self:
                 state.loaded_in = None  # it was loaded here, and runs there
             state.queue.requeue(batch.steps)
             return
@@ -565,7 +422,7 @@ class ModelWorkers:
 
     def _on_gap_timeout(self, state: ModelState, gap: Gap) -> None:
         state.gap_timer = None
-        if state.home.workers is not self:
+        if state.engine.workers is not self:
             self.start(state)  # it has moved
         elif state.queue.gap() == gap and state.worker is None:
             self.run_between_steps(state, self._close_gap(state, gap))

@@ -28,7 +28,7 @@ from tinkex.wire.errors import UserFailure
 
 if TYPE_CHECKING:
     from tinkex.server.scheduler.engine_scheduler import EngineScheduler
-    from tinkex.server.scheduler.model_worker import ModelState
+    from tinkex.server.scheduler.model_states import ModelState
 
 log = logging.getLogger("tinkex.server.scheduler")
 
@@ -91,7 +91,7 @@ async def move(state: "ModelState", copy: Copy, store: Store) -> bool:
     """Move a model that is in the memory of its engine; False if it goes on where it was."""
     moved = False
     try:
-        if state.steps_since_snapshot and not await state.home.snapshot_while_training(state):
+        if state.snapshots.steps and not await state.engine.snapshot_while_training(state):
             raise NotMoved("its snapshot could not be written")
         await _Move(state, copy, store).run()
         moved = True
@@ -112,7 +112,7 @@ class _Move:
         self._state = state
         self._copy = copy
         self._store = store
-        self._origin = state.home
+        self._origin = state.engine
         self._position = -1
         #: The fewest steps that the copy lacked, and how often it came no closer since.
         self._least = sys.maxsize
@@ -223,7 +223,7 @@ class LocalCopy:
         return await self._copy.catch_up()
 
     async def take_over(self) -> None:
-        state, origin = self._state, self._state.home
+        state, origin = self._state, self._state.engine
         within_s = max(MAX_STOP_S, 2 * (state.compute_s - self._compute_s))
         try:
             async with asyncio.timeout(within_s):
@@ -239,5 +239,5 @@ class LocalCopy:
         state.loaded_in = self._copy.incarnation
 
     async def drop(self) -> None:
-        if self._state.home is not self._target:
+        if self._state.engine is not self._target:
             await self._copy.drop()

@@ -14,7 +14,7 @@ from tinkex.server.retry import run_periodically
 from tinkex.server.scheduler.base_model_check import BaseModelChecks
 from tinkex.server.scheduler.engine_client import LostAttempts
 from tinkex.server.scheduler.engine_scheduler import EngineScheduler
-from tinkex.server.scheduler.model_worker import ModelState
+from tinkex.server.scheduler.model_states import ModelState
 from tinkex.server.scheduler.replicas import Replicas, choose_move
 from tinkex.server.scheduler.results import Execution
 
@@ -143,7 +143,7 @@ class Placement:
 
     async def _move_to_replica(self, state: ModelState, target: EngineScheduler) -> None:
         """In the background: engines that are lost meanwhile are noticed."""
-        origin, moved = state.home, False
+        origin, moved = state.engine, False
         try:
             with self.moving(state):
                 moved = await target.move_here(state)

@@ -1,5 +1,5 @@
 """
-Rebuilds models after an engine restart, and takes the snapshots that keep rebuilds short.
+Rebuilds models after an engine restart.
 
 A restarted engine has no models in memory. Before the next step of a model, its state is rebuilt:
 the last snapshot is restored, and the steps since then are replayed from the log.
@@ -7,15 +7,13 @@ the last snapshot is restored, and the steps since then are replayed from the lo
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from tinkex.server.executor import EngineLost, EngineRefused, WorkFailed
 from tinkex.server.queued_request import PASSES, Kind, QueuedRequest
-from tinkex.server.scheduler.base_model_check import BaseModelChanged
 from tinkex.server.scheduler.checkpoints import CheckpointSteps
 from tinkex.server.scheduler.engine_client import (
     Attempt,
@@ -28,12 +26,12 @@ from tinkex.server.scheduler.engine_client import (
 from tinkex.server.scheduler.fairness import TrainingSlots
 from tinkex.server.scheduler.results import MAX_ATTEMPTS, Execution
 from tinkex.server.scheduler.step_queue import Replay, StepBatch, replay_of
-from tinkex.server.store import CustomLoss, Damaged, NotOwner, StorageError
+from tinkex.server.store import CustomLoss
 from tinkex.wire.proto import frames_pb2
 from tinkex.wire.proto.frames_pb2 import Done, Order
 
 if TYPE_CHECKING:
-    from tinkex.server.scheduler.model_worker import ModelState
+    from tinkex.server.scheduler.model_states import ModelState
 
 log = logging.getLogger("tinkex.server.scheduler")
 
@@ -44,13 +42,6 @@ MAX_REPLAY_PASSES = 8
 # Maximum tokens of these passes together (a single pass may have more), because steps of other
 # owners wait until they are done.
 MAX_REPLAY_TOKENS = 32_768
-
-#: Snapshots up to this size are written whenever they are due.
-SMALL_SNAPSHOT_BYTES = 64 * 2**20
-#: The speed of an ordinary disk or object store, and how many times longer than writing a larger
-#: snapshot takes on it the steps before it should have computed.
-WRITE_BYTES_PER_S = 200e6
-REPLAY_PER_WRITE = 20
 
 
 def _cost(step: QueuedRequest) -> int:
@@ -192,7 +183,7 @@ class Recovery:
         # The log is complete once all results of this model are stored.
         await state.results_stored()
         # A snapshot would truncate the log while it is read.
-        await state.snapshot_written()
+        await state.snapshots.written()
         copied, state.copied = state.copied, None
         await self.expect(state)
         losses = await self._store.models.custom_losses(model.session_id)
@@ -357,7 +348,7 @@ class Recovery:
     ) -> asyncio.Future[Done]:
         """Send a pass of the log; the engine has it before what is sent later."""
         payload = await self._payloads.get(row)
-        state.bytes_since_snapshot += payload_size(payload)
+        state.snapshots.payload_bytes += payload_size(payload)
         order = training_order(state.model, row.kind, payload)
         return await state.send(self._engine, order, incarnation)
 
@@ -380,137 +371,5 @@ class Recovery:
                 await self._checkpoints.load(model, request, run, version_id=row.version_id)
             case Replay.RUN:
                 payload = await self._payloads.get(row)
-                state.bytes_since_snapshot += payload_size(payload)
+                state.snapshots.payload_bytes += payload_size(payload)
                 await run(training_order(model, row.kind, payload))
-
-
-def is_worth_writing(size: int, *, payload_bytes: int, compute_s: float) -> bool:
-    """
-    Whether a snapshot saves more than it costs, after steps with these payloads and computation.
-
-    It replaces their payloads on the disk, and computing them again after a crash.
-    """
-    small = max(SMALL_SNAPSHOT_BYTES, payload_bytes)
-    return size <= small or compute_s >= replay_worth_s(size)
-
-
-def replay_worth_s(size: int) -> float:
-    """The computation that a snapshot of this size should save: then writing takes 5 % of the time."""
-    return REPLAY_PER_WRITE * size / WRITE_BYTES_PER_S
-
-
-class Snapshots:
-    """
-    Takes snapshots of models on one engine.
-
-    A snapshot is the state of a model between two steps. It is written while later steps run; then
-    the log before it is truncated. Only the model's worker, or a task that runs instead of the
-    worker, may take a snapshot.
-    """
-
-    def __init__(
-        self,
-        execution: Execution,
-        engine: EngineClient,
-        recovery: Recovery,
-        *,
-        steps: int,
-        payload_bytes: int,
-    ) -> None:
-        self._execution = execution
-        self._engine = engine
-        self._recovery = recovery
-        #: A snapshot is due after this many steps, or bytes of payloads; 0 means never.
-        self.steps = steps
-        self.payload_bytes = payload_bytes
-
-    async def write(self, state: "ModelState") -> bool:
-        """Take a snapshot and wait until it is stored; False if that failed."""
-        written = await self.begin(state)
-        return written is not None and await written
-
-    async def begin(self, state: "ModelState") -> asyncio.Future[bool] | None:
-        """
-        Take a snapshot of the current state; later steps run while it is written.
-
-        The engine copies the model when the order reaches it, before any later step. If the
-        snapshot fails, the model continues, because its log is still complete.
-        """
-        try:
-            return await self._begin(state)
-        except (EngineLost, EngineRefused, BaseModelChanged, WorkFailed, Damaged) as error:
-            log.info("the snapshot of %s failed: %s", state.model.model_id, error)
-        except StorageError as trouble:
-            log.warning("the snapshot of %s failed: %s", state.model.model_id, trouble)
-        except Exception:
-            log.exception("the snapshot of %s failed", state.model.model_id)
-        return None
-
-    async def _begin(self, state: "ModelState") -> asyncio.Future[bool] | None:
-        await state.snapshot_written()
-        # Reset even if this one fails: the next one is due after the whole interval.
-        state.steps_since_snapshot = state.bytes_since_snapshot = 0
-        state.compute_at_snapshot_s = state.compute_s
-        if state.queue.creation_error is not None or state.queue.running:
-            return None
-        async with contextlib.AsyncExitStack() as stack:
-            # Like all work, it must not run beside an isolated request.
-            model_id = state.model.model_id
-            attempt = await stack.enter_async_context(self._engine.isolation.attempt(model_id))
-            incarnation = await self._recovery.ensure_loaded(state, attempt)
-            await state.results_stored()
-            if state.loaded_in != incarnation:  # a result could not be stored
-                return None
-            place, folder = self._execution.store.snapshots.new_key(model_id)
-            order = Order(snapshot=frames_pb2.Snapshot(model_id=model_id, folder=folder))
-            future = await state.send(self._engine, order, incarnation)
-            saving = self._save(
-                state, future, place, state.queue.next_seq - 1, state.queue.gradient_error
-            )
-            written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            state.snapshot_task = self._execution.spawn(
-                _finish_snapshot(saving, written, stack.pop_all())
-            )
-        return written
-
-    async def _save(
-        self,
-        state: "ModelState",
-        future: asyncio.Future[Done],
-        place: str,
-        seq_id: int,
-        gradient_error: str | None,
-    ) -> bool:
-        model_id = state.model.model_id
-        try:
-            done = await future
-            state.compute_at_snapshot_s += done.compute_s  # counted as computation of the model
-            return await self._execution.store.snapshots.save(
-                model_id=model_id,
-                seq_id=seq_id,
-                place=place,
-                size_bytes=json.loads(done.result)["size_bytes"],
-                spoiled=gradient_error,
-                term=state.term,
-            )
-        except (EngineLost, EngineRefused, NotOwner) as lost:
-            log.info("the snapshot of %s failed: %s", model_id, lost)
-        except (WorkFailed, StorageError) as failed:
-            log.warning("the snapshot of %s failed: %s", model_id, failed)
-        except Exception:
-            log.exception("the snapshot of %s failed", model_id)
-        return False
-
-
-async def _finish_snapshot(
-    saving: Coroutine[Any, Any, bool],
-    written: asyncio.Future[bool],
-    attempt: contextlib.AsyncExitStack,
-) -> None:
-    try:
-        async with attempt:
-            saved = await saving
-            if not written.done():  # who waited for it may have been canceled
-                written.set_result(saved)
-    finally:
-        written.cancel()  # without effect unless the server is stopping

@@ -26,7 +26,7 @@ from tinkex.wire.errors import UserFailure
 from tinkex.wire.proto.frames_pb2 import Done
 
 if TYPE_CHECKING:
-    from tinkex.server.scheduler.model_worker import ModelState
+    from tinkex.server.scheduler.model_states import ModelState
     from tinkex.server.scheduler.sample_worker import TokenStream
 
 log = logging.getLogger("tinkex.server.scheduler")
@@ -196,10 +196,12 @@ class Execution:
     """What all engines of a server share. A result is committed before its polls are woken."""
 
     def __init__(
-        self, *, store: Store, executor: Executor, futures: Futures, home: str | None = None
+        self, *, store: Store, executor: Executor, futures: Futures, worker_name: str | None = None
     ) -> None:
         #: The name of this worker; None on a server that is alone.
-        self.home = home
+        self.worker_name = worker_name
+        #: Called when results were not stored because another worker has the model; a worker sets it.
+        self.on_not_owner: Callable[[ModelState], None] = lambda _state: None
         self.store = store
         self.executor = executor
         self.futures = futures
@@ -326,12 +328,9 @@ class ResultWriter:
         self,
         execution: Execution,
         on_rewind: Callable[["ModelState"], None],
-        on_lost: Callable[["ModelState"], None],
     ) -> None:
         self._execution = execution
         self._on_rewind = on_rewind
-        #: Called when another worker has the model: its results were not stored.
-        self._on_lost = on_lost
 
     def add(
         self,
@@ -373,7 +372,7 @@ class ResultWriter:
                 await store(lambda: self._commit(group))
         except NotOwner as lost:
             log.warning("nothing more is stored here: %s", lost)
-            self._on_lost(state)
+            self._execution.on_not_owner(state)
             return
         except UserFailure as refused:
             # For example, the name of a checkpoint was taken meanwhile. The model is unchanged.

@@ -6,11 +6,10 @@ The scheduler: runs accepted requests.
 """
 
 import asyncio
-import contextlib
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from typing import Any, Self
 
 from tinkex.server.executor import Executor
@@ -21,10 +20,7 @@ from tinkex.server.scheduler.crash_files import CrashFiles
 from tinkex.server.scheduler.engine_client import RunElsewhere, after_web_crash
 from tinkex.server.scheduler.engine_scheduler import EngineScheduler
 from tinkex.server.scheduler.fairness import QueueState, TrainingLimits
-from tinkex.server.scheduler.model_copy import ModelCopy
-from tinkex.server.scheduler.model_states import ModelStates
-from tinkex.server.scheduler.model_worker import ModelState, ModelWorkers
-from tinkex.server.scheduler.moves import Copy, move
+from tinkex.server.scheduler.model_states import ModelState, ModelStates
 from tinkex.server.scheduler.pickup import PICKUP_INTERVAL_S, WORKER_PICKUP_INTERVAL_S, Pickup
 from tinkex.server.scheduler.placement import Placement
 from tinkex.server.scheduler.result_waiters import Futures
@@ -32,8 +28,7 @@ from tinkex.server.scheduler.results import Execution
 from tinkex.server.scheduler.sample_worker import CustomLossWorker, TokenStream
 from tinkex.server.scheduler.step_queue import number_of
 from tinkex.server.settings import Settings
-from tinkex.server.store import NotOwner, Ownership, StorageError, Store
-from tinkex.server.store.workers import NewHomes
+from tinkex.server.store import Ownership, StorageError, Store
 
 log = logging.getLogger("tinkex.server.scheduler")
 
@@ -66,7 +61,7 @@ class Scheduler:
             store=store,
             executor=executor,
             futures=futures,
-            home=None if ownership is None else ownership.worker,
+            worker_name=None if ownership is None else ownership.worker,
         )
         self.usage = self._execution.usage
         #: How many models of each owner may train at once on one engine.
@@ -79,20 +74,9 @@ class Scheduler:
             snapshot_steps=snapshot_steps,
             snapshot_bytes=snapshot_bytes,
             max_sequences=max_sequences,
-            on_lost=self.disown,
             clock=clock,
             crash_files=crash_files,
         )
-        #: The worker that this scheduler belongs to; None on a server that is alone.
-        self.home = self._execution.home
-        #: A draining worker takes only the work of models that it still has.
-        self.draining = False
-        #: One whose name another process has takes nothing.
-        self.replaced = False
-        #: Called with the new home of requests that came here, and their model; a worker sets it.
-        self.on_forwarded: Callable[[str, str], None] = lambda _home, _model_id: None
-        #: The names of all workers that run; a worker sets it.
-        self.live_workers: Callable[[], Awaitable[frozenset[str]]] | None = None
         self._crash_files = crash_files
         #: The exit status of the last web process.
         self._last_status = last_status
@@ -147,11 +131,12 @@ class Scheduler:
         # owner; on a worker, `refresh` does.
         await self.refresh()
         await self._restore_attempts()
+        home = self._execution.worker_name
         # In the background, so that new requests do not wait for the stored ones.
         self._execution.spawn(
             run_periodically(
-                Pickup(self._execution, self.submit, self._is_served, home=self.home).run,
-                PICKUP_INTERVAL_S if self.home is None else WORKER_PICKUP_INTERVAL_S,
+                Pickup(self._execution, self.submit, self._is_served, home=home).run,
+                PICKUP_INTERVAL_S if home is None else WORKER_PICKUP_INTERVAL_S,
                 what="reading the waiting requests",
                 log=log,
                 after_s=0.0,
@@ -171,34 +156,17 @@ class Scheduler:
         return any(model.name == base_model for model in self._execution.executor.served)
 
     def _takes(self, request: QueuedRequest) -> bool:
-        """
-        Whether a request may run here.
-
-        A worker that started again with another base model leaves the requests of the old one to
-        the workers that serve it. Custom losses need no base model.
-        """
-        if self.replaced:
-            return False
-        if self.home is None or request.kind is Kind.CREATE_CUSTOM_LOSS:
-            return True
-        if self.draining and not self.has(request.request_id, request.model_id):
-            return False
-        return self._is_served(request.base_model)
-
-    def has(self, request_id: str, model_id: str | None) -> bool:
-        """Whether this process runs a request, or has its model."""
-        if request_id in self._execution.claimed:
-            return True
-        return model_id is not None and self._models.get(model_id) is not None
+        """Whether a request may run here. A worker leaves some to others."""
+        return True
 
     async def _restore_attempts(self) -> None:
         """Restore the attempts of waiting requests; count the crash of the last web process too."""
-        files, stored = self._crash_files, self._store.attempts
+        files, stored, home = self._crash_files, self._store.attempts, self._execution.worker_name
         isolated = None if files is None else files.find_crash(self._last_status)
         if isolated is None:
-            counts = await stored.counted(home=self.home)
+            counts = await stored.counted(home=home)
         else:
-            counts = await stored.all_waiting(home=self.home)
+            counts = await stored.all_waiting(home=home)
             log.warning("the last web process crashed; waiting requests may have caused it")
         if isolated is not None:
             # Rebuilds have files too, by the ids of models; those are no requests.
@@ -207,8 +175,10 @@ class Scheduler:
             culprit = None
             if isolated is not None:
                 attempts, culprit = after_web_crash(attempts, isolated)
-                clear = stored.clear(base_model, home=self.home)
-                await (stored.set(attempts) if attempts else clear)
+                if attempts:
+                    await stored.set(attempts)
+                else:
+                    await stored.clear(base_model, home=home)
             self.replicas(base_model).lost.restore(attempts, culprit)
         if files is not None:
             files.start()
@@ -270,48 +240,21 @@ class Scheduler:
         if not self._execution.claim(request):
             work.close()
             return
+        self._execution.spawn(self._run_claimed(request, work))
 
-        async def run() -> None:
-            try:
-                outcome = await work
-            except NotOwner as lost:
-                self._execution.release(request)
-                await self._forward(lost.model_ids)
-                return
-            except Exception:
-                self._execution.release(request)
-                raise
-            if outcome is not None:
-                await self._execution.finish(request, outcome)
-
-        self._execution.spawn(run())
+    async def _run_claimed(
+        self, request: QueuedRequest, work: Coroutine[Any, Any, Outcome | None]
+    ) -> None:
+        try:
+            outcome = await work
+        except Exception:
+            self._execution.release(request)
+            raise
+        if outcome is not None:
+            await self._execution.finish(request, outcome)
 
     async def _create_loss(self, request: QueuedRequest) -> Outcome | None:
-        """
-        Register a custom loss here, then on the next worker that has a model of its session.
-
-        The request goes from worker to worker, in the order of their names; the last one finishes it.
-        """
-        if self.home is None:
-            return await self._losses.run(request)
-        if not self._is_served(request.base_model):
-            # Any base model will do, and this worker has another one.
-            request.base_model = self._execution.executor.served[0].name
-        outcome = await self._losses.run(request)
-        if outcome is None or outcome.error is not None:
-            return outcome
-        homes = await self._store.workers.homes_of_session(request.session_id or "")
-        live = await self.live_workers() if self.live_workers is not None else frozenset()
-        following = next((one for one in homes if one > self.home and one in live), None)
-        if following is None:
-            # A worker that seems dead may return; the models that it has in memory lack the loss.
-            running = {self.home, *live}
-            await self._store.workers.fence_off(request.session_id or "", running)
-            return outcome
-        await self._store.workers.rehome(NewHomes(requests={request.request_id: following}))
-        self._execution.release(request)
-        self._execution.futures.untrack(request)
-        return None
+        return await self._losses.run(request)
 
     async def _sample(self, request: QueuedRequest) -> Outcome | None:
         replicas = self.replicas(request.base_model)
@@ -321,7 +264,7 @@ class Scheduler:
                 try:
                     return await engine.samples.run(request)
                 except RunElsewhere:
-                    if self.draining:
+                    if self.placement.draining:
                         # It waited; another worker runs it.
                         self._execution.release(request)
                         self._execution.futures.untrack(request)
@@ -342,7 +285,7 @@ class Scheduler:
                 self._opening.add(step.model_id)
                 self._execution.spawn(self._open_with_steps(step.model_id, step.seq_id))
         elif self._execution.claim(step):
-            self._workers(state).add_step(state, step)
+            state.engine.workers.add_step(state, step)
 
     async def _open_with_steps(self, model_id: str, first_seq: int) -> None:
         """Open a model; opening it adds all its stored steps."""
@@ -350,29 +293,15 @@ class Scheduler:
             await self._open(model_id, first_seq=first_seq)
         except StorageError as error:
             log.info("the steps of %s cannot be read now; retrying later: %s", model_id, error)
-        except NotOwner as lost:
-            await self._forward(lost.model_ids)
         finally:
             self._opening.discard(model_id)
-
-    async def _forward(self, model_ids: Iterable[str]) -> None:
-        """These models have another home: their steps, which came here, go there."""
-        for model_id in model_ids:
-            log.info("%s is on another worker; its requests go there", model_id)
-            home = await self._store.workers.forward(model_id)
-            self._execution.futures.untrack_model(model_id)
-            if home is not None:
-                self.on_forwarded(home, model_id)
 
     async def _open(self, model_id: str, *, first_seq: int = 0) -> ModelState:
         if (state := self._models.get(model_id)) is None:
             state = await self._models.open(model_id, first_seq=first_seq)
             # Otherwise a stored step with a lower number could be treated as missing.
-            await self._workers(state).add_waiting_steps(state)
+            await state.engine.workers.add_waiting_steps(state)
         return state
-
-    def _workers(self, state: ModelState) -> ModelWorkers:
-        return state.home.workers
 
     def creation_refused(self, request: QueuedRequest, outcome: Outcome) -> None:
         """A model was refused on acceptance: mark its session as failed."""
@@ -381,7 +310,7 @@ class Scheduler:
     async def refuse_step(self, step: QueuedRequest) -> None:
         """Record a refused step with its outcome. It fails so if its client sends later steps."""
         state = await self._open(step.model_id or "", first_seq=number_of(step))
-        self._workers(state).refuse_step(state, step)
+        state.engine.workers.refuse_step(state, step)
 
     async def is_blocked_by(self, model_id: str, seq_id: int) -> bool:
         """Whether later steps of a model wait for this one."""
@@ -417,147 +346,13 @@ class Scheduler:
             return self.replicas(request.base_model).of_sample(request_id)
         state = self._models.get(request.model_id or "")
         # One that is not opened yet, and a custom loss, have no engine; the first one stands for all.
-        return state.home if state is not None else self.replicas(request.base_model).engines[0]
+        return state.engine if state is not None else self.replicas(request.base_model).engines[0]
 
     async def _unload(self, request: QueuedRequest) -> Outcome:
         if (model_id := request.model_id) is None:
             raise ValueError(f"request {request.request_id} names no model")
         state = await self._open(model_id)
-        return await state.home.unload(state)
-
-    def disown(self, state: ModelState) -> None:
-        """Another worker has the model: it finishes the steps that were here."""
-        if state.disowned:
-            return
-        state.disowned = True
-        if state.gap_timer is not None:
-            state.gap_timer.cancel()
-        steps = (*state.queue.waiting.values(), *state.queue.running.values())
-        for step in (*steps, *(step for step, _, _ in state.unstored)):
-            self._execution.release(step)
-        state.unstored.clear()
-        model_id = state.model.model_id
-        if self._models.get(model_id) is not state:
-            # It was unloaded before: what this process has of the model is not of this state.
-            self._execution.spawn(self._worker_ended(state))
-            return
-        self._execution.futures.untrack_model(model_id)
-        self._models.forget(state)
-        self._models.leaving[model_id] = self._execution.spawn(self._drop_disowned(state))
-
-    async def _worker_ended(self, state: ModelState) -> None:
-        """Nothing more of a disowned state runs."""
-        while state.worker is not None:
-            await asyncio.wait({state.worker})
-        while state.between:
-            await state.between.popleft()()  # whoever waits for it gets NotOwner
-
-    async def _drop_disowned(self, state: ModelState) -> None:
-        try:
-            await self._worker_ended(state)
-            incarnation = state.loaded_in
-            if incarnation is None and state.copied is not None:
-                incarnation = state.copied.incarnation
-            await state.home.recovery.drop(state, incarnation)
-        finally:
-            del self._models.leaving[state.model.model_id]
-
-    def drain(self) -> None:
-        """Take no more work, except that of the models that are here."""
-        self.draining = self.placement.draining = True
-
-    def terms(self) -> dict[str, int]:
-        """The models that this worker has, each with its term."""
-        return {
-            state.model.model_id: state.term
-            for state in self._models.opened()
-            if state.term is not None
-        }
-
-    def disown_all(self, model_ids: Iterable[str]) -> None:
-        """Other workers have these models now."""
-        for model_id in model_ids:
-            if (state := self._models.get(model_id)) is not None:
-                self.disown(state)
-
-    def sessions(self) -> set[str]:
-        """The sessions that have a model here."""
-        return {state.model.session_id for state in self._models.opened()}
-
-    def models_with_gap(self) -> list[str]:
-        """Models whose next step is missing while later ones wait."""
-        return [
-            state.model.model_id for state in self._models.opened() if state.queue.gap() is not None
-        ]
-
-    def movable(self) -> list[ModelState]:
-        """The models that this process has and that do not move, busy ones last."""
-        states = [
-            one for id_, one in self._models.opened_by_id() if id_ not in self.placement.moves
-        ]
-        return sorted(states, key=lambda state: not state.is_idle)
-
-    async def move(self, state: ModelState, copy: Copy) -> bool:
-        """Move a model to another worker while it goes on here; False if it stays."""
-        with self.placement.moving(state):
-            if state.loaded_in is not None and state.queue.creation_error is None:
-                return await move(state, copy, self._store)
-            # It is not in memory, so there is nothing to copy.
-            moved = False
-
-            async def give() -> None:
-                nonlocal moved
-                await state.results_stored()
-                if self._models.get(state.model.model_id) is state:
-                    await copy.take_over()
-                    moved = True
-
-            with contextlib.suppress(NotOwner):
-                await state.home.workers.run_between_batches(state, give)
-            return moved
-
-    async def stop_here(self, state: ModelState, give: Callable[[], Awaitable[None]]) -> None:
-        """
-        Stop running a model after its current batch, with a snapshot of it; then `give` it away.
-
-        Whoever has it next continues from the snapshot.
-        """
-
-        async def stop() -> None:
-            await state.results_stored()
-            if state.steps_since_snapshot and state.loaded_in is not None:
-                await state.home.snapshot_now(state)
-            await give()
-            self.disown(state)
-
-        with contextlib.suppress(NotOwner):
-            await state.home.workers.run_between_batches(state, stop)
-
-    def take_copies_from(self, take: Callable[[str], Awaitable[ModelCopy | None]]) -> None:
-        """Where a worker has copies of models that may come to it."""
-        self._models.take_copy = take
-
-    async def adopt(self, model_id: str) -> None:
-        """This worker has a model now: complete the copy of it, and run the steps that wait."""
-        try:
-            known = self._models.get(model_id)
-            state = await self._open(model_id)
-        except (LookupError, NotOwner):
-            return
-        if known is state:
-            await self._workers(state).add_waiting_steps(state)
-        elif state.copied is not None:
-            await state.home.complete_copy(state)
-
-    def may_copy(self, model_id: str, *, term: int) -> bool:
-        """
-        Whether a copy of a model may be made here: nothing of it runs here.
-
-        A model that this process had under an earlier term is given up first.
-        """
-        if (state := self._models.get(model_id)) is not None and (state.term or 0) < term:
-            self.disown(state)
-        return self._models.get(model_id) is None and model_id not in self._models.leaving
+        return await state.engine.unload(state)
 
     def unload_session(self, session_id: str) -> None:
         """Unload the models of a session; the next step of each rebuilds it."""
@@ -571,20 +366,17 @@ class Scheduler:
             await asyncio.wait({moving})
         if state.disowned:
             return
-        if await state.home.retire(state):
+        if await state.engine.retire(state):
             self._models.forget(state)
 
     async def snapshot(self, model_id: str) -> bool:
         """Take a snapshot of a model now, between two steps; False if that is not possible."""
-        try:
-            while (state := await self._open(model_id)).worker is not None:
-                await asyncio.wait({state.worker})
-        except NotOwner:
-            return False
+        while (state := await self._open(model_id)).worker is not None:
+            await asyncio.wait({state.worker})
         if self._execution.closing or state.queue.creation_error is not None:
             return False
         was_loaded = state.loaded_in is not None
-        written = await state.home.snapshot(state)
+        written = await state.engine.snapshot(state)
         if not was_loaded:
             self._execution.spawn(self._retire(state))
         return written

@@ -102,7 +102,7 @@ class SessionTimeouts:
         self._task = PeriodicTask()
 
     async def start(self) -> None:
-        self.timed_out = set(await self._store.sessions.lapsed_sessions())
+        self.timed_out = set(await self._store.sessions.timed_out_sessions())
         self._task.start(
             self.check,
             self._interval_s,
@@ -141,7 +141,7 @@ class SessionTimeouts:
     async def changed(self, session_ids: Sequence[str]) -> None:
         """Another web process may have marked these sessions: their next request removes it."""
         alive = set(self.alive(2 * self._interval_s))
-        for session_id in await self._store.sessions.lapsed_sessions(session_ids):
+        for session_id in await self._store.sessions.timed_out_sessions(session_ids):
             if session_id in alive:
                 # It sent a request here, which the other one did not know of.
                 self._store.sessions.mark_active(session_id)
@@ -182,7 +182,7 @@ class SessionTimeouts:
         timed_out = [one for one in silent if one not in self.last_request_s]
         if not timed_out:
             return
-        await self._store.sessions.mark_lapsed(timed_out, before_s=now_s - self._grace_s)
+        await self._store.sessions.mark_timed_out(timed_out, before_s=now_s - self._grace_s)
         for session_id in timed_out:
             # A request may have come while the mark was written.
             if session_id in self.last_request_s:

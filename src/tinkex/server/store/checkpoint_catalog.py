@@ -394,7 +394,7 @@ def _runs(connection: sa.Connection, ids: Sequence[str], reader: str) -> list[Ru
                     lost=summary.lost,
                     has_work=of_run is not None and bool(of_run.has_work),
                     session_ended=row.finished_s is not None,
-                    session_silent=row.lapsed_s is not None,
+                    session_timed_out=row.lapsed_s is not None,
                     last_step_s=None if step is None else step.finished_s,
                     now_s=now_s,
                 ),

@@ -4,7 +4,7 @@ The secrets that sign links, tokens and notifications, shared by all processes o
 They are in the database, so they are also in each dump and backup of it. Deleting a row and restarting
 the server makes a new secret; links and tokens of the old one are invalid then.
 
-tinkex 0.1 had them in files of the data folder. These move into the database at the first start.
+Older servers had them in files of the data folder. These move into the database at the first start.
 """
 
 import logging
@@ -23,7 +23,7 @@ log = logging.getLogger("tinkex.server.store")
 SECRET_BYTES = 32
 #: What each secret signs.
 LINKS, TOKENS, NOTIFICATIONS = "links", "tokens", "notifications"
-#: The files of secrets in a data folder of tinkex 0.1.
+#: The files of secrets in a data folder of an older server.
 OLD_FILES = {LINKS: "signing.key", TOKENS: "tokens.key"}
 
 _SELECT = sa.select(server_secrets.c.name, server_secrets.c.value)
@@ -61,7 +61,7 @@ def _read(engine: sa.Engine) -> dict[str, bytes]:
 
 
 def _from_file(folder: Path, name: str) -> bytes:
-    """The secret of tinkex 0.1, or a new one."""
+    """The secret of an older server, or a new one."""
     if name not in OLD_FILES:
         return secrets.token_bytes(SECRET_BYTES)
     file = folder / OLD_FILES[name]

@@ -217,17 +217,17 @@ class Sessions:
         if session_ids:
             await self._database.write(execute(statement))
 
-    async def mark_lapsed(self, session_ids: Sequence[str], *, before_s: float) -> None:
+    async def mark_timed_out(self, session_ids: Sequence[str], *, before_s: float) -> None:
         """Mark sessions whose clients timed out, unless they sent something since then."""
         statement = (
             sessions.update()
-            .where(sessions.c.session_id == sa.bindparam("lapsed"), sessions.c.seen_s < before_s)
+            .where(sessions.c.session_id == sa.bindparam("silent"), sessions.c.seen_s < before_s)
             .values(lapsed_s=time.time())
         )
-        given = [{"lapsed": session_id} for session_id in session_ids]
+        given = [{"silent": session_id} for session_id in session_ids]
         await self._database.write(execute(statement, given))
 
-    async def lapsed_sessions(self, among: Sequence[str] | None = None) -> list[str]:
+    async def timed_out_sessions(self, among: Sequence[str] | None = None) -> list[str]:
         """The sessions whose clients timed out: all, or some of these."""
         statement = sa.select(sessions.c.session_id).where(
             sessions.c.lapsed_s.is_not(None), sessions.c.finished_s.is_(None)

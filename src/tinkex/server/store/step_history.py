@@ -261,7 +261,7 @@ def run_status(
     lost: bool,
     has_work: bool,
     session_ended: bool,
-    session_silent: bool,
+    session_timed_out: bool,
     last_step_s: float | None,
     now_s: float,
 ) -> str:
@@ -278,4 +278,4 @@ def run_status(
     if session_ended:
         return "finished"
     recent = last_step_s is not None and now_s - last_step_s < RUNNING_S
-    return "running" if recent and not session_silent else "idle"
+    return "running" if recent and not session_timed_out else "idle"

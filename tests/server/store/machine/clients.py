@@ -69,7 +69,7 @@ class Clients(Requests):
             self.world.audit.append((now_s, "session.finished"))
 
     @rule(age_s=AGES_S, number=PICK, comes_back=st.booleans())
-    def mark_lapsed(self, age_s: float, number: int, comes_back: bool) -> None:
+    def mark_timed_out(self, age_s: float, number: int, comes_back: bool) -> None:
         now_s = self.later()
         inactive = self.run(self.store.sessions.inactive_sessions(now_s - age_s))
         busy = {one.session_id for one in self.world.waiting()}
@@ -82,7 +82,7 @@ class Clients(Requests):
             and one.session_id not in busy
         }
         if inactive:
-            self.run(self.store.sessions.mark_lapsed(inactive, before_s=now_s - age_s))
+            self.run(self.store.sessions.mark_timed_out(inactive, before_s=now_s - age_s))
         for session_id in inactive:
             self.world.sessions[session_id].lapsed_s = now_s
         if inactive and comes_back:

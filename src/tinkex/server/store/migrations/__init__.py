@@ -19,7 +19,7 @@ from tinkex.server.store.schema import metadata
 from tinkex.server.store.sql_dialects import lock_migrations
 from tinkex.server.store.storage_health import DatabaseRefused
 
-#: The schema version of tinkex 0.1, the oldest that can be upgraded.
+#: The oldest schema version that can be upgraded.
 OLDEST = "0008"
 
 

@@ -1,7 +1,5 @@
 """
-The tables of tinkex 0.1: the oldest ones that are upgraded.
-
-Versions 0001 to 0007 were never released; tinkex 0.1 upgrades a database of one of them to 0008.
+The oldest tables that are upgraded. Versions 0001 to 0007 were never released.
 """
 
 revision = "0008"
