@@ -56,6 +56,12 @@ def atomic_folder(
     sync(folder.parent)
 
 
+def may_be_replaced(folder: Path) -> bool:
+    """Not the current folder, the home of the user, or a folder around one of these."""
+    kept = (Path.cwd(), Path("~").expanduser().resolve())
+    return not any(one.is_relative_to(folder.resolve()) for one in kept)
+
+
 def replace_folder(ready: Path, folder: Path) -> None:
     """
     Give a complete folder its name; one that has it is deleted when the new one is in its place.

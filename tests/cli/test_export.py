@@ -392,6 +392,15 @@ def test_mistakes_are_one_sentence_and_leave_nothing(server, trained, tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_current_folder_is_not_replaced(tmp_path, monkeypatch):
+    (tmp_path / "mine").write_text("kept")
+    monkeypatch.chdir(tmp_path)
+    status, output = export(None, tmp_path, "--as", "peft", "-o", ".", "--force")
+    assert status == 1
+    assert "never replaced" in output
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
 def test_a_folder_whose_replacement_fails_stays_in_its_place(tmp_path, monkeypatch):
     target = tmp_path / "out"
     target.mkdir()

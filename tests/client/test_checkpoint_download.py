@@ -455,6 +455,27 @@ def test_an_existing_folder_is_replaced_only_with_overwrite(
         download_checkpoint(EXPORT, tmp_path / "file", rest=rest, overwrite=True)
 
 
+def test_the_current_folder_and_the_home_folder_are_never_replaced(
+    here: StubServer,
+    files: Files,
+    rest: RestClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "home" / "work").mkdir(parents=True)
+    (tmp_path / "home" / "work" / "mine").write_text("kept")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for current, target in (("home/work", "."), ("home/work", ".."), (".", "home")):
+        monkeypatch.chdir(tmp_path / current)
+        with pytest.raises(FileExistsError, match="never replaced"):
+            download_checkpoint(EXPORT, target, rest=rest, overwrite=True)
+    assert [each for each in here.requests if "external" in each.path] == []
+    assert (tmp_path / "home" / "work" / "mine").read_text() == "kept"
+    monkeypatch.chdir(tmp_path)
+    download_checkpoint(EXPORT, "home/work", rest=rest, overwrite=True)
+    assert content(tmp_path / "home" / "work") == files.files
+
+
 def test_the_folder_may_be_the_current_one(
     here: StubServer,
     files: Files,

@@ -21,7 +21,7 @@ from tinkex.cli.errors import CommandFailed, missing_package
 from tinkex.cli.merge import adapter_config, named_base
 from tinkex.cli.output import examples, report, size
 from tinkex.cli.service_options import progress_bar, rest_client, service_options
-from tinkex.durable_files import replace_folder
+from tinkex.durable_files import may_be_replaced, replace_folder
 from tinkex.models.weight_file_checks import MAX_HEADER_BYTES
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -96,6 +96,12 @@ def command(
     target = output or Path(f"{name}-{form}")
     if target.is_file():
         raise CommandFailed(f"{target} is a file.", hint="Name a folder with --output.")
+    if not may_be_replaced(target):
+        raise CommandFailed(
+            f"{target} is the current folder, your home folder, or around one of these. Such a "
+            "folder is never replaced.",
+            hint="Name a new folder with --output.",
+        )
     if target.exists() and not force:
         raise CommandFailed(
             f"{target} already exists.", hint="Add --force to replace it, or use --output."

@@ -27,7 +27,7 @@ from tinkex import file_locks
 from tinkex.client.errors import APIStatusError
 from tinkex.client.files.file_download import DownloadFailed, Fetcher, FileInfo, Links, Stopped
 from tinkex.client.futures import refuse_to_block
-from tinkex.durable_files import replace_folder
+from tinkex.durable_files import may_be_replaced, replace_folder
 from tinkex.tracebacks import ends_at_caller
 from tinkex.wire.checkpoints import ParsedCheckpointTinkerPath
 
@@ -171,10 +171,17 @@ def check_target(folder: Path, overwrite: bool) -> None:
     """Raise if the folder cannot be used. Runs before anything is downloaded."""
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file. Choose another folder for the checkpoint.")
-    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if not overwrite:
         raise FileExistsError(
             f"{folder} already exists and is not empty. Choose another folder, or pass "
             "overwrite=True to replace it."
+        )
+    if not may_be_replaced(folder):
+        raise FileExistsError(
+            f"{folder} is the current folder, your home folder, or around one of these. Such a "
+            "folder is never replaced. Choose a new one for the checkpoint."
         )
 
 
