@@ -8,7 +8,6 @@ import pytest
 
 from numerics.helpers import tied_copy
 from numerics.hybrids import CALM, write_hybrid
-from numerics.test_families import write_model
 from ranks.ranked import ranked
 from tinkex.engine import Engine
 from tinkex.models.tiny_model import write_tiny_model
@@ -27,7 +26,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen3": write_tiny_model(root / "qwen3", "qwen3"),
         "llama": llama,
         "tied": tied_copy(llama, root / "tied"),
-        "four": write_model(root / "four", "Llama", num_key_value_heads=4),
         "hybrid": write_hybrid(root / "hybrid", "Qwen3Next", **CALM, **FOUR_HEADS),
     }
 

@@ -143,7 +143,7 @@ def divide_experts(module: Any, name: str, ranks: int) -> dict[str, Division]:
         setattr(module, key, nn.Parameter(getattr(module, key).new_empty(shape)))
     letters: dict[str, Literal["A", "B"]] = {"w1": "B", "w3": "B", "w2": "A"}
     return {
-        f"{name}.{part}": Division(letter, form.inner)
+        f"{name}.{part}": Division.of(letter, form.inner)
         for part, letter in letters.items()
         if form.gated or part != "w3"
     }

@@ -1,8 +1,8 @@
 """Loads the part of a model that one rank has, by the plan of transformers, and checks it.
 
 The plan names the linear layers that are divided by outputs (`colwise`) and by inputs (`rowwise`).
-Each rank reads only its rows or columns of them from the files (of experts: `expert_parts`). Norms
-and the embedding are whole on each rank.
+Each rank reads only its rows or columns of them from the files (of experts: `expert_parts`). The
+embedding is whole on each rank, and so are norms, but for those over all heads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tinkex.engine.model.recurrent_shape import head_counts
 from tinkex.engine.model.targets import HEAD
 from tinkex.engine.model.unsupported import UnsupportedModel, quantization_method
 from tinkex.engine.ranks import recurrent_parts
-from tinkex.engine.ranks.divided_shape import QUANTIZED
+from tinkex.engine.ranks.divided_shape import BY_KEY_HEADS, QUANTIZED, heads_fit, key_parts
 from tinkex.engine.ranks.expert_parts import (
     ExpertReader,
     Part,
@@ -39,9 +39,10 @@ from tinkex.engine.ranks.expert_parts import (
     forms_of,
     layer_of,
 )
-from tinkex.engine.ranks.plans import WHOLE, Plan
+from tinkex.engine.ranks.layers import NormOverHeads
+from tinkex.engine.ranks.plans import PACKED_GATE, PACKED_HEADS, WHOLE, Plan
 from tinkex.engine.ranks.process_group import ProcessGroup, own_range
-from tinkex.engine.ranks.shard import Division, Shard
+from tinkex.engine.ranks.shard import Division, Section, Shard
 from tinkex.models.weight_file_checks import (
     check_complete,
     check_layers,
@@ -53,8 +54,8 @@ from tinkex.models.weight_file_checks import (
 if TYPE_CHECKING:
     from tinkex.engine.model.base_model import BaseModel
 
-#: Styles of the plan that divide a layer, with the factor of an adapter that is divided with it.
-STYLES: Mapping[str, Any] = {"colwise": "B", "rowwise": "A"}
+#: Norms of queries and keys, with what they are divided like if they are over all heads.
+NORMS = {"q_norm": "q_proj", "k_norm": "k_proj"}
 
 _IN_LAYER = re.compile(r"(?:^|\.)(layers\.\d+\..+)\.(weight|bias)$")
 
@@ -135,23 +136,26 @@ def refuse_undivided(config: PretrainedConfig, folder: Path, ranks: int) -> None
             f"transformers has no plan that divides {config.model_type} models over {ranks} GPUs. "
             f"{one}"
         )
-    counts = {
-        "attention heads": text.num_attention_heads,
-        "key heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        **head_counts(text.to_dict()),
-    }
-    if any(count % ranks for count in counts.values()):
+    heads, keys, recurrent = text.num_attention_heads, key_heads(text), head_counts(text.to_dict())
+
+    def fits(ranks: int) -> bool:
+        return heads_fit(heads, keys, ranks) and not any(
+            count % ranks for count in recurrent.values()
+        )
+
+    if not fits(ranks):
+        counts = {"attention heads": heads, "key heads": keys, **recurrent}
         *others, last = (f"{count} {name}" for name, count in counts.items())
         which = f"{', '.join(others)} and {last}"
-        fitting = [
-            str(k)
-            for k in range(1, min(counts.values()) + 1)
-            if not any(count % k for count in counts.values())
-        ]
+        fitting = [str(count) for count in range(1, heads + 1) if fits(count)]
         raise UnsupportedModel(
             f"a model with {which} cannot be divided over {ranks} GPUs. Use --gpus-per-replica "
             f"{' or '.join(fitting)}."
         )
+
+
+def key_heads(text_config: Any) -> int:
+    return getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
 
 
 def divide(model: Any, rank: int, ranks: int) -> dict[str, Division]:
@@ -182,37 +186,76 @@ def divide(model: Any, rank: int, ranks: int) -> dict[str, Division]:
             divisions |= divide_experts(module, f"{prefix}.{path}", ranks)
         if isinstance(sinks := getattr(module, "sinks", None), nn.Parameter):
             module.sinks = nn.Parameter(sinks.new_empty(len(sinks) // ranks))
-        parent = layers.get_submodule(path.rpartition(".")[0])
+        parent_path, _, leaf = path.rpartition(".")
+        parent = layers.get_submodule(parent_path)
+        if leaf in NORMS and len(module.weight) != parent.head_dim:
+            by = divisions[f"{prefix}.{parent_path}.{NORMS[leaf]}"]
+            divisions[f"{prefix}.{path}"] = by
+            _replace(layers, path, NormOverHeads(module, by, rank, ranks))
         if not isinstance(module, nn.Linear) or is_recurrent(parent):  # which is divided above
             continue
         style = plan.style(path)
         if style == WHOLE:
             continue
-        if style is None or style not in STYLES:
+        division = _division(style, leaf, module, text, ranks)
+        if division is None:
             raise UnsupportedModel(
                 f"the plan of transformers for {model.config.model_type} models does not divide "
                 f"{path.partition('.')[2]} ({style or 'not named'}). Serve it on one GPU "
                 "(--gpus-per-replica 1)."
             )
-        division = Division(
-            STYLES[style], module.out_features if style == "colwise" else module.in_features
-        )
-        if division.size % ranks:
+        if any(section.size % (section.parts or ranks) for section in division.sections):
             raise UnsupportedModel(
                 f"{prefix}.{path} has {division.size} "
-                f"{'outputs' if style == 'colwise' else 'inputs'}, which {ranks} GPUs cannot "
+                f"{'inputs' if division.letter == 'A' else 'outputs'}, which {ranks} GPUs cannot "
                 "divide. Use another --gpus-per-replica."
             )
         divisions[f"{prefix}.{path}"] = division
-        own = division.size // ranks
-        sizes = (module.in_features, own) if style == "colwise" else (own, module.out_features)
+        own = division.own_size(rank, ranks)
+        by_inputs = division.letter == "A"
+        sizes = (own, module.out_features) if by_inputs else (module.in_features, own)
         _replace(layers, path, _linear(*sizes, module))
+        if style == PACKED_HEADS:
+            # This code counts heads; that of other families follows from the sizes.
+            parent.num_key_value_heads //= key_parts(key_heads(text), ranks)
+            parent.config = _ConfigOfRank(parent.config, ranks)
     head = model.get_output_embeddings()
-    divisions[HEAD] = Division("B", head.out_features)
+    divisions[HEAD] = Division.of("B", head.out_features)
     if not text.tie_word_embeddings:
         start, stop = own_range(head.out_features, rank, ranks)
         model.set_output_embeddings(_linear(head.in_features, stop - start, head))
     return divisions
+
+
+def _division(
+    style: str | None, leaf: str, module: nn.Linear, text_config: Any, ranks: int
+) -> Division | None:
+    """How a layer is divided; None if its style is not one that is known here."""
+    outputs, keys = module.out_features, key_heads(text_config)
+    # With as many ranks as key heads, or fewer, each has its own.
+    parts = key_parts(keys, ranks) if keys < ranks else None
+    if style == "rowwise":
+        return Division.of("A", module.in_features)
+    if style == "colwise":
+        return Division("B", (Section(outputs, parts if leaf in BY_KEY_HEADS else None),))
+    if style == PACKED_GATE:
+        return Division.of("B", outputs // 2, outputs // 2)
+    if style == PACKED_HEADS:
+        each = outputs // (text_config.num_attention_heads + 2 * keys) * keys
+        shared = Section(each, parts)
+        return Division("B", (Section(outputs - 2 * each), shared, shared))
+    return None
+
+
+class _ConfigOfRank:
+    """A config with the number of attention heads of one rank."""
+
+    def __init__(self, config: Any, ranks: int) -> None:
+        self._config = config
+        self.num_attention_heads = config.num_attention_heads // ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
 
 
 def _linear(inputs: int, outputs: int, like: nn.Linear) -> nn.Linear:
@@ -267,7 +310,7 @@ def find_parts(
                 if parts.isdisjoint(NOT_TEXT) and of_experts.add(opened, key):
                     continue
                 if kind == "sinks":  # one for each head
-                    division = Division("B", *opened.get_slice(key).get_shape())
+                    division = Division.of("B", *opened.get_slice(key).get_shape())
                 if match is None and key.rpartition(".")[0].rpartition(".")[2] in HEADS:
                     division = shard.divisions[HEAD]
                 whole = opened.get_slice(key)
@@ -289,10 +332,11 @@ def _read(whole: Any, kind: str, division: Division | None, shard: Shard) -> Ten
     if division is None or (division.letter == "A" and kind == "bias"):
         tensor = whole[:]
         return tensor
-    start, stop = shard.range_of(division)
-    tensor = whole[:, start:stop] if division.letter == "A" else whole[start:stop]
+    ranges = shard.ranges_of(division)
+    if division.letter == "A":
+        return torch.cat([whole[:, start:stop] for start, stop in ranges], dim=1)
     # Rows may be a view of the whole tensor.
-    return tensor.clone(memory_format=torch.contiguous_format)
+    return torch.cat([whole[start:stop] for start, stop in ranges])
 
 
 # -- the check at start ---------------------------------------------------------------------------
