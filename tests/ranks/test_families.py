@@ -1,8 +1,5 @@
 """Which model families are divided, and what the others are told."""
 
-import json
-import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +13,13 @@ from numerics.hybrids import CALM, HYBRIDS, write_hybrid
 from numerics.mixtures import MIXTURES, write_mixture
 from numerics.pictures import write_image_model
 from numerics.test_families import SERVED, write_model
+from numerics.test_quantized_folders import write_fp8
 from ranks.ranked import ranked
 from ranks.test_agreement import PARAMS, assert_close, assert_same_sample, create, outputs, tensors
 from tinkex.engine.adapters.model_needs import predicted_needs, read_shape
 from tinkex.engine.engine import measured_needs
 from tinkex.engine.model.unsupported import UnsupportedModel
-from tinkex.engine.ranks.divided_shape import Undivided, fitting_counts
+from tinkex.engine.ranks.divided_shape import fitting_counts
 from tinkex.models.families import FAMILIES
 
 #: Hybrids with a vision tower, of which the part that reads text is divided.
@@ -31,6 +29,8 @@ DIVIDED = sorted(SERVED.keys() - {"Llama", "Qwen3"})  # these have tests of thei
 
 #: On more ranks than there are key heads: several have the same one.
 ON_FOUR = {"Phi3", "Olmo2", "Qwen3Moe"}
+#: Files whose numbers are multiplied by scales when a part is read.
+IN_FP8 = {"Qwen2", "Qwen3Moe"}
 #: Mixtures and hybrids have factors with a matrix for each expert, Phi 3 one for three projections.
 WITH_DIMUON = {*MIXTURES, *HYBRIDS, "Phi3"}
 
@@ -62,6 +62,9 @@ def test_a_family_computes_the_same_on_several_ranks(family: str, tmp_path: Path
     else:
         folder = write_model(tmp_path / "model", family, **SERVED[family])
     draw_vectors(folder)
+    if family in IN_FP8:
+        plain, folder = folder, tmp_path / "fp8"
+        write_fp8(folder, plain, block=8)
     ranks = 4 if family in ON_FOUR else 2
     # The rules of recurrent layers work in chunks of 64 tokens.
     lengths = (70, 7) if family in HYBRIDS else (20, 7)
@@ -150,14 +153,6 @@ def test_other_files_are_refused(refused: Any, tmp_path: Path, models: dict[str,
     (tmp_path / "gguf" / "config.json").write_text((models["llama"] / "config.json").read_text())
     (tmp_path / "gguf" / "model.gguf").write_bytes(b"GGUF")
     assert "only safetensors" in refused(tmp_path / "gguf")
-    config = models["llama"] / "config.json"
-    (tmp_path / "fp8").mkdir()
-    for file in models["llama"].iterdir():
-        shutil.copy(file, tmp_path / "fp8")
-    quantized = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
-    (tmp_path / "fp8" / "config.json").write_text(json.dumps(quantized))
-    assert "quantized (fp8) cannot be divided over 2 GPUs" in refused(tmp_path / "fp8")
-    assert fitting_counts(read_shape(tmp_path / "fp8"), 8) == [1]
 
 
 def test_a_wrong_division_is_found_before_the_engine_is_ready(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tinkex.engine.model.model_shape import LayerShape, ModelShape
-from tinkex.engine.model.unsupported import quantization_method
+from tinkex.engine.model.unsupported import DEQUANTIZED, quantization_method
 
 #: Linear layers of dense models, by how they are divided. The plan of transformers decides when a
 #: model is loaded; these are the names that it has for the tested families.
@@ -27,8 +27,6 @@ BY_INPUTS = frozenset(
 WHOLE = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "shared_expert_gate"})
 #: Of these, the ones with the outputs of key heads, which several ranks may share.
 BY_KEY_HEADS = frozenset({"k_proj", "v_proj"})
-#: Methods of quantization whose weights are cut when they are read.
-QUANTIZED = frozenset({"mxfp4"})
 
 
 class Undivided(ValueError):
@@ -76,7 +74,7 @@ def _reasons(shape: ModelShape, ranks: int) -> Iterator[str]:
     if ranks == 1:
         return
     method = quantization_method(shape.config.get("quantization_config"))
-    if method is not None and method not in QUANTIZED:
+    if method is not None and method not in DEQUANTIZED:
         yield f"weights that are quantized ({method}) are not divided"
     heads, keys = shape.query_heads, shape.key_heads
     if not heads_fit(heads, keys, ranks):

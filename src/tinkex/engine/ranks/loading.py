@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from tinkex.engine.model.recurrent_shape import head_counts
 from tinkex.engine.model.targets import HEAD
 from tinkex.engine.model.unsupported import UnsupportedModel, quantization_method
 from tinkex.engine.ranks import recurrent_parts
-from tinkex.engine.ranks.divided_shape import BY_KEY_HEADS, QUANTIZED, heads_fit, key_parts
+from tinkex.engine.ranks.divided_shape import BY_KEY_HEADS, heads_fit, key_parts
 from tinkex.engine.ranks.expert_parts import (
     ExpertReader,
     Part,
@@ -39,12 +39,14 @@ from tinkex.engine.ranks.expert_parts import (
     forms_of,
     layer_of,
 )
+from tinkex.engine.ranks.fp8_parts import SCALES, Fp8Slice, find_scales
 from tinkex.engine.ranks.layers import NormOverHeads
 from tinkex.engine.ranks.plans import PACKED_GATE, PACKED_HEADS, WHOLE, Plan
 from tinkex.engine.ranks.process_group import ProcessGroup, own_range
 from tinkex.engine.ranks.shard import Division, Section, Shard
 from tinkex.models.weight_file_checks import (
     check_complete,
+    check_fp8_blocks,
     check_layers,
     check_weight_files,
     tensor_names,
@@ -80,7 +82,9 @@ def load_shard(
         forms = forms_of(whole)
         divisions = divide(whole, group.rank, group.size)
     shard = Shard(group, divisions)
-    if quantization_method(getattr(config, "quantization_config", None)) is not None:
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        if quantization_method(quantization) == "fp8":
+            check_fp8_blocks(folder, quantization)
         del config.quantization_config  # what is read has plain numbers
     unused = NOT_TEXT - names
 
@@ -120,11 +124,6 @@ def refuse_undivided(config: PretrainedConfig, folder: Path, ranks: int) -> None
     one = "Serve it on one GPU (--gpus-per-replica 1)."
     if not any(folder.glob("*.safetensors")):
         raise UnsupportedModel(f"only safetensors can be divided over {ranks} GPUs. {one}")
-    method = quantization_method(getattr(config, "quantization_config", None))
-    if method is not None and method not in QUANTIZED:
-        raise UnsupportedModel(
-            f"weights that are quantized ({method}) cannot be divided over {ranks} GPUs. {one}"
-        )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(
             f"{config.model_type} takes images and has no text form in transformers, so it cannot be "
@@ -294,12 +293,13 @@ def find_parts(
         for name, division in shard.divisions.items()
         if (match := _IN_LAYER.search(f"{name}.weight")) is not None
     }
+    scales = find_scales(folder)
     found: dict[str, Part] = {}
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as opened:
             for key in [*opened.keys()]:
                 parts = set(key.split("."))
-                if not parts.isdisjoint(unused):
+                if not parts.isdisjoint(unused) or key.endswith(SCALES):
                     continue
                 if parts.isdisjoint(NOT_TEXT) and (layer_of(key) or 0) >= layers:
                     continue
@@ -307,13 +307,15 @@ def find_parts(
                 match = _IN_LAYER.search(key) if parts.isdisjoint(NOT_TEXT) else None
                 division = None if match is None else by_layer.get(match[1])
                 kind = key.rpartition(".")[2]
-                if parts.isdisjoint(NOT_TEXT) and of_experts.add(opened, key):
+                whole = opened.get_slice(key)
+                if key in scales:
+                    whole = Fp8Slice(whole, scales[key], key)
+                if parts.isdisjoint(NOT_TEXT) and of_experts.add(whole, key):
                     continue
                 if kind == "sinks":  # one for each head
-                    division = Division.of("B", *opened.get_slice(key).get_shape())
+                    division = Division.of("B", *whole.get_shape())
                 if match is None and key.rpartition(".")[0].rpartition(".")[2] in HEADS:
                     division = shard.divisions[HEAD]
-                whole = opened.get_slice(key)
                 rows = blocks.get(recurrent_parts.part_of_layer(key))
                 if rows is not None and parts.isdisjoint(NOT_TEXT):
                     found[key] = Part(recurrent_parts.own_rows, whole, rows, shard.group)

@@ -103,9 +103,7 @@ class Shard:
     def cut(self, whole: Tensor, division: Division, dim: int | None = None) -> Tensor:
         """The part of this rank: a view, if it is one range."""
         dim = division.dim if dim is None else dim
-        parts = [
-            whole.narrow(dim, start, stop - start) for start, stop in self.ranges_of(division)
-        ]
+        parts = [whole.narrow(dim, start, stop - start) for start, stop in self.ranges_of(division)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
     def joined(
