@@ -108,8 +108,9 @@ def test_weights_of_the_line_up_have_the_sizes_of_files(family: str, tmp_path: P
     folder = written(family, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     if family in IMAGE_MODELS:
-        # The line-up has the keys of the text part beside that of the tower.
-        config = config["text_config"] | {"vision_config": config["vision_config"]}
+        # The line-up has the keys of the text part beside those of the whole model.
+        own = {key: config[key] for key in ("vision_config", "tie_word_embeddings")}
+        config = config["text_config"] | own
     of_files = read_shape(folder)
     computed = ModelShape.of(config, tensors_of(config), images=family in IMAGE_MODELS)
     assert computed.tower == of_files.tower

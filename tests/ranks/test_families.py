@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from numerics.helpers import random_adapter, request, sample, weighted, work
 from numerics.hybrids import CALM, HYBRIDS, write_hybrid
 from numerics.mixtures import MIXTURES, write_mixture
-from numerics.pictures import write_image_model
+from numerics.pictures import HYBRIDS as IMAGE_HYBRIDS
+from numerics.pictures import IMAGE_MODELS, datum_of, picture, text, write_image_model
 from numerics.test_families import SERVED, write_model
 from numerics.test_quantized_folders import write_fp8
 from ranks.ranked import ranked
@@ -21,9 +22,10 @@ from tinkex.engine.engine import measured_needs
 from tinkex.engine.model.unsupported import UnsupportedModel
 from tinkex.engine.ranks.divided_shape import fitting_counts
 from tinkex.models.families import FAMILIES
+from tinkex.wire.errors import UserFailure
+from tinkex.wire.inputs import ImageChunk, ModelInput
+from tinkex.wire.sampling import SampleRequest, SamplingParams
 
-#: Hybrids with a vision tower, of which the part that reads text is divided.
-PICTURES = ("Qwen3_5", "Qwen3_5Moe")
 DIVIDED = sorted(SERVED.keys() - {"Llama", "Qwen3"})  # these have tests of their own
 
 
@@ -48,7 +50,7 @@ def draw_vectors(folder: Path) -> None:
 
 def test_the_table_of_families_says_which_are_divided() -> None:
     assert {family.name for family in FAMILIES if family.divided} == {
-        *(*DIVIDED, *MIXTURES, *HYBRIDS, *PICTURES, "Llama", "Qwen3"),
+        *(*DIVIDED, *MIXTURES, *HYBRIDS, *IMAGE_MODELS, "Llama", "Qwen3"),
     }
 
 
@@ -132,19 +134,47 @@ def test_heads_of_recurrent_layers_are_divided_whole(refused: Any, tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", PICTURES)
-def test_the_part_of_a_hybrid_that_reads_text_is_divided(
-    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = write_image_model(tmp_path / "model", family)
-    asked = [request([5, 6, 7, 8], samples=2, max_tokens=12, seed=1, stop=[])]
+@pytest.mark.parametrize("family", IMAGE_MODELS)
+def test_images_are_read_as_by_one_rank(family: str, tmp_path: Path) -> None:
+    calm = CALM if family in IMAGE_HYBRIDS else {}
+    folder = write_image_model(tmp_path / "model", family, **calm)
+    draw_vectors(folder)
+    rows = [
+        (text(9, 1), picture(3, 5, 1), text(4, 2)),
+        (picture(4, 4, 2), text(1), picture(2, 6, 3), text(30, 4)),
+        (text(7, 3),),
+    ]
+    data = work([datum_of(row) for row in rows])
     with ranked(folder, 1) as one, ranked(folder, 2) as two:
-        adapter = random_adapter(two, tmp_path / "adapter")
-        (first,), (second,) = (sample(engine, asked, [adapter]) for engine in (one, two))
-        assert_same_sample(first, second)
-        assert one.limits.no_images == ""
-        assert "divided over several GPUs" in two.limits.no_images
-    assert "images are refused: of a model that is divided over several GPUs" in caplog.text
+        adapter = random_adapter(one, tmp_path / "adapter")
+        for engine in (one, two):
+            create(engine, "m")
+            engine.load("m", adapter, optimizer=False)
+        assert_close(*(outputs(engine, "m", data, backward=True) for engine in (one, two)))
+        assert_close(*(tensors(engine, "m") for engine in (one, two)))
+        asked = [
+            SampleRequest(
+                prompt=ModelInput(list(row)),
+                num_samples=2,
+                sampling_params=SamplingParams(max_tokens=12, seed=1, stop=[]),
+            )
+            for row in rows
+        ]
+        which = [adapter, None, adapter]
+        for answers in zip(*(sample(engine, asked, which) for engine in (one, two)), strict=True):
+            assert_same_sample(*answers)
+        refused = ImageChunk(data=b"no image", format="png", expected_tokens=3)
+        for engine in (one, two):
+            with pytest.raises(UserFailure):
+                engine.run_pass("m", work([datum_of((refused, text(5)))]), backward=True)
+        needs = predicted_needs(read_shape(folder), device="cpu", element=4, gpus=2)
+        found = measured_needs(two.model)
+        for name in ("kv_bytes_per_token", "adapter_numbers", "image_bytes_per_token"):
+            assert getattr(needs, name) == getattr(found, name), name
+        assert needs.weights == pytest.approx(found.weights, rel=0.03)
+        for engine in (one, two):
+            assert engine.images is not None
+            engine.images.close()
 
 
 @pytest.mark.filterwarnings("ignore")

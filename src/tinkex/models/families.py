@@ -69,10 +69,9 @@ FAMILIES = (
     Family("Qwen3_5MoeText", ("qwen3_5_moe_text",), f"recurrent layers, {MIXTURE}", divided=True),
     Family("Qwen3Next", ("qwen3_next",), f"recurrent layers, {MIXTURE}", divided=True),
     Family("NemotronH", ("nemotron_h",), f"recurrent layers (Mamba 2), {MIXTURE}", divided=True),
-    Family("Qwen2_5_VL", ("qwen2_5_vl",), IMAGES),
-    Family("Qwen3VL", ("qwen3_vl",), IMAGES),
-    Family("Qwen3VLMoe", ("qwen3_vl_moe",), f"{IMAGES}, {MIXTURE}"),
-    # Divided, they read text only.
+    Family("Qwen2_5_VL", ("qwen2_5_vl",), IMAGES, divided=True),
+    Family("Qwen3VL", ("qwen3_vl",), IMAGES, divided=True),
+    Family("Qwen3VLMoe", ("qwen3_vl_moe",), f"{IMAGES}, {MIXTURE}", divided=True),
     Family(
         "Qwen3_5",
         ("qwen3_5",),

@@ -17,19 +17,18 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     PretrainedConfig,
 )
 
 from tinkex.engine.model import experts, model_experts, original_model, start_check
-from tinkex.engine.model.experts import RoutedTokens
 from tinkex.engine.model.model_shape import NOT_TEXT
 from tinkex.engine.model.recurrent_layers import is_recurrent
 from tinkex.engine.model.recurrent_shape import head_counts
-from tinkex.engine.model.targets import HEAD
+from tinkex.engine.model.start_check import Probe
+from tinkex.engine.model.targets import HEAD, text_name
 from tinkex.engine.model.unsupported import UnsupportedModel, quantization_method
+from tinkex.engine.model.vision_tower import VisionTower
 from tinkex.engine.ranks import recurrent_parts
 from tinkex.engine.ranks.divided_shape import BY_KEY_HEADS, heads_fit, key_parts
 from tinkex.engine.ranks.expert_parts import (
@@ -72,7 +71,9 @@ def load_shard(
     check_weight_files(folder, config.to_dict())
     count = config.get_text_config().num_hidden_layers
     check_layers(count, {*tensor_names(folder)}, folder)
-    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    auto = original_model.auto_class(config, folder)
+    family: Any = auto._model_mapping[type(config)]
+    attention = original_model.original_attention(config, auto)
     if family.config_class is type(config.get_text_config()):
         config = config.get_text_config()  # the part of a model with images that reads text
     with torch.device("meta"):
@@ -111,7 +112,7 @@ def load_shard(
             config=config,
             state_dict=parts,
             dtype=dtype,
-            attn_implementation=original_model.original_attention(config, AutoModelForCausalLM),
+            attn_implementation=attention,
             output_loading_info=True,
             device_map={"": device} if straight else None,
         )
@@ -124,11 +125,6 @@ def refuse_undivided(config: PretrainedConfig, folder: Path, ranks: int) -> None
     one = "Serve it on one GPU (--gpus-per-replica 1)."
     if not any(folder.glob("*.safetensors")):
         raise UnsupportedModel(f"only safetensors can be divided over {ranks} GPUs. {one}")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModel(
-            f"{config.model_type} takes images and has no text form in transformers, so it cannot be "
-            f"divided over {ranks} GPUs. {one}"
-        )
     text = config.get_text_config()
     if not Plan(text):
         raise UnsupportedModel(
@@ -167,7 +163,7 @@ def divide(model: Any, rank: int, ranks: int) -> dict[str, Division]:
             f"transformers' code for {model.config.model_type} models has no decoder attribute "
             "`layers`. Serve another model."
         )
-    prefix = next(name for name, module in model.named_modules() if module is layers)
+    prefix = text_name(next(name for name, module in model.named_modules() if module is layers))
     divisions: dict[str, Division] = {}
 
     for path, module in list(layers.named_modules()):
@@ -220,7 +216,7 @@ def divide(model: Any, rank: int, ranks: int) -> dict[str, Division]:
             parent.config = _ConfigOfRank(parent.config, ranks)
     head = model.get_output_embeddings()
     divisions[HEAD] = Division.of("B", head.out_features)
-    if not text.tie_word_embeddings:
+    if not model.config.tie_word_embeddings:
         start, stop = own_range(head.out_features, rank, ranks)
         model.set_output_embeddings(_linear(head.in_features, stop - start, head))
     return divisions
@@ -350,13 +346,16 @@ def compared_layers(config: PretrainedConfig) -> int:
     kinds = list(getattr(text, "layer_types", None) or [])
     last = max((kinds.index(kind) for kind in kinds), default=0)
     dense = int(getattr(text, "first_k_dense_replace", None) or 0)
-    return min(int(text.num_hidden_layers), max(last + 1, dense + 1, 2))
+    # Features of images are added behind these.
+    tower = getattr(config, "vision_config", None)
+    deep = len(getattr(tower, "deepstack_visual_indexes", None) or ())
+    return min(int(text.num_hidden_layers), max(last + 1, dense + 1, deep, 2))
 
 
-def original_logits(
-    folder: Path, dtype: torch.dtype, device: torch.device, layers: int
-) -> tuple[Tensor, dict[str, RoutedTokens]]:
-    """What transformers computes with the first layers, whole, and which experts it chooses."""
+def original_probes(
+    folder: Path, dtype: torch.dtype, device: torch.device, layers: int, *, images: bool
+) -> list[Probe]:
+    """What transformers computes with the first layers, whole. The tensors are in host memory."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     text = config.get_text_config()
     text.num_hidden_layers = layers
@@ -365,27 +364,22 @@ def original_logits(
     options: dict[str, Any] = {}
     if (dequantized := original_model.dequantization(config)) is not None:
         options["quantization_config"] = dequantized
-    auto: Any = AutoModelForCausalLM
+    auto = original_model.auto_class(config, folder)
     with original_model.quiet_transformers():
         model = auto.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
-            attn_implementation=original_model.original_attention(config, AutoModelForCausalLM),
+            attn_implementation=original_model.original_attention(config, auto),
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
             **options,
         )
     original_model.convert_experts(model, dtype)
-    probe = start_check.Probe.of(model.to(device).eval(), None)
-    found = probe.expected_TV
-    assert found is not None
-    on_host = {
-        name: RoutedTokens(0, index.cpu(), weights.cpu())
-        for name, (_, index, weights) in probe.routed.items()
-    }
-    return found.cpu(), on_host
+    model = model.to(device).eval()
+    probes = Probe.all_of(model, VisionTower(model) if images else None)
+    return [probe.to(torch.device("cpu")) for probe in probes]
 
 
 def check_first_layers(model: BaseModel, folder: Path, group: ProcessGroup) -> None:
@@ -395,17 +389,25 @@ def check_first_layers(model: BaseModel, folder: Path, group: ProcessGroup) -> N
     Raises `UnsupportedModel`. A whole model would not fit: that is why it is divided.
     """
     count = compared_layers(model.config)
-    expected_TV, chosen = group.agree(
-        lambda: original_logits(folder, model.dtype, model.device, count)
+    images = model.vision is not None
+    probes = group.agree(
+        lambda: original_probes(folder, model.dtype, model.device, count, images=images)
     )
-    routed = {
-        name: RoutedTokens(0, index.to(model.device), weights.to(model.device))
-        for name, (_, index, weights) in chosen.items()
-    }
-    compared = [each for each in model.experts if each.name in routed]
-    with model_experts.replayed_routing(compared, routed, 0):
-        found_TV = model.first_layers_logits(count)
-    gap = group.agree(lambda: start_check.relative_gap(found_TV.cpu(), expected_TV))
+    for probe in probes:
+        _check_probe(model, probe.to(model.device), count, group)
+
+
+def _check_probe(model: BaseModel, probe: Probe, count: int, group: ProcessGroup) -> None:
+    compared = [each for each in model.experts if each.name in probe.routed]
+    with model_experts.replayed_routing(compared, probe.routed, 0):
+        found_TV = model.first_layers_logits(count, probe)
+    model.check_positions(probe)
+
+    def decide() -> float:
+        assert probe.expected_TV is not None
+        return start_check.relative_gap(found_TV, probe.expected_TV)
+
+    gap = group.agree(decide)
     if not gap < start_check.TOLERANCE[model.dtype]:  # NaN is refused too
         raise UnsupportedModel(
             f"{group.size} ranks do not compute {model.config.model_type} models correctly (the "

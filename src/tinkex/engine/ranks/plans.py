@@ -49,6 +49,8 @@ _PACKED_MLP = {
 #: What weights the expert that all tokens share.
 _SHARED_GATE = {"layers.*.mlp.shared_expert_gate": WHOLE}
 
+_DENSE = {**_HEADS, **_mlp("mlp")}
+
 #: By `model_type` of the text part.
 ADDED: Mapping[str, Mapping[str, str]] = {
     "gpt_oss": {
@@ -56,6 +58,7 @@ ADDED: Mapping[str, Mapping[str, str]] = {
         "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
         "layers.*.mlp.experts.down_proj": "rowwise",
     },
+    "qwen3_vl_text": _DENSE,
     "qwen2_moe": {**_mlp("mlp.shared_expert"), **_SHARED_GATE},
     "granitemoe": _HEADS,
     "phi3": {
