@@ -346,10 +346,7 @@ def compared_layers(config: PretrainedConfig) -> int:
     kinds = list(getattr(text, "layer_types", None) or [])
     last = max((kinds.index(kind) for kind in kinds), default=0)
     dense = int(getattr(text, "first_k_dense_replace", None) or 0)
-    # Features of images are added behind these.
-    tower = getattr(config, "vision_config", None)
-    deep = len(getattr(tower, "deepstack_visual_indexes", None) or ())
-    return min(int(text.num_hidden_layers), max(last + 1, dense + 1, deep, 2))
+    return min(int(text.num_hidden_layers), max(last + 1, dense + 1, 2))
 
 
 def original_probes(
