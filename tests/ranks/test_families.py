@@ -17,6 +17,7 @@ from numerics.test_families import SERVED, write_model
 from numerics.test_quantized_folders import write_fp8
 from ranks.ranked import ranked
 from ranks.test_agreement import PARAMS, assert_close, assert_same_sample, create, outputs, tensors
+from tinkex.engine import Engine
 from tinkex.engine.adapters.model_needs import predicted_needs, read_shape
 from tinkex.engine.engine import measured_needs
 from tinkex.engine.model.unsupported import UnsupportedModel
@@ -54,6 +55,15 @@ def test_the_table_of_families_says_which_are_divided() -> None:
     }
 
 
+def train(one: Engine, two: Engine, adapter: Path, data: Any) -> None:
+    """A pass of the model `m` with this adapter: both have the same outputs and gradients."""
+    for engine in (one, two):
+        create(engine, "m")
+        engine.load("m", adapter, optimizer=False)
+    assert_close(*(outputs(engine, "m", data, backward=True) for engine in (one, two)))
+    assert_close(*(tensors(engine, "m") for engine in (one, two)))
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", [*DIVIDED, *MIXTURES, *HYBRIDS])
 def test_a_family_computes_the_same_on_several_ranks(family: str, tmp_path: Path) -> None:
@@ -73,11 +83,7 @@ def test_a_family_computes_the_same_on_several_ranks(family: str, tmp_path: Path
     data = work([weighted(np.random.default_rng(0), length) for length in lengths])
     with ranked(folder, 1) as one, ranked(folder, ranks) as two:
         adapter = random_adapter(one, tmp_path / "adapter")
-        for engine in (one, two):
-            create(engine, "m")
-            engine.load("m", adapter, optimizer=False)
-        assert_close(*(outputs(engine, "m", data, backward=True) for engine in (one, two)))
-        assert_close(*(tensors(engine, "m") for engine in (one, two)))
+        train(one, two, adapter, data)
         assert_close(*(engine.optim_step("m", PARAMS["adamw"]) for engine in (one, two)))
         assert_close(*(tensors(engine, "m") for engine in (one, two)))
         if family in WITH_DIMUON:
@@ -147,11 +153,7 @@ def test_images_are_read_as_by_one_rank(family: str, tmp_path: Path) -> None:
     data = work([datum_of(row) for row in rows])
     with ranked(folder, 1) as one, ranked(folder, 2) as two:
         adapter = random_adapter(one, tmp_path / "adapter")
-        for engine in (one, two):
-            create(engine, "m")
-            engine.load("m", adapter, optimizer=False)
-        assert_close(*(outputs(engine, "m", data, backward=True) for engine in (one, two)))
-        assert_close(*(tensors(engine, "m") for engine in (one, two)))
+        train(one, two, adapter, data)
         asked = [
             SampleRequest(
                 prompt=ModelInput(list(row)),

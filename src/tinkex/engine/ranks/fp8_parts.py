@@ -54,6 +54,8 @@ class Fp8Slice:
         scales: Tensor = self._scales[others] if others else self._scales[:]
         if scales.dtype == torch.uint8:  # exponents
             scales = (scales.float() - 127).exp2()
+        if scales.dim() < 2:  # one for all
+            scales = scales.reshape(1, 1)
         for dim in (-2, -1):
             at = len(shape) + dim
             part = given[at] if at < len(given) else slice(None)

@@ -150,7 +150,10 @@ def refuse_undivided(config: PretrainedConfig, folder: Path, ranks: int) -> None
 
 
 def key_heads(text_config: Any) -> int:
-    return getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+    found: int = (
+        getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+    )
+    return found
 
 
 def divide(model: Any, rank: int, ranks: int) -> dict[str, Division]:

@@ -100,9 +100,9 @@ class Shard:
         """Which rows or columns of a whole matrix this rank has."""
         return division.ranges(self.group.rank, self.group.size)
 
-    def cut(self, whole: Tensor, division: Division, dim: int | None = None) -> Tensor:
+    def cut(self, whole: Tensor, division: Division) -> Tensor:
         """The part of this rank: a view, if it is one range."""
-        dim = division.dim if dim is None else dim
+        dim = division.dim
         parts = [whole.narrow(dim, start, stop - start) for start, stop in self.ranges_of(division)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
@@ -213,8 +213,8 @@ class Shard:
                 of_ranks = [pair[at] for pair in pairs]
                 division = self.divisions.get(name)
                 if division is None or division.letter != letter:
-                    size = matrix.shape[-1]  # each rank has all columns
-                    division = Division("A", (Section(size, parts=1),))
+                    # Each rank has all columns.
+                    division = Division("A", (Section(matrix.shape[-1], parts=1),))
                 self.joined(matrix, of_ranks, division, sums=sums)
         return found
 
