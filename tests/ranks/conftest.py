@@ -12,10 +12,8 @@ from ranks.ranked import ranked
 from tinkex.engine import Engine
 from tinkex.models.tiny_model import write_tiny_model
 
-#: Of a hybrid that four ranks divide.
-FOUR_HEADS = dict.fromkeys(("num_key_value_heads", "linear_num_key_heads"), 4) | {
-    "linear_num_value_heads": 8
-}
+#: Of a hybrid that four ranks divide; two of them have the same key head of attention.
+FOUR_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 
 @pytest.fixture(scope="session")
