@@ -119,7 +119,7 @@ class BaseModel:
             straight = device.type == "cuda" and importlib.util.find_spec("accelerate") is not None
             model = load(folder, dtype, device=device if straight else None)
         else:
-            from tinkex.engine.ranks import head, layers, loading
+            from tinkex.engine.ranks import first_layers, head, layers, loading
 
             model, self.shard = loading.load_shard(folder, dtype, device, group)
         model = model.to(device).eval().requires_grad_(False)
@@ -171,7 +171,7 @@ class BaseModel:
         self.probed = (probes[0].ids_T, after)
         seen, *_ = [self._check(each) for each in probes]
         if group is not None:
-            loading.check_first_layers(self, folder, group)
+            first_layers.check_first_layers(self, folder, group)
         self.max_context_length = context_length(model.config, seen)
         #: Of the keys and values of every layer, for the KV cache.
         self.cache_shapes: list[CacheShapes] = [layer.shapes for layer in seen]
