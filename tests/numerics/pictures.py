@@ -73,10 +73,13 @@ IMAGE_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 HYBRIDS = ("Qwen3_5", "Qwen3_5Moe")
 
 
-def write_image_model(folder: Path, family: str) -> Path:
+def write_image_model(
+    folder: Path, family: str, *, decay: tuple[float, float] | None = None, **extra: Any
+) -> Path:
+    """`extra` is for the config of the text part, `decay` as in `write_hybrid`."""
     text, tower = IMAGE_MODELS[family]
     config = getattr(transformers, f"{family}Config")(
-        text_config=text,
+        text_config=text | extra,
         vision_config=TOWER | tower,
         image_token_id=PLACEHOLDER,
         video_token_id=PLACEHOLDER + 1,
@@ -88,6 +91,8 @@ def write_image_model(folder: Path, family: str) -> Path:
     for name, weight in model.named_parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.4 if "conv1d" in name else 0.15)
+        elif decay is not None and name.endswith("A_log"):
+            torch.nn.init.uniform_(weight, *decay)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.save_pretrained(folder)

@@ -1,5 +1,6 @@
 """What a model needs is known before it is loaded: predictions against loaded models and engines."""
 
+import contextlib
 import json
 import logging
 import math
@@ -22,7 +23,9 @@ from tinkex.engine.model.image_models import IMAGE_TYPES
 from tinkex.engine.model.model_shape import ModelShape, UnknownShape
 from tinkex.engine.model.stacked_weights import StackedWeights
 from tinkex.engine.model.targets import text_name
-from tinkex.engine.model_fit import Candidate, trained
+from tinkex.engine.model.tower_shape import IMAGE_TOKENS
+from tinkex.engine.model_fit import Candidate, smallest_total, trained
+from tinkex.engine.ranks.divided_shape import fitting_counts
 from tinkex.models.line_up import line_up, tensors_of
 from tinkex.models.weight_file_checks import tensor_shapes
 
@@ -108,8 +111,9 @@ def test_weights_of_the_line_up_have_the_sizes_of_files(family: str, tmp_path: P
     folder = written(family, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     if family in IMAGE_MODELS:
-        # The line-up has the keys of the text part beside that of the tower.
-        config = config["text_config"] | {"vision_config": config["vision_config"]}
+        # The line-up has the keys of the text part beside those of the whole model.
+        own = {key: config[key] for key in ("vision_config", "tie_word_embeddings")}
+        config = config["text_config"] | own
     of_files = read_shape(folder)
     computed = ModelShape.of(config, tensors_of(config), images=family in IMAGE_MODELS)
     assert computed.tower == of_files.tower
@@ -142,6 +146,25 @@ def test_images_are_planned_for_every_model_of_the_line_up_that_reads_them() -> 
             needs = predicted_needs(shape, device="cuda", element=2)
             plan = plan_memory(needs, EngineSettings(name="m", folder=Path()), free=10**13)
             assert (plan.images > 10**9) == (model.type in IMAGE_TYPES), model.name
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_the_memory_that_is_said_to_be_needed_is_what_the_engine_plans(gpus: int) -> None:
+    """With what it reserves for logits and images, on each of the GPUs."""
+    settings = EngineSettings(name="m", folder=Path())
+    for shape in filter(None, (Candidate.of_line_up(model).shape for model in line_up())):
+        if gpus not in fitting_counts(shape, gpus):
+            continue
+        needs = predicted_needs(shape, device="cuda", element=2, gpus=gpus)
+        both = needs.training_adapter + needs.sampler_adapter
+        beside = smallest_total(needs, settings, adapters=both) - needs.weights
+        images = IMAGE_TOKENS["cuda"] * needs.image_bytes_per_token
+        assert beside - both > 3 * 10**9 + images
+        plan = plan_memory(needs, settings, free=beside)
+        assert 0 <= plan.adapters - both < 100
+        assert plan_memory(needs, settings, free=beside + 10**7).adapters >= both
+        with contextlib.suppress(DoesNotFit):
+            assert plan_memory(needs, settings, free=beside - 10**7).adapters < both
 
 
 def test_adapters_of_the_line_up_have_the_sizes_that_the_official_cookbook_counts() -> None:

@@ -39,7 +39,7 @@ PARAMS = {
 
 
 @pytest.fixture(
-    params=[("qwen3", 2), ("tied", 2), ("four", 4), ("hybrid", 4)],
+    params=[("qwen3", 2), ("tied", 2), ("qwen3", 4), ("hybrid", 4)],
     ids=lambda p: f"{p[0]}-{p[1]}",
 )
 def pair(request: Any, engine_of: Callable[[str, int], Engine]) -> Iterator[Pair]:

@@ -178,7 +178,7 @@ def test_only_what_transformers_asks_for_is_read(
     """What is on a GPU before transformers reserves the model's memory there is there twice."""
     folder = write_mixture(tmp_path, "Qwen3Moe")
     group: Any = SimpleNamespace(rank=0, size=2)
-    shard = Shard(group, {HEAD: Division("B", VOCABULARY)})
+    shard = Shard(group, {HEAD: Division.of("B", VOCABULARY)})
     form = ExpertForm(6, 32, 16, gated=True, concatenated=True, transposed=False, biased=False)
     reader = ExpertReader({0: form}, rank=0, ranks=2, dtype=torch.float32, device=CPU)
     read: list[str] = []

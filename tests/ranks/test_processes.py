@@ -1,5 +1,6 @@
 """The processes of an engine over two ranks: all end together, and nothing is lost."""
 
+import inspect
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import tinkex
+from engine import test_process
 from engine.test_process import Engine
 from processes import children, has_exited
 from serving import TINY, serving
@@ -48,6 +50,19 @@ def process(folder: Path, **settings: float) -> Iterator[Engine]:
             finally:
                 started.kill()
                 started.wait()
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Iterator[Engine]:
+    """That of the tests of one process, with two ranks."""
+    with process(tiny_model) as engine:
+        assert engine.report().ready.device == "cpu"
+        yield engine
+
+
+for name, value in vars(test_process).items():
+    if name.startswith("test_") and "engine" in inspect.signature(value).parameters:
+        globals()[name] = value
 
 
 def test_no_rank_outlives_rank_0_even_if_it_is_stopped(tiny_model: Path) -> None:

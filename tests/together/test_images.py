@@ -32,6 +32,8 @@ TEMPLATE = (
 )
 #: A dense decoder, and one with recurrent layers, which round differently in sampling.
 WITHIN = {"Qwen3VL": 1e-4, "Qwen3_5": 1e-2}
+#: The first is divided over two processes.
+ARGS = {"Qwen3VL": ("--gpus-per-replica", "2", "--device", "cpu")}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,8 @@ def server(
     model = write_image_model(folder / "model", family)
     file = model / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
-    with serving(f"test/{family}={model}", data=folder / "data") as server:
+    args = ARGS.get(family, ())
+    with serving(f"test/{family}={model}", data=folder / "data", args=args) as server:
         yield server
 
 

@@ -146,12 +146,12 @@ class Engine:
         self.limits = limits_of(self.model)
         #: Decodes images; None if they are refused. For another thread.
         self.images: RequestImages | None = None
-        if self.model.vision is not None:
+        if self.model.vision is not None and (group is None or not group.rank):
             count = reader_count(os.cpu_count() or 1)
             readers = [ImageReader(settings.folder) for _ in range(count)]
             most = most_tokens(readers[0].rules, available_bytes(checkpoints.HOST))
             self.images = RequestImages(readers, self.limits, max_tokens=most)
-        elif self.model.made_for_images:
+        elif self.model.made_for_images and self.model.vision is None:
             log.warning("images are refused: %s", self.model.no_images)
         needs, free = measured_needs(self.model), shared_bytes(device, group)
         # One plan, because what fits decides what runs together.
@@ -260,7 +260,7 @@ class Engine:
             self.limits,
             backward=backward,
             custom=self._losses,
-            images=self._prepared(inputs_of(work), images),
+            images=self.prepared(inputs_of(work), images),
         )
         if backward:
             longest = max(len(datum.tokens_N) for datum in data)
@@ -401,7 +401,7 @@ class Engine:
         tokens are available from `partial_outputs` as they are sampled. Without `images`, those of
         the prompt are decoded now.
         """
-        prepared = self._prepared([NamedInput("prompt", request.prompt)], images)
+        prepared = self.prepared([NamedInput("prompt", request.prompt)], images)
         if self._sampler is None:
             self._sampler = self._make_sampler(
                 self.model,
@@ -477,7 +477,7 @@ class Engine:
     def sampling(self) -> bool:
         return self._sampler is not None and self._sampler.busy
 
-    def _prepared(
+    def prepared(
         self, inputs: Sequence[NamedInput], images: PreparedImages | None
     ) -> PreparedImages:
         if images is not None:

@@ -32,22 +32,25 @@ FAMILIES = (
     Family("Gemma3Text", ("gemma3_text", "gemma3"), "sliding windows; text only", divided=True),
     Family("Phi", ("phi",), divided=True),
     Family(
-        "Phi3", ("phi3",), "fused projections: one adapter for query, key and value; also Phi 4"
+        "Phi3",
+        ("phi3",),
+        "fused projections: one adapter for query, key and value; also Phi 4",
+        divided=True,
     ),
     Family("GPTNeoX", ("gpt_neox",), "Pythia", divided=True),
-    Family("Olmo2", ("olmo2",)),
+    Family("Olmo2", ("olmo2",), divided=True),
     Family("Granite", ("granite",), "refused if `logits_scaling` is not 1", divided=True),
-    Family("Glm4", ("glm4",), "fused projections"),
+    Family("Glm4", ("glm4",), "fused projections", divided=True),
     Family("Starcoder2", ("starcoder2",), divided=True),
     Family("Qwen3Moe", ("qwen3_moe",), MIXTURE, divided=True),
     Family("Mixtral", ("mixtral",), MIXTURE, divided=True),
-    Family("Olmoe", ("olmoe",), MIXTURE),
+    Family("Olmoe", ("olmoe",), MIXTURE, divided=True),
     Family(
         "Qwen2Moe", ("qwen2_moe",), f"{MIXTURE}, one of them shared by all tokens", divided=True
     ),
     Family("Glm4Moe", ("glm4_moe",), f"{MIXTURE}, one of them shared by all tokens", divided=True),
     Family("GraniteMoe", ("granitemoe",), MIXTURE, divided=True),
-    Family("MiniMaxM2", ("minimax_m2",), MIXTURE),
+    Family("MiniMaxM2", ("minimax_m2",), MIXTURE, divided=True),
     Family(
         "GptOss",
         ("gpt_oss",),
@@ -66,10 +69,9 @@ FAMILIES = (
     Family("Qwen3_5MoeText", ("qwen3_5_moe_text",), f"recurrent layers, {MIXTURE}", divided=True),
     Family("Qwen3Next", ("qwen3_next",), f"recurrent layers, {MIXTURE}", divided=True),
     Family("NemotronH", ("nemotron_h",), f"recurrent layers (Mamba 2), {MIXTURE}", divided=True),
-    Family("Qwen2_5_VL", ("qwen2_5_vl",), IMAGES),
-    Family("Qwen3VL", ("qwen3_vl",), IMAGES),
-    Family("Qwen3VLMoe", ("qwen3_vl_moe",), f"{IMAGES}, {MIXTURE}"),
-    # Divided, they read text only.
+    Family("Qwen2_5_VL", ("qwen2_5_vl",), IMAGES, divided=True),
+    Family("Qwen3VL", ("qwen3_vl",), IMAGES, divided=True),
+    Family("Qwen3VLMoe", ("qwen3_vl_moe",), f"{IMAGES}, {MIXTURE}", divided=True),
     Family(
         "Qwen3_5",
         ("qwen3_5",),

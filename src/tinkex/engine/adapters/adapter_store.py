@@ -260,15 +260,30 @@ class AdapterStore:
         self._spills += 1
         folder = self._spill_folder() / str(self._spills)
         log.info("adapter of model %s written to disk (%s)", model_id, format_bytes(entry.size))
-        try:
-            files = checkpoints.snapshot_files(entry.adapter, self._base_model)
-            checkpoints.write_of(entry.adapter, files, folder, reserve=self._disk_reserve)
-        except checkpoints.WriteFailed as error:
+        if (failure := self._write(entry, folder)) is not None:
             raise checkpoints.WriteFailed(
-                f"the adapter of model {model_id} cannot leave the memory for others: {error}"
-            ) from error
+                f"the adapter of model {model_id} cannot leave the memory for others: {failure}"
+            )
         entry.adapter.release()
         entry.tier, entry.folder = Tier.DISK, folder
+
+    def _write(self, entry: _Entry, folder: Path) -> str | None:
+        """Writes the adapter, or the part of this rank. Returns why that failed, on all ranks."""
+        failure = None
+        try:
+            with entry.adapter.alone():
+                files = checkpoints.snapshot_files(entry.adapter, self._base_model)
+                checkpoints.write(files, self._own(folder), reserve=self._disk_reserve)
+        except checkpoints.WriteFailed as error:
+            failure = str(error)
+        if self._group is not None and self._group.largest(failure is not None):
+            self._remove_folder(folder)  # of the ranks that could write
+            return failure or "another rank could not write its part"
+        return failure
+
+    def _own(self, folder: Path) -> Path:
+        """Each rank has a part of its own, with the bits of its gradients."""
+        return folder if self._group is None else folder / str(self._group.rank)
 
     def _load(self, model_id: str, entry: _Entry) -> None:
         self._loading = entry
@@ -281,7 +296,8 @@ class AdapterStore:
         elif entry.folder is not None:
             entry.adapter.allocate(self._device)
             try:
-                checkpoints.restore(entry.adapter, entry.folder)
+                with entry.adapter.alone():
+                    checkpoints.restore(entry.adapter, self._own(entry.folder))
             except BaseException:
                 entry.adapter.release()  # it is still complete on disk
                 raise

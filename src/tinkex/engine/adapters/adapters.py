@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -103,6 +104,16 @@ class TrainingAdapter:
         """Call after the master weights changed."""
         if self.live is not self.master:
             self.live.copy_(self.master)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within this, files have the part of this rank only, and only this rank can read them."""
+        shard, whole = self.shard, self.whole_layout
+        self.shard, self.whole_layout = None, self.layout
+        try:
+            yield
+        finally:
+            self.shard, self.whole_layout = shard, whole
 
     # -- moving between memories ------------------------------------------------------------------
 

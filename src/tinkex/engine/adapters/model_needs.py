@@ -103,7 +103,7 @@ def predicted_needs(
     rows = shape.vocabulary // gpus
     targets = shape.targets
     if gpus > 1:
-        shape, kernels, tower = divided(shape, gpus), False, None
+        shape, kernels = divided(shape, gpus), False
         head_rows = head_target(hidden=shape.hidden, vocabulary=rows)
         targets = [*shape.targets[:-1], head_rows]
     packed = shape.packed if kernels and device == "cuda" and element == 2 else None

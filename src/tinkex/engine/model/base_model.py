@@ -90,11 +90,6 @@ log = logging.getLogger(__name__)
 #: Layers that are nothing but an MLP or a mixture, where a model's config lists them (Nemotron-H).
 TOKEN_BY_TOKEN = {"mlp", "moe"}
 
-#: Why a model that is divided reads no images.
-NO_DIVIDED_IMAGES = (
-    "of a model that is divided over several GPUs, this server runs only the part that reads text."
-)
-
 #: Lengths of the passes that measure the activation memory of training.
 PROBE_LENGTHS = (16, 48)
 #: The same for models with recurrent layers, which pad sequences to full chunks.
@@ -124,7 +119,7 @@ class BaseModel:
             straight = device.type == "cuda" and importlib.util.find_spec("accelerate") is not None
             model = load(folder, dtype, device=device if straight else None)
         else:
-            from tinkex.engine.ranks import head, layers, loading
+            from tinkex.engine.ranks import first_layers, head, layers, loading
 
             model, self.shard = loading.load_shard(folder, dtype, device, group)
         model = model.to(device).eval().requires_grad_(False)
@@ -138,14 +133,11 @@ class BaseModel:
         self.made_for_images = bool(whole.get("vision_config"))
         #: Why images are refused, if they are.
         self.no_images = why_no_images(whole, folder)
+        if self.no_images is None:
+            self.vision = VisionTower(model, group)
         probes: list[Probe] = []
-        if self.shard is not None:
-            self.no_images = self.no_images or NO_DIVIDED_IMAGES
-        else:
-            probes.append(Probe.of(model, None))
-            if self.no_images is None:
-                self.vision = VisionTower(model)
-                probes.append(Probe.of(model, self.vision))
+        if self.shard is None:
+            probes = Probe.all_of(model, self.vision)
         self._context = AdapterContext()
         self._decoder: Any = model.get_decoder()
         self._embed: nn.Module = model.get_input_embeddings()
@@ -179,7 +171,7 @@ class BaseModel:
         self.probed = (probes[0].ids_T, after)
         seen, *_ = [self._check(each) for each in probes]
         if group is not None:
-            loading.check_first_layers(self, folder, group)
+            first_layers.check_first_layers(self, folder, group)
         self.max_context_length = context_length(model.config, seen)
         #: Of the keys and values of every layer, for the KV cache.
         self.cache_shapes: list[CacheShapes] = [layer.shapes for layer in seen]
@@ -434,8 +426,7 @@ class BaseModel:
                 "recurrent, convolutional or similar layers, which this engine does not support. "
                 "Serve another model."
             )
-        if probe.places:
-            self._check_positions(probe)
+        self.check_positions(probe)
         gap = 0.0 if expected_TV is None else relative_gap(found_TV, expected_TV)
         if not gap < TOLERANCE[self.dtype]:  # NaN is refused too
             raise UnsupportedModel(
@@ -451,7 +442,7 @@ class BaseModel:
             )
         return [shapes[layer] for layer in sorted(shapes)]
 
-    def _check_positions(self, probe: Probe) -> None:
+    def check_positions(self, probe: Probe) -> None:
         """
         Refuses a model whose tokens have other positions than in the original.
 
@@ -466,14 +457,21 @@ class BaseModel:
             "the tokens of an image, or those after it, other positions. Serve another model."
         )
 
-    def first_layers_logits(self, count: int) -> Tensor:
-        """What a model of the first layers only would compute of the probe."""
+    def first_layers_logits(self, count: int, probe: Probe) -> Tensor:
+        """What a model of the first layers only would compute of a probe."""
         layers = self._decoder.layers
         self._decoder.layers = layers[:count]
         try:
-            ids_T = probe(self.vocab_size).to(self.device)
-            packing = Packing.of([len(ids_T)], device=self.device)
-            return self.head.logits(self._original_hidden(ids_T, packing, (), gradients=False))
+            part = (probe.places, 0, len(probe.ids_T))
+            packing = Packing.of(
+                [len(probe.ids_T)], device=self.device, positions=packed_positions([part])
+            )
+            images: list[ImageRows] = []
+            if self.vision is not None:
+                images = self.vision.rows([SequencePart(*part, owner="")])
+            return self.head.logits(
+                self._original_hidden(probe.ids_T, packing, (), images, gradients=False)
+            )
         finally:
             self._decoder.layers = layers
 

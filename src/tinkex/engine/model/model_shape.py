@@ -207,7 +207,9 @@ class ModelShape:
             vocabulary=(head or embedding)[0],
             hidden=embedding[1],
             parameters=parameters,
-            tied=head is None or bool(text.get("tie_word_embeddings")),
+            # That of the whole model, if it has one: transformers ties by it.
+            tied=head is None
+            or bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings"))),
             tower=_find_tower(config, tensors, embedding[1]) if images else None,
         )
         found._check()

@@ -51,6 +51,20 @@ class Probe(NamedTuple):
     #: [3, T]: the positions that the original model gives its decoder, if it gives it any.
     positions_3T: Tensor | None = None
 
+    def to(self, device: torch.device) -> Probe:
+        routed = {
+            name: RoutedTokens(first, index.to(device), weights.to(device))
+            for name, (first, index, weights) in self.routed.items()
+        }
+        expected = None if self.expected_TV is None else self.expected_TV.to(device)
+        positions = None if self.positions_3T is None else self.positions_3T.cpu()
+        return Probe(self.ids_T.to(device), self.places, expected, routed, positions)
+
+    @classmethod
+    def all_of(cls, model: Any, vision: VisionTower | None) -> list[Probe]:
+        """Of text, and one with an image if there is a tower."""
+        return [cls.of(model, None), *([] if vision is None else [cls.of(model, vision)])]
+
     @classmethod
     def of(cls, model: Any, vision: VisionTower | None) -> Probe:
         """With an image if there is a tower."""

@@ -8,9 +8,10 @@ would reveal the images of others.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ from torch import Tensor
 from tinkex.engine.images.prepared_image import PreparedImage
 from tinkex.engine.model.image_places import ImagePlaces
 from tinkex.engine.model.tower_shape import IMAGE_TOKENS, TowerShape
+
+if TYPE_CHECKING:
+    from tinkex.engine.ranks.process_group import ProcessGroup
 
 # n placeholders, H hidden size, T packed tokens
 
@@ -58,13 +62,20 @@ class SequencePart(NamedTuple):
 
 
 class VisionTower:
-    def __init__(self, model: Any) -> None:
-        """`model` is one of transformers that reads images."""
+    def __init__(self, model: Any, group: ProcessGroup | None = None) -> None:
+        """
+        `model` is one of transformers that reads images.
+
+        With `group`, each rank computes the same, and gets the patches of images from rank 0.
+        """
+        self._group = group
         config = model.config
         self._model = model.model
         self._tower = model.model.visual
         weight = next(self._tower.parameters())
         self._device, self._dtype = weight.device, weight.dtype
+        #: Numbers of one patch.
+        self._values = self._tower.patch_embed.proj.weight[0].numel()
         #: The token that stands for a part of an image.
         self.placeholder = int(config.image_token_id)
         self.merge_size = int(config.vision_config.spatial_merge_size)
@@ -88,9 +99,8 @@ class VisionTower:
     def probe_image(self) -> PreparedImage:
         """An image of two by four placeholders, to compare with the original model."""
         rows, columns = 2 * self.merge_size, 4 * self.merge_size
-        values = self._tower.patch_embed.proj.weight[0].numel()
-        wave = np.sin(np.arange(rows * columns * values, dtype=np.float32))
-        patches = wave.reshape(rows * columns, values)
+        wave = np.sin(np.arange(rows * columns * self._values, dtype=np.float32))
+        patches = wave.reshape(rows * columns, self._values)
         return PreparedImage(b"probe", (1, rows, columns), patches, tokens=8)
 
     def features(self, image: PreparedImage, owner: str) -> ImageFeatures:
@@ -112,7 +122,13 @@ class VisionTower:
     @torch.no_grad()
     def compute(self, image: PreparedImage) -> ImageFeatures:
         self.computed += 1
-        patches = torch.from_numpy(image.patches).to(self._device, self._dtype)
+        if self._group is None or not self._group.rank:
+            patches = torch.from_numpy(image.patches).to(self._device, self._dtype)
+        else:
+            shape = (math.prod(image.grid), self._values)
+            patches = torch.empty(shape, device=self._device, dtype=self._dtype)
+        if self._group is not None:
+            patches = self._group.first(patches)
         grid = torch.tensor([image.grid], device=self._device)
         output = self._model.get_image_features(patches, grid, return_dict=True)
         (input_nH,) = output.pooler_output

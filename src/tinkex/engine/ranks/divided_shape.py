@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tinkex.engine.model.model_shape import LayerShape, ModelShape
-from tinkex.engine.model.unsupported import quantization_method
+from tinkex.engine.model.unsupported import DEQUANTIZED, quantization_method
 
 #: Linear layers of dense models, by how they are divided. The plan of transformers decides when a
 #: model is loaded; these are the names that it has for the tested families.
 BY_OUTPUTS = frozenset(
     {
         *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
-        *("query_key_value", "dense_h_to_4h", "fc1", "c_fc"),
+        *("qkv_proj", "gate_up_proj", "query_key_value", "dense_h_to_4h", "fc1", "c_fc"),
         *("q_b_proj", "kv_b_proj"),
         *(f"in_proj_{part}" for part in ("q", "k", "v", "z", "a", "b", "ba")),
         "x_proj",
@@ -25,10 +25,8 @@ BY_INPUTS = frozenset(
 )
 #: Each rank has these whole: the first products of latent attention, and the gate of a shared expert.
 WHOLE = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "shared_expert_gate"})
-#: Norms that can be divided with the heads only if they are those of one head.
-HEAD_NORMS = frozenset({"q_norm", "k_norm"})
-#: Methods of quantization whose weights are cut when they are read.
-QUANTIZED = frozenset({"mxfp4"})
+#: Of these, the ones with the outputs of key heads, which several ranks may share.
+BY_KEY_HEADS = frozenset({"k_proj", "v_proj"})
 
 
 class Undivided(ValueError):
@@ -40,13 +38,13 @@ def divided(shape: ModelShape, ranks: int) -> ModelShape:
     reason = next(_reasons(shape, ranks), None)
     if reason is not None:
         raise Undivided(reason)
-    layers = [_divided_layer(layer, ranks) for layer in shape.layers]
+    layers = [_divided_layer(layer, shape, ranks) for layer in shape.layers]
     removed = sum(
         _numbers(whole) - _numbers(own) for whole, own in zip(shape.layers, layers, strict=True)
     )
     sizes = {
         "num_attention_heads": shape.query_heads // ranks,
-        "num_key_value_heads": shape.key_heads // ranks,
+        "num_key_value_heads": shape.key_heads // key_parts(shape.key_heads, ranks),
         "head_dim": shape.head_size,
     }
     return replace(
@@ -62,14 +60,24 @@ def fitting_counts(shape: ModelShape, most: int) -> list[int]:
     return [count for count in range(1, most + 1) if not any(_reasons(shape, count))]
 
 
+def heads_fit(heads: int, keys: int, ranks: int) -> bool:
+    """Whether each rank has the same number of heads, with whole key heads or a part of one's."""
+    return not heads % ranks and not max(keys, ranks) % min(keys, ranks)
+
+
+def key_parts(keys: int, ranks: int) -> int:
+    """In how many parts the key heads are divided: with more ranks, several have the same head."""
+    return min(keys, ranks)
+
+
 def _reasons(shape: ModelShape, ranks: int) -> Iterator[str]:
     if ranks == 1:
         return
     method = quantization_method(shape.config.get("quantization_config"))
-    if method is not None and method not in QUANTIZED:
+    if method is not None and method not in DEQUANTIZED:
         yield f"weights that are quantized ({method}) are not divided"
     heads, keys = shape.query_heads, shape.key_heads
-    if heads % ranks or keys % ranks:
+    if not heads_fit(heads, keys, ranks):
         yield f"{heads} attention heads and {keys} key heads are not divisible by {ranks}"
     for layer in shape.layers:
         for name, count in ({} if layer.recurrent is None else layer.recurrent.heads).items():
@@ -78,21 +86,22 @@ def _reasons(shape: ModelShape, ranks: int) -> Iterator[str]:
         for experts in layer.experts.values():
             if experts.inner % ranks:
                 yield f"experts of width {experts.inner} are not divided by {ranks}"
-        for path, size in layer.norms.items():
-            if path.rpartition(".")[2] in HEAD_NORMS and size != shape.head_size:
-                yield f"{path} is a norm over all heads"
         for path, (outputs, inputs) in layer.linears.items():
             leaf = path.rpartition(".")[2]
             if leaf in WHOLE:
                 continue
             if leaf not in BY_OUTPUTS | BY_INPUTS:
                 yield f"{leaf} is not divided"
+            elif leaf in BY_KEY_HEADS | {"qkv_proj"}:
+                continue  # of whole heads
             elif (outputs if leaf in BY_OUTPUTS else inputs) % ranks:
                 yield f"{leaf} of {outputs} outputs and {inputs} inputs is not divisible by {ranks}"
 
 
-def _divided_layer(layer: LayerShape, ranks: int) -> LayerShape:
-    linears = {path: _divided_linear(path, sizes, ranks) for path, sizes in layer.linears.items()}
+def _divided_layer(layer: LayerShape, shape: ModelShape, ranks: int) -> LayerShape:
+    linears = {
+        path: _divided_linear(path, sizes, shape, ranks) for path, sizes in layer.linears.items()
+    }
     experts = {
         path: replace(each, inner=each.inner // ranks) for path, each in layer.experts.items()
     }
@@ -100,12 +109,22 @@ def _divided_layer(layer: LayerShape, ranks: int) -> LayerShape:
     return replace(layer, linears=linears, experts=experts, recurrent=recurrent)
 
 
-def _divided_linear(path: str, sizes: tuple[int, int], ranks: int) -> tuple[int, int]:
+def _divided_linear(
+    path: str, sizes: tuple[int, int], shape: ModelShape, ranks: int
+) -> tuple[int, int]:
     outputs, inputs = sizes
     leaf = path.rpartition(".")[2]
     if leaf in WHOLE:
         return sizes
-    return (outputs // ranks, inputs) if leaf in BY_OUTPUTS else (outputs, inputs // ranks)
+    if leaf in BY_INPUTS:
+        return outputs, inputs // ranks
+    parts = key_parts(shape.key_heads, ranks)
+    if leaf in BY_KEY_HEADS:
+        return outputs // parts, inputs
+    if leaf == "qkv_proj":
+        queries = outputs * shape.query_heads // (shape.query_heads + 2 * shape.key_heads)
+        return queries // ranks + (outputs - queries) // parts, inputs
+    return outputs // ranks, inputs
 
 
 def _numbers(layer: LayerShape) -> int:

@@ -22,8 +22,11 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar, cast
+
+import numpy as np
 
 from tinkex.engine.device import choose_device, is_device_lost, is_out_of_memory
 from tinkex.engine.engine import Engine
@@ -31,6 +34,7 @@ from tinkex.engine.input_checks import PreparedImages
 from tinkex.engine.ranks.channel import Channel
 from tinkex.engine.ranks.process_group import ProcessGroup
 from tinkex.engine.ranks.rank_settings import settings_of_rank
+from tinkex.engine.request_images import NamedInput, inputs_of
 from tinkex.engine.training.passes import Pass
 from tinkex.wire.engine_protocol import DEVICE_LOST_STATUS, RANK_LOST_STATUS
 from tinkex.wire.engine_settings import EngineSettings
@@ -48,6 +52,12 @@ ON_ALL_RANKS = frozenset(
         *("save", "load", "snapshot_files", "snapshot_bytes", "restore", "cancel", "advance"),
     }
 )
+
+#: Instead of those of an image.
+NO_PATCHES = np.zeros((0, 0), np.float32)
+
+#: Of a call.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 #: How long the other ranks may go on after one has failed. If the failure is that of the request,
 #: all fail at the same place.
@@ -105,6 +115,11 @@ class RefusedByRank(ValueError):
 
 def refusal(rank: int, outcome: Outcome) -> RefusedByRank:
     return RefusedByRank(f"rank {rank}: {outcome[1]}", hint=outcome[2])
+
+
+def without_patches(images: PreparedImages) -> PreparedImages:
+    """For the other ranks, which get the patches when they compute them."""
+    return {key: replace(image, patches=NO_PATCHES) for key, image in images.items()}
 
 
 class _Rank:
@@ -203,12 +218,18 @@ class RankedEngine:
         images: PreparedImages | None = None,
         **options: Any,
     ) -> None:
-        del images  # a divided model reads none
+        images = self._engine.prepared([NamedInput("prompt", request.prompt)], images)
         params = request.sampling_params
         if params.seed is None:
             drawn = params.model_copy(update={"seed": secrets.randbits(63)})
             request = request.model_copy(update={"sampling_params": drawn})
-        self._call("submit", ticket, request, **options)
+        self._call(
+            "submit",
+            *(ticket, request),
+            images=images,
+            **options,
+            _sent=((ticket, request), {**options, "images": without_patches(images)}),
+        )
 
     def begin_pass(
         self,
@@ -218,13 +239,14 @@ class RankedEngine:
         backward: bool,
         images: PreparedImages | None = None,
     ) -> Pass:
-        del images  # a divided model reads none
+        images = self._engine.prepared(inputs_of(work), images)
         number = self._passes = self._passes + 1
         begun: Pass = self._call(
             "begin_pass",
             *(model_id, work),
             backward=backward,
-            _sent=(number, model_id, work, backward),
+            images=images,
+            _sent=((number, model_id, work, backward, without_patches(images)), {}),
         )
         self._numbers[begun] = number
         weakref.finalize(begun, self._dropped.append, number)
@@ -233,21 +255,18 @@ class RankedEngine:
     def run_micro_batch(self, slices: Sequence[tuple[Pass, int]]) -> None:
         dropped, self._dropped[:] = [*self._dropped], []
         numbered = [(self._numbers[each], count) for each, count in slices]
-        self._call("run_micro_batch", slices, _sent=(numbered, dropped))
+        self._call("run_micro_batch", slices, _sent=((numbered, dropped), {}))
 
     def run_pass(
         self, model_id: str, work: ForwardBackwardInput, *, backward: bool
     ) -> ForwardBackwardOutput:
         return Engine.run_pass(cast(Engine, self), model_id, work, backward=backward)
 
-    def _call(
-        self, name: str, *args: Any, _sent: tuple[Any, ...] | None = None, **kwargs: Any
-    ) -> Any:
+    def _call(self, name: str, *args: Any, _sent: Arguments | None = None, **kwargs: Any) -> Any:
         """Makes a call on all ranks. `_sent` are the arguments of the others, if they differ."""
-        sent = (args, kwargs) if _sent is None else (_sent, {})
         self._calls += 1
         self._running = True
-        self.tell_all("call", (name, *sent))
+        self.tell_all("call", (name, *(_sent or (args, kwargs))))
         return self._finished(lambda: getattr(self._engine, name)(*args, **kwargs), name)
 
     def _finished(self, run: Callable[[], T], what: str) -> T:

@@ -143,7 +143,7 @@ def divide_experts(module: Any, name: str, ranks: int) -> dict[str, Division]:
         setattr(module, key, nn.Parameter(getattr(module, key).new_empty(shape)))
     letters: dict[str, Literal["A", "B"]] = {"w1": "B", "w3": "B", "w2": "A"}
     return {
-        f"{name}.{part}": Division(letter, form.inner)
+        f"{name}.{part}": Division.of(letter, form.inner)
         for part, letter in letters.items()
         if form.gated or part != "w3"
     }
@@ -183,9 +183,9 @@ class ExpertReader:
         #: Blocks and scales, which may be in two files.
         self._quantized: dict[str, tuple[ExpertForm, dict[str, Any]]] = {}
 
-    def add(self, opened: Any, key: str) -> bool:
+    def add(self, whole: Any, key: str) -> bool:
         """
-        Notes a tensor of a file; False if it is not of experts.
+        Notes a tensor that is `whole` in its file; False if it is not of experts.
 
         Raises `RefusedFolder` if it has other sizes than the config says.
         """
@@ -194,12 +194,12 @@ class ExpertReader:
         if form is None:
             return False
         if (one := _OF_ONE.match(key)) is not None:
-            self._add_single(opened.get_slice(key), key, form, one[1], int(one[2]), one[3])
+            self._add_single(whole, key, form, one[1], int(one[2]), one[3])
             return True
         every = _OF_ALL.search(key)
         if every is None:
             return False
-        whole, kind = opened.get_slice(key), every[2] or ""
+        kind = every[2] or ""
         name = every[1] or {"input_linear": form.first, "output_linear": "down_proj"}[every[3]]
         if kind in ("_blocks", "_scales"):
             _check_sizes(whole, key, form.quantized_shapes(name).get(kind))

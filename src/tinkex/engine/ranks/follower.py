@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from tinkex.engine.device import choose_device, is_device_lost, is_out_of_memory
 from tinkex.engine.engine import Engine
+from tinkex.engine.input_checks import PreparedImages
 from tinkex.engine.ranks.channel import Channel, Inbox, OutOfStep
 from tinkex.engine.ranks.engine import Outcome
 from tinkex.engine.ranks.process_group import ProcessGroup
@@ -95,9 +96,16 @@ class Calls:
             self._engine.partial_outputs()  # which rank 0 reports
 
     def _begin_pass(
-        self, number: int, model_id: str, work: ForwardBackwardInput, backward: bool
+        self,
+        number: int,
+        model_id: str,
+        work: ForwardBackwardInput,
+        backward: bool,
+        images: PreparedImages,
     ) -> None:
-        self._passes[number] = self._engine.begin_pass(model_id, work, backward=backward)
+        self._passes[number] = self._engine.begin_pass(
+            model_id, work, backward=backward, images=images
+        )
 
     def _run_micro_batch(self, slices: list[tuple[int, int]], dropped: list[int]) -> None:
         for number in dropped:

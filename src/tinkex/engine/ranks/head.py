@@ -11,7 +11,7 @@ from tinkex.engine.model.lm_head import Chunk, Head, Softmax
 from tinkex.engine.model.lora import AdapterSegment
 from tinkex.engine.model.step_memory import logit_tokens
 from tinkex.engine.model.targets import HEAD
-from tinkex.engine.ranks.process_group import padded, without_padding
+from tinkex.engine.ranks.process_group import own_range, padded, without_padding
 from tinkex.engine.ranks.shard import Shard
 
 # t tokens of one chunk, V vocabulary of this rank, W whole vocabulary, K targets of a token
@@ -36,7 +36,8 @@ class ShardHead(Head):
         """`weight` has the rows of this rank, or all if it is the embedding."""
         self._group = shard.group
         division = shard.divisions[HEAD]
-        self._ranges = [shard.range_of(division, rank) for rank in range(shard.group.size)]
+        ranks = shard.group.size
+        self._ranges = [own_range(division.size, rank, ranks) for rank in range(ranks)]
         self._first, stop = self._ranges[shard.group.rank]
         if len(weight) == division.size:
             weight = weight[self._first : stop]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tinkex.engine.model.experts import is_experts
 from tinkex.engine.model.lora import LoraLinear
 from tinkex.engine.ranks.process_group import ProcessGroup
-from tinkex.engine.ranks.shard import Shard
+from tinkex.engine.ranks.shard import Division, Shard
 
 
 class _SumForward(torch.autograd.Function):
@@ -44,6 +44,44 @@ class _SumBackward(torch.autograd.Function):
         return ctx.group.sum_(part.clone()), None
 
 
+class _SumBoth(torch.autograd.Function):
+    """The sum over all ranks, of which each rank uses a part: its gradient is that of all."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return group.sum_(part.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.sum_(gradient.clone()), None
+
+
+class NormOverHeads(nn.Module):
+    """The part of a rank of a root mean square norm over all heads."""
+
+    #: Set when the ranks are connected.
+    group: ProcessGroup
+
+    def __init__(self, whole: Any, division: Division, rank: int, ranks: int) -> None:
+        super().__init__()
+        own = division.own_size(rank, ranks)
+        self.weight = nn.Parameter(whole.weight.new_empty(own))
+        self.eps = whole.variance_epsilon
+        #: Numbers whose squares are summed: heads that several ranks have are in it several times.
+        self.summed = own * ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        floats = x.float()
+        squares = floats.square().sum(-1, keepdim=True)
+        if squares.requires_grad:
+            squares = _SumBoth.apply(squares, self.group)  # type: ignore[no-untyped-call]
+        else:
+            squares = self.group.sum_(squares)
+        normed = floats * torch.rsqrt(squares / self.summed + self.eps)
+        return (self.weight * normed).to(x.dtype)
+
+
 class RowLinear(LoraLinear):
     """A linear layer that is divided by its inputs."""
 
@@ -67,6 +105,8 @@ def connect(layers: nn.Module, shard: Shard) -> None:
     for path, module in list(layers.named_modules()):
         if is_experts(module):
             connect_experts(module, shard.group)
+        if isinstance(module, NormOverHeads):
+            module.group = shard.group
         if not isinstance(module, LoraLinear):
             continue
         # All projections of one layer are divided in the same way.

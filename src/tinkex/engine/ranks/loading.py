@@ -1,37 +1,31 @@
-"""Loads the part of a model that one rank has, by the plan of transformers, and checks it.
+"""Loads the part of a model that one rank has, by the plan of transformers.
 
 The plan names the linear layers that are divided by outputs (`colwise`) and by inputs (`rowwise`).
-Each rank reads only its rows or columns of them from the files (of experts: `expert_parts`). Norms
-and the embedding are whole on each rank.
+Each rank reads only its rows or columns of them from the files (of experts: `expert_parts`). The
+embedding is whole on each rank, and so are norms, but for those over all heads.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-)
+from transformers import AutoConfig, PretrainedConfig
 
-from tinkex.engine.model import experts, model_experts, original_model, start_check
-from tinkex.engine.model.experts import RoutedTokens
+from tinkex.engine.model import experts, original_model
 from tinkex.engine.model.model_shape import NOT_TEXT
 from tinkex.engine.model.recurrent_layers import is_recurrent
 from tinkex.engine.model.recurrent_shape import head_counts
-from tinkex.engine.model.targets import HEAD
+from tinkex.engine.model.targets import HEAD, text_name
 from tinkex.engine.model.unsupported import UnsupportedModel, quantization_method
 from tinkex.engine.ranks import recurrent_parts
-from tinkex.engine.ranks.divided_shape import QUANTIZED
+from tinkex.engine.ranks.divided_shape import BY_KEY_HEADS, heads_fit, key_parts
 from tinkex.engine.ranks.expert_parts import (
     ExpertReader,
     Part,
@@ -39,22 +33,22 @@ from tinkex.engine.ranks.expert_parts import (
     forms_of,
     layer_of,
 )
-from tinkex.engine.ranks.plans import WHOLE, Plan
+from tinkex.engine.ranks.fp8_parts import SCALES, Fp8Slice, find_scales
+from tinkex.engine.ranks.layers import NormOverHeads
+from tinkex.engine.ranks.plans import PACKED_GATE, PACKED_HEADS, WHOLE, Plan
 from tinkex.engine.ranks.process_group import ProcessGroup, own_range
-from tinkex.engine.ranks.shard import Division, Shard
+from tinkex.engine.ranks.shard import Division, Section, Shard
 from tinkex.models.weight_file_checks import (
     check_complete,
+    check_fp8_blocks,
     check_layers,
     check_weight_files,
     tensor_names,
     weight_files,
 )
 
-if TYPE_CHECKING:
-    from tinkex.engine.model.base_model import BaseModel
-
-#: Styles of the plan that divide a layer, with the factor of an adapter that is divided with it.
-STYLES: Mapping[str, Any] = {"colwise": "B", "rowwise": "A"}
+#: Norms of queries and keys, with what they are divided like if they are over all heads.
+NORMS = {"q_norm": "q_proj", "k_norm": "k_proj"}
 
 _IN_LAYER = re.compile(r"(?:^|\.)(layers\.\d+\..+)\.(weight|bias)$")
 
@@ -69,7 +63,9 @@ def load_shard(
     check_weight_files(folder, config.to_dict())
     count = config.get_text_config().num_hidden_layers
     check_layers(count, {*tensor_names(folder)}, folder)
-    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    auto = original_model.auto_class(config, folder)
+    family: Any = auto._model_mapping[type(config)]
+    attention = original_model.original_attention(config, auto)
     if family.config_class is type(config.get_text_config()):
         config = config.get_text_config()  # the part of a model with images that reads text
     with torch.device("meta"):
@@ -79,7 +75,9 @@ def load_shard(
         forms = forms_of(whole)
         divisions = divide(whole, group.rank, group.size)
     shard = Shard(group, divisions)
-    if quantization_method(getattr(config, "quantization_config", None)) is not None:
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        if quantization_method(quantization) == "fp8":
+            check_fp8_blocks(folder, quantization)
         del config.quantization_config  # what is read has plain numbers
     unused = NOT_TEXT - names
 
@@ -106,7 +104,7 @@ def load_shard(
             config=config,
             state_dict=parts,
             dtype=dtype,
-            attn_implementation=original_model.original_attention(config, AutoModelForCausalLM),
+            attn_implementation=attention,
             output_loading_info=True,
             device_map={"": device} if straight else None,
         )
@@ -119,39 +117,35 @@ def refuse_undivided(config: PretrainedConfig, folder: Path, ranks: int) -> None
     one = "Serve it on one GPU (--gpus-per-replica 1)."
     if not any(folder.glob("*.safetensors")):
         raise UnsupportedModel(f"only safetensors can be divided over {ranks} GPUs. {one}")
-    method = quantization_method(getattr(config, "quantization_config", None))
-    if method is not None and method not in QUANTIZED:
-        raise UnsupportedModel(
-            f"weights that are quantized ({method}) cannot be divided over {ranks} GPUs. {one}"
-        )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModel(
-            f"{config.model_type} takes images and has no text form in transformers, so it cannot be "
-            f"divided over {ranks} GPUs. {one}"
-        )
     text = config.get_text_config()
     if not Plan(text):
         raise UnsupportedModel(
             f"transformers has no plan that divides {config.model_type} models over {ranks} GPUs. "
             f"{one}"
         )
-    counts = {
-        "attention heads": text.num_attention_heads,
-        "key heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        **head_counts(text.to_dict()),
-    }
-    if any(count % ranks for count in counts.values()):
+    heads, keys, recurrent = text.num_attention_heads, key_heads(text), head_counts(text.to_dict())
+
+    def fits(ranks: int) -> bool:
+        return heads_fit(heads, keys, ranks) and not any(
+            count % ranks for count in recurrent.values()
+        )
+
+    if not fits(ranks):
+        counts = {"attention heads": heads, "key heads": keys, **recurrent}
         *others, last = (f"{count} {name}" for name, count in counts.items())
         which = f"{', '.join(others)} and {last}"
-        fitting = [
-            str(k)
-            for k in range(1, min(counts.values()) + 1)
-            if not any(count % k for count in counts.values())
-        ]
+        fitting = [str(count) for count in range(1, heads + 1) if fits(count)]
         raise UnsupportedModel(
             f"a model with {which} cannot be divided over {ranks} GPUs. Use --gpus-per-replica "
             f"{' or '.join(fitting)}."
         )
+
+
+def key_heads(text_config: Any) -> int:
+    found: int = (
+        getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+    )
+    return found
 
 
 def divide(model: Any, rank: int, ranks: int) -> dict[str, Division]:
@@ -164,7 +158,7 @@ def divide(model: Any, rank: int, ranks: int) -> dict[str, Division]:
             f"transformers' code for {model.config.model_type} models has no decoder attribute "
             "`layers`. Serve another model."
         )
-    prefix = next(name for name, module in model.named_modules() if module is layers)
+    prefix = text_name(next(name for name, module in model.named_modules() if module is layers))
     divisions: dict[str, Division] = {}
 
     for path, module in list(layers.named_modules()):
@@ -182,37 +176,76 @@ def divide(model: Any, rank: int, ranks: int) -> dict[str, Division]:
             divisions |= divide_experts(module, f"{prefix}.{path}", ranks)
         if isinstance(sinks := getattr(module, "sinks", None), nn.Parameter):
             module.sinks = nn.Parameter(sinks.new_empty(len(sinks) // ranks))
-        parent = layers.get_submodule(path.rpartition(".")[0])
+        parent_path, _, leaf = path.rpartition(".")
+        parent = layers.get_submodule(parent_path)
+        if leaf in NORMS and len(module.weight) != parent.head_dim:
+            by = divisions[f"{prefix}.{parent_path}.{NORMS[leaf]}"]
+            divisions[f"{prefix}.{path}"] = by
+            _replace(layers, path, NormOverHeads(module, by, rank, ranks))
         if not isinstance(module, nn.Linear) or is_recurrent(parent):  # which is divided above
             continue
         style = plan.style(path)
         if style == WHOLE:
             continue
-        if style is None or style not in STYLES:
+        division = _division(style, leaf, module, text, ranks)
+        if division is None:
             raise UnsupportedModel(
                 f"the plan of transformers for {model.config.model_type} models does not divide "
                 f"{path.partition('.')[2]} ({style or 'not named'}). Serve it on one GPU "
                 "(--gpus-per-replica 1)."
             )
-        division = Division(
-            STYLES[style], module.out_features if style == "colwise" else module.in_features
-        )
-        if division.size % ranks:
+        if any(section.size % (section.parts or ranks) for section in division.sections):
             raise UnsupportedModel(
                 f"{prefix}.{path} has {division.size} "
-                f"{'outputs' if style == 'colwise' else 'inputs'}, which {ranks} GPUs cannot "
+                f"{'inputs' if division.letter == 'A' else 'outputs'}, which {ranks} GPUs cannot "
                 "divide. Use another --gpus-per-replica."
             )
         divisions[f"{prefix}.{path}"] = division
-        own = division.size // ranks
-        sizes = (module.in_features, own) if style == "colwise" else (own, module.out_features)
+        own = division.own_size(rank, ranks)
+        by_inputs = division.letter == "A"
+        sizes = (own, module.out_features) if by_inputs else (module.in_features, own)
         _replace(layers, path, _linear(*sizes, module))
+        if style == PACKED_HEADS:
+            # This code counts heads; that of other families follows from the sizes.
+            parent.num_key_value_heads //= key_parts(key_heads(text), ranks)
+            parent.config = _ConfigOfRank(parent.config, ranks)
     head = model.get_output_embeddings()
-    divisions[HEAD] = Division("B", head.out_features)
-    if not text.tie_word_embeddings:
+    divisions[HEAD] = Division.of("B", head.out_features)
+    if not model.config.tie_word_embeddings:
         start, stop = own_range(head.out_features, rank, ranks)
         model.set_output_embeddings(_linear(head.in_features, stop - start, head))
     return divisions
+
+
+def _division(
+    style: str | None, leaf: str, module: nn.Linear, text_config: Any, ranks: int
+) -> Division | None:
+    """How a layer is divided; None if its style is not one that is known here."""
+    outputs, keys = module.out_features, key_heads(text_config)
+    # With as many ranks as key heads, or fewer, each has its own.
+    parts = key_parts(keys, ranks) if keys < ranks else None
+    if style == "rowwise":
+        return Division.of("A", module.in_features)
+    if style == "colwise":
+        return Division("B", (Section(outputs, parts if leaf in BY_KEY_HEADS else None),))
+    if style == PACKED_GATE:
+        return Division.of("B", outputs // 2, outputs // 2)
+    if style == PACKED_HEADS:
+        each = outputs // (text_config.num_attention_heads + 2 * keys) * keys
+        shared = Section(each, parts)
+        return Division("B", (Section(outputs - 2 * each), shared, shared))
+    return None
+
+
+class _ConfigOfRank:
+    """A config with the number of attention heads of one rank."""
+
+    def __init__(self, config: Any, ranks: int) -> None:
+        self._config = config
+        self.num_attention_heads = config.num_attention_heads // ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
 
 
 def _linear(inputs: int, outputs: int, like: nn.Linear) -> nn.Linear:
@@ -251,12 +284,13 @@ def find_parts(
         for name, division in shard.divisions.items()
         if (match := _IN_LAYER.search(f"{name}.weight")) is not None
     }
+    scales = find_scales(folder)
     found: dict[str, Part] = {}
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as opened:
             for key in [*opened.keys()]:
                 parts = set(key.split("."))
-                if not parts.isdisjoint(unused):
+                if not parts.isdisjoint(unused) or key.endswith(SCALES):
                     continue
                 if parts.isdisjoint(NOT_TEXT) and (layer_of(key) or 0) >= layers:
                     continue
@@ -264,13 +298,15 @@ def find_parts(
                 match = _IN_LAYER.search(key) if parts.isdisjoint(NOT_TEXT) else None
                 division = None if match is None else by_layer.get(match[1])
                 kind = key.rpartition(".")[2]
-                if parts.isdisjoint(NOT_TEXT) and of_experts.add(opened, key):
+                whole = opened.get_slice(key)
+                if key in scales:
+                    whole = Fp8Slice(whole, scales[key], key)
+                if parts.isdisjoint(NOT_TEXT) and of_experts.add(whole, key):
                     continue
                 if kind == "sinks":  # one for each head
-                    division = Division("B", *opened.get_slice(key).get_shape())
+                    division = Division.of("B", *whole.get_shape())
                 if match is None and key.rpartition(".")[0].rpartition(".")[2] in HEADS:
                     division = shard.divisions[HEAD]
-                whole = opened.get_slice(key)
                 rows = blocks.get(recurrent_parts.part_of_layer(key))
                 if rows is not None and parts.isdisjoint(NOT_TEXT):
                     found[key] = Part(recurrent_parts.own_rows, whole, rows, shard.group)
@@ -289,80 +325,8 @@ def _read(whole: Any, kind: str, division: Division | None, shard: Shard) -> Ten
     if division is None or (division.letter == "A" and kind == "bias"):
         tensor = whole[:]
         return tensor
-    start, stop = shard.range_of(division)
-    tensor = whole[:, start:stop] if division.letter == "A" else whole[start:stop]
+    ranges = shard.ranges_of(division)
+    if division.letter == "A":
+        return torch.cat([whole[:, start:stop] for start, stop in ranges], dim=1)
     # Rows may be a view of the whole tensor.
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-# -- the check at start ---------------------------------------------------------------------------
-
-
-def compared_layers(config: PretrainedConfig) -> int:
-    """The first layers, until each kind of layer has been among them."""
-    text = config.get_text_config()
-    kinds = list(getattr(text, "layer_types", None) or [])
-    last = max((kinds.index(kind) for kind in kinds), default=0)
-    dense = int(getattr(text, "first_k_dense_replace", None) or 0)
-    return min(int(text.num_hidden_layers), max(last + 1, dense + 1, 2))
-
-
-def original_logits(
-    folder: Path, dtype: torch.dtype, device: torch.device, layers: int
-) -> tuple[Tensor, dict[str, RoutedTokens]]:
-    """What transformers computes with the first layers, whole, and which experts it chooses."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    text = config.get_text_config()
-    text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:layers]
-    options: dict[str, Any] = {}
-    if (dequantized := original_model.dequantization(config)) is not None:
-        options["quantization_config"] = dequantized
-    auto: Any = AutoModelForCausalLM
-    with original_model.quiet_transformers():
-        model = auto.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=original_model.original_attention(config, AutoModelForCausalLM),
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            **options,
-        )
-    original_model.convert_experts(model, dtype)
-    probe = start_check.Probe.of(model.to(device).eval(), None)
-    found = probe.expected_TV
-    assert found is not None
-    on_host = {
-        name: RoutedTokens(0, index.cpu(), weights.cpu())
-        for name, (_, index, weights) in probe.routed.items()
-    }
-    return found.cpu(), on_host
-
-
-def check_first_layers(model: BaseModel, folder: Path, group: ProcessGroup) -> None:
-    """
-    Compares the first layers of all ranks with transformers' code for them, which rank 0 runs whole.
-
-    Raises `UnsupportedModel`. A whole model would not fit: that is why it is divided.
-    """
-    count = compared_layers(model.config)
-    expected_TV, chosen = group.agree(
-        lambda: original_logits(folder, model.dtype, model.device, count)
-    )
-    routed = {
-        name: RoutedTokens(0, index.to(model.device), weights.to(model.device))
-        for name, (_, index, weights) in chosen.items()
-    }
-    compared = [each for each in model.experts if each.name in routed]
-    with model_experts.replayed_routing(compared, routed, 0):
-        found_TV = model.first_layers_logits(count)
-    gap = group.agree(lambda: start_check.relative_gap(found_TV.cpu(), expected_TV))
-    if not gap < start_check.TOLERANCE[model.dtype]:  # NaN is refused too
-        raise UnsupportedModel(
-            f"{group.size} ranks do not compute {model.config.model_type} models correctly (the "
-            f"logits of the first {count} layers differ by {gap:.1e}). Serve it on one GPU "
-            "(--gpus-per-replica 1)."
-        )
+    return torch.cat([whole[start:stop] for start, stop in ranges])

@@ -1,8 +1,9 @@
 """How the linear layers of a family are divided: the plan of transformers, and what it leaves out.
 
 A plan has the styles of layers by their paths. Some plans of transformers name the experts only,
-because its attention works on whole layers; gpt-oss has none. What is added here is what the plans
-of other families say of the same layers, and the layers that each rank has whole.
+because its attention works on whole layers, or gather the outputs of layers; gpt-oss has none. What
+is added here is what the plans of other families say of the same layers, the layers that make
+several projections, and those that each rank has whole.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from typing import Any
 
 #: The style of a layer that each rank has whole.
 WHOLE = "whole"
+#: The style of a layer that makes queries, keys and values, in this order.
+PACKED_HEADS = "packed_heads"
+#: That of transformers for a layer that makes gate and up, in this order.
+PACKED_GATE = "packed_colwise"
 
 
 def _mlp(path: str) -> dict[str, str]:
@@ -36,8 +41,15 @@ _LATENT = {
     "layers.*.self_attn.o_proj": "rowwise",
 }
 
+_PACKED_MLP = {
+    "layers.*.mlp.gate_up_proj": PACKED_GATE,
+    "layers.*.mlp.down_proj": "rowwise",
+}
+
 #: What weights the expert that all tokens share.
 _SHARED_GATE = {"layers.*.mlp.shared_expert_gate": WHOLE}
+
+_DENSE = {**_HEADS, **_mlp("mlp")}
 
 #: By `model_type` of the text part.
 ADDED: Mapping[str, Mapping[str, str]] = {
@@ -46,8 +58,17 @@ ADDED: Mapping[str, Mapping[str, str]] = {
         "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
         "layers.*.mlp.experts.down_proj": "rowwise",
     },
+    "qwen3_vl_text": _DENSE,
     "qwen2_moe": {**_mlp("mlp.shared_expert"), **_SHARED_GATE},
     "granitemoe": _HEADS,
+    "phi3": {
+        "layers.*.self_attn.qkv_proj": PACKED_HEADS,
+        "layers.*.self_attn.o_proj": "rowwise",
+        **_PACKED_MLP,
+    },
+    "glm4": _PACKED_MLP,
+    # Their norms over all heads are summed over the ranks.
+    **dict.fromkeys(("olmo2", "olmoe", "minimax_m2"), _HEADS),
     "hunyuan_v1_moe": {**_HEADS, **_mlp("mlp.shared_mlp"), "layers.*.mlp.gate.wg": WHOLE},
     "deepseek_v3": _LATENT,
     # Recurrent layers are divided by `recurrent_parts`.

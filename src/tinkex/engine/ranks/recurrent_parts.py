@@ -91,9 +91,11 @@ def divide(layer: Any, name: str, ranks: int) -> dict[str, Division]:
             if joint is not None:
                 outputs = {each: columns.outputs for each, columns in joint.items()}
             # Also the projections of joint layers have their outputs head by head.
-            divisions |= {f"{name}.{each}": Division("B", size) for each, size in outputs.items()}
+            divisions |= {
+                f"{name}.{each}": Division.of("B", size) for each, size in outputs.items()
+            }
     out: nn.Linear = layer.out_proj
-    divisions[f"{name}.out_proj"] = Division("A", out.in_features)
+    divisions[f"{name}.out_proj"] = Division.of("A", out.in_features)
     out.in_features //= ranks
     out.weight = nn.Parameter(out.weight.new_empty(out.out_features, out.in_features))
     for part, sizes in blocks.items():

@@ -108,7 +108,7 @@ def optimizer_step(adapter: TrainingAdapter, params: OptimParams) -> StepReport:
     checked = check_params(adapter.optimizer, params)
     shard = adapter.shard
     if shard is not None:
-        shard.sum_whole_factors(adapter.grad, adapter.layout)
+        shard.sum_shared(adapter.grad, adapter.layout)
     try:
         return _step(adapter, checked)
     except UserFailure:
