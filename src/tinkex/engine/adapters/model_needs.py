@@ -124,7 +124,7 @@ def predicted_needs(
         image_bytes_per_token=0 if tower is None else tower.image_bytes(element),
         rank=rank,
         adapter_numbers=make_layout(targets, rank).size,
-        graphs=packed is not None,
+        graphs=kernels and device == "cuda" and element == 2,
     )
 
 

@@ -32,7 +32,7 @@ from tinkex.engine.model.attention import (
     UnsupportedAttention,
 )
 from tinkex.engine.model.attention_scores import Scoring
-from tinkex.engine.model.experts import Experts
+from tinkex.engine.model.experts import Experts, RoutedTokens
 from tinkex.engine.model.fused_decoder import FusedDecoder
 from tinkex.engine.model.image_models import why_no_images
 from tinkex.engine.model.image_places import (
@@ -45,8 +45,14 @@ from tinkex.engine.model.lora import (
     AdapterSegment,
     Columns,
     LoraLinear,
+    RecordedAdapters,
     WrongRows,
     make_pairs,
+)
+from tinkex.engine.model.original_decoder import (
+    OriginalDecoder,
+    StepDecoder,
+    why_not_recorded,
 )
 from tinkex.engine.model.original_model import eos_token_ids, load
 from tinkex.engine.model.stacked_weights import StackedWeights
@@ -162,12 +168,13 @@ class BaseModel:
         recurrent_layers.replace_recurrent_layers(model)
         # A vision tower keeps its own.
         self._decoder.set_attn_implementation(attention.NAME)
-        #: Decodes faster on a GPU; None if there is no such code for the model.
+        #: Decodes and reads prompts faster on a GPU; None for models of another form.
         self.fused: FusedDecoder | None = None
         #: Its weights as one matrix for each input; None for models of another form.
         self.stacked: StackedWeights | None = None
-        kernels = kernels and self.vision is None and self.shard is None
-        if kernels and device.type == "cuda" and dtype == torch.bfloat16 and prepare_kernels():
+        kernels = kernels and self.shard is None and device.type == "cuda"
+        kernels = kernels and dtype == torch.bfloat16 and prepare_kernels()
+        if kernels and self.vision is None:
             self.stacked = StackedWeights.of(self._decoder, self._embed, self.head)
             # The weights were moved, and their old memory is in pieces.
             torch.cuda.empty_cache()
@@ -193,6 +200,10 @@ class BaseModel:
             self.stacked = self.stacked.with_attention(seen, self.max_context_length)
         if self.stacked is not None and attention.varlen_attn is not None:
             self.fused = FusedDecoder(self.stacked, self.head)
+        #: Computes decode steps that CUDA graphs record; None if nothing can.
+        self.decoder: StepDecoder | None = self.fused
+        if kernels and self.fused is None:
+            self.decoder = self.original_decoder(probes[0].routed)
         #: Runs packed passes faster; None before its kernels are compiled, and if it cannot.
         self._packed: PackedLayers | None = None
         #: The same, set by the thread that compiles.
@@ -204,6 +215,31 @@ class BaseModel:
     @property
     def vocab_size(self) -> int:
         return self.head.vocab_size
+
+    def original_decoder(self, routed: Mapping[str, RoutedTokens]) -> OriginalDecoder | None:
+        """
+        Decode steps with the code of transformers; None if the code cannot be recorded.
+
+        `routed` are the experts that the original model chose for the probe.
+        """
+        why_not = why_not_recorded(self._decoder, self.targets)
+        if why_not is not None:
+            log.info("decode steps of this model are no CUDA graphs: %s", why_not)
+            return None
+        embedding: Any = self._embed
+
+        def hidden(ids_B: Tensor, packing: Packing, adapters: RecordedAdapters) -> Tensor:
+            return self._original_hidden(ids_B, packing, recorded=adapters, gradients=False)
+
+        return OriginalDecoder(
+            hidden,
+            embedding=embedding.weight,
+            head=self.head,
+            targets=[target.name for target in self.targets],
+            cache_shapes=self.cache_shapes,
+            state_shapes=self.state_shapes,
+            routed=routed,
+        )
 
     def hidden(
         self,
@@ -246,10 +282,12 @@ class BaseModel:
         segments: Sequence[AdapterSegment] = (),
         images: Sequence[ImageRows] = (),
         *,
+        recorded: RecordedAdapters | None = None,
         gradients: bool,
     ) -> Tensor:
-        """With the code of transformers."""
+        """With the code of transformers. `recorded` are adapters instead of `segments`."""
         self._context.segments, self._context.tokens = segments, len(ids_T)
+        self._context.recorded = recorded
         try:
             with torch.set_grad_enabled(gradients):
                 embedded, arguments = inject(self._embed(ids_T.unsqueeze(0)), images)
@@ -266,6 +304,7 @@ class BaseModel:
         finally:
             # Segments reference adapter memory, which may be dropped or evicted after the pass.
             self._context.segments, self._context.tokens = (), None
+            self._context.recorded = None
         hidden_1TH: Tensor = output.last_hidden_state
         return hidden_1TH[0]
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tinkex.engine.model.expert_products import ExpertProducts, Routing
-from tinkex.engine.model.lora import AdapterContext, AdapterSegment, Pair
+from tinkex.engine.model.lora import AdapterContext, AdapterSegment, Pair, RecordedAdapters
 from tinkex.engine.model.matmul import add_mm_float32
 from tinkex.engine.model.targets import Target, experts_targets
 
@@ -118,6 +118,8 @@ class Experts:
         self.replayed: RoutedTokens | None = None
 
     def run(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        if self._context.recorded is not None:
+            return self._run_recorded(x_TH, index_TK, weights_TK, self._context.recorded)
         self.routed_TK = index_TK
         if self.replayed is not None:
             start, index, weights = self.replayed
@@ -125,6 +127,26 @@ class Experts:
             weights_TK = torch.cat([weights_TK[:start], weights])
         slices = expert_slices_of(self._context.segments, self.name)
         return run_experts(x_TH, index_TK, weights_TK, self.weights, slices)
+
+    def _run_recorded(
+        self, x_BH: Tensor, index_BK: Tensor, weights_BK: Tensor, adapters: RecordedAdapters
+    ) -> Tensor:
+        """
+        The same with the adapters of tables.
+
+        What the router chose is not kept: it is memory of a graph, and another thread may run.
+        """
+        from tinkex.engine.model import expert_decode
+
+        routed = adapters.routed.get(self.name)
+        if routed is not None:
+            index_BK, weights_BK = routed.index_TK, routed.weights_TK
+        parts = [*self.weights.columns, "w2"]
+        targets = {part: adapters.targets[f"{self.name}.{part}"] for part in parts}
+        x_BH = x_BH.contiguous()
+        return expert_decode.run_experts(
+            x_BH, index_BK, weights_BK, self.weights, adapters.tables, targets
+        )
 
 
 def run_module(

@@ -12,7 +12,7 @@ Only for models of the usual form (`stacked_weights`) in bfloat16; others run tr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.model import attention
-from tinkex.engine.model.attention import CacheLayer
+from tinkex.engine.model.attention import CacheLayer, StateLayer
 from tinkex.engine.model.attention_scores import Scoring
 from tinkex.engine.model.flash_attention import Segments
 from tinkex.engine.model.lm_head import Head
@@ -46,6 +46,21 @@ class DecodeInputs:
     last_B: Tensor
     #: [B, pages]: the pages of each sequence.
     table: Tensor
+    #: By how much the rotary position of a row is behind its place: images take few positions.
+    shifts_B: Tensor | None = None
+    #: Of models with recurrent layers.
+    states: StateInputs | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateInputs:
+    """The states of recurrent layers, of which the last slot belongs to no sequence."""
+
+    layers: Mapping[int, StateLayer]
+    #: The slot of each row.
+    slots_B: Tensor
+    #: How many more steps of a burst compute the same token again; its state is written in the last.
+    repeats_B: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +92,7 @@ class PrefillInputs:
 class FusedDecoder:
     def __init__(self, weights: StackedWeights, head: Head) -> None:
         self._weights = weights
+        self.embedding, self.targets = weights.embedding, weights.targets
         self._head = head
         self._side: Any = None
         if weights.embedding.is_cuda:

@@ -27,7 +27,7 @@ from tinkex.engine.model.attention import (
     attend_packed_with_backward,
 )
 from tinkex.engine.model.lm_head import Head
-from tinkex.engine.model.lora import AdapterSegment, Pair, make_pairs
+from tinkex.engine.model.lora import AdapterSegment, Pair, addresses, make_pairs
 from tinkex.engine.model.matmul import add_mm_float32
 from tinkex.engine.model.stacked_weights import ATTENTION, MLP, StackedLayer, StackedWeights
 from tinkex.engine.model.targets import Target, make_layout
@@ -439,7 +439,7 @@ def _tables(segments: Sequence[AdapterSegment], weights: StackedWeights) -> kern
     rank = 16
     offsets, ranks = [], []
     for pairs in slots:
-        own, sizes = weights.addresses(pairs)
+        own, sizes = addresses(weights.embedding, weights.targets, pairs)
         of_grads = [_grad_offsets(pairs.get(name), grad_base) for name in weights.targets]
         offsets.append([[*a, *b] for a, b in zip(own, of_grads, strict=True)])
         ranks.append(sizes)

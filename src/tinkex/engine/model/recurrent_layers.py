@@ -246,8 +246,7 @@ class _PackedLayer(NamedTuple):
         if self.states is None or self.use is None:
             before_SWC = mixed_TC.new_zeros(len(lengths), kept, mixed_TC.shape[1])
         else:
-            before_SWC = self.states.conv[self.use.slots_S].mT
-            before_SWC = before_SWC.masked_fill(self.use.is_new_S.view(-1, 1, 1), 0.0)
+            before_SWC = self.use.before(self.states.conv).mT
         if set(lengths) == {1}:
             rows_SRC = torch.cat([before_SWC, mixed_TC.unsqueeze(1)], dim=1)
             summed = (rows_SRC.float() * weight[:, 0].t().float()).sum(dim=1)
@@ -269,8 +268,7 @@ class _PackedLayer(NamedTuple):
             out_TC = out_CR.t()[torch.cat(own).to(mixed_TC.device)]
             last_SWC = torch.stack([row[len(row) - kept :] for row in rows])
         if self.states is not None and self.use is not None:
-            kept_SCW = last_SWC.mT.to(self.states.conv.dtype)
-            self.states.conv.index_copy_(0, self.use.slots_S, kept_SCW)
+            self.use.write(self.states.conv, last_SWC.mT)
         activated: Tensor = self.activation(out_TC)
         return activated
 
@@ -286,11 +284,10 @@ class _PackedLayer(NamedTuple):
         lengths, use = self.packing.lengths, self.use
         before = None
         if self.states is not None and use is not None:
-            before = self.states.matrix[use.slots_S]
-            before = before.masked_fill(use.is_new_S.view(-1, 1, 1, 1), 0.0)
+            before = use.before(self.states.matrix)
             if set(lengths) == {1}:
                 out_S1HE, after = token([each.unsqueeze(1) for each in inputs], before)
-                self.states.matrix.index_copy_(0, use.slots_S, after)
+                use.write(self.states.matrix, after)
                 return out_S1HE[:, 0]
         parts = [torch.split(each, list(lengths)) for each in inputs]
         found: dict[int, Tensor] = {}
@@ -301,7 +298,7 @@ class _PackedLayer(NamedTuple):
             for row, at in zip(out, segments, strict=True):
                 found[at] = row[: lengths[at]]
             if self.states is not None and use is not None:
-                self.states.matrix.index_copy_(0, use.slots_S[segments], after)
+                use.write(self.states.matrix, after, segments)
         return torch.cat([found[at] for at in range(len(found))])
 
 

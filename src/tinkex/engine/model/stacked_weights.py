@@ -8,7 +8,7 @@ parts that a layer has; a comparison of logits shows whether the result is right
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tinkex.engine.model.attention import CacheShapes, SeenLayer
 from tinkex.engine.model.attention_scores import Scoring
 from tinkex.engine.model.lm_head import Head
-from tinkex.engine.model.lora import LoraLinear, Pair
+from tinkex.engine.model.lora import LoraLinear
 from tinkex.engine.model.step_memory import PackedShape
 from tinkex.engine.model.targets import HEAD
 
@@ -143,20 +143,6 @@ class StackedWeights:
             head_size=self.head_size,
             inner=first.down.weight.shape[1],
         )
-
-    def addresses(self, pairs: Mapping[str, Pair]) -> tuple[list[list[int]], list[int]]:
-        """Rows of the adapter tables: (A, B) in elements from the embedding, and the ranks."""
-        base, size = self.embedding.data_ptr(), self.embedding.element_size()
-        offsets, ranks = [], []
-        for name in self.targets:
-            pair = pairs.get(name)
-            if pair is None:
-                offsets.append([0, 0])
-                ranks.append(0)
-            else:
-                offsets.append([(m.data_ptr() - base) // size for m in (pair.A_RI, pair.B_OR)])
-                ranks.append(pair.A_RI.shape[0])
-        return offsets, ranks
 
 
 def _prefix(decoder: Any) -> str:

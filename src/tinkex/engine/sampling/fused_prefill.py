@@ -19,6 +19,7 @@ from tinkex.engine.adapters.adapters import SamplerAdapter
 from tinkex.engine.model.attention import CacheLayer
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.fused_decoder import KeyReads, PrefillInputs
+from tinkex.engine.model.lora import addresses
 from tinkex.engine.sampling.decode_graphs import Ranks
 from tinkex.engine.sampling.kernel_compiler import KernelCompiler
 from tinkex.engine.sampling.kv_pages import Pages
@@ -115,9 +116,11 @@ class FusedPrefill:
         device = self._model.device
         for adapter in adapters:
             if adapter not in self._rows:
-                addresses, sizes = self._weights.addresses(adapter.pairs)
+                found, sizes = addresses(
+                    self._weights.embedding, self._weights.targets, adapter.pairs
+                )
                 self._rows[adapter] = (
-                    torch.tensor(addresses, dtype=torch.int64, device=device),
+                    torch.tensor(found, dtype=torch.int64, device=device),
                     torch.tensor(sizes, dtype=torch.int32, device=device),
                 )
         scales = torch.tensor([adapter.scale for adapter in adapters], device=device)

@@ -14,15 +14,18 @@ import torch
 
 from tinkex.engine.device import is_device_lost
 from tinkex.engine.model.base_model import BaseModel
+from tinkex.engine.model.original_decoder import StepDecoder
 from tinkex.engine.model.start_check import TOLERANCE, check_logits
 
 log = logging.getLogger(__name__)
 
+#: The key of the comparison with the original model. Without it no fast path is used.
+COMPARISON = "comparison"
+
 
 class KernelCompiler:
-    def __init__(self, model: BaseModel) -> None:
-        assert model.fused is not None
-        self._model, self._fused = model, model.fused
+    def __init__(self, model: BaseModel, decoder: StepDecoder) -> None:
+        self._model, self._decoder = model, decoder
         self._thread = ThreadPoolExecutor(1, "tinkex-kernels")
         self._compiling: tuple[Hashable, Future[None]] | None = None
         self._compiled: set[Hashable] = set()
@@ -34,7 +37,7 @@ class KernelCompiler:
     @property
     def usable(self) -> bool:
         """Whether the fast path can be used at all. Starts the comparison with the original."""
-        return self.ready("comparison", self._compare)
+        return self.ready(COMPARISON, self._compare)
 
     def ready(self, key: Hashable, step: Callable[[], object]) -> bool:
         """Whether the kernels of `step` are compiled. Starts to compile them if nothing else is."""
@@ -87,6 +90,6 @@ class KernelCompiler:
 
     def _compare(self) -> None:
         ids, expected_V = self._model.probed
-        found_V = self._fused.probe_logits(ids)
+        found_V = self._decoder.probe_logits(ids)
         check_logits(found_V, expected_V, TOLERANCE[self._model.dtype])
-        log.info("sampling uses fused kernels and CUDA graphs from now on")
+        log.info("decode steps are CUDA graphs from now on")
