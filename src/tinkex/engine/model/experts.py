@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from tinkex.engine.model.expert_products import ExpertProducts, Routing
@@ -44,6 +45,8 @@ class ExpertWeights(NamedTuple):
     gate: Callable[[Tensor], Tensor]
     #: The outputs of the first projection that w1 and w3 adapt. Without a gate there is no w3.
     columns: dict[str, slice]
+    #: Whether `gate` is silu(gate) · up of two halves, for which there is a kernel.
+    swiglu: bool = False
 
     @classmethod
     def of(cls, module: Any) -> ExpertWeights:
@@ -62,13 +65,23 @@ class ExpertWeights(NamedTuple):
         elif module.has_gate:
             columns = {"w1": slice(0, None, 2), "w3": slice(1, None, 2)}
         gate = module._apply_gate if module.has_gate else module.act_fn
-        return cls(first, biases[0], down, biases[1], gate, columns)
+        return cls(first, biases[0], down, biases[1], gate, columns, _is_swiglu(module))
 
     def targets(self, name: str) -> list[Target]:
         """The projections that can be adapted; `name` is the path of the experts in the model."""
         count, hidden, _ = self.in_EHO.shape
         inner = self.down_EIH.shape[1]
         return experts_targets(name, self.columns, count=count, hidden=hidden, inner=inner)
+
+
+def _is_swiglu(module: Any) -> bool:
+    """Whether a family has transformers' own gate, with this activation."""
+    usual = getattr(transformers.integrations.moe, "_default_apply_gate", None)
+    return (
+        bool(module.has_gate and module.is_concatenated)
+        and type(module)._apply_gate is usual
+        and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
+    )
 
 
 class ExpertSlice(NamedTuple):
