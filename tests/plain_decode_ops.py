@@ -1,4 +1,4 @@
-"""The operations of `decode_ops` and `expert_decode` that decode steps of all families use, in torch.
+"""The operations of a decode step that are Triton kernels, in torch, for models of every family.
 
 They read the same tables as the kernels: the addresses of adapters, the pages of sequences. So a test
 without Triton shows what a step hands to kernels, and not that the kernels are right.
@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+
+from tinkex.engine.sampling.token_sampling import _mixed, gumbel_noise
 
 #: Of `early_start`: steps of more rows have products with A in launches of their own.
 FEW_ROWS = 3
@@ -171,3 +173,34 @@ def run_experts(
                     out = out + scale * (B @ (A[expert] @ act))
             y[row] += weights[row, place] * out
     return y
+
+
+@as_kernel
+def sample(
+    logits_BV: Tensor,
+    *,
+    temperatures_B: Tensor,
+    keys_2B: Tensor,
+    steps_B: Tensor,
+    ids_B: Tensor,
+    positions_B: Tensor,
+    ticks_B: Tensor,
+    ring_tokens: Tensor,
+    ring_logprobs: Tensor,
+) -> None:
+    for row, tick in enumerate(ticks_B.tolist()):
+        if tick < 0:
+            continue
+        logits = logits_BV[row] / (float(temperatures_B[row]) or 1.0)
+        low, high = (key & 0xFFFFFFFF for key in keys_2B[:, row].tolist())
+        mixed = _mixed((high << 32 | low) ^ int(steps_B[row]))
+        noise = gumbel_noise(len(logits), (mixed & 0xFFFFFFFF, mixed >> 32), logits.device)
+        token = int((noise + logits if temperatures_B[row] else logits).argmax())
+        ring_tokens[tick, row] = ids_B[row] = token
+        ring_logprobs[tick, row] = logits.log_softmax(0)[token]
+        for each in (positions_B, steps_B, ticks_B):
+            each[row] += 1
+
+
+#: What stands for modules of the engine that need Triton.
+MODULES = ("decode_ops", "early_start", "expert_decode", "sampling_kernels")

@@ -14,7 +14,7 @@ from tinkex.engine.model.start_check import check_logits
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("decode_ops", "early_start", "expert_decode"):
+    for name in plain_decode_ops.MODULES:
         monkeypatch.setitem(sys.modules, f"tinkex.engine.model.{name}", plain_decode_ops)
         monkeypatch.setattr(package, name, plain_decode_ops, raising=False)
 
