@@ -176,6 +176,42 @@ def run_experts(
 
 
 @as_kernel
+def convolve(
+    x: Tensor, pool: Tensor, reads: Tensor, writes: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    window = torch.cat([pool[reads], x.unsqueeze(2)], dim=2)
+    pool[writes] = window[:, :, 1:]
+    return F.silu((window * weight[:, 0]).sum(dim=2) + (0 if bias is None else bias))
+
+
+@as_kernel
+def advance(
+    pool: Tensor,
+    reads: Tensor,
+    writes: Tensor,
+    *,
+    query_BKD: Tensor,
+    key_BKD: Tensor,
+    value_BHE: Tensor,
+    decay_BH: Tensor,
+    gain_BH: Tensor,
+    delta: bool,
+) -> Tensor:
+    groups = value_BHE.shape[1] // key_BKD.shape[1]
+    q, k = (each.repeat_interleave(groups, dim=1) for each in (query_BKD, key_BKD))
+    if delta:
+        q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
+        q = q / q.shape[-1] ** 0.5
+    states = pool[reads] if delta else pool[reads].mT
+    states = states * decay_BH.exp()[..., None, None]
+    seen = torch.einsum("bhde,bhd->bhe", states, k) if delta else 0
+    values = (value_BHE - seen) * gain_BH.unsqueeze(2)
+    states = states + k.unsqueeze(3) * values.unsqueeze(2)
+    pool[writes] = states if delta else states.mT
+    return torch.einsum("bhde,bhd->bhe", states, q)
+
+
+@as_kernel
 def sample(
     logits_BV: Tensor,
     *,
@@ -203,4 +239,4 @@ def sample(
 
 
 #: What stands for modules of the engine that need Triton.
-MODULES = ("decode_ops", "early_start", "expert_decode", "sampling_kernels")
+MODULES = ("decode_ops", "early_start", "expert_decode", "recurrent_kernels", "sampling_kernels")
