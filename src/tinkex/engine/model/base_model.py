@@ -61,6 +61,7 @@ from tinkex.engine.model.step_memory import (
     PEAK_FACTOR,
     PLANNED_RANK,
     PROBE_RANK,
+    PackedShape,
 )
 from tinkex.engine.model.targets import (
     NOT_ADAPTED,
@@ -170,7 +171,8 @@ class BaseModel:
         self._decoder.set_attn_implementation(attention.NAME)
         #: Decodes and reads prompts faster on a GPU; None for models of another form.
         self.fused: FusedDecoder | None = None
-        #: Its weights as one matrix for each input; None for models of another form.
+        #: Its weights as one matrix for each input; None for models of another form. Training uses
+        #: them too, but not with experts.
         self.stacked: StackedWeights | None = None
         kernels = kernels and self.shard is None and device.type == "cuda"
         kernels = kernels and dtype == torch.bfloat16 and prepare_kernels()
@@ -314,7 +316,7 @@ class BaseModel:
 
         Takes some seconds the first time; may run in a thread. `use_packed_layers` uses the result.
         """
-        if self.stacked is None:
+        if self.stacked is None or self._packed_shape is None:
             return
         from tinkex.engine.model.packed_layers import PackedLayers, compile_kernels
 
@@ -376,18 +378,23 @@ class BaseModel:
     @property
     def planned_bytes_per_token(self) -> int:
         """The same once the kernels of the packed layers are compiled."""
-        if self.stacked is None:
+        if self._packed_shape is None:
             return self._original_bytes_per_token
-        element = self.stacked.embedding.element_size()
-        return self.stacked.shape.bytes_per_token(rank=PLANNED_RANK, element=element)
+        return self._packed_shape.bytes_per_token(rank=PLANNED_RANK, element=self.dtype.itemsize)
 
     @property
     def checkpoint_bytes_per_token(self) -> int:
         """The same with checkpointing, if that is implemented."""
-        if self._packed is None or self.stacked is None:
+        if self._packed is None or self._packed_shape is None:
             return self.bytes_per_token
-        element = self.stacked.embedding.element_size()
-        return self.stacked.shape.checkpoint_bytes_per_token(rank=PLANNED_RANK, element=element)
+        return self._packed_shape.checkpoint_bytes_per_token(
+            rank=PLANNED_RANK, element=self.dtype.itemsize
+        )
+
+    @property
+    def _packed_shape(self) -> PackedShape | None:
+        """The sizes of packed layers; None if there is no such code for the model."""
+        return None if self.stacked is None else self.stacked.shape
 
     def _saved_per_token(self) -> float:
         """

@@ -151,7 +151,7 @@ def _first_projection(
         1 if shrunk is None else len(shrunk.parts),
         16 if lora is None else lora.rank,
         1 if lora is None else lora.rank_step,
-        slots.tile, width, _block(size, lora), early,
+        slots.tile, width, _block(size), early,
         num_warps=4, num_stages=4, **launch_options(early),
     )  # fmt: skip
     return y_SO
@@ -190,7 +190,7 @@ def _down_projection(
         slots.by, lora is not None,
         1 if lora is None else lora.ranks.shape[1],
         16 if lora is None else lora.rank,
-        slots.tile, width, _block(size, lora), early,
+        slots.tile, width, 64 if lora is not None and lora.rank > 64 else _block(size), early,
         num_warps=4, num_stages=4, **launch_options(early),
     )  # fmt: skip
     return y_KBH, shrunk
@@ -206,6 +206,6 @@ def _width(outputs: int, groups: int, weights_EIO: Tensor) -> int:
     return next((n for n in widths if outputs // n * groups >= PROGRAMS), widths[-1])
 
 
-def _block(size: int, lora: LoraTables | None) -> int:
-    """Inputs that a program reads at a time."""
-    return 128 if size % 128 == 0 and (lora is None or lora.rank <= 64) else 64
+def _block(size: int) -> int:
+    """Inputs that a program reads at a time. Multiples of it are read without masks."""
+    return 128 if size % 128 == 0 else 64

@@ -331,8 +331,8 @@ def expert_down_kernel(
             h = _shrink_slots(
                 X, s, slot, expert, target, Base, Offsets, Ranks, SIZE, TARGETS, R, M, BLOCK
             )
-            at = to[:, None] * R + tl.arange(0, R)[None, :]
-            tl.store(Shrunk + at, h * weight[:, None], mask=ok[:, None])
+            at_h = to[:, None] * R + tl.arange(0, R)[None, :]
+            tl.store(Shrunk + at_h, h * weight[:, None], mask=ok[:, None])
         else:
             n = (block - LORA) * N + tl.arange(0, N)
             inside = n < OUTPUTS
@@ -340,5 +340,5 @@ def expert_down_kernel(
             if BIAS:
                 bias = tl.load(Bias + expert * OUTPUTS + n, mask=inside, other=0.0)
                 y += bias.to(tl.float32)[None, :]
-            at = to[:, None] * OUTPUTS + n[None, :]
-            tl.store(Y + at, y * weight[:, None], mask=ok[:, None] & inside[None, :])
+            at_y = to[:, None] * OUTPUTS + n[None, :]
+            tl.store(Y + at_y, y * weight[:, None], mask=ok[:, None] & inside[None, :])

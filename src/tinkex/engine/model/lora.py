@@ -90,7 +90,11 @@ class AdapterSegment(NamedTuple):
 def addresses(
     base: Tensor, targets: Sequence[str], pairs: Mapping[str, Pair]
 ) -> tuple[list[list[int]], list[int]]:
-    """Rows of `LoraTables`: where (A, B) of each target are, in elements from `base`, and the ranks."""
+    """
+    Rows of `LoraTables`: where (A, B) of each target are, in elements from `base`, and the ranks.
+
+    Of a factor with a matrix for each expert, this is the first matrix; the others follow.
+    """
     start, size = base.data_ptr(), base.element_size()
     offsets, ranks = [], []
     for name in targets:

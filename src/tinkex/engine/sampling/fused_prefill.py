@@ -62,6 +62,8 @@ class FusedPrefill:
         self, chunks: Sequence[PrefillChunk], adapters: Mapping[str, SamplerAdapter]
     ) -> Tensor | None:
         """The last hidden states [T, H] of all chunks; None if there are no kernels for them."""
+        if not self._fused.prefills:
+            return None
         keys = dict.fromkeys(chunk.prefill.request.adapter for chunk in chunks)
         used = {key: adapters[key] for key in keys if key is not None}
         ranks = Ranks.of(list(used.values()))
