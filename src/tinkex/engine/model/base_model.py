@@ -194,7 +194,7 @@ class BaseModel:
         if self.stacked is not None:
             self.stacked = self.stacked.with_attention(seen, self.max_context_length)
         if self.stacked is not None and attention.varlen_attn is not None:
-            self.fused = FusedDecoder(self.stacked, self.head)
+            self.fused = FusedDecoder(self.stacked, self.head, probes[0].routed)
         #: Runs packed passes faster; None before its kernels are compiled, and if it cannot.
         self._packed: PackedLayers | None = None
         #: The same, set by the thread that compiles.
