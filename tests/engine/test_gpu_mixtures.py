@@ -11,8 +11,10 @@ from numerics.mixtures import logprobs_of, write_mixture
 from tinkex.engine.adapters.adapters import SamplerAdapter
 from tinkex.engine.model.attention import CacheLayer, Packing
 from tinkex.engine.model.base_model import BaseModel
+from tinkex.engine.model.experts import RoutedTokens
 from tinkex.engine.model.fused_decoder import DecodeInputs, FusedDecoder
 from tinkex.engine.model.lora import AdapterSegment, addresses
+from tinkex.engine.model.model_experts import replayed_routing
 from tinkex.engine.model.stacked_weights import StackedWeights
 from tinkex.engine.model.targets import make_layout
 from tinkex.engine.sampling.decode_graphs import Ranks
@@ -167,6 +169,28 @@ def test_the_comparison_before_use(model: BaseModel) -> None:
     assert not model.fused.prefills
     ids, expected = model.probed
     assert gap(model.fused.probe_logits(ids), expected) < BOUND
+
+
+@torch.inference_mode()
+def test_the_comparison_uses_the_experts_that_the_original_model_chose(model: BaseModel) -> None:
+    """An expert of a near tie may flip; a router that chooses others altogether is refused."""
+    assert model.stacked is not None
+    ids, _ = model.probed
+    packing = Packing.of([len(ids)], device=DEVICE)
+    model._original_hidden(ids, packing, gradients=False)
+    routed, others = {}, {}
+    for each in model.experts:
+        index, count = each.routed_TK, len(each.weights.in_EHO)
+        assert index is not None
+        weights = torch.rand(index.shape, device=DEVICE).to(DTYPE)
+        routed[each.name] = RoutedTokens(0, index, weights)
+        others[each.name] = RoutedTokens(0, (index + 1) % count, weights)
+    with replayed_routing(model.experts, routed, 0):
+        expected = model.head.logits(model._original_hidden(ids, packing, gradients=False))[-1]
+    found = FusedDecoder(model.stacked, model.head, routed).probe_logits(ids)
+    assert gap(found, expected) < BOUND
+    with pytest.raises(ArithmeticError, match="routers choose"):
+        FusedDecoder(model.stacked, model.head, others).probe_logits(ids)
 
 
 def test_training_runs_other_code(model: BaseModel) -> None:

@@ -53,6 +53,8 @@ ALLOWED_IMPORTS = {
     "engine.model.early_start": "torch triton",
     "engine.model.lora_kernels": "engine.model triton",
     "engine.model.decode_kernels": "engine.model triton",
+    "engine.model.expert_decode": "engine.model torch triton",
+    "engine.model.expert_kernels": "engine.model triton",
     "engine.model.sampling_kernels": "torch triton",
     "engine.model.packed_kernels": "engine.model torch triton",
     "server.queued_request": "",

@@ -201,7 +201,7 @@ class BaseModel:
         if self.stacked is not None:
             self.stacked = self.stacked.with_attention(seen, self.max_context_length)
         if self.stacked is not None and attention.varlen_attn is not None:
-            self.fused = FusedDecoder(self.stacked, self.head)
+            self.fused = FusedDecoder(self.stacked, self.head, probes[0].routed)
         #: Computes decode steps that CUDA graphs record; None if nothing can.
         self.decoder: StepDecoder | None = self.fused
         if kernels and self.fused is None:

@@ -26,8 +26,10 @@ from torch import Tensor
 from tinkex.engine.model import attention
 from tinkex.engine.model.attention import CacheLayer, StateLayer
 from tinkex.engine.model.attention_scores import Scoring
+from tinkex.engine.model.experts import RoutedTokens
 from tinkex.engine.model.flash_attention import Segments
 from tinkex.engine.model.lm_head import Head
+from tinkex.engine.model.model_experts import MIN_AGREEMENT
 from tinkex.engine.model.stacked_weights import (
     StackedExperts,
     StackedLinear,
@@ -99,11 +101,19 @@ class PrefillInputs:
 
 #: A linear layer, and beside it the products with A of the projections that read its input.
 Linear = Callable[..., "tuple[Tensor, Shrunk | None]"]
+#: From rows and their mixture to the numbers and the weights of the experts of each row.
+Choose = Callable[[Tensor, StackedExperts], tuple[Tensor, Tensor]]
 
 
 class FusedDecoder:
-    def __init__(self, weights: StackedWeights, head: Head) -> None:
-        self._weights = weights
+    def __init__(
+        self,
+        weights: StackedWeights,
+        head: Head,
+        routed: Mapping[str, RoutedTokens] | None = None,
+    ) -> None:
+        """`routed` are the experts that the original model chose for the probe."""
+        self._weights, self._routed = weights, routed or {}
         self.embedding, self.targets = weights.embedding, weights.targets
         self._head = head
         #: Whether it has code for prefill.
@@ -128,6 +138,22 @@ class FusedDecoder:
 
         `spare` is a page of the cache that no sequence uses.
         """
+        self._write_logits(
+            inputs, cache, page, spare, lora, lora_head=lora_head, out_BV=out_BV, choose=_chosen
+        )
+
+    def _write_logits(
+        self,
+        inputs: DecodeInputs,
+        cache: Sequence[CacheLayer],
+        page: int,
+        spare: int,
+        lora: LoraTables | None,
+        *,
+        lora_head: bool,
+        out_BV: Tensor,
+        choose: Choose,
+    ) -> None:
         from tinkex.engine.model import decode_ops as ops
         from tinkex.engine.model.early_start import FEW_ROWS, starts_early
 
@@ -164,7 +190,7 @@ class FusedDecoder:
             return ops.add_norm(x, y, weight, self._weights.eps, shrunk=shrunk, early=early)
 
         hidden = self._run_layers(
-            inputs.ids_B, cache, linear, attend, add_norm, {**places, "spare": spare}, lora
+            inputs.ids_B, cache, linear, attend, add_norm, {**places, "spare": spare}, lora, choose
         )
         self._head.write_logits(hidden, out_BV)
         if lora is not None and lora_head:
@@ -190,7 +216,9 @@ class FusedDecoder:
             return ops.add_norm(x, y, weight, self._weights.eps, shrunk=shrunk)
 
         places = {"positions_B": inputs.positions_T, "slots_B": inputs.slots_T, "early": False}
-        return self._run_layers(inputs.ids_T, cache, linear, attend, add_norm, places, lora)
+        return self._run_layers(
+            inputs.ids_T, cache, linear, attend, add_norm, places, lora, _chosen
+        )
 
     def _run_layers(
         self,
@@ -201,6 +229,7 @@ class FusedDecoder:
         add_norm: Callable[[Tensor, Tensor | None, Tensor, Shrunk | None], Tensor],
         places: dict[str, Any],
         lora: LoraTables | None,
+        choose: Choose,
     ) -> Tensor:
         """The last hidden states. `places` says where `heads` writes keys and values."""
         from tinkex.engine.model import decode_ops as ops
@@ -230,7 +259,10 @@ class FusedDecoder:
             if isinstance(layer.mlp, StackedMlp):
                 y, shrunk = _run_mlp(normed, layer.mlp, linear, parts=True, early=places["early"])
             else:
-                y, shrunk = _run_mixture(normed, layer.mlp, linear, lora, early=places["early"])
+                index_BK, weights_BK = choose(normed, layer.mlp)
+                y, shrunk = _run_mixture(
+                    normed, index_BK, weights_BK, layer.mlp, linear, lora, early=places["early"]
+                )
         return add_norm(x, y, weights.norm, shrunk)
 
     @contextlib.contextmanager
@@ -255,7 +287,9 @@ class FusedDecoder:
         """
         Logits after the last of a few tokens: a prefill in two pieces, then decode steps.
 
-        Without code for prefill all of them are decoded.
+        Without code for prefill all of them are decoded. Tokens go through the experts of the
+        original model: an expert of a near tie may flip. Raises `ArithmeticError` if the routers
+        would choose too many others.
         """
         page, device = 64, ids.device
         cache = self._poisoned_cache(2 * page)
@@ -266,7 +300,9 @@ class FusedDecoder:
                 self.prefill(_probe_prefill(ids, at, start, stop), cache, lora=None)
         table = torch.zeros(1, 1, dtype=torch.int32, device=device)
         logits_1V = torch.empty(1, self._head.vocab_size, device=device)
+        replay = _Replay(self._routed)
         for position in range(second, len(ids)):
+            replay.position = position
             here = at[position : position + 1]
             inputs = DecodeInputs(
                 ids_B=ids[position : position + 1].int(),
@@ -274,7 +310,10 @@ class FusedDecoder:
                 last_B=here,
                 table=table,
             )
-            self.write_logits(inputs, cache, page=page, spare=1, lora=None, out_BV=logits_1V)
+            self._write_logits(
+                inputs, cache, page, 1, None, lora_head=False, out_BV=logits_1V, choose=replay
+            )
+        replay.check()
         return logits_1V[0]
 
     def _poisoned_cache(self, slots: int) -> list[CacheLayer]:
@@ -285,6 +324,36 @@ class FusedDecoder:
         return [
             CacheLayer(*(like.new_full(shape, float("nan")) for _ in "kv")) for _ in weights.layers
         ]
+
+
+def _chosen(x: Tensor, mixture: StackedExperts) -> tuple[Tensor, Tensor]:
+    _, weights_BK, index_BK = mixture.router(x)
+    return index_BK, weights_BK
+
+
+class _Replay:
+    """The choices of the original model for the tokens of the probe, one at a time."""
+
+    def __init__(self, routed: Mapping[str, RoutedTokens]) -> None:
+        self._routed = routed
+        self.position = 0
+        #: The shares of these choices that the routers make, too.
+        self._shares: list[Tensor] = []
+
+    def __call__(self, x: Tensor, mixture: StackedExperts) -> tuple[Tensor, Tensor]:
+        own_1K, weights_1K = _chosen(x, mixture)
+        routed = self._routed.get(mixture.name)
+        if routed is None:
+            return own_1K, weights_1K
+        here = slice(self.position, self.position + 1)
+        index_1K = routed.index_TK[here]
+        self._shares.append(torch.isin(own_1K, index_1K).float().mean())
+        return index_1K, routed.weights_TK[here]
+
+    def check(self) -> None:
+        share = float(torch.stack(self._shares).mean()) if self._shares else 1.0
+        if share < MIN_AGREEMENT:
+            raise ArithmeticError(f"routers choose {share:.0%} of the experts that they should")
 
 
 def _run_mlp(
@@ -298,13 +367,19 @@ def _run_mlp(
 
 
 def _run_mixture(
-    x: Tensor, mixture: StackedExperts, linear: Linear, lora: LoraTables | None, *, early: bool
+    x: Tensor,
+    index_BK: Tensor,
+    weights_BK: Tensor,
+    mixture: StackedExperts,
+    linear: Linear,
+    lora: LoraTables | None,
+    *,
+    early: bool,
 ) -> tuple[Tensor, Shrunk | None]:
     """What the experts of each row give, as parts of a sum, and what B of w2 multiplies."""
     from tinkex.engine.model import decode_ops as ops
     from tinkex.engine.model import expert_decode
 
-    _, weights_BK, index_BK = mixture.router(x)
     y_KBH, shrunk = expert_decode.expert_parts(
         x, index_BK, weights_BK, mixture.weights, lora, mixture.targets, early=early
     )

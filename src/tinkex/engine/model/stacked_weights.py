@@ -51,6 +51,8 @@ class StackedMlp:
 
 @dataclass(frozen=True, kw_only=True)
 class StackedExperts:
+    #: The path of the experts in the model.
+    name: str
     #: The family's own: from [T, H] to its logits, and to weights and numbers of experts [T, K].
     router: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
     weights: ExpertWeights
@@ -289,6 +291,7 @@ def _stacked_experts(mixture: Any, targets: list[str]) -> StackedExperts:
     name = next((name for name in SHARED if hasattr(mixture, name)), None)
     gate = None if name is None else SHARED[name]
     return StackedExperts(
+        name=experts.name,
         router=_router(mixture),
         weights=experts.weights,
         targets=places,
