@@ -55,6 +55,7 @@ ALLOWED_IMPORTS = {
     "engine.model.decode_kernels": "engine.model triton",
     "engine.model.expert_decode": "engine.model torch triton",
     "engine.model.expert_kernels": "engine.model triton",
+    "engine.model.recurrent_kernels": "torch triton",
     "engine.model.sampling_kernels": "torch triton",
     "engine.model.packed_kernels": "engine.model torch triton",
     "server.queued_request": "",

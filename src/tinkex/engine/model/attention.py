@@ -547,11 +547,12 @@ def over_pages(query: Tensor, layer: CacheLayer, scoring: Scoring, reads: PagedR
     """One token of each sequence over its cached keys, by a kernel that finds their pages."""
     from tinkex.engine.model import decode_ops as ops
 
-    q_BHD = query[0].transpose(0, 1).contiguous()
+    # The kernel needs queries and keys of one format.
+    q_BHD = query[0].transpose(0, 1).to(layer.keys.dtype).contiguous()
     attended: Tensor = ops.attend(
         q_BHD, keys=layer.keys, values=layer.values, scoring=scoring, **reads._asdict()
     )
-    return attended.unsqueeze(0)
+    return attended.unsqueeze(0).to(query.dtype)
 
 
 def over_gathered(

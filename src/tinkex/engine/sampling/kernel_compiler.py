@@ -1,7 +1,8 @@
 """Compiles GPU kernels in the background, so that running requests do not wait for a compiler.
 
 Kernels are compiled by running a step whose results nobody reads. Before the first of them, the
-fast path decodes a few tokens, and its logits must equal those of the original model.
+fast path decodes a few tokens, and its logits must equal those of the original model. If they do
+not, sampling goes on without it.
 """
 
 from __future__ import annotations
