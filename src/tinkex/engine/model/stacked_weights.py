@@ -22,7 +22,7 @@ from tinkex.engine.model.experts import Experts, ExpertWeights
 from tinkex.engine.model.lm_head import Head
 from tinkex.engine.model.lora import LoraLinear
 from tinkex.engine.model.step_memory import PackedShape
-from tinkex.engine.model.targets import HEAD
+from tinkex.engine.model.targets import HEAD, ROUTERS
 
 #: Kinds of rotary embeddings whose frequencies do not depend on the length of the sequence.
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -219,11 +219,10 @@ def _is_mlp(mlp: Any) -> bool:
 
 def _is_mixture(mlp: Any) -> bool:
     """Experts and their router, and an expert of all tokens if there is one."""
-    parts = dict(mlp.named_children())
+    parts = {name: part for name, part in mlp.named_children() if name not in ROUTERS}
     experts, router = getattr(parts.pop("experts", None), "tinkex_experts", None), _router(mlp)
     if not isinstance(experts, Experts) or router is None:
         return False
-    del parts["router" if "router" in parts else "gate"]
     for name, gate in SHARED.items():
         if name in parts and (gate is None or gate in parts):
             shared = parts.pop(name)
@@ -234,22 +233,23 @@ def _is_mixture(mlp: Any) -> bool:
 
 
 def _router(mlp: Any) -> Any:
-    return getattr(mlp, "router", None) or getattr(mlp, "gate", None)
+    return next((part for name, part in mlp.named_children() if name in ROUTERS), None)
 
 
 def _returns_choices(router: Any, weights: ExpertWeights) -> bool:
-    """Whether a router returns its logits, and weights and numbers of experts."""
+    """Whether a router takes [T, H] and returns its logits, and weights and numbers of experts."""
     count, hidden, _ = weights.in_EHO.shape
-    with torch.inference_mode():
-        found = router(torch.zeros_like(weights.in_EHO[0, :, :1]).view(1, hidden))
-    return (
-        isinstance(found, tuple)
-        and len(found) == 3
-        and found[0].shape == (1, count)
-        and found[1].shape == found[2].shape
-        and found[1].is_floating_point()
-        and found[2].dtype == torch.long
-    )
+    try:
+        with torch.inference_mode():
+            logits, chosen, index = router(weights.in_EHO.new_zeros(1, hidden))
+        return bool(
+            logits.shape == (1, count)
+            and chosen.shape == index.shape
+            and chosen.is_floating_point()
+            and index.dtype == torch.long
+        )
+    except Exception:  # noqa: BLE001  the code of another family may do anything
+        return False
 
 
 def _stacked(layer: Any, targets: list[str]) -> StackedLayer:
