@@ -1,7 +1,8 @@
 """The operations of a decode step that are Triton kernels, in torch, for models of every family.
 
 They read the same tables as the kernels: the addresses of adapters, the pages of sequences. So a test
-without Triton shows what a step hands to kernels, and not that the kernels are right.
+without Triton shows what a step hands to kernels, and not that the kernels are right. On the device
+"meta", which has no numbers, they return tensors of the right shapes.
 """
 
 import ctypes
@@ -107,6 +108,8 @@ def attend(
 ) -> Tensor:
     rows, heads, _ = q.shape
     assert q.is_contiguous()
+    if q.is_meta:
+        return q.new_empty(rows, heads, values.shape[2])
     out = torch.zeros(rows, heads, values.shape[2])
     for row in range(rows):
         length = min(int(positions_B[row]), int(last_B[row])) + 1
@@ -138,6 +141,8 @@ def run_experts(
     targets: Mapping[str, int],
 ) -> Tensor:
     y = torch.zeros_like(x)
+    if x.is_meta:
+        return y
     count, hidden, _ = experts.in_EHO.shape
     inner = experts.down_EIH.shape[1]
     for row in range(len(x)):
@@ -179,6 +184,8 @@ def run_experts(
 def convolve(
     x: Tensor, pool: Tensor, reads: Tensor, writes: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
+    if x.is_meta:
+        return x.new_empty(x.shape)
     window = torch.cat([pool[reads], x.unsqueeze(2)], dim=2)
     pool[writes] = window[:, :, 1:]
     return F.silu((window * weight[:, 0]).sum(dim=2) + (0 if bias is None else bias))
@@ -197,6 +204,8 @@ def advance(
     gain_BH: Tensor,
     delta: bool,
 ) -> Tensor:
+    if pool.is_meta:
+        return value_BHE.new_empty(value_BHE.shape)
     groups = value_BHE.shape[1] // key_BKD.shape[1]
     q, k = (each.repeat_interleave(groups, dim=1) for each in (query_BKD, key_BKD))
     if delta:

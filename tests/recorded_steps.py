@@ -6,7 +6,6 @@ memory that has no value is NaN.
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -18,9 +17,9 @@ from numerics.test_families import SERVED, write_model
 from numerics.test_windows import MODELS
 from tinkex.engine.model.attention import CacheLayer, CacheUse, Packing, StateLayer, StateUse
 from tinkex.engine.model.base_model import BaseModel
+from tinkex.engine.model.device_waits import NothingWaits
 from tinkex.engine.model.fused_decoder import DecodeInputs, StateInputs
 from tinkex.engine.model.lora import AdapterSegment, Pair, addresses, make_pairs
-from tinkex.engine.model.original_decoder import OriginalDecoder
 from tinkex.engine.model.targets import make_layout
 
 #: Dense models with something that the fused layers do not compute, and windows and caps.
@@ -211,10 +210,38 @@ def load(folder: Path, family: str) -> BaseModel:
     return BaseModel(folder, device=torch.device("cpu"), dtype=torch.float32)
 
 
-def probed(model: BaseModel, decoder: OriginalDecoder) -> tuple[Tensor, Tensor]:
-    """The logits that the decoder computes of the probe, and those of the original model."""
-    ids, expected = model.probed
-    return decoder.probe_logits(ids), expected
+@torch.inference_mode()
+def check_that_nothing_waits(model: BaseModel) -> None:
+    """
+    A step on a device whose numbers cannot be read, and which shares no tensors with the host.
 
-
-__all__ = ["WRITERS", "ModuleType", "Steps", "load", "probed"]
+    The model cannot be used after it.
+    """
+    device = torch.device("meta")
+    model._decoder.to(device)
+    model._embed.to(device)
+    head = model.head
+    head.weight_VH = head.weight_VH.to(device)
+    head.bias_V = None if head.bias_V is None else head.bias_V.to(device)
+    decoder = model.original_decoder({})
+    assert decoder is not None
+    with device:
+        ints = torch.zeros(5, dtype=torch.int32)
+        cache = [
+            CacheLayer(*(torch.empty(64, *s) for s in shapes)) for shapes in model.cache_shapes
+        ]
+        pool = {
+            at: StateLayer(*(torch.empty(7, *s) for s in shapes))
+            for at, shapes in model.state_shapes.items()
+        }
+        out = torch.empty(5, model.vocab_size)
+        inputs = DecodeInputs(
+            ids_B=ints,
+            positions_B=ints,
+            last_B=ints,
+            table=torch.zeros(5, 6, dtype=torch.int32),
+            shifts_B=ints,
+            states=StateInputs(layers=pool, slots_B=ints, repeats_B=ints),
+        )
+    with NothingWaits(device):
+        decoder.write_logits(inputs, cache, page=PAGE, spare=3, lora=None, out_BV=out)

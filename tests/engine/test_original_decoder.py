@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import plain_decode_ops
-from recorded_steps import WRITERS, Steps, load
+from numerics.test_families import write_model
+from recorded_steps import WRITERS, Steps, check_that_nothing_waits, load
 from tinkex.engine import model as package
+from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.start_check import check_logits
 
 
@@ -29,3 +31,12 @@ def test_steps_equal_passes_over_whole_sequences(family: str, tmp_path: Path) ->
     ids, expected = model.probed
     with torch.inference_mode():
         check_logits(decoder.probe_logits(ids), expected, 1e-3)
+    check_that_nothing_waits(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_rotary_embedding_that_changes_is_not_recorded(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    folder = write_model(tmp_path / "model", "Llama", rope_parameters=rope)
+    model = BaseModel(folder, device=torch.device("cpu"), dtype=torch.float32)
+    assert model.original_decoder({}) is None
