@@ -64,6 +64,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def add_norm(x: Tensor, y: None, weight: Tensor, eps: float) -> Tensor:
+    assert x.is_contiguous()
+    assert y is None
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
 @as_kernel
 def shrink(x: Tensor, tables: LoraTables, target: int, projections: int) -> Shrunk:
     assert x.is_contiguous()

@@ -217,14 +217,14 @@ def check_that_nothing_waits(model: BaseModel) -> None:
 
     The model cannot be used after it.
     """
+    decoder = model.original_decoder({})
+    assert decoder is not None
     device = torch.device("meta")
     model._decoder.to(device)
     model._embed.to(device)
     head = model.head
     head.weight_VH = head.weight_VH.to(device)
     head.bias_V = None if head.bias_V is None else head.bias_V.to(device)
-    decoder = model.original_decoder({})
-    assert decoder is not None
     with device:
         ints = torch.zeros(5, dtype=torch.int32)
         cache = [

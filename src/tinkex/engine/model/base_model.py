@@ -49,6 +49,7 @@ from tinkex.engine.model.lora import (
     WrongRows,
     make_pairs,
 )
+from tinkex.engine.model.norms import replace_norms
 from tinkex.engine.model.original_decoder import (
     OriginalDecoder,
     StepDecoder,
@@ -229,6 +230,7 @@ class BaseModel:
             log.info("decode steps of this model are no CUDA graphs: %s", why_not)
             return None
         embedding: Any = self._embed
+        replace_norms(self._decoder, self._context)
 
         def hidden(ids_B: Tensor, packing: Packing, adapters: RecordedAdapters) -> Tensor:
             return self._original_hidden(ids_B, packing, recorded=adapters, gradients=False)
