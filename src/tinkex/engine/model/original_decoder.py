@@ -12,6 +12,7 @@ recorded, and decodes as before.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 #: Kinds of rotary embeddings whose frequencies the model's code changes while it runs.
 CHANGING_ROPE = {"dynamic", "longrope"}
 
+
+#: Tokens go through the experts that routers choose.
+NOT_ROUTED: Mapping[str, RoutedTokens] = MappingProxyType({})
 
 #: Kernels read rows of A in pieces of this many numbers.
 MULTIPLE = 8
@@ -120,36 +124,21 @@ class OriginalDecoder:
         lora: LoraTables | None,
         lora_head: bool = False,
         out_BV: Tensor,
+        routed: Mapping[str, RoutedTokens] = NOT_ROUTED,
     ) -> None:
-        """The same as `FusedDecoder.write_logits`; also writes the states of recurrent layers."""
-        self._write_logits(
-            inputs,
-            cache,
-            page=page,
-            spare=spare,
-            adapters=RecordedAdapters(lora, self._places, {}),
-            lora_head=lora_head,
-            out_BV=out_BV,
-        )
+        """
+        The same as `FusedDecoder.write_logits`; also writes the states of recurrent layers.
 
-    def _write_logits(
-        self,
-        inputs: DecodeInputs,
-        cache: Sequence[CacheLayer],
-        *,
-        page: int,
-        spare: int,
-        adapters: RecordedAdapters,
-        lora_head: bool,
-        out_BV: Tensor,
-    ) -> None:
+        `routed` are experts to use instead of what routers choose.
+        """
         packing = step_packing(inputs, cache, page=page, spare=spare)
+        adapters = RecordedAdapters(lora, self._places, routed)
         hidden_BH = self._hidden(inputs.ids_B, packing, adapters).contiguous()
         self._head.write_logits(hidden_BH, out_BV)
-        if adapters.tables is not None and lora_head:
+        if lora is not None and lora_head:
             from tinkex.engine.model import decode_ops as ops
 
-            shrunk = ops.shrink(hidden_BH, adapters.tables, self._places[HEAD], 1)
+            shrunk = ops.shrink(hidden_BH, lora, self._places[HEAD], 1)
             ops.add_expanded(out_BV, shrunk, exact=True)
         if (softcap := self._head.softcap) is not None:
             out_BV.div_(softcap).tanh_().mul_(softcap)
@@ -190,14 +179,8 @@ class OriginalDecoder:
                 states=StateInputs(layers=states, slots_B=zeros, repeats_B=zeros),
             )
             with NothingWaits(device):
-                self._write_logits(
-                    inputs,
-                    cache,
-                    page=page,
-                    spare=1,
-                    adapters=RecordedAdapters(None, self._places, routed),
-                    lora_head=False,
-                    out_BV=logits_1V,
+                self.write_logits(
+                    inputs, cache, page=page, spare=1, lora=None, out_BV=logits_1V, routed=routed
                 )
         return logits_1V[0]
 
