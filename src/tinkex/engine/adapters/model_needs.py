@@ -47,7 +47,7 @@ class ModelNeeds:
     #: Numbers of an adapter of this rank of all layers.
     rank: int
     adapter_numbers: int
-    #: Whether decode steps are CUDA graphs, which keep their logits.
+    #: Whether decode steps are CUDA graphs, which keep their logits and a spare state.
     graphs: bool
 
     @property
