@@ -7,7 +7,8 @@ that changes the matrix are computed for each segment.
 
 A training pass starts every segment without a state. Sampling reads and writes the states of its
 sequences in a pool, see `StateUse`. Prompts and training use transformers' code of the rule, which
-works in chunks; decoding computes one token from the last state. The two round differently.
+works in chunks; decoding computes one token from the last state, in steps that a CUDA graph records by
+the kernels of `recurrent_kernels`. Chunks and tokens round differently.
 """
 
 from __future__ import annotations

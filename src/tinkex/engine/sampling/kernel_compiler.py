@@ -65,7 +65,8 @@ class KernelCompiler:
             raise error
         self.refused.add(key)
         self._compiled.discard(key)
-        log.warning("no fast path for %s; sampling is slower", key, exc_info=error)
+        what = "decode steps are no CUDA graphs" if key == COMPARISON else f"no fast path for {key}"
+        log.warning("%s; sampling is slower", what, exc_info=error)
 
     def _finish(self) -> None:
         if self._compiling is None:
