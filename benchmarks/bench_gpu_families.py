@@ -281,16 +281,18 @@ def path(context: Context) -> None:
                 found = finished.outcome.sequences[0]
         return found.tokens, found.logprobs_np
 
-    before, without = logprobs()
+    logprobs()  # makes the sampler
     sampler: Any = engine._sampler
-    compiler = sampler._runner.compiler
-    if compiler is None:
+    runner = sampler._runner
+    if runner.compiler is None:
         emit(what="decode steps", unit="", value="no graphs")
         return
-    compiler.waits = True
+    graphs, runner._graphs = runner._graphs, None
+    before, without = logprobs()
+    runner._graphs, runner.compiler.waits = graphs, True
     after, found = logprobs()
     decoder = type(engine.model.decoder).__name__
-    refused = ", ".join(map(str, compiler.refused))
+    refused = ", ".join(map(str, runner.compiler.refused))
     emit(what="decode steps", unit="", value=f"refused: {refused}" if refused else decoder)
     same = next((at for at, (a, b) in enumerate(zip(before, after, strict=True)) if a != b), 32)
     emit(what="the same tokens as without graphs, of 32", unit="", value=same)
