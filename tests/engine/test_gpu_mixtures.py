@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from numerics.mixtures import logprobs_of, write_mixture
 from tinkex.engine.adapters.adapters import SamplerAdapter
@@ -78,6 +79,24 @@ def gap(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+class NoLook(TorchDispatchMode):
+    """Fails on operations that wait for the device, which a CUDA graph cannot record."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "bincount"), name
+        if name in ("index", "index_put", "index_put_"):
+            assert not any(each is not None and each.dtype == torch.bool for each in args[1]), name
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_look_at_the_device_is_seen() -> None:
+    numbers = torch.ones(3, device=DEVICE)
+    for look in (lambda: numbers.sum().item(), lambda: numbers[numbers > 0], numbers.nonzero):
+        with NoLook(), pytest.raises(AssertionError):
+            look()
+
+
 def decode(model: BaseModel, tokens_BT: Tensor, adapters: list[SamplerAdapter | None]) -> Tensor:
     """Logits [T, B, V] of all tokens, one after another, in a cache of NaN. The last row is spare."""
     from tinkex.engine.model.decode_ops import LoraTables
@@ -122,19 +141,16 @@ def decode(model: BaseModel, tokens_BT: Tensor, adapters: list[SamplerAdapter | 
         fields[0, :count] = tokens_BT[:, at]
         fields[2, count:] = -1
         logits = torch.full((rows, model.vocab_size), float("nan"), device=DEVICE)
-        model.fused.write_logits(
-            DecodeInputs(
-                ids_B=fields[0, :rows],
-                positions_B=fields[1, :rows],
-                last_B=fields[2, :rows],
-                table=table,
-            ),
-            cache,
-            page=PAGE,
-            spare=count * pages,
-            lora=lora,
-            out_BV=logits,
+        inputs = DecodeInputs(
+            ids_B=fields[0, :rows],
+            positions_B=fields[1, :rows],
+            last_B=fields[2, :rows],
+            table=table,
         )
+        with NoLook():
+            model.fused.write_logits(
+                inputs, cache, page=PAGE, spare=count * pages, lora=lora, out_BV=logits
+            )
         steps.append(logits[:count])
     return torch.stack(steps)
 
