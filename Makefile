@@ -37,7 +37,7 @@ help:
 	@echo "make soak      twenty minutes of mixed load; memory and descriptors must stay flat"
 	@echo "make newcomer  a fresh clone, an empty home folder, and every command of README and quickstart"
 	@echo "make gguf      export models as GGUF and read them with llama.cpp, built from source"
-	@echo "make kernels   run the GPU kernels on a CPU, in the interpreter of Triton; takes about an hour"
+	@echo "make kernels   run the GPU kernels on a CPU, in the interpreter of Triton; tens of minutes"
 	@echo "make image     build the image of deploy/Dockerfile with buildah, as root, and run it"
 	@echo "make proto     generate protobuf code from the .proto files"
 	@echo "make stub      generate src/tinkex/__init__.pyi from the table of public names"
