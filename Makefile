@@ -14,7 +14,7 @@ SDKS := 0.36.0 0.4.1
 # 1 where there is no git. `make test SEED=7` runs another order.
 SEED ?= $(shell echo $$((0x$$(git rev-parse HEAD 2>/dev/null | cut -c 1-7 | grep . || echo 1))))
 
-.PHONY: help setup dev demo docs test matrix fuzz cookbook frameworks defects faults chaos cluster soak newcomer lowest gguf image check dist format bench proto stub vendor clean
+.PHONY: help setup dev demo docs test matrix fuzz cookbook frameworks defects faults chaos cluster soak newcomer lowest gguf kernels image check dist format bench proto stub vendor clean
 
 help:
 	@echo "make setup     create .venv with the client, the server and the command line (safe to repeat)"
@@ -38,6 +38,7 @@ help:
 	@echo "make newcomer  a fresh clone, an empty home folder, and every command of README and quickstart"
 	@echo "make lowest    the client's tests with the oldest releases of its dependencies that are allowed"
 	@echo "make gguf      export models as GGUF and read them with llama.cpp, built from source"
+	@echo "make kernels   run the GPU kernels on a CPU, in the interpreter of Triton; tens of minutes"
 	@echo "make image     build the image of deploy/Dockerfile with buildah, as root, and run it"
 	@echo "make proto     generate protobuf code from the .proto files"
 	@echo "make stub      generate src/tinkex/__init__.pyi from the table of public names"
@@ -122,6 +123,13 @@ lowest: dev
 
 gguf: dev
 	@$(BIN)/python -m qa.gguf.run
+
+# Triton comes with torch for GPUs only. A test of the interpreter takes up to some minutes.
+kernels: dev
+	@$(BIN)/pip install --quiet --disable-pip-version-check triton==3.9.0
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m gpu -n 2 --dist loadfile --timeout 1800 \
+	  tests/engine/test_gpu_kernels.py tests/engine/test_gpu_experts.py tests/engine/test_gpu_mixtures.py \
+	  tests/engine/test_gpu_prefill.py tests/engine/test_gpu_recorded_steps.py
 
 image: dev
 	@$(BIN)/python -m qa.image.run

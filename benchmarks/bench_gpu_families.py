@@ -175,7 +175,8 @@ def over(found_s: float, one_s: float) -> float:
 def short_decode(context: Context) -> None:
     """Decoding with few cases: adapters of mixtures are large."""
     if not context.model.startswith("tiny"):
-        context.sizes = replace(context.sizes, cases=((1, 1), (64, 0), (64, 1), (256, 1)))
+        cases = ((1, 0), (1, 1), (64, 0), (64, 1), (256, 0), (256, 1))
+        context.sizes = replace(context.sizes, cases=cases)
     decode(context, limit)
 
 
@@ -191,9 +192,14 @@ def routing(context: Context) -> None:
     from tinkex.wire.training import AdamOptimizerConfig, ForwardBackwardInput, LoraConfig
 
     use_random_models()
+    # Graphs and fused layers keep no choices of routers.
     engine = Engine(
         EngineSettings(
-            name=context.model, folder=context.folder, device=context.device, kv_tokens=64 * PAGE
+            name=context.model,
+            folder=context.folder,
+            device=context.device,
+            kv_tokens=64 * PAGE,
+            compiles=False,
         )
     )
     layers = engine.model.experts
@@ -251,10 +257,56 @@ def routing(context: Context) -> None:
     emit(what="sampled logprobs from those of a pass, mean", unit="", value=f"{gaps.mean():.1e}")
 
 
+def path(context: Context) -> None:
+    """How decode steps are computed: logprobs of graphs beside those of steps without them."""
+    from tinkex.engine import Engine, EngineSettings
+    from tinkex.wire.codec import decode_json
+    from tinkex.wire.sampling import SampleRequest
+
+    use_random_models()
+    engine = Engine(
+        EngineSettings(
+            name=context.model, folder=context.folder, device=context.device, kv_tokens=64 * PAGE
+        )
+    )
+    (prompt,) = prompts_of(1, 129, context.model)
+
+    def logprobs() -> Any:
+        request = decode_json(SampleRequest, request_json(prompt, 32, seed=1))
+        engine.submit(1, request, adapter=None)
+        while engine.sampling:
+            for finished in engine.advance():
+                if isinstance(finished.outcome, Exception):
+                    raise finished.outcome
+                found = finished.outcome.sequences[0]
+        return found.tokens, found.logprobs_np
+
+    logprobs()  # makes the sampler
+    sampler: Any = engine._sampler
+    runner = sampler._runner
+    if runner.compiler is None:
+        emit(what="decode steps", unit="", value="no graphs")
+        return
+    graphs, runner._graphs = runner._graphs, None
+    before, without = logprobs()
+    runner._graphs, runner.compiler.waits = graphs, True
+    after, found = logprobs()
+    decoder = type(engine.model.decoder).__name__
+    refused = ", ".join(map(str, runner.compiler.refused))
+    emit(what="decode steps", unit="", value=f"refused: {refused}" if refused else decoder)
+    same = next((at for at, (a, b) in enumerate(zip(before, after, strict=True)) if a != b), 32)
+    emit(what="the same tokens as without graphs, of 32", unit="", value=same)
+    if same:
+        gap = abs(found[:same] - without[:same]).mean()
+        emit(what="logprobs of them, mean difference", unit="", value=f"{gap:.1e}")
+
+
 def rivals(context: Context) -> None:
     """transformers' own code: training with adapters on attention only, and `generate`."""
     import torch
 
+    if not context.model.startswith("tiny"):
+        context.sizes = replace(context.sizes, rivals=(1, 64, 256))
     dtype = torch.bfloat16 if context.device == "cuda" else torch.float32
     model = random_model(context.folder, dtype, device=context.device).eval()
     model.requires_grad_(False)
@@ -290,10 +342,11 @@ def rivals(context: Context) -> None:
 
 #: name -> (function, most seconds)
 PIECES = {
+    "path": (path, 120),
     "train": (train, 200),
-    "decode": (short_decode, 180),
+    "decode": (short_decode, 240),
     "routing": (routing, 60),
-    "rivals": (rivals, 120),
+    "rivals": (rivals, 180),
 }
 
 if __name__ == "__main__":
@@ -307,6 +360,6 @@ if __name__ == "__main__":
             PIECES,
             Path(__file__),
             write=write_headers,
-            models="Qwen3-30B-A3B,gpt-oss-20b",
+            models="Qwen3-30B-A3B,gpt-oss-20b,Qwen3.5-9B,Qwen3.5-35B-A3B",
             engine=(str(Path(__file__).resolve()),),
         )

@@ -14,7 +14,10 @@ from tinkex.engine.sampling.decode_rows import (
     KEY_LOW,
     LAST,
     POSITION,
+    REPEATS,
+    SHIFT,
     SLOT,
+    STATE,
     STEP,
     TEMPERATURE,
     TICK,
@@ -26,6 +29,7 @@ from tinkex.engine.sampling.sequences import Request, SampleSequence, SamplingCo
 from tinkex.engine.sampling.token_sampling import sample_key
 
 ROWS = 16
+SPARE_STATE = 40
 SAMPLING = SamplingConfig(temperature=1.0, top_k=None, top_p=None, seed=0)
 BIASED = dataclasses.replace(SAMPLING, bias_tokens=(7, 9), biases=(1.5, -100.0))
 
@@ -60,6 +64,7 @@ def random_sequence(rng: random.Random, pages: Pages) -> SampleSequence:
     page_table = pages.allocate(pages.needed(sequence.length), max_pages=30)
     assert page_table is not None
     sequence.page_table = page_table
+    sequence.state = rng.randrange(SPARE_STATE)
     return sequence
 
 
@@ -78,6 +83,9 @@ def expected_row(sequence: SampleSequence, adapters: list[str], steps: int) -> d
         TEMPERATURE: int(np.array(request.sampling.temperature, np.float32).view(np.int32)),
         KEY_LOW: low,
         KEY_HIGH: high,
+        SHIFT: 0,
+        STATE: SPARE_STATE if sequence.state is None else sequence.state,
+        REPEATS: steps - 1 if request.sampling.needs_host else 0,
     }
 
 
@@ -101,13 +109,14 @@ def check(
         assert table[row, : len(pages)].tolist() == pages
     # Spare rows read and write nothing.
     assert (fields[[LAST, SLOT], len(running) :] == -1).all()
+    assert (fields[STATE, len(running) :] == SPARE_STATE).all()
 
 
 def test_rows_follow_sequences_that_grow_come_and_go() -> None:
     rng = random.Random(1)
     pages = Pages(400, 4)
     fields, table = np.zeros((FIELDS, ROWS), np.int32), np.zeros((ROWS, 30), np.int32)
-    rows = DecodeRows(fields, table)
+    rows = DecodeRows(fields, table, spare_state=SPARE_STATE)
     running: list[SampleSequence] = []
     for _ in range(300):
         for sequence in [s for s in running if s.tokens_left == 0 or rng.random() < 0.01]:
@@ -129,7 +138,7 @@ def test_rows_follow_sequences_that_grow_come_and_go() -> None:
 def test_a_sequence_that_was_preempted_has_its_new_pages() -> None:
     rng, pages = random.Random(0), Pages(40, 4)
     fields, table = np.zeros((FIELDS, ROWS), np.int32), np.zeros((ROWS, 30), np.int32)
-    rows = DecodeRows(fields, table)
+    rows = DecodeRows(fields, table, spare_state=SPARE_STATE)
     sequence = random_sequence(rng, pages)
     rows.choose((sequence,))
     assert rows.update((sequence,), 1)
@@ -140,7 +149,7 @@ def test_a_sequence_that_was_preempted_has_its_new_pages() -> None:
     moved = pages.allocate(count, max_pages=30)
     assert taken is not None
     assert moved is not None
-    sequence.page_table = moved
+    sequence.page_table, sequence.state = moved, 5
     rows.choose((sequence,))
     assert rows.update((sequence,), 1)
     check(rows, fields, table, [sequence], 1)
@@ -148,7 +157,7 @@ def test_a_sequence_that_was_preempted_has_its_new_pages() -> None:
 
 def test_rows_do_not_keep_finished_sequences() -> None:
     fields, table = np.zeros((FIELDS, ROWS), np.int32), np.zeros((ROWS, 30), np.int32)
-    rows = DecodeRows(fields, table)
+    rows = DecodeRows(fields, table, spare_state=SPARE_STATE)
     sequence = random_sequence(random.Random(0), Pages(40, 4))
     rows.choose((sequence,))
     rows.update((sequence,), 1)

@@ -205,11 +205,22 @@ def test_grouped_products_are_those_of_the_loop(family: str, ranks: Sequence[int
     check(family, "usual", ranks, torch.float32, grouped=True, atol=1e-5)
 
 
-def test_many_adapters_take_several_grouped_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", [4 * EXPERTS, 2 * EXPERTS])
+def test_many_groups_take_several_grouped_calls(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of the adapters in each call or, if a layer has many experts, some of the experts."""
     from tinkex.engine.model import expert_products
 
-    monkeypatch.setattr(expert_products, "MAX_GROUPS", 4 * EXPERTS)
+    counts = []
+    multiply = expert_products.grouped_mm
+
+    def counting(left: Tensor, right: Tensor, ends_N: Tensor) -> Tensor:
+        counts.append(len(ends_N))
+        return multiply(left, right, ends_N)
+
+    monkeypatch.setattr(expert_products, "MAX_GROUPS", most)
+    monkeypatch.setattr(expert_products, "grouped_mm", counting)
     check("usual", "skewed", (4, 4, 4), torch.float32, grouped=True, atol=1e-5)
+    assert max(counts) <= most
 
 
 @pytest.mark.parametrize("grouped", [False, True])

@@ -109,3 +109,41 @@ def test_a_family_on_a_gpu_equals_the_cpu(family: str, tmp_path: Path) -> None:
     assert np.abs(rounded.trained - again.trained).mean() < 0.1
     if family not in HYBRIDS:  # with random weights, rounding changes theirs by any amount
         assert difference(rounded.gradients, again.gradients) < 0.25
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="records CUDA graphs")
+@pytest.mark.parametrize("family", WRITERS)
+def test_decode_steps_of_a_family_are_graphs(family: str, tmp_path: Path) -> None:
+    """Sampled with graphs: with an adapter and without, some tokens by the host, in several bursts."""
+    engine = Engine(
+        EngineSettings(
+            name="family",
+            folder=WRITERS[family](tmp_path / "model", family),
+            device=DEVICE,
+            dtype="bfloat16",
+            kv_tokens=2048,
+            memory_bytes=4 << 30,
+        )
+    )
+    adapter = random_adapter(engine, tmp_path / "adapter")
+    prompt = np.random.default_rng(0).integers(0, VOCABULARY, 70).tolist()
+    requests = [
+        request(prompt, samples=3, max_tokens=30, seed=1, stop=[]),
+        request(prompt, samples=1, max_tokens=30, seed=2, stop=[], top_k=20),
+    ]
+    sample(engine, requests[:1])
+    assert engine._sampler is not None
+    runner = engine._sampler._runner
+    assert runner.compiler is not None
+    runner.compiler.waits = True
+    sample(engine, requests, [adapter, adapter])
+    answers = sample(engine, requests, [adapter, adapter])
+    assert not runner.compiler.refused
+    assert runner._graphs is not None
+    assert runner._graphs._graphs
+    model_from(engine, "m", adapter)
+    for answer in answers:
+        tokens = prompt + answer.sequences[0].tokens
+        output = engine.run_pass("m", work([datum_of(tokens)]), backward=False)
+        passed = output.loss_fn_outputs[0]["logprobs"].to_numpy()[69:]
+        assert np.abs(answer.sequences[0].logprobs_np - passed).mean() < 5e-2

@@ -60,12 +60,15 @@ def gap(found: Tensor, expected: Tensor) -> float:
 class PagedCache:
     """Keys and values of some sequences in shuffled pages, and NaN everywhere else."""
 
-    def __init__(self, lengths: list[int], heads: int, size: int) -> None:
+    def __init__(
+        self, lengths: list[int], heads: int, size: int, value_size: int | None = None
+    ) -> None:
         counts = [-(-max(length, 1) // PAGE) for length in lengths]
         order = torch.randperm(sum(counts) + 3).tolist()
         self.spare = order.pop()
         slots = (sum(counts) + 3) * PAGE
-        self.keys, self.values = poisoned(slots, heads, size), poisoned(slots, heads, size)
+        sizes = (size, value_size or size)
+        self.keys, self.values = (poisoned(slots, heads, each) for each in sizes)
         self.table = torch.full((len(lengths), max(counts) + 2), 1 << 30, dtype=torch.int32)
         self.slots = []
         for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
@@ -74,17 +77,21 @@ class PagedCache:
             slots_of = [page * PAGE + at for page in pages for at in range(PAGE)]
             self.slots.append(slots_of)
             for cached in (self.keys, self.values):
-                cached[slots_of[:length]] = random(length, heads, size)
+                cached[slots_of[:length]] = random(length, *cached.shape[1:])
         self.table = self.table.to(DEVICE)
 
 
 @pytest.mark.parametrize("splits", [1, 4, 32])
-@pytest.mark.parametrize(("groups", "heads", "size"), [(2, 2, 64), (3, 2, 128), (1, 3, 80)])
+@pytest.mark.parametrize(
+    ("groups", "heads", "size", "value_size"),
+    # The last but one has the widths of MLA; the last reads fewer keys at a time.
+    [(2, 2, 64, 64), (3, 2, 128, 128), (1, 3, 80, 80), (1, 4, 24, 12), (2, 1, 512, 512)],
+)
 def test_attention_over_pages(
-    ops: ModuleType, splits: int, groups: int, heads: int, size: int
+    ops: ModuleType, splits: int, groups: int, heads: int, size: int, value_size: int
 ) -> None:
     lengths = [1, 200, 64, 65, 0, 127]
-    cache = PagedCache(lengths, heads, size)
+    cache = PagedCache(lengths, heads, size, value_size)
     q = random(len(lengths), groups * heads, size)
     positions = [length - 1 for length in lengths]
     found = ops.attend(

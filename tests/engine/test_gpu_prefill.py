@@ -10,7 +10,7 @@ from tinkex.engine.adapters.adapters import SamplerAdapter
 from tinkex.engine.model.attention import CacheLayer, Packing
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.fused_decoder import DecodeInputs, FusedDecoder
-from tinkex.engine.model.lora import AdapterSegment
+from tinkex.engine.model.lora import AdapterSegment, addresses
 from tinkex.engine.model.stacked_weights import StackedWeights
 from tinkex.engine.model.targets import make_layout
 from tinkex.engine.sampling.decode_graphs import Ranks
@@ -178,7 +178,10 @@ def decode(
     fields = torch.nn.functional.pad(fields, (0, 16 - rows))
     lora = None
     if adapters:
-        both = [model.stacked.addresses(one.pairs) for one in adapters.values()]
+        both = [
+            addresses(model.stacked.embedding, model.stacked.targets, one.pairs)
+            for one in adapters.values()
+        ]
         ranks = Ranks.of(list(adapters.values()))
         assert ranks is not None
         lora = LoraTables(

@@ -88,12 +88,12 @@ def test_the_plan_is_a_table() -> None:
     [
         ({}, 50 + 300),
         ({"gathered": 200}, 50 + 400),  # more than three times the logits
-        ({"gathered": 100, "decode_logits": 70}, 50 + 300 + 70),  # these stay
+        ({"gathered": 100, "graphs": 70}, 50 + 300 + 70),  # these stay
         ({"free": 0}, 300),
     ],
 )
 def test_temporary_memory_of_steps_is_reserved(sizes: dict[str, int], reserved: int) -> None:
-    usual = {"free": 1000, "slack": 0.05, "logits": 100, "gathered": 0, "decode_logits": 0}
+    usual = {"free": 1000, "slack": 0.05, "logits": 100, "gathered": 0, "graphs": 0}
     assert reserved_bytes(**{**usual, **sizes}) == reserved
 
 

@@ -19,12 +19,19 @@ from numerics.helpers import (
     weighted,
     work,
 )
-from numerics.mixtures import MIXTURES, engine_of, logprobs_of, merged_parameters
+from numerics.mixtures import (
+    MIXTURES,
+    engine_of,
+    logprobs_of,
+    merged_parameters,
+    write_mixture,
+)
 from tinkex.engine import Engine
 from tinkex.engine.adapters.checkpoints import from_peft_names
 from tinkex.engine.adapters.merge import merge
 from tinkex.engine.model import model_experts
 from tinkex.engine.model.base_model import BaseModel
+from tinkex.engine.model.stacked_weights import StackedWeights
 from tinkex.engine.model.unsupported import UnsupportedModel
 from tinkex.engine.training.expert_metrics import expert_metrics
 from tinkex.wire.errors import UserFailure
@@ -436,3 +443,34 @@ def test_the_first_step_moves_only_the_factors_that_were_zero(
     )
     for name, tensor in old.items():
         assert torch.equal(tensor, new[name]) == ("lora_A" in name), name
+
+
+#: Mixtures whose layers the kernels of a decode step compute, in sizes that these need.
+USUAL: dict[str, dict[str, int]] = {
+    "Qwen3Moe": {},
+    "Mixtral": {"head_dim": 16},
+    "Qwen2Moe": {"hidden_size": 64, "shared_expert_intermediate_size": 32},
+    "GptOss": {},
+}
+
+
+@pytest.mark.parametrize("family", [*USUAL, "Olmoe", "Glm4Moe"])
+def test_the_form_of_a_mixture_is_recognized(family: str, tmp_path: Path) -> None:
+    folder = write_mixture(tmp_path, family, **{"hidden_size": 64, **USUAL.get(family, {})})
+    model = BaseModel(folder, device=torch.device("cpu"), dtype=torch.float32)
+    found = StackedWeights.of(model._decoder, model._embed, model.head)
+    assert (found is not None) == (family in USUAL)
+    if found is None:
+        return
+    names = [target.name for target in model.targets]
+    assert sorted(found.targets) == sorted(names)
+    # Training has other code for mixtures.
+    assert found.shape is None
+
+
+def test_a_router_that_returns_something_else_is_not_usual(tmp_path: Path) -> None:
+    folder = write_mixture(tmp_path, "Qwen3Moe")
+    model = BaseModel(folder, device=torch.device("cpu"), dtype=torch.float32)
+    router = model._decoder.layers[1].mlp.gate
+    router.register_forward_hook(lambda *found: found[2][:2])
+    assert StackedWeights.of(model._decoder, model._embed, model.head) is None

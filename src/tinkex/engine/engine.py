@@ -507,7 +507,7 @@ def measured_needs(model: BaseModel) -> ModelNeeds:
             0 if model.vision is None else model.vision.shape.image_bytes(model.dtype.itemsize)
         ),
         state_bytes=model.state_bytes,
-        graphs=model.fused is not None,
+        graphs=model.decoder is not None,
     )
 
 

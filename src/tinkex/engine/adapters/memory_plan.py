@@ -181,7 +181,7 @@ def reserved_of(
         slack=SLACK_FRACTION,
         logits=logits * chunk,
         gathered=GATHERED_BYTES if needs.device == "cuda" else 0,
-        decode_logits=logits * settings.max_sequences if needs.graphs else 0,
+        graphs=logits * settings.max_sequences + needs.state_bytes if needs.graphs else 0,
     )
 
 
@@ -192,18 +192,16 @@ def idle_bytes(plan: MemoryPlan, settings: EngineSettings) -> int:
     return int(IDLE_FRACTION * plan.adapters)
 
 
-def reserved_bytes(
-    *, free: int, slack: float, logits: int, gathered: int, decode_logits: int
-) -> int:
+def reserved_bytes(*, free: int, slack: float, logits: int, gathered: int, graphs: int) -> int:
     """
     Memory for everything that is not listed as a part of its own.
 
     `slack` is the fraction of the free memory for libraries, kernels and fragmentation. Beside it
     are what a step needs for a moment, which is either three times one chunk of logits (the logits,
     their gradient or a copy, and a temporary) or the gathered keys and values of a layer with a copy;
-    and the logits of decode graphs, which stay.
+    and what decode graphs keep: the logits of all sequences, and a spare state of recurrent layers.
     """
-    return int(slack * free) + max(3 * logits, 2 * gathered) + decode_logits
+    return int(slack * free) + max(3 * logits, 2 * gathered) + graphs
 
 
 def memory_plan(

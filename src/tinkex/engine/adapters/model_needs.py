@@ -47,7 +47,7 @@ class ModelNeeds:
     #: Numbers of an adapter of this rank of all layers.
     rank: int
     adapter_numbers: int
-    #: Whether decode steps are CUDA graphs, which keep their logits.
+    #: Whether decode steps are CUDA graphs, which keep their logits and a spare state.
     graphs: bool
 
     @property
@@ -124,7 +124,7 @@ def predicted_needs(
         image_bytes_per_token=0 if tower is None else tower.image_bytes(element),
         rank=rank,
         adapter_numbers=make_layout(targets, rank).size,
-        graphs=packed is not None,
+        graphs=kernels and device == "cuda" and element == 2,
     )
 
 

@@ -120,6 +120,20 @@ class DecodeReads(NamedTuple):
     table: GatheredTable | None = None
 
 
+class PagedReads(NamedTuple):
+    """
+    What a decode step reads that a graph records: on the device, so that nothing waits for it.
+
+    One row for each sequence; see `decode_ops.attend`.
+    """
+
+    positions_B: Tensor
+    last_B: Tensor
+    table: Tensor
+    #: Tokens in a page.
+    page: int
+
+
 class CacheShapes(NamedTuple):
     """Heads and width of the keys and of the values of a layer."""
 
@@ -154,8 +168,23 @@ class StateUse(NamedTuple):
     """Which states the segments of a pass read and write."""
 
     slots_S: Tensor
-    #: Whether the segment begins its sequence: its slot has the state of another one.
-    is_new_S: Tensor
+    #: Whether the segment begins its sequence: its slot has the state of another one. None if no
+    #: segment does.
+    is_new_S: Tensor | None
+    #: Where the states go; None: where they were.
+    written_S: Tensor | None = None
+
+    def before(self, pool: Tensor) -> Tensor:
+        """The states of the segments before this pass."""
+        states = pool[self.slots_S]
+        if self.is_new_S is None:
+            return states
+        return states.masked_fill(self.is_new_S.view(-1, *[1] * (states.dim() - 1)), 0.0)
+
+    def write(self, pool: Tensor, states: Tensor, segments: Sequence[int] | None = None) -> None:
+        """Writes the states of these segments, by default of all."""
+        slots = self.slots_S if self.written_S is None else self.written_S
+        pool.index_copy_(0, slots if segments is None else slots[segments], states.to(pool.dtype))
 
 
 class SeenLayer(NamedTuple):
@@ -176,6 +205,8 @@ class CacheUse:
     write_slots_T: Tensor
     #: Decode steps: what layers read, by their window; None for layers without one.
     reads: Mapping[int | None, DecodeReads] = field(default_factory=dict)
+    #: The same for a step that a graph records.
+    paged: PagedReads | None = None
     #: Prefill: the cached prefix of each segment; None for a segment that starts at position 0.
     prefixes: Sequence[CachedPrefix | None] = ()
     #: The states of recurrent layers, by layer, and which of them this pass uses.
@@ -360,6 +391,8 @@ def _attend(
         layer = packing.cache.layers[layer_index]
         layer.keys.index_copy_(0, packing.cache.write_slots_T, key[0].transpose(0, 1))
         layer.values.index_copy_(0, packing.cache.write_slots_T, value[0].transpose(0, 1))
+        if packing.cache.paged is not None:
+            return over_pages(query, layer, scoring, packing.cache.paged)
     given = query.dtype
     if given in _VARLEN_DTYPES and not query.is_cuda:
         # On a CPU 16-bit formats are not faster than float32 here. They would round the attention
@@ -508,6 +541,18 @@ def attend_segments(
             mask = mask.tril(d - c - (b - a))
         parts.append(_causal(query, key, value, scoring, mask)[0].transpose(0, 1))
     return torch.cat(parts)
+
+
+def over_pages(query: Tensor, layer: CacheLayer, scoring: Scoring, reads: PagedReads) -> Tensor:
+    """One token of each sequence over its cached keys, by a kernel that finds their pages."""
+    from tinkex.engine.model import decode_ops as ops
+
+    # The kernel needs queries and keys of one format.
+    q_BHD = query[0].transpose(0, 1).to(layer.keys.dtype).contiguous()
+    attended: Tensor = ops.attend(
+        q_BHD, keys=layer.keys, values=layer.values, scoring=scoring, **reads._asdict()
+    )
+    return attended.unsqueeze(0).to(query.dtype)
 
 
 def over_gathered(

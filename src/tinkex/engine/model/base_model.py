@@ -32,7 +32,7 @@ from tinkex.engine.model.attention import (
     UnsupportedAttention,
 )
 from tinkex.engine.model.attention_scores import Scoring
-from tinkex.engine.model.experts import Experts
+from tinkex.engine.model.experts import Experts, RoutedTokens
 from tinkex.engine.model.fused_decoder import FusedDecoder
 from tinkex.engine.model.image_models import why_no_images
 from tinkex.engine.model.image_places import (
@@ -45,8 +45,15 @@ from tinkex.engine.model.lora import (
     AdapterSegment,
     Columns,
     LoraLinear,
+    RecordedAdapters,
     WrongRows,
     make_pairs,
+)
+from tinkex.engine.model.norms import replace_norms
+from tinkex.engine.model.original_decoder import (
+    OriginalDecoder,
+    StepDecoder,
+    why_not_recorded,
 )
 from tinkex.engine.model.original_model import eos_token_ids, load
 from tinkex.engine.model.stacked_weights import StackedWeights
@@ -55,6 +62,7 @@ from tinkex.engine.model.step_memory import (
     PEAK_FACTOR,
     PLANNED_RANK,
     PROBE_RANK,
+    PackedShape,
 )
 from tinkex.engine.model.targets import (
     NOT_ADAPTED,
@@ -154,12 +162,14 @@ class BaseModel:
         recurrent_layers.replace_recurrent_layers(model)
         # A vision tower keeps its own.
         self._decoder.set_attn_implementation(attention.NAME)
-        #: Decodes faster on a GPU; None if there is no such code for the model.
+        #: Decodes and reads prompts faster on a GPU; None for models of another form.
         self.fused: FusedDecoder | None = None
-        #: Its weights as one matrix for each input; None for models of another form.
+        #: Its weights as one matrix for each input; None for models of another form. Training uses
+        #: them too, but not with experts.
         self.stacked: StackedWeights | None = None
-        kernels = kernels and self.vision is None and self.shard is None
-        if kernels and device.type == "cuda" and dtype == torch.bfloat16 and prepare_kernels():
+        kernels = kernels and self.shard is None and device.type == "cuda"
+        kernels = kernels and dtype == torch.bfloat16 and prepare_kernels()
+        if kernels and self.vision is None:
             self.stacked = StackedWeights.of(self._decoder, self._embed, self.head)
             # The weights were moved, and their old memory is in pieces.
             torch.cuda.empty_cache()
@@ -184,7 +194,11 @@ class BaseModel:
         if self.stacked is not None:
             self.stacked = self.stacked.with_attention(seen, self.max_context_length)
         if self.stacked is not None and attention.varlen_attn is not None:
-            self.fused = FusedDecoder(self.stacked, self.head)
+            self.fused = FusedDecoder(self.stacked, self.head, probes[0].routed)
+        #: Computes decode steps that CUDA graphs record; None if nothing can.
+        self.decoder: StepDecoder | None = self.fused
+        if kernels and self.fused is None:
+            self.decoder = self.original_decoder(probes[0].routed)
         #: Runs packed passes faster; None before its kernels are compiled, and if it cannot.
         self._packed: PackedLayers | None = None
         #: The same, set by the thread that compiles.
@@ -196,6 +210,32 @@ class BaseModel:
     @property
     def vocab_size(self) -> int:
         return self.head.vocab_size
+
+    def original_decoder(self, routed: Mapping[str, RoutedTokens]) -> OriginalDecoder | None:
+        """
+        Decode steps with the code of transformers; None if the code cannot be recorded.
+
+        `routed` are the experts that the original model chose for the probe.
+        """
+        why_not = why_not_recorded(self._decoder, self.targets)
+        if why_not is not None:
+            log.info("decode steps of this model are no CUDA graphs: %s", why_not)
+            return None
+        embedding: Any = self._embed
+        replace_norms(self._decoder, self._context)
+
+        def hidden(ids_B: Tensor, packing: Packing, adapters: RecordedAdapters) -> Tensor:
+            return self._original_hidden(ids_B, packing, recorded=adapters, gradients=False)
+
+        return OriginalDecoder(
+            hidden,
+            embedding=embedding.weight,
+            head=self.head,
+            targets=[target.name for target in self.targets],
+            cache_shapes=self.cache_shapes,
+            state_shapes=self.state_shapes,
+            routed=routed,
+        )
 
     def hidden(
         self,
@@ -238,10 +278,12 @@ class BaseModel:
         segments: Sequence[AdapterSegment] = (),
         images: Sequence[ImageRows] = (),
         *,
+        recorded: RecordedAdapters | None = None,
         gradients: bool,
     ) -> Tensor:
-        """With the code of transformers."""
+        """With the code of transformers. `recorded` are adapters instead of `segments`."""
         self._context.segments, self._context.tokens = segments, len(ids_T)
+        self._context.recorded = recorded
         try:
             with torch.set_grad_enabled(gradients):
                 embedded, arguments = inject(self._embed(ids_T.unsqueeze(0)), images)
@@ -258,6 +300,7 @@ class BaseModel:
         finally:
             # Segments reference adapter memory, which may be dropped or evicted after the pass.
             self._context.segments, self._context.tokens = (), None
+            self._context.recorded = None
         hidden_1TH: Tensor = output.last_hidden_state
         return hidden_1TH[0]
 
@@ -267,7 +310,7 @@ class BaseModel:
 
         Takes some seconds the first time; may run in a thread. `use_packed_layers` uses the result.
         """
-        if self.stacked is None:
+        if self.stacked is None or self._packed_shape is None:
             return
         from tinkex.engine.model.packed_layers import PackedLayers, compile_kernels
 
@@ -329,18 +372,23 @@ class BaseModel:
     @property
     def planned_bytes_per_token(self) -> int:
         """The same once the kernels of the packed layers are compiled."""
-        if self.stacked is None:
+        if self._packed_shape is None:
             return self._original_bytes_per_token
-        element = self.stacked.embedding.element_size()
-        return self.stacked.shape.bytes_per_token(rank=PLANNED_RANK, element=element)
+        return self._packed_shape.bytes_per_token(rank=PLANNED_RANK, element=self.dtype.itemsize)
 
     @property
     def checkpoint_bytes_per_token(self) -> int:
         """The same with checkpointing, if that is implemented."""
-        if self._packed is None or self.stacked is None:
+        if self._packed is None or self._packed_shape is None:
             return self.bytes_per_token
-        element = self.stacked.embedding.element_size()
-        return self.stacked.shape.checkpoint_bytes_per_token(rank=PLANNED_RANK, element=element)
+        return self._packed_shape.checkpoint_bytes_per_token(
+            rank=PLANNED_RANK, element=self.dtype.itemsize
+        )
+
+    @property
+    def _packed_shape(self) -> PackedShape | None:
+        """The sizes of packed layers; None if there is no such code for the model."""
+        return None if self.stacked is None else self.stacked.shape
 
     def _saved_per_token(self) -> float:
         """

@@ -345,15 +345,17 @@ def _prefetch_keys(
     key_head,
     K: tl.constexpr,
     D: tl.constexpr,
+    E: tl.constexpr,
     PAGE: tl.constexpr,
     N: tl.constexpr,
 ):
     """The N keys and values of a page from `start` on, which are in the cache or will be."""
     page = tl.load(Table + start // PAGE, mask=stop > 0, other=0).to(tl.int64)
-    at = ((page * PAGE + start % PAGE + tl.arange(0, N)) * K + key_head) * D
+    at = (page * PAGE + start % PAGE + tl.arange(0, N)) * K + key_head
     for line in tl.static_range(0, D, 64):
-        prefetch(Keys + at + line)
-        prefetch(Values + at + line)
+        prefetch(Keys + at * D + line)
+    for line in tl.static_range(0, E, 64):
+        prefetch(Values + at * E + line)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -375,6 +377,8 @@ def attend_kernel(
     K: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
+    E: tl.constexpr,
+    WIDE: tl.constexpr,
     PAGE: tl.constexpr,
     N: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -383,7 +387,11 @@ def attend_kernel(
     CAPPED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The query heads that share a key head, over one part of the sequence's keys."""
+    """
+    The query heads that share a key head, over one part of the sequence's keys.
+
+    Keys are D wide and values E, in tiles of BLOCK and WIDE.
+    """
     row, key_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.minimum(tl.load(Position + row), tl.load(Last + row)) + 1
     if WINDOW:
@@ -397,11 +405,12 @@ def attend_kernel(
         start = part * per
     stop = tl.minimum(length, start + per)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK), tl.arange(0, N)
-    real, inside = g[:, None] < G, d < D
+    e = tl.arange(0, WIDE)
+    real, inside, valued = g[:, None] < G, d < D, e < E
     if EARLY:
         _prefetch_keys(
             Keys, Values, Table + row * table_stride, tl.where(start < stop, start, 0), stop,
-            key_head, K, D, PAGE, N,
+            key_head, K, D, E, PAGE, N,
         )  # fmt: skip
     wait_for_inputs(EARLY)
     q = tl.load(
@@ -411,7 +420,7 @@ def attend_kernel(
     )
     largest = tl.full([GROUP], -1e30, tl.float32)
     total = tl.zeros([GROUP], tl.float32)
-    out = tl.zeros([GROUP, BLOCK], tl.float32)
+    out = tl.zeros([GROUP, WIDE], tl.float32)
     for s in range(start, stop, N):
         page = tl.load(Table + row * table_stride + s // PAGE).to(tl.int64)
         at = (page * PAGE + s % PAGE + t) * K + key_head
@@ -429,7 +438,7 @@ def attend_kernel(
         now = tl.maximum(largest, tl.max(score, 1))
         power, shift = tl.exp(score - now[:, None]), tl.exp(largest - now)
         v = tl.load(
-            Values + at[:, None] * D + d[None, :], mask=ok[:, None] & inside[None, :], other=0.0
+            Values + at[:, None] * E + e[None, :], mask=ok[:, None] & valued[None, :], other=0.0
         )
         out = out * shift[:, None] + tl.dot(power.to(v.dtype), v)
         total = total * shift + tl.sum(power, 1)
@@ -440,11 +449,11 @@ def attend_kernel(
         if SINKS:
             sink = tl.load(Sinks + key_head * G + g, mask=g < G, other=0.0).to(tl.float32)
             out = out / (1 + tl.exp(sink - largest - tl.log(total)))[:, None]
-        to = ((row * K + key_head) * G + g[:, None]) * D + d[None, :]
-        tl.store(Out + to, out.to(Out.dtype.element_ty), mask=real & inside[None, :])
+        to = ((row * K + key_head) * G + g[:, None]) * E + e[None, :]
+        tl.store(Out + to, out.to(Out.dtype.element_ty), mask=real & valued[None, :])
     else:
         line = ((row * K + key_head) * SPLITS + part) * GROUP + g
-        tl.store(Out + line[:, None] * D + d[None, :], out, mask=inside[None, :])
+        tl.store(Out + line[:, None] * E + e[None, :], out, mask=valued[None, :])
         tl.store(Lse + line, largest + tl.log(total))
 
 
@@ -457,8 +466,8 @@ def merge_kernel(
     G: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
+    E: tl.constexpr,
+    WIDE: tl.constexpr,
     SPLITS: tl.constexpr,
     SINKS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -466,17 +475,17 @@ def merge_kernel(
     """Combines the parts of a sequence by their log-sum-exp."""
     wait_for_inputs(EARLY)
     head, g = tl.program_id(0), tl.program_id(1)
-    s, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK)
+    s, e = tl.arange(0, SPLITS), tl.arange(0, WIDE)
     line = (head * SPLITS + s) * GROUP + g
     lse = tl.load(Lse + line)
     weight = tl.exp(lse - tl.max(lse, 0))
     total = tl.sum(weight, 0)
     if SINKS:
         total += tl.exp(tl.load(Sinks + head % K * G + g).to(tl.float32) - tl.max(lse, 0))
-    inside = d < D
-    out = tl.load(Out + line[:, None] * D + d[None, :], mask=inside[None, :], other=0.0)
+    inside = e < E
+    out = tl.load(Out + line[:, None] * E + e[None, :], mask=inside[None, :], other=0.0)
     y = tl.sum(out * weight[:, None], 0) / total
-    tl.store(Y + (head * G + g) * D + d, y.to(Y.dtype.element_ty), mask=inside)
+    tl.store(Y + (head * G + g) * E + e, y.to(Y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "target"])

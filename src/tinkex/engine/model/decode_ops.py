@@ -299,29 +299,35 @@ def attend(
     splits: int | None = None,
     early: bool = False,
 ) -> Tensor:
-    """Attention of one query of each sequence over its cached keys, page by page."""
+    """
+    Attention of one query of each sequence over its cached keys, page by page.
+
+    Values may have another width than keys; the result has theirs.
+    """
     rows, query_heads, size = q_BHD.shape
-    key_heads = keys.shape[1]
+    key_heads, width = values.shape[1:]
     groups = query_heads // key_heads
     padded = max(16, triton.next_power_of_2(groups))
-    block = max(16, triton.next_power_of_2(size))
+    block, wide = (max(16, triton.next_power_of_2(each)) for each in (size, width))
+    # Tiles of wider keys and values would not fit the GPU's fast memory.
+    tile = min(KEYS if max(block, wide) <= 256 else KEYS // 2, page)
     splits = attention_splits(rows, key_heads) if splits is None else splits
-    y = torch.empty_like(q_BHD)
+    y = q_BHD.new_empty(rows, query_heads, width)
     out, lse, sinks = y, y, y if scoring.sinks is None else scoring.sinks
     if splits > 1:
         shape = (rows, key_heads, splits, padded)
-        out = torch.empty(*shape, size, dtype=torch.float32, device=q_BHD.device)
+        out = torch.empty(*shape, width, dtype=torch.float32, device=q_BHD.device)
         lse = torch.empty(shape, dtype=torch.float32, device=q_BHD.device)
     decode_kernels.attend_kernel[(rows, key_heads, splits)](
         q_BHD, keys, values, positions_B, last_B, table, table.stride(0), out, lse,
         sinks, scoring.scaling, scoring.softcap or 0.0, groups, padded, key_heads, size, block,
-        page, min(KEYS, page), splits, scoring.window or 0, scoring.sinks is not None,
+        width, wide, page, tile, splits, scoring.window or 0, scoring.sinks is not None,
         scoring.softcap is not None, early,
         num_warps=4, **launch_options(early),
     )  # fmt: skip
     if splits > 1:
         decode_kernels.merge_kernel[(rows * key_heads, groups)](
-            out, lse, y, sinks, groups, padded, key_heads, size, block, splits,
+            out, lse, y, sinks, groups, padded, key_heads, width, wide, splits,
             scoring.sinks is not None, early,
             num_warps=4, **launch_options(early),
         )  # fmt: skip

@@ -6,7 +6,7 @@ call (`grouped_mm`), and nothing of it waits for the device: the sizes of the gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -148,7 +148,7 @@ class ExpertProducts:
 
 
 class GroupedProducts(ExpertProducts):
-    """The same in one call for all groups, or a few calls if there are many adapters."""
+    """The same in one call for all groups, or a few if there are many adapters or experts."""
 
     def multiply(self, x_SI: Tensor, weights_EIO: Tensor) -> Tensor:
         return grouped_mm(x_SI, weights_EIO, self._ends_of_experts)
@@ -161,16 +161,18 @@ class GroupedProducts(ExpertProducts):
             own = [None if at is None else matrices[at] for at in batch.owners]
             if all(each is None for each in own):
                 continue
-            only = own[0]
-            if len(own) == 1 and only is not None and only.shape[1:] == (inputs, outputs):
-                stacked_NIO = only
-            else:
-                stacked = x_SI.new_zeros(self._routing.experts, len(own), inputs, outputs)
-                for place, matrix in enumerate(own):
-                    if matrix is not None:
-                        stacked[:, place, : matrix.shape[1], : matrix.shape[2]] = matrix
-                stacked_NIO = stacked.flatten(0, 1)
-            y_SO += grouped_mm(x_SI, stacked_NIO, batch.ends_N)[:, : y_SO.shape[1]]
+            only = own[0] if len(own) == 1 else None
+            for call in self._calls(batch):
+                if call.is_whole and only is not None and only.shape[1:] == (inputs, outputs):
+                    stacked_NIO = only
+                else:
+                    stacked_NIO = x_SI.new_zeros(len(call.ends_N), inputs, outputs)
+                    stacked_ENIO = call.own_groups(stacked_NIO, len(own))
+                    for place, matrix in enumerate(own):
+                        if matrix is not None:
+                            rows, columns = matrix.shape[1:]
+                            stacked_ENIO[:, place, :rows, :columns] = matrix[call.experts]
+                y_SO += grouped_mm(x_SI, stacked_NIO, call.ends_N)[:, : y_SO.shape[1]]
 
     def add_outer(self, totals: Sequence[Tensor | None], left_SA: Tensor, right_SB: Tensor) -> None:
         left_SA, right_SB = (
@@ -181,11 +183,27 @@ class GroupedProducts(ExpertProducts):
             own = [None if at is None else totals[at] for at in batch.owners]
             if all(each is None for each in own):
                 continue
-            found_NAB = grouped_mm(left_SA.t(), right_SB, batch.ends_N)
-            found_ENAB = found_NAB.view(self._routing.experts, len(own), *found_NAB.shape[1:])
-            for place, total in enumerate(own):
-                if total is not None:
-                    total += found_ENAB[:, place, : total.shape[1], : total.shape[2]]
+            for call in self._calls(batch):
+                found_NAB = grouped_mm(left_SA.t(), right_SB, call.ends_N)
+                found_ENAB = call.own_groups(found_NAB, len(own))
+                for place, total in enumerate(own):
+                    if total is not None:
+                        rows, columns = total.shape[1:]
+                        total[call.experts] += found_ENAB[:, place, :rows, :columns]
+
+    def _calls(self, batch: _Batch) -> Iterator[_Call]:
+        """One call, or several with some of the experts each if there are too many groups."""
+        each, experts = len(batch.owners), self._routing.experts
+        if each * experts <= MAX_GROUPS:
+            yield _Call(slice(0, experts), batch.ends_N, is_whole=True)
+            return
+        step = (MAX_GROUPS - 2) // each
+        ends_N = F.pad(batch.ends_N, (1, 0))
+        all_1 = ends_N.new_full((1,), len(self._routing.tokens_S))
+        for first in range(0, experts, step):
+            chosen = slice(first, min(first + step, experts))
+            own_N = ends_N[first * each : chosen.stop * each + 1]
+            yield _Call(chosen, torch.cat([own_N, all_1]), is_whole=False)
 
     @cached_property
     def _ends_of_experts(self) -> Tensor:
@@ -228,6 +246,24 @@ class _Batch(NamedTuple):
 
     owners: Sequence[int | None]
     ends_N: Tensor
+
+
+class _Call(NamedTuple):
+    """
+    The groups of some experts.
+
+    If these are not all, the slots of the experts before and after are a group each.
+    """
+
+    experts: slice
+    ends_N: Tensor
+    is_whole: bool
+
+    def own_groups(self, values_NAB: Tensor, each: int) -> Tensor:
+        """The groups of these experts as a view [experts, each, A, B]."""
+        if not self.is_whole:
+            values_NAB = values_NAB[1:-1]
+        return values_NAB.view(-1, each, *values_NAB.shape[1:])
 
 
 def grouped_mm(left: Tensor, right: Tensor, ends_N: Tensor) -> Tensor:

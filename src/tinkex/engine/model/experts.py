@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from tinkex.engine.model.expert_products import ExpertProducts, Routing
-from tinkex.engine.model.lora import AdapterContext, AdapterSegment, Pair
+from tinkex.engine.model.lora import AdapterContext, AdapterSegment, Pair, RecordedAdapters
 from tinkex.engine.model.matmul import add_mm_float32
 from tinkex.engine.model.targets import Target, experts_targets
 
@@ -44,6 +45,8 @@ class ExpertWeights(NamedTuple):
     gate: Callable[[Tensor], Tensor]
     #: The outputs of the first projection that w1 and w3 adapt. Without a gate there is no w3.
     columns: dict[str, slice]
+    #: Whether `gate` is silu(gate) · up of two halves, for which there is a kernel.
+    swiglu: bool = False
 
     @classmethod
     def of(cls, module: Any) -> ExpertWeights:
@@ -62,13 +65,23 @@ class ExpertWeights(NamedTuple):
         elif module.has_gate:
             columns = {"w1": slice(0, None, 2), "w3": slice(1, None, 2)}
         gate = module._apply_gate if module.has_gate else module.act_fn
-        return cls(first, biases[0], down, biases[1], gate, columns)
+        return cls(first, biases[0], down, biases[1], gate, columns, _is_swiglu(module))
 
     def targets(self, name: str) -> list[Target]:
         """The projections that can be adapted; `name` is the path of the experts in the model."""
         count, hidden, _ = self.in_EHO.shape
         inner = self.down_EIH.shape[1]
         return experts_targets(name, self.columns, count=count, hidden=hidden, inner=inner)
+
+
+def _is_swiglu(module: Any) -> bool:
+    """Whether a family has transformers' own gate, with this activation."""
+    usual = getattr(transformers.integrations.moe, "_default_apply_gate", None)
+    return (
+        bool(module.has_gate and module.is_concatenated)
+        and type(module)._apply_gate is usual
+        and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
+    )
 
 
 class ExpertSlice(NamedTuple):
@@ -118,6 +131,8 @@ class Experts:
         self.replayed: RoutedTokens | None = None
 
     def run(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        if self._context.recorded is not None:
+            return self._run_recorded(x_TH, index_TK, weights_TK, self._context.recorded)
         self.routed_TK = index_TK
         if self.replayed is not None:
             start, index, weights = self.replayed
@@ -125,6 +140,26 @@ class Experts:
             weights_TK = torch.cat([weights_TK[:start], weights])
         slices = expert_slices_of(self._context.segments, self.name)
         return run_experts(x_TH, index_TK, weights_TK, self.weights, slices)
+
+    def _run_recorded(
+        self, x_BH: Tensor, index_BK: Tensor, weights_BK: Tensor, adapters: RecordedAdapters
+    ) -> Tensor:
+        """
+        The same with the adapters of tables.
+
+        What the router chose is not kept: it is memory of a graph, and another thread may run.
+        """
+        from tinkex.engine.model import expert_decode
+
+        routed = adapters.routed.get(self.name)
+        if routed is not None:
+            index_BK, weights_BK = routed.index_TK, routed.weights_TK
+        parts = [*self.weights.columns, "w2"]
+        targets = {part: adapters.targets[f"{self.name}.{part}"] for part in parts}
+        x_BH = x_BH.contiguous()
+        return expert_decode.run_experts(
+            x_BH, index_BK, weights_BK, self.weights, adapters.tables, targets
+        )
 
 
 def run_module(

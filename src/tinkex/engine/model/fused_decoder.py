@@ -5,6 +5,9 @@ the start of each kernel; transformers' code starts about sixty kernels for a la
 With adapters there are twelve from five rows on and sixteen from seventeen rows on. Prefill runs
 the same layers over packed tokens.
 
+Experts instead of an MLP have their own kernels (`expert_decode`), and the family's own router
+chooses them. Their prefill runs transformers' code, whose products suit many tokens.
+
 Only for models of the usual form (`stacked_weights`) in bfloat16; others run transformers' code.
 `probe_logits` shows whether the result is right.
 """
@@ -12,7 +15,7 @@ Only for models of the usual form (`stacked_weights`) in bfloat16; others run tr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +24,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.model import attention
-from tinkex.engine.model.attention import CacheLayer
+from tinkex.engine.model.attention import CacheLayer, StateLayer
 from tinkex.engine.model.attention_scores import Scoring
+from tinkex.engine.model.experts import RoutedTokens
 from tinkex.engine.model.flash_attention import Segments
 from tinkex.engine.model.lm_head import Head
-from tinkex.engine.model.stacked_weights import ATTENTION, MLP, StackedLinear, StackedWeights
+from tinkex.engine.model.model_experts import MIN_AGREEMENT
+from tinkex.engine.model.stacked_weights import (
+    StackedExperts,
+    StackedLinear,
+    StackedMlp,
+    StackedWeights,
+)
 
 if TYPE_CHECKING:
     from tinkex.engine.model.decode_ops import LoraTables, Shrunk
@@ -46,6 +56,21 @@ class DecodeInputs:
     last_B: Tensor
     #: [B, pages]: the pages of each sequence.
     table: Tensor
+    #: By how much the rotary position of a row is behind its place: images take few positions.
+    shifts_B: Tensor | None = None
+    #: Of models with recurrent layers.
+    states: StateInputs | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateInputs:
+    """The states of recurrent layers, of which the last slot belongs to no sequence."""
+
+    layers: Mapping[int, StateLayer]
+    #: The slot of each row.
+    slots_B: Tensor
+    #: How many more steps of a burst compute the same token again; its state is written in the last.
+    repeats_B: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +99,25 @@ class PrefillInputs:
     reads: Sequence[KeyReads]
 
 
+#: A linear layer, and beside it the products with A of the projections that read its input.
+Linear = Callable[..., "tuple[Tensor, Shrunk | None]"]
+#: From rows and their mixture to the numbers and the weights of the experts of each row.
+Choose = Callable[[Tensor, StackedExperts], tuple[Tensor, Tensor]]
+
+
 class FusedDecoder:
-    def __init__(self, weights: StackedWeights, head: Head) -> None:
-        self._weights = weights
+    def __init__(
+        self,
+        weights: StackedWeights,
+        head: Head,
+        routed: Mapping[str, RoutedTokens] | None = None,
+    ) -> None:
+        """`routed` are the experts that the original model chose for the probe."""
+        self._weights, self._routed = weights, routed or {}
+        self.embedding, self.targets = weights.embedding, weights.targets
         self._head = head
+        #: Whether it has code for prefill.
+        self.prefills = not weights.has_experts
         self._side: Any = None
         if weights.embedding.is_cuda:
             self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -98,6 +138,22 @@ class FusedDecoder:
 
         `spare` is a page of the cache that no sequence uses.
         """
+        self._write_logits(
+            inputs, cache, page, spare, lora, lora_head=lora_head, out_BV=out_BV, choose=_chosen
+        )
+
+    def _write_logits(
+        self,
+        inputs: DecodeInputs,
+        cache: Sequence[CacheLayer],
+        page: int,
+        spare: int,
+        lora: LoraTables | None,
+        *,
+        lora_head: bool,
+        out_BV: Tensor,
+        choose: Choose,
+    ) -> None:
         from tinkex.engine.model import decode_ops as ops
         from tinkex.engine.model.early_start import FEW_ROWS, starts_early
 
@@ -114,7 +170,6 @@ class FusedDecoder:
         def linear(
             x: Tensor, layer: StackedLinear, target: int, projections: int, *, parts: bool = False
         ) -> tuple[Tensor, Shrunk | None]:
-            """The base layer, and beside it the products with A, which read the same input."""
             if lora is None:
                 y = ops.linear(x, layer.weight, layer.bias, parts=parts, early=early)
                 return y, None
@@ -135,7 +190,7 @@ class FusedDecoder:
             return ops.add_norm(x, y, weight, self._weights.eps, shrunk=shrunk, early=early)
 
         hidden = self._run_layers(
-            inputs.ids_B, cache, linear, attend, add_norm, {**places, "spare": spare}
+            inputs.ids_B, cache, linear, attend, add_norm, {**places, "spare": spare}, lora, choose
         )
         self._head.write_logits(hidden, out_BV)
         if lora is not None and lora_head:
@@ -161,16 +216,20 @@ class FusedDecoder:
             return ops.add_norm(x, y, weight, self._weights.eps, shrunk=shrunk)
 
         places = {"positions_B": inputs.positions_T, "slots_B": inputs.slots_T, "early": False}
-        return self._run_layers(inputs.ids_T, cache, linear, attend, add_norm, places)
+        return self._run_layers(
+            inputs.ids_T, cache, linear, attend, add_norm, places, lora, _chosen
+        )
 
     def _run_layers(
         self,
         ids_B: Tensor,
         cache: Sequence[CacheLayer],
-        linear: Callable[..., tuple[Tensor, Shrunk | None]],
+        linear: Linear,
         attend: Callable[[Tensor, Tensor, Tensor, Scoring], Tensor],
         add_norm: Callable[[Tensor, Tensor | None, Tensor, Shrunk | None], Tensor],
         places: dict[str, Any],
+        lora: LoraTables | None,
+        choose: Choose,
     ) -> Tensor:
         """The last hidden states. `places` says where `heads` writes keys and values."""
         from tinkex.engine.model import decode_ops as ops
@@ -179,10 +238,9 @@ class FusedDecoder:
         x = F.embedding(ids_B, weights.embedding)
         y: Tensor | None = None
         shrunk: Shrunk | None = None
-        for index, (layer, (keys, values)) in enumerate(zip(weights.layers, cache, strict=True)):
-            target = index * (len(ATTENTION) + len(MLP))
+        for layer, (keys, values) in zip(weights.layers, cache, strict=True):
             normed = add_norm(x, y, layer.input_norm, shrunk)
-            qkv, shrunk = linear(normed, layer.qkv, target, 3)
+            qkv, shrunk = linear(normed, layer.qkv, layer.target, 3)
             q = ops.heads(
                 qkv,
                 keys=keys,
@@ -196,11 +254,15 @@ class FusedDecoder:
                 **places,
             )
             attended = attend(q, keys, values, layer.scoring)
-            y, shrunk = linear(attended.flatten(1), layer.output, target + 3, 1, parts=True)
+            y, shrunk = linear(attended.flatten(1), layer.output, layer.target + 3, 1, parts=True)
             normed = add_norm(x, y, layer.mlp_norm, shrunk)
-            gate_up, shrunk = linear(normed, layer.gate_up, target + 4, 2)
-            act = ops.swiglu(gate_up, shrunk, early=places["early"])
-            y, shrunk = linear(act, layer.down, target + 6, 1, parts=True)
+            if isinstance(layer.mlp, StackedMlp):
+                y, shrunk = _run_mlp(normed, layer.mlp, linear, parts=True, early=places["early"])
+            else:
+                index_BK, weights_BK = choose(normed, layer.mlp)
+                y, shrunk = _run_mixture(
+                    normed, index_BK, weights_BK, layer.mlp, linear, lora, early=places["early"]
+                )
         return add_norm(x, y, weights.norm, shrunk)
 
     @contextlib.contextmanager
@@ -222,16 +284,25 @@ class FusedDecoder:
             torch.cuda.current_stream().wait_stream(self._side)
 
     def probe_logits(self, ids: Tensor) -> Tensor:
-        """Logits after the last of a few tokens: a prefill in two pieces, then decode steps."""
+        """
+        Logits after the last of a few tokens: a prefill in two pieces, then decode steps.
+
+        Without code for prefill all of them are decoded. Tokens go through the experts of the
+        original model: an expert of a near tie may flip. Raises `ArithmeticError` if the routers
+        would choose too many others.
+        """
         page, device = 64, ids.device
         cache = self._poisoned_cache(2 * page)
         at = torch.arange(len(ids), dtype=torch.int32, device=device)
-        first, second = len(ids) // 3, 2 * len(ids) // 3
-        for start, stop in ((0, first), (first, second)):
-            self.prefill(_probe_prefill(ids, at, start, stop), cache, lora=None)
+        second = 2 * len(ids) // 3 if self.prefills else 0
+        for start, stop in ((0, second // 2), (second // 2, second)):
+            if start < stop:
+                self.prefill(_probe_prefill(ids, at, start, stop), cache, lora=None)
         table = torch.zeros(1, 1, dtype=torch.int32, device=device)
         logits_1V = torch.empty(1, self._head.vocab_size, device=device)
+        replay = _Replay(self._routed)
         for position in range(second, len(ids)):
+            replay.position = position
             here = at[position : position + 1]
             inputs = DecodeInputs(
                 ids_B=ids[position : position + 1].int(),
@@ -239,7 +310,10 @@ class FusedDecoder:
                 last_B=here,
                 table=table,
             )
-            self.write_logits(inputs, cache, page=page, spare=1, lora=None, out_BV=logits_1V)
+            self._write_logits(
+                inputs, cache, page, 1, None, lora_head=False, out_BV=logits_1V, choose=replay
+            )
+        replay.check()
         return logits_1V[0]
 
     def _poisoned_cache(self, slots: int) -> list[CacheLayer]:
@@ -250,6 +324,73 @@ class FusedDecoder:
         return [
             CacheLayer(*(like.new_full(shape, float("nan")) for _ in "kv")) for _ in weights.layers
         ]
+
+
+def _chosen(x: Tensor, mixture: StackedExperts) -> tuple[Tensor, Tensor]:
+    _, weights_BK, index_BK = mixture.router(x)
+    return index_BK, weights_BK
+
+
+class _Replay:
+    """The choices of the original model for the tokens of the probe, one at a time."""
+
+    def __init__(self, routed: Mapping[str, RoutedTokens]) -> None:
+        self._routed = routed
+        self.position = 0
+        #: The shares of these choices that the routers make, too.
+        self._shares: list[Tensor] = []
+
+    def __call__(self, x: Tensor, mixture: StackedExperts) -> tuple[Tensor, Tensor]:
+        own_1K, weights_1K = _chosen(x, mixture)
+        routed = self._routed.get(mixture.name)
+        if routed is None:
+            return own_1K, weights_1K
+        here = slice(self.position, self.position + 1)
+        index_1K = routed.index_TK[here]
+        self._shares.append(torch.isin(own_1K, index_1K).float().mean())
+        return index_1K, routed.weights_TK[here]
+
+    def check(self) -> None:
+        share = float(torch.stack(self._shares).mean()) if self._shares else 1.0
+        if share < MIN_AGREEMENT:
+            raise ArithmeticError(f"routers choose {share:.0%} of the experts that they should")
+
+
+def _run_mlp(
+    x: Tensor, mlp: StackedMlp, linear: Linear, *, parts: bool, early: bool
+) -> tuple[Tensor, Shrunk | None]:
+    from tinkex.engine.model import decode_ops as ops
+
+    gate_up, shrunk = linear(x, mlp.gate_up, mlp.target, 2)
+    act = ops.swiglu(gate_up, shrunk, early=early)
+    return linear(act, mlp.down, mlp.target + 2, 1, parts=parts)
+
+
+def _run_mixture(
+    x: Tensor,
+    index_BK: Tensor,
+    weights_BK: Tensor,
+    mixture: StackedExperts,
+    linear: Linear,
+    lora: LoraTables | None,
+    *,
+    early: bool,
+) -> tuple[Tensor, Shrunk | None]:
+    """What the experts of each row give, as parts of a sum, and what B of w2 multiplies."""
+    from tinkex.engine.model import decode_ops as ops
+    from tinkex.engine.model import expert_decode
+
+    y_KBH, shrunk = expert_decode.expert_parts(
+        x, index_BK, weights_BK, mixture.weights, lora, mixture.targets, early=early
+    )
+    if mixture.shared is not None:
+        shared, of_shared = _run_mlp(x, mixture.shared, linear, parts=False, early=early)
+        if of_shared is not None:
+            ops.add_expanded(shared, of_shared, early=early)
+        if mixture.shared_gate is not None:
+            shared *= F.linear(x, mixture.shared_gate).sigmoid()
+        y_KBH[0] += shared
+    return y_KBH, shrunk
 
 
 def _probe_prefill(ids: Tensor, positions: Tensor, start: int, stop: int) -> PrefillInputs:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,10 @@ from torch import Tensor, nn
 
 from tinkex.engine.model.matmul import add_mm_float32, linear
 from tinkex.engine.model.targets import Layout, Placement
+
+if TYPE_CHECKING:
+    from tinkex.engine.model.decode_ops import LoraTables
+    from tinkex.engine.model.experts import RoutedTokens
 
 # T packed tokens, I inputs of a linear layer, O its outputs, R rank
 
@@ -82,13 +87,51 @@ class AdapterSegment(NamedTuple):
     pairs: Mapping[str, Pair]
 
 
-class AdapterContext:
-    """The adapter segments of the current pass: one object, shared by all layers."""
+def addresses(
+    base: Tensor, targets: Sequence[str], pairs: Mapping[str, Pair]
+) -> tuple[list[list[int]], list[int]]:
+    """
+    Rows of `LoraTables`: where (A, B) of each target are, in elements from `base`, and the ranks.
+
+    Of a factor with a matrix for each expert, this is the first matrix; the others follow.
+    """
+    start, size = base.data_ptr(), base.element_size()
+    offsets, ranks = [], []
+    for name in targets:
+        pair = pairs.get(name)
+        if pair is None:
+            offsets.append([0, 0])
+            ranks.append(0)
+        else:
+            offsets.append([(m.data_ptr() - start) // size for m in (pair.A_RI, pair.B_OR)])
+            ranks.append(pair.A_RI.shape[-2])
+    return offsets, ranks
+
+
+class RecordedAdapters(NamedTuple):
+    """The adapters of a decode step that a graph records: addresses on the device, no segments."""
+
+    #: None if no row has an adapter.
+    tables: LoraTables | None
+    #: The place of each projection in the tables.
+    targets: Mapping[str, int]
+    #: Used instead of what routers choose, by the name of the experts. For comparisons.
+    routed: Mapping[str, RoutedTokens]
+
+
+class AdapterContext(threading.local):
+    """
+    The adapter segments of the current pass: one object, shared by all layers.
+
+    Each thread has its own values: steps are tried in the background while passes run.
+    """
 
     def __init__(self) -> None:
         self.segments: Sequence[AdapterSegment] = ()
         #: Packed tokens of the pass; None outside of passes.
         self.tokens: int | None = None
+        #: Used instead of the segments by a step that a graph records.
+        self.recorded: RecordedAdapters | None = None
 
 
 class WrongRows(RuntimeError):
@@ -164,6 +207,8 @@ class LoraLinear(nn.Module):
         rows, tokens = x.numel() // x.shape[-1], self.context.tokens
         if rows != tokens:
             raise WrongRows(f"{self.name} got {rows} rows in a pass of {tokens} tokens")
+        if self.context.recorded is not None:
+            return self._recorded(x, self.context.recorded)
         lora_slices = [
             lora_slice._replace(columns=columns)
             for name, columns in self.projections.items()
@@ -179,6 +224,31 @@ class LoraLinear(nn.Module):
         if lora_slices:
             add_lora_slices(x_TI, y_TO, lora_slices)
         return y_TO.view(*x.shape[:-1], -1)
+
+    def _recorded(self, x: Tensor, adapters: RecordedAdapters) -> Tensor:
+        """The same with the adapters of tables."""
+        from tinkex.engine.model import decode_ops as ops
+        from tinkex.engine.model.early_start import FEW_ROWS
+
+        x_BI = x.reshape(-1, x.shape[-1]).contiguous()
+        tables, targets = adapters.tables, adapters.targets
+        projections = [] if tables is None else [*self.projections.items()]
+        if tables is not None and len(projections) == 1 and len(x_BI) <= FEW_ROWS:
+            target = targets[projections[0][0]]
+            y_BO, shrunk = ops.linear_and_shrink(x_BI, self.weight, self.bias, tables, target, 1)
+            ops.add_expanded(y_BO, shrunk)
+            return y_BO.view(*x.shape[:-1], -1)
+        y_BO = ops.linear(x_BI, self.weight, self.bias)
+        for name, columns in projections:
+            assert tables is not None
+            shrunk = ops.shrink(x_BI, tables, targets[name], 1)
+            if columns is None:
+                ops.add_expanded(y_BO, shrunk)
+            else:
+                change_BC = y_BO.new_zeros(len(y_BO), columns.outputs)
+                ops.add_expanded(change_BC, shrunk)
+                columns.add(y_BO, change_BC)
+        return y_BO.view(*x.shape[:-1], -1)
 
 
 def lora_slices_of(segments: Sequence[AdapterSegment], name: str) -> list[LoraSlice]:

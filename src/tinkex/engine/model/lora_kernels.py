@@ -84,25 +84,51 @@ def expand(
     total,
 ):
     """Adds the LoRA product of every row for the outputs `n` to `total`."""
-    r = tl.arange(0, R)
     first = tl.min(tl.where(slot >= 0, slot, 1 << 30), 0)
     last = tl.max(slot, 0)
     for g in range(first, last + 1):
-        rank = tl.multiple_of(tl.load(Ranks + g * TARGETS + target), STEP)
-        if rank > 0:
-            offset = tl.multiple_of(tl.load(Offsets + (g * TARGETS + target) * 2 + 1), 8)
-            scale = tl.load(Scales + g)
-            b = tl.load(
-                Base + offset + n[None, :] * rank + r[:, None],
-                mask=(r[:, None] < rank) & inside[None, :],
-                other=0.0,
-            )
-            own = tl.where((slot == g)[:, None], h, 0.0)
-            if EXACT:
-                product = tl.dot(own, b.to(tl.float32), input_precision="tf32x3")
-            else:
-                product = tl.dot(own.to(b.dtype), b)
-            total += tl.where((slot == g)[:, None], product * scale, 0.0)
+        total = expand_one(
+            g, h, slot, n, inside, target, Base, Offsets, Ranks, Scales, TARGETS, R, STEP, EXACT,
+            total,
+        )  # fmt: skip
+    return total
+
+
+@triton.jit
+def expand_one(
+    g,
+    h,
+    slot,
+    n,
+    inside,
+    target,
+    Base,
+    Offsets,
+    Ranks,
+    Scales,
+    TARGETS: tl.constexpr,
+    R: tl.constexpr,
+    STEP: tl.constexpr,
+    EXACT: tl.constexpr,
+    total,
+):
+    """The same for the rows of adapter `g` alone."""
+    r = tl.arange(0, R)
+    rank = tl.multiple_of(tl.load(Ranks + g * TARGETS + target), STEP)
+    if rank > 0:
+        offset = tl.multiple_of(tl.load(Offsets + (g * TARGETS + target) * 2 + 1), 8)
+        scale = tl.load(Scales + g)
+        b = tl.load(
+            Base + offset + n[None, :] * rank + r[:, None],
+            mask=(r[:, None] < rank) & inside[None, :],
+            other=0.0,
+        )
+        own = tl.where((slot == g)[:, None], h, 0.0)
+        if EXACT:
+            product = tl.dot(own, b.to(tl.float32), input_precision="tf32x3")
+        else:
+            product = tl.dot(own.to(b.dtype), b)
+        total += tl.where((slot == g)[:, None], product * scale, 0.0)
     return total
 
 

@@ -27,7 +27,7 @@ from tinkex.engine.model.attention import (
     attend_packed_with_backward,
 )
 from tinkex.engine.model.lm_head import Head
-from tinkex.engine.model.lora import AdapterSegment, Pair, make_pairs
+from tinkex.engine.model.lora import AdapterSegment, Pair, addresses, make_pairs
 from tinkex.engine.model.matmul import add_mm_float32
 from tinkex.engine.model.stacked_weights import ATTENTION, MLP, StackedLayer, StackedWeights
 from tinkex.engine.model.targets import Target, make_layout
@@ -157,10 +157,10 @@ class PackedLayers:
         y = F.linear(flat, layer.output.weight, layer.output.bias)
         of_output = lora.add(target + OUTPUT, flat, y, sizes.output)
         middle, normed = kernels.add_norm(x, y, layer.mlp_norm, weights.eps)
-        gate_up = F.linear(normed, layer.gate_up.weight, layer.gate_up.bias)
+        gate_up = F.linear(normed, layer.dense.gate_up.weight, layer.dense.gate_up.bias)
         of_gate_up = lora.add(target + GATE_UP, normed, gate_up, sizes.gate_up)
         act = kernels.swiglu(gate_up)
-        y = F.linear(act, layer.down.weight, layer.down.bias)
+        y = F.linear(act, layer.dense.down.weight, layer.dense.down.bias)
         of_down = lora.add(target + DOWN, act, y, sizes.output)
         if attention_backward is None:
             return middle, y, None
@@ -183,12 +183,12 @@ class PackedLayers:
         target, sizes = index * TARGETS, self._sizes(self.weights.layers[index])
         of_qkv, of_output, of_gate_up, of_down = kept.shrunk
 
-        d_act = d @ layer.down.weight
+        d_act = d @ layer.dense.down.weight
         step = lora.add_gradient(target + DOWN, d, d_act, sizes.output)
         d_gate_up, act = kernels.swiglu_backward(kept.gate_up, d_act)
         lora.add_weight_gradients(target + DOWN, act, of_down, d, step, sizes.output)
 
-        g = d_gate_up @ layer.gate_up.weight
+        g = d_gate_up @ layer.dense.gate_up.weight
         step = lora.add_gradient(target + GATE_UP, d_gate_up, g, sizes.gate_up)
         d, normed = kernels.norm_backward(kept.middle, layer.mlp_norm, weights.eps, g, d)
         lora.add_weight_gradients(
@@ -212,8 +212,8 @@ class PackedLayers:
             heads * self.weights.head_size
             for heads in (self.weights.query_heads, self.weights.key_heads)
         )
-        inner = len(layer.gate_up.weight) // 2
-        return _Sizes((query, key, key), (len(layer.down.weight),), (inner, inner))
+        inner = len(layer.dense.gate_up.weight) // 2
+        return _Sizes((query, key, key), (len(layer.dense.down.weight),), (inner, inner))
 
 
 class _Sizes(NamedTuple):
@@ -439,7 +439,7 @@ def _tables(segments: Sequence[AdapterSegment], weights: StackedWeights) -> kern
     rank = 16
     offsets, ranks = [], []
     for pairs in slots:
-        own, sizes = weights.addresses(pairs)
+        own, sizes = addresses(weights.embedding, weights.targets, pairs)
         of_grads = [_grad_offsets(pairs.get(name), grad_base) for name in weights.targets]
         offsets.append([[*a, *b] for a, b in zip(own, of_grads, strict=True)])
         ranks.append(sizes)

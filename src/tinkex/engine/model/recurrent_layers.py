@@ -7,7 +7,8 @@ that changes the matrix are computed for each segment.
 
 A training pass starts every segment without a state. Sampling reads and writes the states of its
 sequences in a pool, see `StateUse`. Prompts and training use transformers' code of the rule, which
-works in chunks; decoding computes one token from the last state. The two round differently.
+works in chunks; decoding computes one token from the last state, in steps that a CUDA graph records by
+the kernels of `recurrent_kernels`. Chunks and tokens round differently.
 """
 
 from __future__ import annotations
@@ -108,13 +109,19 @@ def _delta_net(module: Any, hidden_states: Tensor, **arguments: Any) -> Tensor:
     sizes = [module.key_dim, module.key_dim, module.value_dim]
     query, key, value = torch.split(mixed_TC, sizes, dim=1)
     value = value.reshape(len(value), -1, module.head_v_dim)
+    query, key = (each.reshape(len(each), -1, module.head_k_dim) for each in (query, key))
+    decay_TH = -module.A_log.float().exp() * F.softplus(a_TH.float() + module.dt_bias)
+
+    def out(out_THE: Tensor) -> Tensor:
+        normed = module.norm(out_THE.flatten(0, 1), z_THE.flatten(0, 1)).view_as(out_THE)
+        output: Tensor = module.out_proj(normed.flatten(1).unsqueeze(0))
+        return output
+
+    if layer.is_recorded:
+        return out(layer.advance(query, key, value, decay_TH, b_TH.sigmoid(), delta=True))
     # Several value heads may share a key head.
     groups = module.num_v_heads // module.num_k_heads
-    query, key = (
-        each.reshape(len(each), -1, module.head_k_dim).repeat_interleave(groups, dim=1)
-        for each in (query, key)
-    )
-    decay_TH = -module.A_log.float().exp() * F.softplus(a_TH.float() + module.dt_bias)
+    query, key = (each.repeat_interleave(groups, dim=1) for each in (query, key))
     code = sys.modules[type(module).__module__]
 
     def rule(name: str, inputs: Sequence[Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -136,9 +143,7 @@ def _delta_net(module: Any, hidden_states: Tensor, **arguments: Any) -> Tensor:
         # A padded token has decay and beta 0, so it changes no state.
         padded_to=DELTA_CHUNK,
     )
-    normed = module.norm(out_THE.flatten(0, 1), z_THE.flatten(0, 1)).view_as(out_THE)
-    output: Tensor = module.out_proj(normed.flatten(1).unsqueeze(0))
-    return output
+    return out(out_THE)
 
 
 def _delta_net_inputs(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -166,6 +171,26 @@ def _mamba(module: Any, hidden_states: Tensor, **arguments: Any) -> Tensor:
     value = value.reshape(len(value), heads, module.head_dim)
     key, query = (each.reshape(len(each), groups, width) for each in (key, query))
     rate_H = -module.A_log.float().exp()
+
+    def time_step(step: Tensor) -> Tensor:
+        step = F.softplus(step + module.dt_bias.to(step.dtype))
+        limited: Tensor = step.clamp(*module.time_step_limit).float()
+        return limited
+
+    def skipped(read: Tensor, value: Tensor) -> Tensor:
+        total: Tensor = read + module.D.float().unsqueeze(1) * value.float()
+        return total.to(value.dtype)
+
+    def out(out_THE: Tensor) -> Tensor:
+        normed = module.norm(out_THE.flatten(1), gate)
+        output: Tensor = module.out_proj(normed.to(hidden_states.dtype).unsqueeze(0))
+        return output
+
+    if layer.is_recorded:
+        gain_TH = time_step(step_TH)
+        value_float = value.float()
+        read = layer.advance(query, key, value_float, gain_TH * rate_H, gain_TH, delta=False)
+        return out(skipped(read, value))
     scan = sys.modules[type(module).__module__].mamba2_chunk_scan
 
     def chunks(inputs: Sequence[Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -184,8 +209,7 @@ def _mamba(module: Any, hidden_states: Tensor, **arguments: Any) -> Tensor:
 
     def token(inputs: Sequence[Tensor], before: Tensor) -> tuple[Tensor, Tensor]:
         value_NHE, step_NH, key_NGD, query_NGD = (each[:, 0] for each in inputs)
-        step_NH = F.softplus(step_NH + module.dt_bias.to(step_NH.dtype))
-        step_NH = step_NH.clamp(*module.time_step_limit).float()
+        step_NH = time_step(step_NH)
         key, query = (
             each.float().repeat_interleave(heads // groups, dim=1) for each in (key_NGD, query_NGD)
         )
@@ -193,13 +217,10 @@ def _mamba(module: Any, hidden_states: Tensor, **arguments: Any) -> Tensor:
         change = (step_NH.unsqueeze(2) * value_NHE.float()).unsqueeze(3) * key.unsqueeze(2)
         after_NHED = before * decay + change
         read = (after_NHED @ query.unsqueeze(3))[..., 0]
-        out = read + module.D.float().unsqueeze(1) * value_NHE.float()
-        return out.to(value_NHE.dtype).unsqueeze(1), after_NHED
+        return skipped(read, value_NHE).unsqueeze(1), after_NHED
 
     out_THE = layer.apply((value, step_TH, key, query), chunks=chunks, token=token, padded_to=1)
-    normed = module.norm(out_THE.flatten(1), gate)
-    output: Tensor = module.out_proj(normed.to(hidden_states.dtype).unsqueeze(0))
-    return output
+    return out(out_THE)
 
 
 # -- what they share ------------------------------------------------------------------------------
@@ -214,6 +235,7 @@ class _PackedLayer(NamedTuple):
 
     conv: nn.Conv1d
     activation: Any
+    is_silu: bool
     packing: Packing
     #: The pool and what this pass uses of it; None in training.
     states: StateLayer | None
@@ -233,7 +255,40 @@ class _PackedLayer(NamedTuple):
         states, use = None, None
         if packing.cache is not None:
             states, use = packing.cache.state_layers[module.layer_idx], packing.cache.states
-        return cls(module.conv1d, ACT2FN[module.activation], packing, states, use)
+        name = module.activation
+        return cls(module.conv1d, ACT2FN[name], name in ("silu", "swish"), packing, states, use)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a graph may record this step: rows have slots to write to."""
+        return self.use is not None and self.use.written_S is not None
+
+    def advance(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        gain: Tensor,
+        *,
+        delta: bool,
+    ) -> Tensor:
+        """The rule for one token of each row, by a kernel that also writes the states."""
+        from tinkex.engine.model import recurrent_kernels
+
+        assert self.states is not None
+        assert self.use is not None
+        assert self.use.written_S is not None
+        found: Tensor = recurrent_kernels.advance(
+            *(self.states.matrix, self.use.slots_S, self.use.written_S),
+            query_BKD=query,
+            key_BKD=key,
+            value_BHE=value,
+            decay_BH=decay,
+            gain_BH=gain,
+            delta=delta,
+        )
+        return found
 
     def convolve(self, mixed_TC: Tensor) -> Tensor:
         """
@@ -242,12 +297,20 @@ class _PackedLayer(NamedTuple):
         All segments are one row for it, each behind the inputs that came before it.
         """
         weight, lengths = self.conv.weight, self.packing.lengths
+        if self.use is not None and self.use.written_S is not None and self.is_silu:
+            from tinkex.engine.model import recurrent_kernels
+
+            assert self.states is not None
+            found: Tensor = recurrent_kernels.convolve(
+                *(mixed_TC, self.states.conv, self.use.slots_S, self.use.written_S),
+                *(weight, self.conv.bias),
+            )
+            return found
         kept = weight.shape[2] - 1
         if self.states is None or self.use is None:
             before_SWC = mixed_TC.new_zeros(len(lengths), kept, mixed_TC.shape[1])
         else:
-            before_SWC = self.states.conv[self.use.slots_S].mT
-            before_SWC = before_SWC.masked_fill(self.use.is_new_S.view(-1, 1, 1), 0.0)
+            before_SWC = self.use.before(self.states.conv).mT
         if set(lengths) == {1}:
             rows_SRC = torch.cat([before_SWC, mixed_TC.unsqueeze(1)], dim=1)
             summed = (rows_SRC.float() * weight[:, 0].t().float()).sum(dim=1)
@@ -269,8 +332,7 @@ class _PackedLayer(NamedTuple):
             out_TC = out_CR.t()[torch.cat(own).to(mixed_TC.device)]
             last_SWC = torch.stack([row[len(row) - kept :] for row in rows])
         if self.states is not None and self.use is not None:
-            kept_SCW = last_SWC.mT.to(self.states.conv.dtype)
-            self.states.conv.index_copy_(0, self.use.slots_S, kept_SCW)
+            self.use.write(self.states.conv, last_SWC.mT)
         activated: Tensor = self.activation(out_TC)
         return activated
 
@@ -286,11 +348,10 @@ class _PackedLayer(NamedTuple):
         lengths, use = self.packing.lengths, self.use
         before = None
         if self.states is not None and use is not None:
-            before = self.states.matrix[use.slots_S]
-            before = before.masked_fill(use.is_new_S.view(-1, 1, 1, 1), 0.0)
+            before = use.before(self.states.matrix)
             if set(lengths) == {1}:
                 out_S1HE, after = token([each.unsqueeze(1) for each in inputs], before)
-                self.states.matrix.index_copy_(0, use.slots_S, after)
+                use.write(self.states.matrix, after)
                 return out_S1HE[:, 0]
         parts = [torch.split(each, list(lengths)) for each in inputs]
         found: dict[int, Tensor] = {}
@@ -301,7 +362,7 @@ class _PackedLayer(NamedTuple):
             for row, at in zip(out, segments, strict=True):
                 found[at] = row[: lengths[at]]
             if self.states is not None and use is not None:
-                self.states.matrix.index_copy_(0, use.slots_S[segments], after)
+                use.write(self.states.matrix, after, segments)
         return torch.cat([found[at] for at in range(len(found))])
 
 

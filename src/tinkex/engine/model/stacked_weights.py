@@ -1,14 +1,15 @@
 """The weights of models of the usual form, with projections of one input stacked in one matrix.
 
-Models of the usual form are Llama, Qwen, Mistral and their relatives. Their layers can be computed
-by fewer and larger products and fused kernels than transformers' code uses. The weights exist once:
-the linear layers of the model become views of the stacked matrices. The form is recognized by the
-parts that a layer has; a comparison of logits shows whether the result is right.
+Models of the usual form are Llama, Qwen, Mistral and their relatives, also with experts instead of
+an MLP in some layers. Their layers can be computed by fewer and larger products and fused kernels
+than transformers' code uses. The weights exist once: the linear layers of the model become views of
+the stacked matrices. The form is recognized by the parts that a layer has; a comparison of logits
+shows whether the result is right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 
 from tinkex.engine.model.attention import CacheShapes, SeenLayer
 from tinkex.engine.model.attention_scores import Scoring
+from tinkex.engine.model.experts import Experts, ExpertWeights
 from tinkex.engine.model.lm_head import Head
-from tinkex.engine.model.lora import LoraLinear, Pair
+from tinkex.engine.model.lora import LoraLinear
 from tinkex.engine.model.step_memory import PackedShape
-from tinkex.engine.model.targets import HEAD
+from tinkex.engine.model.targets import HEAD, ROUTERS
 
 #: Kinds of rotary embeddings whose frequencies do not depend on the length of the sequence.
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -28,6 +30,9 @@ FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 #: Parts of a layer, in the order in which they are counted as targets.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
+
+#: What a mixture may have beside its experts and router, and a gate of its own.
+SHARED = {"shared_expert": "shared_expert_gate", "shared_experts": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +42,31 @@ class StackedLinear:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StackedMlp:
+    gate_up: StackedLinear
+    down: StackedLinear
+    #: The place of its first projection among the targets; the others follow.
+    target: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackedExperts:
+    #: The path of the experts in the model.
+    name: str
+    #: The family's own: from [T, H] to its logits, and to weights and numbers of experts [T, K].
+    router: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    weights: ExpertWeights
+    #: The places of w1, w3 and w2 among the targets.
+    targets: Mapping[str, int]
+    #: The expert of all tokens, if there is one, and [1, H], whose sigmoid weights its result.
+    shared: StackedMlp | None
+    shared_gate: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class StackedLayer:
+    #: The place of its first projection among the targets.
+    target: int
     input_norm: Tensor
     qkv: StackedLinear
     #: Weights of the norms of queries and keys, if the model has them.
@@ -45,8 +74,13 @@ class StackedLayer:
     scoring: Scoring
     output: StackedLinear
     mlp_norm: Tensor
-    gate_up: StackedLinear
-    down: StackedLinear
+    mlp: StackedMlp | StackedExperts
+
+    @property
+    def dense(self) -> StackedMlp:
+        """The MLP of a layer of a model without experts."""
+        assert isinstance(self.mlp, StackedMlp)
+        return self.mlp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +97,7 @@ class StackedWeights:
     query_heads: int
     key_heads: int
     head_size: int
-    #: Names of the linear layers, layer by layer, and of the output projection.
+    #: Names of what can be adapted, layer by layer, and of the output projection.
     targets: Sequence[str]
 
     @classmethod
@@ -72,12 +106,6 @@ class StackedWeights:
         eps = getattr(getattr(decoder, "norm", None), "variance_epsilon", None)
         if eps is None or not all(_is_usual(layer, eps) for layer in decoder.layers):
             return None
-        names = {id(module): name for name, module in decoder.named_modules()}
-        prefix = _prefix(decoder)
-        targets: list[str] = []
-        for layer in decoder.layers:
-            for parent, parts in ((layer.self_attn, ATTENTION), (layer.mlp, MLP)):
-                targets += [prefix + names[id(getattr(parent, part))] for part in parts]
         rotary = getattr(decoder, "rotary_emb", None)
         first = decoder.layers[0].self_attn
         if (
@@ -92,9 +120,10 @@ class StackedWeights:
             or embed.weight.shape[1] % 16
         ):
             return None
+        targets: list[str] = []
         return cls(
             embedding=embed.weight,
-            layers=[_stacked(layer) for layer in decoder.layers],
+            layers=[_stacked(layer, targets) for layer in decoder.layers],
             norm=decoder.norm.weight,
             eps=float(eps),
             head_eps=float(getattr(first, "q_norm", decoder.norm).variance_epsilon),
@@ -130,56 +159,37 @@ class StackedWeights:
         return replace(self, layers=layers)
 
     @property
-    def shape(self) -> PackedShape:
-        """The sizes that say how much memory a pass takes."""
+    def has_experts(self) -> bool:
+        return any(isinstance(layer.mlp, StackedExperts) for layer in self.layers)
+
+    @property
+    def shape(self) -> PackedShape | None:
+        """The sizes that say how much memory a packed pass takes; None with experts."""
+        if self.has_experts:
+            return None
         first = self.layers[0]
         return PackedShape(
             layers=len(self.layers),
             hidden=self.embedding.shape[1],
             qkv=len(first.qkv.weight),
-            gate_up=len(first.gate_up.weight),
+            gate_up=len(first.dense.gate_up.weight),
             query_heads=self.query_heads,
             key_heads=self.key_heads,
             head_size=self.head_size,
-            inner=first.down.weight.shape[1],
+            inner=first.dense.down.weight.shape[1],
         )
-
-    def addresses(self, pairs: Mapping[str, Pair]) -> tuple[list[list[int]], list[int]]:
-        """Rows of the adapter tables: (A, B) in elements from the embedding, and the ranks."""
-        base, size = self.embedding.data_ptr(), self.embedding.element_size()
-        offsets, ranks = [], []
-        for name in self.targets:
-            pair = pairs.get(name)
-            if pair is None:
-                offsets.append([0, 0])
-                ranks.append(0)
-            else:
-                offsets.append([(m.data_ptr() - base) // size for m in (pair.A_RI, pair.B_OR)])
-                ranks.append(pair.A_RI.shape[0])
-        return offsets, ranks
-
-
-def _prefix(decoder: Any) -> str:
-    """The path of the decoder in the model, from the name of one of its linear layers."""
-    linear = decoder.layers[0].self_attn.q_proj
-    own = next(name for name, module in decoder.named_modules() if module is linear)
-    return str(linear.name).removesuffix(own)
 
 
 def _is_usual(layer: Any, eps: float) -> bool:
     parts = {name for name, _ in layer.named_children()}
     if parts != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return False
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
     norms = {name for name, _ in attention.named_children()} - {*ATTENTION}
-    linears: list[Any] = [getattr(attention, name, None) for name in ATTENTION]
-    linears += [getattr(mlp, name, None) for name in MLP]
-    others = {name for name, _ in mlp.named_children()} - {*MLP}
     return (
-        all(isinstance(linear, LoraLinear) for linear in linears)
+        _are_linear(attention, ATTENTION)
         and norms in (set(), {"q_norm", "k_norm"})
-        and others <= {"act_fn"}
-        and type(getattr(mlp, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+        and (_is_mlp(layer.mlp) or _is_mixture(layer.mlp))
         # SmolLM3 has layers without rotation, Granite a factor of what a layer adds.
         and getattr(attention, "use_rope", True)
         and getattr(layer, "residual_multiplier", 1.0) == 1.0
@@ -189,24 +199,104 @@ def _is_usual(layer: Any, eps: float) -> bool:
         )
         and all(getattr(attention, name).weight.dim() == 1 for name in norms)
         and all(len(getattr(attention, name).weight) == attention.head_dim for name in norms)
-        and all(linear.weight.shape[1] % 16 == 0 for linear in linears)
     )
 
 
-def _stacked(layer: Any) -> StackedLayer:
-    attention, mlp = layer.self_attn, layer.mlp
+def _are_linear(parent: Any, names: Sequence[str]) -> bool:
+    linears: list[Any] = [getattr(parent, name, None) for name in names]
+    return all(
+        isinstance(linear, LoraLinear) and linear.weight.shape[1] % 16 == 0 for linear in linears
+    )
+
+
+def _is_mlp(mlp: Any) -> bool:
+    return (
+        _are_linear(mlp, MLP)
+        and {name for name, _ in mlp.named_children()} - {*MLP} <= {"act_fn"}
+        and type(getattr(mlp, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+    )
+
+
+def _is_mixture(mlp: Any) -> bool:
+    """Experts and their router, and an expert of all tokens if there is one."""
+    parts = {name: part for name, part in mlp.named_children() if name not in ROUTERS}
+    experts, router = getattr(parts.pop("experts", None), "tinkex_experts", None), _router(mlp)
+    if not isinstance(experts, Experts) or router is None:
+        return False
+    for name, gate in SHARED.items():
+        if name in parts and (gate is None or gate in parts):
+            shared = parts.pop(name)
+            weights = [] if gate is None else [parts.pop(gate).weight]
+            if not _is_mlp(shared) or any(weight.shape[0] != 1 for weight in weights):
+                return False
+    return not parts and _returns_choices(router, experts.weights)
+
+
+def _router(mlp: Any) -> Any:
+    return next((part for name, part in mlp.named_children() if name in ROUTERS), None)
+
+
+def _returns_choices(router: Any, weights: ExpertWeights) -> bool:
+    """Whether a router takes [T, H] and returns its logits, and weights and numbers of experts."""
+    count, hidden, _ = weights.in_EHO.shape
+    try:
+        with torch.inference_mode():
+            logits, chosen, index = router(weights.in_EHO.new_zeros(1, hidden))
+        return bool(
+            logits.shape == (1, count)
+            and chosen.shape == index.shape
+            and chosen.is_floating_point()
+            and index.dtype == torch.long
+        )
+    except Exception:  # noqa: BLE001  the code of another family may do anything
+        return False
+
+
+def _stacked(layer: Any, targets: list[str]) -> StackedLayer:
+    """The weights of a layer. Adds the names of what can be adapted to `targets`."""
+    attention = layer.self_attn
     norms = None
     if hasattr(attention, "q_norm"):
         norms = (attention.q_norm.weight, attention.k_norm.weight)
+    linears = [getattr(attention, name) for name in ATTENTION]
+    target = len(targets)
+    targets += [linear.name for linear in linears]
     return StackedLayer(
+        target=target,
         input_norm=layer.input_layernorm.weight,
-        qkv=_stack(attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=_stack(*linears[:3]),
         head_norms=norms,
         scoring=Scoring(float(attention.scaling)),
         output=StackedLinear(weight=attention.o_proj.weight, bias=attention.o_proj.bias),
         mlp_norm=layer.post_attention_layernorm.weight,
+        mlp=(_stacked_mlp if _is_mlp(layer.mlp) else _stacked_experts)(layer.mlp, targets),
+    )
+
+
+def _stacked_mlp(mlp: Any, targets: list[str]) -> StackedMlp:
+    target = len(targets)
+    targets += [getattr(mlp, name).name for name in MLP]
+    return StackedMlp(
         gate_up=_stack(mlp.gate_proj, mlp.up_proj),
         down=StackedLinear(weight=mlp.down_proj.weight, bias=mlp.down_proj.bias),
+        target=target,
+    )
+
+
+def _stacked_experts(mixture: Any, targets: list[str]) -> StackedExperts:
+    experts: Experts = mixture.experts.tinkex_experts
+    parts = (*experts.weights.columns, "w2")
+    places = {part: len(targets) + at for at, part in enumerate(parts)}
+    targets += [f"{experts.name}.{part}" for part in parts]
+    name = next((name for name in SHARED if hasattr(mixture, name)), None)
+    gate = None if name is None else SHARED[name]
+    return StackedExperts(
+        name=experts.name,
+        router=_router(mixture),
+        weights=experts.weights,
+        targets=places,
+        shared=None if name is None else _stacked_mlp(getattr(mixture, name), targets),
+        shared_gate=None if gate is None else getattr(mixture, gate).weight,
     )
 
 

@@ -6,8 +6,12 @@ each step the graph itself writes the next ids, positions and so on, so several 
 the host, which then reads their tokens from a ring. Rows whose tokens the host must sample stay at
 their position: each step computes them again, and the host reads their logits after the last step.
 
-Kernels are compiled in the background; until they are ready, and for whatever graphs cannot do,
-the caller decodes with the code of transformers.
+Models of the usual form have layers of few kernels for this (`fused_decoder`), others run their own
+(`original_decoder`). Kernels are compiled in the background; until they are ready, and for whatever
+graphs cannot do, the caller decodes step by step.
+
+A recurrent state must not take in a token twice. A row that is computed again writes its state in the
+last step of the burst only, and a row past its last token never does.
 """
 
 from __future__ import annotations
@@ -23,24 +27,30 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.adapters.adapters import SamplerAdapter
-from tinkex.engine.model.attention import CacheLayer
+from tinkex.engine.model.attention import CacheLayer, StateLayer
 from tinkex.engine.model.base_model import BaseModel
-from tinkex.engine.model.fused_decoder import MAX_RANK, DecodeInputs
+from tinkex.engine.model.fused_decoder import MAX_RANK, DecodeInputs, StateInputs
+from tinkex.engine.model.lora import addresses
+from tinkex.engine.model.original_decoder import StepDecoder
 from tinkex.engine.model.targets import HEAD
 from tinkex.engine.sampling.decode_rows import (
     FIELDS,
     IDS,
+    KEY_HIGH,
     KEY_LOW,
     LAST,
     POSITION,
+    REPEATS,
+    SHIFT,
     SLOT,
+    STATE,
     STEP,
     TEMPERATURE,
     TICK,
     DecodeRows,
     pad_biases,
 )
-from tinkex.engine.sampling.kernel_compiler import KernelCompiler
+from tinkex.engine.sampling.kernel_compiler import COMPARISON, KernelCompiler
 from tinkex.engine.sampling.kv_pages import Pages
 from tinkex.engine.sampling.sequences import DEVICE_BIASES, SampleSequence
 
@@ -119,11 +129,13 @@ class _State:
         targets: int,
         steps: int,
         vocabulary: int,
+        spare_state: int,
     ) -> None:
         # A multiple of 16, so that every field is aligned.
         rows = -(-rows // 16) * 16
         self.fields = torch.zeros(FIELDS, rows, dtype=torch.int32, device=device)
         self.fields[[LAST, SLOT]] = -1
+        self.fields[STATE] = spare_state
         self.table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self.offsets = torch.zeros(slots, targets, 2, dtype=torch.int64, device=device)
         self.ranks = torch.zeros(slots, targets, dtype=torch.int32, device=device)
@@ -137,37 +149,46 @@ class _State:
         self.logits = torch.empty(rows, vocabulary, dtype=torch.float32, device=device)
 
 
+class CannotRecord(Exception):
+    """The code of the model waits for the device, so it would with every number of rows."""
+
+
 class DecodeGraphs:
     def __init__(
         self,
         model: BaseModel,
+        decoder: StepDecoder,
         cache: Sequence[CacheLayer],
+        states: Mapping[int, StateLayer],
         pages: Pages,
         compiler: KernelCompiler,
         *,
         max_sequences: int,
         max_steps: int,
     ) -> None:
-        assert model.fused is not None
-        assert model.stacked is not None
+        """The last page of `cache` and the last slot of `states` are spare."""
         self._compiler = compiler
-        self._fused, self._weights = model.fused, model.stacked
-        self._model, self._cache, self._pages = model, cache, pages
-        self._max_steps = max_steps
+        self._model, self._decoder = model, decoder
+        self._cache, self._states, self._pages = cache, states, pages
         self._buckets = [size for size in BUCKETS if size < max_sequences] + [max_sequences]
         self._sizes = {
             "rows": max_sequences,
             "pages": min(pages.needed(model.max_context_length), pages.count),
             "slots": max_sequences,
-            "targets": len(self._weights.targets),
+            "targets": len(decoder.targets),
             "steps": max_steps,
             "vocabulary": model.vocab_size,
+            "spare_state": 0 if pages.states is None else pages.states.count,
         }
         self._state = _State(model.device, **self._sizes)
         # Pinned, so that a copy to the device does not wait.
         self._host_fields = torch.zeros_like(self._state.fields, device="cpu").pin_memory()
         self._host_table = torch.zeros_like(self._state.table, device="cpu").pin_memory()
-        self._rows = DecodeRows(self._host_fields.numpy(), self._host_table.numpy())
+        self._rows = DecodeRows(
+            self._host_fields.numpy(),
+            self._host_table.numpy(),
+            spare_state=self._sizes["spare_state"],
+        )
         #: The adapters in the tables on the device, as long as they are in memory.
         self._slots: list[weakref.ref[SamplerAdapter]] = []
         self._graphs: dict[Recipe, torch.cuda.CUDAGraph] = {}
@@ -226,7 +247,8 @@ class DecodeGraphs:
                 continue
             # Known again only after all copies: one of them may fail.
             del self._slots[slot:]
-            offsets, ranks = self._weights.addresses(adapter.pairs)
+            decoder = self._decoder
+            offsets, ranks = addresses(decoder.embedding, decoder.targets, adapter.pairs)
             state.offsets[slot] = torch.tensor(offsets)
             state.ranks[slot] = torch.tensor(ranks, dtype=torch.int32)
             state.scales[slot] = adapter.scale
@@ -251,6 +273,8 @@ class DecodeGraphs:
         ):
             try:
                 self._graphs[recipe] = self._record(recipe)
+            except CannotRecord as error:
+                self._compiler.refuse(COMPARISON, error)
             except Exception as error:  # noqa: BLE001  the other path still works
                 self._compiler.refuse(recipe, error)
         for rows in self._buckets:
@@ -267,9 +291,16 @@ class DecodeGraphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._step(recipe, self._state)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                self._step(recipe, self._state)
+        except RuntimeError as error:
+            # A recording that fails leaves its stream as the current one.
+            torch.cuda.set_stream(stream)
+            if "captur" in str(error):
+                raise CannotRecord(f"a step cannot be recorded: {error}") from error
+            raise
         return graph
 
     def _step(self, recipe: Recipe, state: _State) -> None:
@@ -280,7 +311,7 @@ class DecodeGraphs:
         lora = None
         if recipe.ranks.largest:
             lora = LoraTables(
-                base=self._weights.embedding,
+                base=self._decoder.embedding,
                 offsets=state.offsets,
                 ranks=state.ranks,
                 scales=state.scales,
@@ -289,13 +320,20 @@ class DecodeGraphs:
                 rank_step=recipe.ranks.step,
                 counter=state.counter,
             )
+        states = None
+        if self._states:
+            states = StateInputs(
+                layers=self._states, slots_B=fields[STATE], repeats_B=fields[REPEATS]
+            )
         logits_BV = state.logits[: recipe.rows]
-        self._fused.write_logits(
+        self._decoder.write_logits(
             DecodeInputs(
                 ids_B=fields[IDS],
                 positions_B=fields[POSITION],
                 last_B=fields[LAST],
                 table=state.table,
+                shifts_B=fields[SHIFT],
+                states=states,
             ),
             self._cache,
             page=self._pages.size,
@@ -310,7 +348,7 @@ class DecodeGraphs:
         sample(
             logits_BV,
             temperatures_B=fields[TEMPERATURE].view(torch.float32),
-            keys_2B=fields[KEY_LOW:],
+            keys_2B=fields[KEY_LOW : KEY_HIGH + 1],
             steps_B=fields[STEP],
             ids_B=fields[IDS],
             positions_B=fields[POSITION],
@@ -318,3 +356,5 @@ class DecodeGraphs:
             ring_tokens=state.ring[0],
             ring_logprobs=state.ring[1].view(torch.float32),
         )
+        if self._states:
+            fields[REPEATS].sub_(1).clamp_(min=0)

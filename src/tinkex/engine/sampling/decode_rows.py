@@ -20,7 +20,10 @@ from tinkex.engine.sampling.token_sampling import sample_key
 
 #: Fields of a row, all of 32 bits.
 IDS, POSITION, LAST, SLOT, STEP, TICK, TEMPERATURE, KEY_LOW, KEY_HIGH = range(9)
-FIELDS = 9
+#: What is added to the rotary position, the slot of the state of recurrent layers, and how many more
+#: steps of the burst compute the same token again.
+SHIFT, STATE, REPEATS = range(9, 12)
+FIELDS = 12
 
 _NO_LIMIT = np.iinfo(np.int32).max
 
@@ -28,9 +31,19 @@ _NO_LIMIT = np.iinfo(np.int32).max
 class DecodeRows:
     """Row i belongs to the i-th sequence; the rows after the last sequence are spare."""
 
-    def __init__(self, fields: npt.NDArray[np.int32], table: npt.NDArray[np.int32]) -> None:
-        """Fills `fields` [FIELDS, rows] and `table` [rows, pages], the pages of each row."""
-        self._fields, self._table = fields, table
+    def __init__(
+        self,
+        fields: npt.NDArray[np.int32],
+        table: npt.NDArray[np.int32],
+        *,
+        spare_state: int = 0,
+    ) -> None:
+        """
+        Fills `fields` [FIELDS, rows] and `table` [rows, pages], the pages of each row.
+
+        `spare_state` is the slot of a state that belongs to no sequence.
+        """
+        self._fields, self._table, self._spare_state = fields, table, spare_state
         #: The adapters of the sequences. The slot of an adapter is its place in this list.
         self.adapters: list[str] = []
         #: Whether the device adds biases to the logits of some rows.
@@ -64,6 +77,8 @@ class DecodeRows:
         fields, count = self._fields, len(sequences)
         fields[:] = 0
         fields[[LAST, SLOT]] = -1
+        fields[STATE] = self._spare_state
+        fields[SHIFT, :count] = [each.position - each.length + 1 for each in sequences]
         fields[SLOT, :count] = [slots[key] for key in adapters]
         fields[TICK, :count] = [-1 if each.needs_host else 0 for each in samplings]
         fields[TEMPERATURE, :count] = np.array(
@@ -83,6 +98,10 @@ class DecodeRows:
         fields[POSITION, :count] = positions_S
         fields[LAST, :count] = positions_S + ahead_S - 1
         fields[STEP, :count] = tokens_S
+        fields[REPEATS, :count] = np.where(self._most_ahead_S == 1, steps - 1, 0)
+        for row, sequence in enumerate(sequences):
+            if sequence.state is not None:
+                fields[STATE, row] = sequence.state
         changed = False
         for row, sequence in enumerate(sequences):
             pages, known = sequence.page_table, self._tabled[row]

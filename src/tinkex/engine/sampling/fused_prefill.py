@@ -19,6 +19,7 @@ from tinkex.engine.adapters.adapters import SamplerAdapter
 from tinkex.engine.model.attention import CacheLayer
 from tinkex.engine.model.base_model import BaseModel
 from tinkex.engine.model.fused_decoder import KeyReads, PrefillInputs
+from tinkex.engine.model.lora import addresses
 from tinkex.engine.sampling.decode_graphs import Ranks
 from tinkex.engine.sampling.kernel_compiler import KernelCompiler
 from tinkex.engine.sampling.kv_pages import Pages
@@ -61,6 +62,8 @@ class FusedPrefill:
         self, chunks: Sequence[PrefillChunk], adapters: Mapping[str, SamplerAdapter]
     ) -> Tensor | None:
         """The last hidden states [T, H] of all chunks; None if there are no kernels for them."""
+        if not self._fused.prefills:
+            return None
         keys = dict.fromkeys(chunk.prefill.request.adapter for chunk in chunks)
         used = {key: adapters[key] for key in keys if key is not None}
         ranks = Ranks.of(list(used.values()))
@@ -115,9 +118,11 @@ class FusedPrefill:
         device = self._model.device
         for adapter in adapters:
             if adapter not in self._rows:
-                addresses, sizes = self._weights.addresses(adapter.pairs)
+                found, sizes = addresses(
+                    self._weights.embedding, self._weights.targets, adapter.pairs
+                )
                 self._rows[adapter] = (
-                    torch.tensor(addresses, dtype=torch.int64, device=device),
+                    torch.tensor(found, dtype=torch.int64, device=device),
                     torch.tensor(sizes, dtype=torch.int32, device=device),
                 )
         scales = torch.tensor([adapter.scale for adapter in adapters], device=device)

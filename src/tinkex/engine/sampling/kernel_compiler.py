@@ -1,7 +1,8 @@
 """Compiles GPU kernels in the background, so that running requests do not wait for a compiler.
 
 Kernels are compiled by running a step whose results nobody reads. Before the first of them, the
-fast path decodes a few tokens, and its logits must equal those of the original model.
+fast path decodes a few tokens, and its logits must equal those of the original model. If they do
+not, sampling goes on without it.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ import torch
 
 from tinkex.engine.device import is_device_lost
 from tinkex.engine.model.base_model import BaseModel
+from tinkex.engine.model.original_decoder import StepDecoder
 from tinkex.engine.model.start_check import TOLERANCE, check_logits
 
 log = logging.getLogger(__name__)
 
+#: The key of the comparison with the original model. Without it no fast path is used.
+COMPARISON = "comparison"
+
 
 class KernelCompiler:
-    def __init__(self, model: BaseModel) -> None:
-        assert model.fused is not None
-        self._model, self._fused = model, model.fused
+    def __init__(self, model: BaseModel, decoder: StepDecoder) -> None:
+        self._model, self._decoder = model, decoder
         self._thread = ThreadPoolExecutor(1, "tinkex-kernels")
         self._compiling: tuple[Hashable, Future[None]] | None = None
         self._compiled: set[Hashable] = set()
@@ -34,7 +38,7 @@ class KernelCompiler:
     @property
     def usable(self) -> bool:
         """Whether the fast path can be used at all. Starts the comparison with the original."""
-        return self.ready("comparison", self._compare)
+        return self.ready(COMPARISON, self._compare)
 
     def ready(self, key: Hashable, step: Callable[[], object]) -> bool:
         """Whether the kernels of `step` are compiled. Starts to compile them if nothing else is."""
@@ -61,7 +65,8 @@ class KernelCompiler:
             raise error
         self.refused.add(key)
         self._compiled.discard(key)
-        log.warning("no fast path for %s; sampling is slower", key, exc_info=error)
+        what = "decode steps are no CUDA graphs" if key == COMPARISON else f"no fast path for {key}"
+        log.warning("%s; sampling is slower", what, exc_info=error)
 
     def _finish(self) -> None:
         if self._compiling is None:
@@ -87,6 +92,6 @@ class KernelCompiler:
 
     def _compare(self) -> None:
         ids, expected_V = self._model.probed
-        found_V = self._fused.probe_logits(ids)
+        found_V = self._decoder.probe_logits(ids)
         check_logits(found_V, expected_V, TOLERANCE[self._model.dtype])
-        log.info("sampling uses fused kernels and CUDA graphs from now on")
+        log.info("decode steps are CUDA graphs from now on")

@@ -1,6 +1,6 @@
 """The model runner: lays out the tensors of each step, runs the model, and owns the KV cache.
 
-On a GPU, models of the usual form have fast paths: see `decode_graphs` and `fused_prefill`.
+On a GPU there are fast paths: `decode_graphs`, and for models of the usual form `fused_prefill`.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class ModelRunner:
     ) -> None:
         """`adapters` are those in memory; the caller adds and removes them."""
         self._model, self._pages, self._adapters = model, pages, adapters
-        fused = model.fused is not None
-        # Not initialized: on a CPU pages take physical memory only once they are written. The fast
-        # paths need a spare page, for rows that only fill a batch up.
-        slots = (pages.count + fused) * pages.size
+        # Not initialized: on a CPU pages take physical memory only once they are written. Graphs need
+        # a spare page and a spare state, for rows that only fill a batch up.
+        spare = model.decoder is not None
+        slots = (pages.count + spare) * pages.size
         self._layers = [
             CacheLayer(
                 *(
@@ -74,7 +74,7 @@ class ModelRunner:
         self._layer_bytes_per_token = sum(
             cached[0].nbytes for cached in max(self._layers, key=lambda layer: layer.keys[0].nbytes)
         )
-        states = 0 if pages.states is None else pages.states.count
+        states = 0 if pages.states is None else pages.states.count + spare
         self._states = {
             at: StateLayer(
                 torch.zeros(states, *shapes.conv, dtype=model.dtype, device=model.device),
@@ -85,12 +85,15 @@ class ModelRunner:
         self.compiler: KernelCompiler | None = None
         self._graphs: DecodeGraphs | None = None
         self._fused_prefill: FusedPrefill | None = None
-        if fused:
-            self.compiler = KernelCompiler(model)
-            self._fused_prefill = FusedPrefill(model, self._layers, pages, self.compiler)
+        if model.decoder is not None:
+            self.compiler = KernelCompiler(model, model.decoder)
+            if model.fused is not None:
+                self._fused_prefill = FusedPrefill(model, self._layers, pages, self.compiler)
             self._graphs = DecodeGraphs(
                 model,
+                model.decoder,
                 self._layers,
+                self._states,
                 pages,
                 self.compiler,
                 max_sequences=max_sequences,
