@@ -20,7 +20,7 @@ from qa.cluster.workers import RayWorkers, Workers, running_workers, send, with_
 
 FAULTS = (
     *("web", "web stopped", "worker", "worker stopped", "engine", "drain"),
-    *("connections", "store silent", "store refuses"),
+    *("connections", "database", "database silent", "store silent", "store refuses"),
 )
 #: Also, if Ray places the workers.
 NODE = "node"
@@ -118,6 +118,13 @@ class Faults:
                 self._workers.drain(self._worker()[0])
             case "connections":
                 self._end_connections()
+            case "database":
+                self._postgres.stop()
+                time.sleep(self._draw.uniform(0.0, STOPPED_S))
+                self._postgres.start()
+            case "database silent":
+                with self._postgres.paused():
+                    time.sleep(STOPPED_S)
             case "store silent":
                 self._without_store(self._object_store.paused())
             case "store refuses":

@@ -9,7 +9,8 @@ processes in turn. Two workers compute with a tiny model in deterministic mode; 
 of two nodes places them. Programs with the official SDK and with tinkex train, save and sample in rounds.
 Meanwhile, in turn, web processes, workers, engines and connections of the database are killed, web
 processes and workers are stopped for longer than the take-over time and continue, workers are drained,
-and the object store does not respond, or refuses connections, for 20 to 30 s; with `--ray`, nodes are lost.
+the database restarts or does not respond, and the object store does not respond, or refuses connections,
+for 20 to 30 s; with `--ray`, nodes are lost.
 The checker of `qa/chaos` must find nothing, and the final weights of all rounds must have the same bits.
 With `--forgetful`, workers lose every second notification. A failed run prints its seed.
 """
