@@ -9,6 +9,7 @@ as without all that. `make cluster` runs longer.
 import asyncio
 import os
 import signal
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,9 +91,11 @@ async def logprobs(api: Api, model: str, seq_id: int) -> list[float]:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("stopped_s", [0.0, pytest.param(30.0, marks=pytest.mark.cluster)])
 async def test_a_stopped_worker_publishes_nothing_and_no_step_is_lost_or_doubled(
-    running: Cluster, postgres: Postgres
+    running: Cluster, postgres: Postgres, stopped_s: float
 ) -> None:
+    """It is stopped until another one has its model, and at least for this long."""
     one, two = webs(running)
     async with connected(one, TINY) as api, connected(two, TINY) as other:
         undisturbed = await new_model(api)
@@ -109,8 +112,10 @@ async def test_a_stopped_worker_publishes_nothing_and_no_step_is_lost_or_doubled
         lost = await submit(api, model, 3)
         await asyncio.sleep(0.5)
         os.kill(stopped.process.pid, signal.SIGSTOP)
+        continues_s = time.monotonic() + stopped_s
         await other.result(lost)
         assert home_of(running, postgres, model).said != stopped.said
+        await asyncio.sleep(continues_s - time.monotonic())
         stopped.signal(signal.SIGCONT)
         noticed = ("nothing more is stored here", "other workers may have its models")
         await until_async(lambda: any(text in stopped.log for text in noticed), within_s=60)
