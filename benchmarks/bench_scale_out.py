@@ -41,7 +41,7 @@ from processes import children
 from tinkex.wire.codec import PROTOBUF_TYPE
 
 REPLICAS = (1, 2, 1, 4, 1, 8)
-LINEAR, SAME_CPU, LARGE_RATE = 0.9, 0.1, 0.75
+LINEAR, SAME_CPU, LARGE_RATE, RATE_REACHED = 0.9, 0.1, 0.75, 0.95
 #: How long the processes are watched without load.
 IDLE_S = 4.0
 #: Tokens of a prompt whose JSON body has 25 kB.
@@ -487,6 +487,14 @@ def web_lines(found: Found) -> list[str]:
             ),
             "",
         ]
+        wanted = LOADS[load].get("per_s")
+        if wanted is not None and any(
+            run.per_s < RATE_REACHED * wanted * PATHS[path].get("webs", 1)
+            for path in (LOG, ROUND_ROBIN)
+            for run in found[load, path]
+        ):
+            lines += ["The machine was too busy for this rate, so these are no comparison.", ""]
+            continue
         of_one = _ratio(web_ms[ROUND_ROBIN], web_ms[LOG])
         own_ms = statistics.median(
             ms - sticky for ms, sticky in zip(web_ms[ROUND_ROBIN], web_ms[STICKY], strict=True)
