@@ -19,7 +19,7 @@ from qa.chaos.process_kills import Progress
 from qa.cluster.workers import RayWorkers, Workers, running_workers, send, with_children
 
 FAULTS = (
-    *("web", "web stopped", "worker", "worker stopped", "engine", "drain"),
+    *("web", "web stopped", "web restart", "worker", "worker stopped", "engine", "drain"),
     *("connections", "database", "database silent", "store silent", "store refuses"),
 )
 #: Also, if Ray places the workers.
@@ -105,6 +105,8 @@ class Faults:
                 send(signal.SIGKILL, children(self._web()))
             case "web stopped":
                 self._stopped([self._web()])
+            case "web restart":
+                self._running.restart(self._draw.choice(self._running.urls))
             case "worker":
                 name, pid = self._worker()
                 send(signal.SIGKILL, with_children([pid]))
@@ -134,8 +136,7 @@ class Faults:
                 self._workers.lose_node()
 
     def _web(self) -> int:
-        webs = [one for one in self._running.started if one.said.startswith("http")]
-        return self._draw.choice(webs).process.pid
+        return self._running.named(self._draw.choice(self._running.urls)).process.pid
 
     def _worker(self) -> tuple[str, int]:
         """One of the workers; waits if none is running at this moment."""

@@ -8,9 +8,9 @@ PostgreSQL, an S3 API (moto) and nginx, all on loopback; nginx sends each reques
 processes in turn. Two workers compute with a tiny model in deterministic mode; with `--ray`, a Ray cluster
 of two nodes places them. Programs with the official SDK and with tinkex train, save and sample in rounds.
 Meanwhile, in turn, web processes, workers, engines and connections of the database are killed, web
-processes and workers are stopped for longer than the take-over time and continue, workers are drained,
-the database restarts or does not respond, and the object store does not respond, or refuses connections,
-for 20 to 30 s; with `--ray`, nodes are lost.
+processes and workers are stopped for longer than the take-over time and continue, web processes are
+restarted, workers are drained, the database restarts or does not respond, and the object store does not
+respond, or refuses connections, for 20 to 30 s; with `--ray`, nodes are lost.
 The checker of `qa/chaos` must find nothing, and the final weights of all rounds must have the same bits.
 With `--forgetful`, workers lose every second notification. A failed run prints its seed.
 """

@@ -42,7 +42,7 @@ def running(
             found.web()
             for worker in workers:
                 assert found.said(worker) == f"tinkex worker {worker.said} ready", worker.log
-            for url in webs(found):
+            for url in found.urls:
                 until(lambda url=url: TINY in served(url))
             yield found
 
@@ -52,10 +52,6 @@ def served(url: str) -> str:
     request = urllib.request.Request(f"{url}/api/v1/get_server_capabilities")
     with urllib.request.urlopen(request, timeout=10) as answer:
         return str(answer.read().decode())
-
-
-def webs(running: Cluster) -> list[str]:
-    return [one.said for one in running.started if one.said.startswith("http")]
 
 
 def home_of(running: Cluster, postgres: Postgres, model: str) -> Process:
@@ -96,7 +92,7 @@ async def test_a_stopped_worker_publishes_nothing_and_no_step_is_lost_or_doubled
     running: Cluster, postgres: Postgres, stopped_s: float
 ) -> None:
     """It is stopped until another one has its model, and at least for this long."""
-    one, two = webs(running)
+    one, two = running.urls
     async with connected(one, TINY) as api, connected(two, TINY) as other:
         undisturbed = await new_model(api)
         for first in (1, 3, 5):
@@ -134,10 +130,10 @@ async def test_a_stopped_worker_publishes_nothing_and_no_step_is_lost_or_doubled
 
 
 @pytest.mark.timeout(240)
-async def test_a_killed_web_process_and_a_drained_worker_lose_nothing(
+async def test_killed_and_restarted_web_processes_and_a_drained_worker_lose_nothing(
     running: Cluster, postgres: Postgres
 ) -> None:
-    one, two = webs(running)
+    one, two = running.urls
     async with connected(one, TINY) as api, connected(two, TINY) as other:
         model = await new_model(api)
         saved = await api.result(await submit(api, model, 1))
@@ -158,6 +154,12 @@ async def test_a_killed_web_process_and_a_drained_worker_lose_nothing(
         assert await stopping == 0
         assert home_of(running, postgres, model).said != leaving.said
         assert f"{model} moved to the worker" in leaving.log
+        # A web process restarts, as for an upgrade; the other one goes on.
+        restarting = asyncio.create_task(asyncio.to_thread(running.restart, two))
+        while not restarting.done():
+            await api.result(await submit(api, model, last))
+            last += 2
+        await restarting
         undisturbed = await new_model(api)
         await api.result(await submit(api, undisturbed, 1))
         for first in range(3, last - 1, 2):

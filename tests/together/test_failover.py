@@ -60,7 +60,7 @@ def test_after_a_fail_over_clients_see_what_is_left_and_can_continue_from_it(tin
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed")
 def test_all_processes_of_a_cluster_begin_anew_after_a_fail_over(tiny_model, tmp_path):
     with (
