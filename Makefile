@@ -109,7 +109,7 @@ cluster: dev
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)
 	@$(BIN)/python -m qa.cluster.run
 	@$(BIN)/python -m qa.cluster.run --faults 10 --forgetful
-	@$(BIN)/python -m pytest -m cluster tests/together/test_fleet.py
+	@$(BIN)/python -m pytest -m cluster tests/together
 
 soak: dev
 	@$(BIN)/python tests/sdk_envs.py $(SDKS)

@@ -6,8 +6,8 @@ Web processes, workers and PostgreSQL: throughput, latency and CPU time, against
 
 Workers have simulated engines: a sample waits `--engine-s` in one of `AT_ONCE` places, without CPU. So
 this measures what web processes, the database and workers add, and not GPUs. Everything is a process of
-its own on loopback: PostgreSQL without fsync, web processes, workers. The one-process server uses the same PostgreSQL. Load is constant, and
-only what is finished in the measured time counts. What the processes use without any load (heartbeats,
+its own on loopback: PostgreSQL without fsync, web processes, workers. The one-process server uses the
+same PostgreSQL. Load is constant, and only what is finished in the measured time counts. What the processes use without any load (heartbeats,
 looks at tables) is measured first, and subtracted. Other work on the machine changes rates and
 latencies; CPU times and what is measured in turn with its counterpart remain comparable.
 """
@@ -41,7 +41,7 @@ from processes import children
 from tinkex.wire.codec import PROTOBUF_TYPE
 
 REPLICAS = (1, 2, 1, 4, 1, 8)
-LINEAR, SAME_CPU, LARGE_RATE = 0.9, 0.1, 0.75
+LINEAR, SAME_CPU, LARGE_RATE, RATE_REACHED = 0.9, 0.1, 0.75, 0.95
 #: How long the processes are watched without load.
 IDLE_S = 4.0
 #: Tokens of a prompt whose JSON body has 25 kB.
@@ -226,8 +226,9 @@ async def measure(
     warm_s: float,
     tokens: int = 100,
     each_request: bool = True,
+    per_s: float | None = None,
 ) -> Measured:
-    """Keep `in_flight` samples; after `warm_s`, measure for `seconds`."""
+    """Keep `in_flight` samples, or begin `per_s` with at most so many; measure after `warm_s`."""
     async with contextlib.AsyncExitStack() as stack:
         sessions = []
         for web in running.webs:
@@ -245,8 +246,13 @@ async def measure(
         made = await load.post("create_sampling_session", wanted)
         load.sampler = json.loads(made)["sampling_session_id"]
 
-        async def keep() -> None:
+        async def keep(number: int) -> None:
+            every_s = 0.0 if per_s is None else in_flight / per_s
+            next_s = time.perf_counter() + every_s * number / in_flight
             while True:
+                if every_s:
+                    await asyncio.sleep(max(next_s - time.perf_counter(), 0.0))
+                    next_s = max(next_s + every_s, time.perf_counter())
                 await load.sample()
 
         # The first samples load what all later ones use.
@@ -257,7 +263,7 @@ async def measure(
         after, ended_s = running.cpu_s(), time.perf_counter()
         idle = {kind: (after[kind] - before[kind]) / (ended_s - began_s) for kind in before}
 
-        tasks = [asyncio.create_task(keep()) for _ in range(in_flight)]
+        tasks = [asyncio.create_task(keep(number)) for number in range(in_flight)]
         await asyncio.sleep(warm_s)
         before, began_s = running.cpu_s(), time.perf_counter()
         await asyncio.sleep(seconds)
@@ -357,9 +363,12 @@ PATHS: dict[str, dict[str, Any]] = {
 }
 #: A process that has more to do does more of it at once: loads are for each web process.
 SMALL, LARGE, ALONE = "64 for each web, 2 kB", "64 for each web, 25 kB", "1 in flight, 2 kB"
+#: As fast at each web process, however many there are: what is left is what a second one adds.
+PACED = "100 a second for each web, 2 kB"
 LOADS: dict[str, dict[str, Any]] = {
     ALONE: {"in_flight": 1},
     SMALL: {"in_flight": 64},
+    PACED: {"in_flight": 64, "per_s": 100.0},
     LARGE: {"in_flight": 64, "tokens": LARGE_TOKENS},
 }
 
@@ -380,8 +389,9 @@ def measure_paths(postgres: Postgres, names: Sequence[str], seconds: float, roun
                 for _ in range(chosen.get("clusters", 1))
             ]
             for load, of_load in LOADS.items():
-                if load != SMALL and (path not in (ONE, LOG) or ONE not in names):
+                if load not in (SMALL, PACED) and (path not in (ONE, LOG) or ONE not in names):
                     continue
+                per_s = of_load.get("per_s")
                 measured = asyncio.run(
                     measure_all(
                         running,
@@ -390,6 +400,7 @@ def measure_paths(postgres: Postgres, names: Sequence[str], seconds: float, roun
                         warm_s=2,
                         tokens=of_load.get("tokens", 100),
                         each_request=chosen.get("each_request", True),
+                        per_s=None if per_s is None else per_s * webs,
                     )
                 )
                 found.setdefault((load, path), []).append(measured)
@@ -458,39 +469,50 @@ def webs(postgres: Postgres, seconds: float, rounds: int) -> list[str]:
 
 def web_lines(found: Found) -> list[str]:
     """What web processes need for a sample, by the number of them and the load balancer."""
-    web_ms = {
-        path: [run.cpu_ms["web"] for run in found[SMALL, path]]
-        for path in (LOG, APART, STICKY, ROUND_ROBIN)
-    }
+    lines = []
+    for load in (SMALL, PACED):
+        web_ms = {
+            path: [run.cpu_ms["web"] for run in found[load, path]]
+            for path in (LOG, APART, STICKY, ROUND_ROBIN)
+        }
+        lines += [
+            f"CPU of web processes for a sample, {load}; ratios are medians over the rounds:",
+            "",
+            "| | ms, least to most | of one | of two that share nothing |",
+            "|---|--:|--:|--:|",
+            *(
+                f"| {path} | {min(each):.2f} to {max(each):.2f} | {_ratio(each, web_ms[LOG]):.2f} | "
+                f"{_ratio(each, web_ms[APART]):.2f} |"
+                for path, each in web_ms.items()
+            ),
+            "",
+        ]
+        wanted = LOADS[load].get("per_s")
+        if wanted is not None and any(
+            run.per_s < RATE_REACHED * wanted * PATHS[path].get("webs", 1)
+            for path in (LOG, ROUND_ROBIN)
+            for run in found[load, path]
+        ):
+            lines += ["The machine was too busy for this rate, so these are no comparison.", ""]
+            continue
+        of_one = _ratio(web_ms[ROUND_ROBIN], web_ms[LOG])
+        own_ms = statistics.median(
+            ms - sticky for ms, sticky in zip(web_ms[ROUND_ROBIN], web_ms[STICKY], strict=True)
+        )
+        lines += [
+            (
+                f"With round robin, two web processes need {of_one:.2f} of the CPU of one for a "
+                f"sample (goal: within {SAME_CPU:.0%}: {verdict(of_one <= 1 + SAME_CPU)}). Round "
+                f"robin itself costs {own_ms:+.2f} ms: what sticky sessions would save."
+            ),
+            "",
+        ]
+    return lines[:-1]
 
-    def ratio(path: str, other: str) -> float:
-        """The median over the rounds: the machine is the same for both within a round."""
-        pairs = zip(web_ms[path], web_ms[other], strict=True)
-        return statistics.median(ms / of for ms, of in pairs)
 
-    of_one = ratio(ROUND_ROBIN, LOG)
-    own_ms = statistics.median(
-        ms - sticky for ms, sticky in zip(web_ms[ROUND_ROBIN], web_ms[STICKY], strict=True)
-    )
-    return [
-        "CPU of web processes for a sample; ratios are medians over the rounds:",
-        "",
-        "| | ms, least to most | of one | of two that share nothing |",
-        "|---|--:|--:|--:|",
-        *(
-            f"| {path} | {min(each):.2f} to {max(each):.2f} | {ratio(path, LOG):.2f} | "
-            f"{ratio(path, APART):.2f} |"
-            for path, each in web_ms.items()
-        ),
-        "",
-        (
-            f"With round robin, two web processes need {of_one:.2f} of the CPU of one for a sample "
-            f"(goal: within {SAME_CPU:.0%}: {verdict(of_one <= 1 + SAME_CPU)}), and "
-            f"{ratio(ROUND_ROBIN, APART):.2f} of that of two processes that share nothing, "
-            "which compete for the same two cores and commit smaller groups each. Round robin itself "
-            f"costs {own_ms:+.2f} ms: what a load balancer with sticky sessions would save."
-        ),
-    ]
+def _ratio(each: Sequence[float], of: Sequence[float]) -> float:
+    """The median over the rounds: the machine is the same for both within a round."""
+    return statistics.median(ms / other for ms, other in zip(each, of, strict=True))
 
 
 def verdict(good: bool) -> str:

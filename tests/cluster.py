@@ -15,8 +15,6 @@ from serving import TINY
 _PROGRAMS = Path(__file__).resolve().parent / "server"
 #: A worker that notifies nobody of every second thing, and hears every second notification.
 FORGETFUL = _PROGRAMS / "forgetful_worker.py"
-#: A worker whose engine is as slow as `Cluster.pace` says.
-PACED = _PROGRAMS / "paced_worker.py"
 #: More than a worker has to move its models and to finish its samples.
 END_S = 90
 
@@ -75,6 +73,11 @@ class Cluster:
     settings: tuple[str, ...] = ()
     started: list[Process] = field(default_factory=list)
 
+    @property
+    def urls(self) -> list[str]:
+        """The addresses of the web processes."""
+        return list(dict.fromkeys(one.said for one in self.started if one.said.startswith("http")))
+
     def web(self, *args: str, port: int = 0) -> Process:
         """Start a web process, and wait until it is ready."""
         number = len(self.started)
@@ -116,13 +119,6 @@ class Cluster:
             assert self.said(process) == f"tinkex worker {name} ready", process.log
         return process
 
-    def pace(self, *, pass_s: float = 0.0, tokens_s: float = 0.0) -> None:
-        """How long engines of `PACED` workers take for a pass and for a few tokens, from now on."""
-        for name, value in (("pass_s", pass_s), ("tokens_s", tokens_s)):
-            new = self.folder / f"{name}.new"
-            new.write_text(str(value))
-            new.rename(self.folder / name)
-
     def said(self, process: Process) -> str:
         """The next line on standard output."""
         assert process.process.stdout
@@ -142,8 +138,6 @@ class Cluster:
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                     "XDG_STATE_HOME": str(self.folder / "state"),
-                    "TINKEX_TEST_PASS_S": str(self.folder / "pass_s"),
-                    "TINKEX_TEST_TOKENS_S": str(self.folder / "tokens_s"),
                     **self.env,
                 },
             )
@@ -164,7 +158,6 @@ def cluster(
         model=model,
         env={"TINKEX_LONG_POLL_S": "5", "TINKEX_TAKEOVER_S": "3", **(env or {})},
     )
-    running.pace()
     try:
         yield running
     finally:

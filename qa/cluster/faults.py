@@ -19,8 +19,8 @@ from qa.chaos.process_kills import Progress
 from qa.cluster.workers import RayWorkers, Workers, running_workers, send, with_children
 
 FAULTS = (
-    *("web", "web stopped", "worker", "worker stopped", "engine", "drain"),
-    *("connections", "store silent", "store refuses"),
+    *("web", "web stopped", "web restart", "worker", "worker stopped", "engine", "drain"),
+    *("connections", "database", "database silent", "store silent", "store refuses"),
 )
 #: Also, if Ray places the workers.
 NODE = "node"
@@ -105,6 +105,8 @@ class Faults:
                 send(signal.SIGKILL, children(self._web()))
             case "web stopped":
                 self._stopped([self._web()])
+            case "web restart":
+                self._running.restart(self._draw.choice(self._running.urls))
             case "worker":
                 name, pid = self._worker()
                 send(signal.SIGKILL, with_children([pid]))
@@ -118,6 +120,13 @@ class Faults:
                 self._workers.drain(self._worker()[0])
             case "connections":
                 self._end_connections()
+            case "database":
+                self._postgres.stop()
+                time.sleep(self._draw.uniform(0.0, STOPPED_S))
+                self._postgres.start()
+            case "database silent":
+                with self._postgres.paused():
+                    time.sleep(STOPPED_S)
             case "store silent":
                 self._without_store(self._object_store.paused())
             case "store refuses":
@@ -127,8 +136,7 @@ class Faults:
                 self._workers.lose_node()
 
     def _web(self) -> int:
-        webs = [one for one in self._running.started if one.said.startswith("http")]
-        return self._draw.choice(webs).process.pid
+        return self._running.named(self._draw.choice(self._running.urls)).process.pid
 
     def _worker(self) -> tuple[str, int]:
         """One of the workers; waits if none is running at this moment."""

@@ -6,10 +6,12 @@ A cluster under faults: `make cluster`.
 
 PostgreSQL, an S3 API (moto) and nginx, all on loopback; nginx sends each request to one of two web
 processes in turn. Two workers compute with a tiny model in deterministic mode; with `--ray`, a Ray cluster
-of two nodes places them. Programs with the official SDK and with tinkex train, save and sample in rounds.
+of two nodes places them. Programs with the official SDK and with tinkex train, save and sample in rounds,
+and tinkex streams samples; each stream must have all of its tokens once.
 Meanwhile, in turn, web processes, workers, engines and connections of the database are killed, web
-processes and workers are stopped for longer than the take-over time and continue, workers are drained,
-and the object store does not respond, or refuses connections, for 20 to 30 s; with `--ray`, nodes are lost.
+processes and workers are stopped for longer than the take-over time and continue, web processes are
+restarted, workers are drained, the database restarts or does not respond, and the object store does not
+respond, or refuses connections, for 20 to 30 s; with `--ray`, nodes are lost.
 The checker of `qa/chaos` must find nothing, and the final weights of all rounds must have the same bits.
 With `--forgetful`, workers lose every second notification. A failed run prints its seed.
 """
@@ -35,6 +37,7 @@ from qa.chaos.history import Event, check
 from qa.chaos.process_kills import PROGRAM, Client, Progress, in_threads, programs, recorded
 from qa.chaos.reference_models import RecordedRun
 from qa.cluster.faults import Faults
+from qa.cluster.streams import Streams
 from qa.cluster.workers import PlainWorkers, RayWorkers, Workers
 from ray_cluster import ray_cluster
 from serving import TINY
@@ -129,6 +132,7 @@ def run(folder: Path, sdk: Path | None, plan: Plan) -> bool:
                 clients.append(client)
         in_threads(clients, lambda client: client.round())
         baseline = len(history)
+        streams = Streams(url)
         _print(f"  one round without faults: {baseline} events")
         harm = Faults(
             running,
@@ -152,21 +156,23 @@ def run(folder: Path, sdk: Path | None, plan: Plan) -> bool:
 
         error = ""
         try:
-            in_threads(clients, until_done)
+            with streams.running():
+                in_threads(clients, until_done)
         except RuntimeError as failed:
             error = str(failed)
         answers, samples = recorded(history[:baseline])
         violations = check(history, RecordedRun(answers=answers, samples=samples, tolerance=0.0))
         weights = _weights(postgres, running, store)
         logs = "\n".join(f"== {one.log_file.name}\n{one.log[-6000:]}" for one in running.started)
-    good = not violations and not error and not harm.stuck and len(weights) == 1
+    good = not (violations or streams.violations or error or harm.stuck) and len(weights) == 1
     operations = sum(event.answered for event in history)
     kinds = ", ".join(f"{count} {fault}" for fault, count in sorted(harm.done.items()))
     _print(f"  faults: {sum(harm.done.values())} ({kinds})")
     _print(f"  rounds: {sum(client._rounds for client in clients)}, operations: {operations}")
     _print(f"  violations: {len(violations)}, distinct final weights: {len(weights)}")
+    _print(f"  whole streams: {streams.whole}, others: {len(streams.violations)}")
     _print(f"  wall time: {time.monotonic() - began_s:.0f} s")
-    for line in (error, *map(str, violations[:20])):
+    for line in (error, *map(str, violations[:20]), *streams.violations[:20]):
         if line:
             _print(f"  {line}")
     if not good:

@@ -9,6 +9,7 @@ as without all that. `make cluster` runs longer.
 import asyncio
 import os
 import signal
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +42,7 @@ def running(
             found.web()
             for worker in workers:
                 assert found.said(worker) == f"tinkex worker {worker.said} ready", worker.log
-            for url in webs(found):
+            for url in found.urls:
                 until(lambda url=url: TINY in served(url))
             yield found
 
@@ -51,10 +52,6 @@ def served(url: str) -> str:
     request = urllib.request.Request(f"{url}/api/v1/get_server_capabilities")
     with urllib.request.urlopen(request, timeout=10) as answer:
         return str(answer.read().decode())
-
-
-def webs(running: Cluster) -> list[str]:
-    return [one.said for one in running.started if one.said.startswith("http")]
 
 
 def home_of(running: Cluster, postgres: Postgres, model: str) -> Process:
@@ -90,10 +87,12 @@ async def logprobs(api: Api, model: str, seq_id: int) -> list[float]:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("stopped_s", [0.0, pytest.param(30.0, marks=pytest.mark.cluster)])
 async def test_a_stopped_worker_publishes_nothing_and_no_step_is_lost_or_doubled(
-    running: Cluster, postgres: Postgres
+    running: Cluster, postgres: Postgres, stopped_s: float
 ) -> None:
-    one, two = webs(running)
+    """It is stopped until another one has its model, and at least for this long."""
+    one, two = running.urls
     async with connected(one, TINY) as api, connected(two, TINY) as other:
         undisturbed = await new_model(api)
         for first in (1, 3, 5):
@@ -109,8 +108,10 @@ async def test_a_stopped_worker_publishes_nothing_and_no_step_is_lost_or_doubled
         lost = await submit(api, model, 3)
         await asyncio.sleep(0.5)
         os.kill(stopped.process.pid, signal.SIGSTOP)
+        continues_s = time.monotonic() + stopped_s
         await other.result(lost)
         assert home_of(running, postgres, model).said != stopped.said
+        await asyncio.sleep(continues_s - time.monotonic())
         stopped.signal(signal.SIGCONT)
         noticed = ("nothing more is stored here", "other workers may have its models")
         await until_async(lambda: any(text in stopped.log for text in noticed), within_s=60)
@@ -129,10 +130,10 @@ async def test_a_stopped_worker_publishes_nothing_and_no_step_is_lost_or_doubled
 
 
 @pytest.mark.timeout(240)
-async def test_a_killed_web_process_and_a_drained_worker_lose_nothing(
+async def test_killed_and_restarted_web_processes_and_a_drained_worker_lose_nothing(
     running: Cluster, postgres: Postgres
 ) -> None:
-    one, two = webs(running)
+    one, two = running.urls
     async with connected(one, TINY) as api, connected(two, TINY) as other:
         model = await new_model(api)
         saved = await api.result(await submit(api, model, 1))
@@ -153,6 +154,12 @@ async def test_a_killed_web_process_and_a_drained_worker_lose_nothing(
         assert await stopping == 0
         assert home_of(running, postgres, model).said != leaving.said
         assert f"{model} moved to the worker" in leaving.log
+        # A web process restarts, as for an upgrade; the other one goes on.
+        restarting = asyncio.create_task(asyncio.to_thread(running.restart, two))
+        while not restarting.done():
+            await api.result(await submit(api, model, last))
+            last += 2
+        await restarting
         undisturbed = await new_model(api)
         await api.result(await submit(api, undisturbed, 1))
         for first in range(3, last - 1, 2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -67,7 +68,8 @@ def up(file: Path, watch: bool, no_wait: bool, address: str | None) -> None:
         while watch:
             time.sleep(WATCH_S)
             fleet.apply(read_fleet_file(file))
-        _finish(fleet, done, no_wait=no_wait)
+        _wait(fleet, done, no_wait=no_wait)
+    _report(done)
 
 
 @command.command(
@@ -83,7 +85,9 @@ def scale(model: str, replicas: int, no_wait: bool, address: str | None) -> None
     `tinkex fleet up` sets the number of its file again.
     """
     with _fleet(address) as fleet:
-        _finish(fleet, fleet.scale(model, replicas), no_wait=no_wait)
+        done = fleet.scale(model, replicas)
+        _wait(fleet, done, no_wait=no_wait)
+    _report(done)
 
 
 @command.command("status", epilog=examples("tinkex fleet status", "tinkex fleet status -f json"))
@@ -131,46 +135,54 @@ def down(address: str | None) -> None:
 def _fleet(
     address: str | None, first: Callable[[], object] | None = None, *, wait: bool = False
 ) -> Iterator[RayFleet]:
-    """A connected fleet; `first` finds mistakes before. With `wait`, Ray may still be starting."""
+    """
+    A connected fleet; `first` finds mistakes before. With `wait`, Ray may still be starting.
+
+    Until it is closed, standard output is standard error: Ray prints the loss of a node there.
+    """
     try:
         from tinkex.server.fleet.plan import FleetError
         from tinkex.server.fleet.ray_cluster import RayFleet
         from tinkex.server.retry import Backoff, retry_blocking
     except ModuleNotFoundError as error:
         raise missing_package(error, "`tinkex fleet`", "server,ray") from error
-    try:
-        if first is not None:
-            first()
 
-        def say(words: str) -> None:
-            click.echo(words, err=True)
+    def say(words: str) -> None:
+        click.echo(words, err=True)
 
-        fleet = retry_blocking(
-            lambda: RayFleet(address, say),
-            Backoff(first_s=2.0, max_s=10.0, retries=None if wait else 0),
-            should_retry=lambda error: isinstance(error, FleetError),
-            on_retry=lambda error, wait_s: say(f"{error} Trying again in {wait_s:.0f} s."),
-        )
-    except ModuleNotFoundError as error:
-        raise missing_package(error, "`tinkex fleet`", "server,ray") from error
-    except FleetError as error:
-        raise CommandFailed(str(error), hint=error.hint) from error
-    try:
-        yield fleet
-    except FleetError as error:
-        raise CommandFailed(str(error), hint=error.hint) from error
-    finally:
-        fleet.close()
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            if first is not None:
+                first()
+            fleet = retry_blocking(
+                lambda: RayFleet(address, say),
+                Backoff(first_s=2.0, max_s=10.0, retries=None if wait else 0),
+                should_retry=lambda error: isinstance(error, FleetError),
+                on_retry=lambda error, wait_s: say(f"{error} Trying again in {wait_s:.0f} s."),
+            )
+        except ModuleNotFoundError as error:
+            raise missing_package(error, "`tinkex fleet`", "server,ray") from error
+        except FleetError as error:
+            raise CommandFailed(str(error), hint=error.hint) from error
+        try:
+            yield fleet
+        except FleetError as error:
+            raise CommandFailed(str(error), hint=error.hint) from error
+        finally:
+            fleet.close()
 
 
-def _finish(fleet: RayFleet, done: Changes, *, no_wait: bool) -> None:
-    """Wait for the new workers, and report what changed."""
+def _wait(fleet: RayFleet, done: Changes, *, no_wait: bool) -> None:
+    """Wait for the new workers."""
     if not no_wait and not fleet.wait_until_ready(done.start):
         raise CommandFailed(
             "some workers are not ready.",
             hint="They are started as soon as there is a node for them. `tinkex fleet status` "
             "shows each of them; its log is on its node, in Ray's folder.",
         )
+
+
+def _report(done: Changes) -> None:
     words = [
         f"{counted(len(names), 'worker')} {what}"
         for what, names in (

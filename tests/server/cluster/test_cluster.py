@@ -19,6 +19,7 @@ from server.hosting import Api
 from server.streaming_executor import TOKENS_PER_UPDATE, StreamingExecutor, sample_body
 from tinkex.server.settings import Settings, SettingsError
 from tinkex.server.store import DatabaseRefused, open_store
+from tinkex.server.store.workers import DRAINING
 from waiting import until_async
 
 pytestmark = pytest.mark.anyio
@@ -410,6 +411,26 @@ async def test_a_custom_loss_reaches_all_workers_of_its_session(parts: Parts) ->
     assert made["loss_id"]
     for executor in parts.executors.values():
         assert executor.tasks("register_loss") == ["register_loss"]
+
+
+async def test_a_custom_loss_of_a_dead_worker_reaches_one_that_drains(
+    parts: Parts, tmp_path: Path
+) -> None:
+    web = parts.webs[0]
+    session = await web.session()
+    homes = {parts.having(await web.model(session, number=number)) for number in range(2)}
+    assert homes == {"one", "two"}
+    # Its model does not move: it may be in the middle of a long step.
+    drained, dead = parts.workers["two"], parts.workers["one"]
+    drained._state = DRAINING
+    await drained._beat()
+    await dead._beat_task.close()
+    await dead._look_task.close()
+    parts.executors["one"].open.clear()
+    async with a_worker(parts.db, tmp_path, "zero", EchoExecutor()):
+        made = await web.result(await web.step("create_custom_loss", **loss(session)))
+        assert made["loss_id"]
+        assert parts.executors["two"].tasks("register_loss") == ["register_loss"]
 
 
 async def test_requests_that_were_lost_stay_suspect_on_another_worker(parts: Parts) -> None:

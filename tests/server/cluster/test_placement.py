@@ -83,7 +83,10 @@ def test_work_of_a_dead_worker_gets_a_home() -> None:
     samples = plan_homes([stranded(n) for n in range(40)], rows, frozenset("ab"), BASE)
     assert set(samples.requests.values()) == {"a", "b"}
     loss = [stranded(0, kind="create_custom_loss")]
-    assert plan_homes(loss, rows, frozenset("ab"), BASE).requests == {"r0": "a"}
+    running = frozenset({"b", "a", "Another base model"})
+    assert plan_homes(loss, rows, frozenset("ab"), BASE, running=running).requests == {
+        "r0": "Another base model"
+    }
 
 
 def test_without_a_worker_work_stays() -> None:

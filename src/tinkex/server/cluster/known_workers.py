@@ -77,12 +77,18 @@ def choose_home(
 
 
 def plan_homes(
-    stranded: Iterable[Stranded], rows: Sequence[WorkerRow], live: frozenset[str], base_model: str
+    stranded: Iterable[Stranded],
+    rows: Sequence[WorkerRow],
+    live: frozenset[str],
+    base_model: str,
+    *,
+    running: frozenset[str] = frozenset(),
 ) -> NewHomes:
     """
     Where work of a dead worker goes: to the home of its model if that is alive, or to a new one.
 
-    `live` are the workers of this base model that run.
+    `rows` are the workers of this base model that take new work, `live` those that run, and `running`
+    the workers of all base models that do.
     """
     models: dict[str, tuple[int, str]] = {}
     requests: dict[str, str] = {}
@@ -93,9 +99,11 @@ def plan_homes(
             continue
         if one.model_id is not None and one.model_id in models:
             continue
-        if one.kind == Kind.CREATE_CUSTOM_LOSS and rows:
-            # It goes from worker to worker, in the order of their names (`Scheduler`).
-            requests[one.request_id] = rows[0].name
+        if one.kind == Kind.CREATE_CUSTOM_LOSS:
+            # It goes from worker to worker, in the order of their names (`Scheduler`). One that drains
+            # or serves another base model may have a model of the session, too.
+            if running:
+                requests[one.request_id] = min(running)
             continue
         request = QueuedRequest(
             request_id=one.request_id,

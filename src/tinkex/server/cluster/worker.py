@@ -356,7 +356,8 @@ class Worker:
             if home in running:
                 # It serves another base model now. It registers custom losses all the same.
                 stranded = [one for one in stranded if one.kind != Kind.CREATE_CUSTOM_LOSS]
-            homes = plan_homes(stranded, self.known.that_take(base_model), live, base_model)
+            rows = self.known.that_take(base_model)
+            homes = plan_homes(stranded, rows, live, base_model, running=running)
             if homes.models or homes.requests:
                 log.warning(
                     "%s: %d models and %d requests go to other workers",

@@ -42,6 +42,8 @@ RECONNECT_S = 1.0
 CLOSE_S = 1.0
 #: How often a connection that only listens is checked.
 CHECK_S = 30.0
+#: Notifications that one statement sends.
+MAX_SENT = 100
 
 #: The channel that all web processes hear.
 WEB = "tinkex_web"
@@ -127,13 +129,38 @@ class Notifier:
         )
 
     async def _listen(self, connection: psycopg.AsyncConnection) -> None:
+        # psycopg's own iterator waits anew for each notification, which costs three times as much.
+        loop, received = asyncio.get_running_loop(), connection.pgconn
+        socket = received.socket
+        connection.add_notify_handler(lambda notification: self._heard(notification.payload))
         for channel in self._channels:
             await connection.execute(f"LISTEN {channel}".encode())
+        lost: asyncio.Future[None] = loop.create_future()
+
+        def read() -> None:
+            try:
+                received.consume_input()
+                while (notification := received.notifies()) is not None:
+                    self._heard(notification.extra.decode(errors="replace"))
+            except psycopg.Error as error:
+                # The socket is closed; another one may get its number at once.
+                loop.remove_reader(socket)
+                if not lost.done():
+                    lost.set_exception(error)
+
         self.listening_since_s = time.time()
         try:
             while True:
-                async for notification in connection.notifies(timeout=CHECK_S):
-                    self._heard(notification.payload)
+                loop.add_reader(socket, read)
+                try:
+                    # Also what came with the answer of the last statement.
+                    read()
+                    await asyncio.wait({lost}, timeout=CHECK_S)
+                finally:
+                    if not lost.done():
+                        loop.remove_reader(socket)
+                if lost.done():
+                    lost.result()
                 await connection.execute("SELECT 1")
         finally:
             self.listening_since_s = math.inf
@@ -160,12 +187,13 @@ class Notifier:
                 for (channel, kind), items in pending.items()
                 for text in payloads(kind, items)
             ]
-            channels, texts = zip(*sent, strict=True) if sent else ((), ())
-            await connection.execute(
-                "SELECT pg_notify(one.channel, one.payload) "
-                "FROM unnest(%s::text[], %s::text[]) AS one (channel, payload)",
-                (list(channels), list(texts)),
-            )
+            for first in range(0, len(sent), MAX_SENT):
+                some = sent[first : first + MAX_SENT]
+                # Not arrays: psycopg needs more time for two of them than for the statement.
+                await connection.execute(
+                    f"SELECT {', '.join(['pg_notify(%s, %s)'] * len(some))}".encode(),
+                    [text for one in some for text in one],
+                )
 
     def _signature(self, text: str) -> str:
         digest = hmac.digest(self._secret, text.encode(), "sha256")
