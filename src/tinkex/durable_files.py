@@ -58,7 +58,8 @@ def atomic_folder(
 
 def may_be_replaced(folder: Path) -> bool:
     """Not the current folder, the home of the user, or a folder around one of these."""
-    kept = (Path.cwd(), Path("~").expanduser().resolve())
+    # Without a home folder, "~" stays as it is: a name in the current folder.
+    kept = (Path.cwd(), Path(os.path.expanduser("~")).resolve())
     return not any(one.is_relative_to(folder.resolve()) for one in kept)
 
 

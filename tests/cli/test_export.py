@@ -21,6 +21,7 @@ from serving import TINY, Server
 from tinkex import types
 from tinkex.cli.command_group import command
 from tinkex.cli.export import copy_with_peft_names, replacing
+from tinkex.durable_files import may_be_replaced
 from tinkex.engine.adapters import gguf_export
 from tinkex.models.gguf import hf_tensors, read_gguf
 from tinkex.models.tokenizer import load_tokenizer
@@ -399,6 +400,21 @@ def test_the_current_folder_is_not_replaced(tmp_path, monkeypatch):
     assert status == 1
     assert "never replaced" in output
     assert (tmp_path / "mine").read_text() == "kept"
+
+
+def test_a_user_without_a_home_folder_replaces_what_is_not_the_current_one(tmp_path, monkeypatch):
+    """In a container, a user may be a number that has no name and no home folder."""
+
+    def unknown(number):
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    (tmp_path / "out").mkdir()
+    assert may_be_replaced(tmp_path / "out")
+    monkeypatch.chdir(tmp_path / "out")
+    assert not may_be_replaced(tmp_path / "out")
+    assert not may_be_replaced(tmp_path)
 
 
 def test_a_folder_whose_replacement_fails_stays_in_its_place(tmp_path, monkeypatch):

@@ -476,6 +476,23 @@ def test_the_current_folder_and_the_home_folder_are_never_replaced(
     assert content(tmp_path / "home" / "work") == files.files
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_empty_current_folder_is_refused_before_the_download(
+    here: StubServer,
+    rest: RestClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overwrite: bool,
+) -> None:
+    """Another folder would have its name, and the shell would be in one that is deleted."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for target in (".", tmp_path / "empty"):
+        with pytest.raises(FileExistsError, match="never replaced"):
+            download_checkpoint(EXPORT, target, rest=rest, overwrite=overwrite)
+    assert [each for each in here.requests if "external" in each.path] == []
+
+
 def test_the_folder_may_be_the_current_one(
     here: StubServer,
     files: Files,

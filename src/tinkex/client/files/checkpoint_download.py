@@ -171,9 +171,9 @@ def check_target(folder: Path, overwrite: bool) -> None:
     """Raise if the folder cannot be used. Runs before anything is downloaded."""
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file. Choose another folder for the checkpoint.")
-    if not folder.is_dir() or not any(folder.iterdir()):
+    if not folder.is_dir():
         return
-    if not overwrite:
+    if any(folder.iterdir()) and not overwrite:
         raise FileExistsError(
             f"{folder} already exists and is not empty. Choose another folder, or pass "
             "overwrite=True to replace it."
