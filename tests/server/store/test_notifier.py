@@ -80,3 +80,20 @@ async def test_what_waits_in_the_socket_is_heard_after_a_check(
     await until_async(lambda: len(heard) == 200)
     assert heard == list(range(200))
     await one.close()
+
+
+async def test_what_waits_is_sent_before_the_end(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notifier, "MAX_SENT", 1)
+    monkeypatch.setattr(notifier, "CLOSE_S", 10.0)
+    heard: list[Any] = []
+    one, other = listener(url, heard), Notifier(url, [], lambda *_: None, secret=SECRET)
+    one.start()
+    other.start()
+    await until_async(lambda: one.listening_since_s < float("inf"))
+    items = [[number, "x" * 3_500] for number in range(400)]
+    for item in items:
+        other.send("here", "items", item)
+    await other.close()
+    await until_async(lambda: len(heard) >= len(items))
+    assert heard == items
+    await one.close()

@@ -1,4 +1,4 @@
-"""One call of `Calls.with_retries`: its attempts, and what the user is told between them."""
+"""Repeats one request of `Calls` after failures. `retry` decides whether and when."""
 
 from __future__ import annotations
 

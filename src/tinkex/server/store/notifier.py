@@ -80,6 +80,8 @@ class Notifier:
         #: When it began to hear what is sent, by the system clock; infinite while it does not.
         self.listening_since_s = math.inf
         self._has_pending = asyncio.Event()
+        #: Whether something that is not pending any more is being sent.
+        self._is_sending = False
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -93,7 +95,9 @@ class Notifier:
         if self._tasks:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S):
-                    await poll_async(lambda: not self._pending, every_s=0.01)
+                    await poll_async(
+                        lambda: not self._pending and not self._is_sending, every_s=0.01
+                    )
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -187,13 +191,17 @@ class Notifier:
                 for (channel, kind), items in pending.items()
                 for text in payloads(kind, items)
             ]
-            for first in range(0, len(sent), MAX_SENT):
-                some = sent[first : first + MAX_SENT]
-                # Not arrays: psycopg needs more time for two of them than for the statement.
-                await connection.execute(
-                    f"SELECT {', '.join(['pg_notify(%s, %s)'] * len(some))}".encode(),
-                    [text for one in some for text in one],
-                )
+            self._is_sending = True
+            try:
+                for first in range(0, len(sent), MAX_SENT):
+                    some = sent[first : first + MAX_SENT]
+                    # Not arrays: psycopg needs more time for two of them than for the statement.
+                    await connection.execute(
+                        f"SELECT {', '.join(['pg_notify(%s, %s)'] * len(some))}".encode(),
+                        [text for one in some for text in one],
+                    )
+            finally:
+                self._is_sending = False
 
     def _signature(self, text: str) -> str:
         digest = hmac.digest(self._secret, text.encode(), "sha256")
