@@ -1,6 +1,7 @@
 """Which model families are divided, and what the others are told."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ from tinkex.engine.adapters.model_needs import predicted_needs, read_shape
 from tinkex.engine.engine import measured_needs
 from tinkex.engine.model.unsupported import UnsupportedModel
 from tinkex.engine.ranks.divided_shape import fitting_counts
+from tinkex.engine.ranks.loading import load_shard
 from tinkex.models.families import FAMILIES
+from tinkex.models.weight_file_checks import RefusedFolder
 from tinkex.wire.errors import UserFailure
 from tinkex.wire.inputs import ImageChunk, ModelInput
 from tinkex.wire.sampling import SampleRequest, SamplingParams
@@ -185,6 +188,19 @@ def test_other_files_are_refused(refused: Any, tmp_path: Path, models: dict[str,
     (tmp_path / "gguf" / "config.json").write_text((models["llama"] / "config.json").read_text())
     (tmp_path / "gguf" / "model.gguf").write_bytes(b"GGUF")
     assert "only safetensors" in refused(tmp_path / "gguf")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("images", [True, False])
+def test_a_matrix_in_fp8_that_ends_within_a_block_is_refused(images: bool, tmp_path: Path) -> None:
+    """Also of the text part of a model that is served without its images."""
+    plain = write_image_model(tmp_path / "plain", "Qwen3_5")
+    write_fp8(tmp_path / "fp8", plain, block=24)
+    if not images:
+        (tmp_path / "fp8" / "preprocessor_config.json").unlink()
+    group: Any = SimpleNamespace(rank=0, size=2)
+    with pytest.raises(RefusedFolder, match="its last block is not a whole one"):
+        load_shard(tmp_path / "fp8", torch.float32, torch.device("cpu"), group)
 
 
 def test_a_wrong_division_is_found_before_the_engine_is_ready(

@@ -63,6 +63,9 @@ def load_shard(
     check_weight_files(folder, config.to_dict())
     count = config.get_text_config().num_hidden_layers
     check_layers(count, {*tensor_names(folder)}, folder)
+    quantization = getattr(config, "quantization_config", None)
+    if quantization_method(quantization) == "fp8":
+        check_fp8_blocks(folder, quantization)
     auto = original_model.auto_class(config, folder)
     family: Any = auto._model_mapping[type(config)]
     attention = original_model.original_attention(config, auto)
@@ -75,9 +78,7 @@ def load_shard(
         forms = forms_of(whole)
         divisions = divide(whole, group.rank, group.size)
     shard = Shard(group, divisions)
-    if (quantization := getattr(config, "quantization_config", None)) is not None:
-        if quantization_method(quantization) == "fp8":
-            check_fp8_blocks(folder, quantization)
+    if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # what is read has plain numbers
     unused = NOT_TEXT - names
 

@@ -100,8 +100,8 @@ def plan_homes(
         if one.model_id is not None and one.model_id in models:
             continue
         if one.kind == Kind.CREATE_CUSTOM_LOSS:
-            # It goes from worker to worker, in the order of their names (`Scheduler`). One that drains
-            # or serves another base model may have a model of the session, too.
+            # It goes from worker to worker, in the order of their names (`WorkerScheduler`). One that
+            # drains or serves another base model may have a model of the session, too.
             if running:
                 requests[one.request_id] = min(running)
             continue
