@@ -22,12 +22,17 @@ FP8 = "F8_E4M3"
 
 
 def find_scales(folder: Path) -> dict[str, Any]:
-    """Slices of the scales in a folder, by the names of their matrices."""
+    """The scales in a folder, or slices of them, by the names of their matrices."""
     found: dict[str, Any] = {}
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as opened:
             names = [key for key in opened.keys() if key.endswith(SCALES)]  # noqa: SIM118
-            found |= {key.removesuffix(SCALES): opened.get_slice(key) for key in names}
+            for key in names:
+                scales = opened.get_slice(key)
+                # A slice of one number without dimensions cannot be read.
+                found[key.removesuffix(SCALES)] = (
+                    scales if scales.get_shape() else opened.get_tensor(key)[None]
+                )
     return found
 
 
