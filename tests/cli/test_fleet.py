@@ -14,8 +14,8 @@ from tinkex.server.fleet.plan import WorkerGroup
 LOST = "(raylet) The node with node id: 62594 has been marked dead"
 
 
-class TalkativeFleet:
-    """A fleet without workers; Ray tells of lost nodes on standard output, from a thread of its own."""
+class PrintingFleet:
+    """A fleet without workers that prints what Ray prints about a lost node."""
 
     def __init__(self, address: str | None, say: Callable[[str], None]) -> None:
         sys.stdout.write(LOST + "\n")
@@ -41,7 +41,7 @@ class TalkativeFleet:
 def test_what_ray_prints_is_not_in_the_output(
     monkeypatch: pytest.MonkeyPatch, what: str, expected: object
 ) -> None:
-    monkeypatch.setattr(ray_cluster, "RayFleet", TalkativeFleet)
+    monkeypatch.setattr(ray_cluster, "RayFleet", PrintingFleet)
     result = CliRunner().invoke(command, ["fleet", what, "-f", "json"])
     assert json.loads(result.stdout) == expected
     assert LOST in result.stderr
