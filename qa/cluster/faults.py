@@ -58,6 +58,8 @@ class Faults:
         self._operations, self._until_s = operations, until_s
         self.done: Counter[str] = Counter()
         self.stuck = False
+        #: Why a fault could not be done, such as a process that did not stop or start as it should.
+        self.failure = ""
         self._thread = threading.Thread(target=self._run, name="faults", daemon=True)
 
     def start(self) -> None:
@@ -68,6 +70,12 @@ class Faults:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        try:
+            self._do_all()
+        except Exception as error:  # noqa: BLE001  the run fails with it
+            self.failure = f"{type(error).__name__}: {error}"
+
+    def _do_all(self) -> None:
         began = self._progress.answers
         for number, fault in enumerate(self._planned(), 1):
             # Evenly over all operations, but never two at the same moment.

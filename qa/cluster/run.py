@@ -164,7 +164,8 @@ def run(folder: Path, sdk: Path | None, plan: Plan) -> bool:
         violations = check(history, RecordedRun(answers=answers, samples=samples, tolerance=0.0))
         weights = _weights(postgres, running, store)
         logs = "\n".join(f"== {one.log_file.name}\n{one.log[-6000:]}" for one in running.started)
-    good = not (violations or streams.violations or error or harm.stuck) and len(weights) == 1
+    wrong = any((violations, streams.violations, error, harm.stuck, harm.failure))
+    good = not wrong and len(weights) == 1 and streams.whole > 0
     operations = sum(event.answered for event in history)
     kinds = ", ".join(f"{count} {fault}" for fault, count in sorted(harm.done.items()))
     _print(f"  faults: {sum(harm.done.values())} ({kinds})")
@@ -172,7 +173,7 @@ def run(folder: Path, sdk: Path | None, plan: Plan) -> bool:
     _print(f"  violations: {len(violations)}, distinct final weights: {len(weights)}")
     _print(f"  whole streams: {streams.whole}, others: {len(streams.violations)}")
     _print(f"  wall time: {time.monotonic() - began_s:.0f} s")
-    for line in (error, *map(str, violations[:20]), *streams.violations[:20]):
+    for line in (error, harm.failure, *map(str, violations[:20]), *streams.violations[:20]):
         if line:
             _print(f"  {line}")
     if not good:
