@@ -493,7 +493,7 @@ def test_an_empty_current_folder_is_refused_before_the_download(
     assert [each for each in here.requests if "external" in each.path] == []
 
 
-def test_the_folder_may_be_the_current_one(
+def test_the_folder_may_be_relative(
     here: StubServer,
     files: Files,
     rest: RestClient,

@@ -74,7 +74,8 @@ def download_checkpoint(
         The folder.
 
     Raises:
-        FileExistsError: The folder is not empty.
+        FileExistsError: The folder is not empty, or must not be replaced: it is the current one,
+            the home folder, or around one of these.
         NotFoundError: No such checkpoint, or not yours.
 
     Example:
