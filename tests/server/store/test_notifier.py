@@ -24,15 +24,21 @@ def listener(url: str, heard: list[Any]) -> Notifier:
     return Notifier(url, ["here"], lambda kind, items: heard.extend(items), secret=SECRET)
 
 
+async def started(url: str, heard: list[Any]) -> tuple[Notifier, Notifier]:
+    """One that listens, and another one."""
+    one, other = listener(url, heard), Notifier(url, [], lambda *_: None, secret=SECRET)
+    one.start()
+    other.start()
+    await until_async(lambda: one.listening_since_s < float("inf"))
+    return one, other
+
+
 async def test_all_that_is_sent_at_once_arrives_in_order(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notifier, "MAX_SENT", 3)
     heard: list[Any] = []
-    one, other = listener(url, heard), Notifier(url, [], lambda *_: None, secret=SECRET)
-    one.start()
-    other.start()
-    await until_async(lambda: one.listening_since_s < float("inf"))
+    one, other = await started(url, heard)
     # Eight notifications: two of these fit into one.
     items = [[number, "x" * 3_500] for number in range(16)]
     for item in items:
@@ -86,10 +92,7 @@ async def test_what_waits_is_sent_before_the_end(url: str, monkeypatch: pytest.M
     monkeypatch.setattr(notifier, "MAX_SENT", 1)
     monkeypatch.setattr(notifier, "CLOSE_S", 10.0)
     heard: list[Any] = []
-    one, other = listener(url, heard), Notifier(url, [], lambda *_: None, secret=SECRET)
-    one.start()
-    other.start()
-    await until_async(lambda: one.listening_since_s < float("inf"))
+    one, other = await started(url, heard)
     items = [[number, "x" * 3_500] for number in range(400)]
     for item in items:
         other.send("here", "items", item)
