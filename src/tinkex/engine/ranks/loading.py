@@ -63,7 +63,7 @@ def load_shard(
     check_weight_files(folder, config.to_dict())
     count = config.get_text_config().num_hidden_layers
     check_layers(count, {*tensor_names(folder)}, folder)
-    quantization = getattr(config, "quantization_config", None)
+    quantization: Any = getattr(config, "quantization_config", None)
     if quantization_method(quantization) == "fp8":
         check_fp8_blocks(folder, quantization)
     auto = original_model.auto_class(config, folder)
