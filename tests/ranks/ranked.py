@@ -76,3 +76,9 @@ def ranked(
         yield cast(Engine, engine)
     finally:
         engine.close()
+
+
+def expect_tests(module: dict[str, object], least: int) -> None:
+    """A module takes tests of others by their fixtures. If one is renamed, nobody would miss them."""
+    found = [name for name, value in module.items() if name.startswith("test_") and callable(value)]
+    assert len(found) >= least, f"only {len(found)} tests, {least} before"

@@ -18,7 +18,7 @@ from engine import (
     test_worker,
 )
 from engine.conftest import tiny_folder
-from ranks.ranked import ranked
+from ranks.ranked import expect_tests, ranked
 from tinkex.engine import Engine
 from tinkex.engine.ranks.engine import ON_ALL_RANKS, RankedEngine
 
@@ -73,6 +73,8 @@ for module in (
             if takes & ENGINES and takes.isdisjoint({"monkeypatch", "tiny_folder"}):
                 assert name not in globals(), name
                 globals()[name] = value
+
+expect_tests(globals(), 75)
 
 
 #: What rank 0 answers alone: nothing changes.

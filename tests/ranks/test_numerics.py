@@ -14,7 +14,7 @@ from numerics import (
     test_sampling_agrees,
     test_sums,
 )
-from ranks.ranked import ranked
+from ranks.ranked import expect_tests, ranked
 from tinkex.engine import Engine
 
 #: Tests with other models, and with what `test_agreement` and `test_contract` do.
@@ -38,3 +38,5 @@ for module in (
             takes = set(inspect.signature(value).parameters)
             if "engine" in takes and takes.isdisjoint({"monkeypatch", "engine_on"}):
                 globals()[name] = value
+
+expect_tests(globals(), 26)

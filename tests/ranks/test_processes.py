@@ -17,6 +17,7 @@ import tinkex
 from engine import test_process
 from engine.test_process import Engine
 from processes import children, has_exited
+from ranks.ranked import expect_tests
 from serving import TINY, serving
 from tinkex import types
 from tinkex.wire.engine_settings import EngineSettings
@@ -63,6 +64,8 @@ def engine(tiny_model: Path) -> Iterator[Engine]:
 for name, value in vars(test_process).items():
     if name.startswith("test_") and "engine" in inspect.signature(value).parameters:
         globals()[name] = value
+
+expect_tests(globals(), 10)
 
 
 def test_no_rank_outlives_rank_0_even_if_it_is_stopped(tiny_model: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from engine import test_worker_images
 from numerics.pictures import write_image_model
-from ranks.ranked import ranked
+from ranks.ranked import expect_tests, ranked
 from tinkex.engine import Engine
 
 
@@ -25,3 +25,5 @@ for name, value in vars(test_worker_images).items():
         globals().setdefault(name, value)  # fixtures
     elif {"rounds", "engine"} & set(inspect.signature(value).parameters):
         globals()[name] = value
+
+expect_tests(globals(), 9)
