@@ -124,6 +124,19 @@ def use_random_models() -> None:
     base_model.load = random_model
 
 
+def wait_for_kernels() -> None:
+    """An engine process waits for its compiler, so no case measures steps without graphs instead."""
+    from tinkex.engine.sampling.kernel_compiler import KernelCompiler
+
+    begin = KernelCompiler.__init__
+
+    def waiting(self: KernelCompiler, *args: Any) -> None:
+        begin(self, *args)
+        self.waits = True
+
+    KernelCompiler.__init__ = waiting  # type: ignore[method-assign]
+
+
 def limit(name: str, batch: int, adapters: int, context: int) -> float | None:
     """Tokens per second if a decode step only reads what it must; of plain mixtures of experts."""
     c = CONFIGS[name]
@@ -354,6 +367,7 @@ if __name__ == "__main__":
         from tinkex.engine import process
 
         use_random_models()
+        wait_for_kernels()
         process.main()
     else:
         main(
