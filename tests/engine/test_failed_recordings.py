@@ -38,7 +38,8 @@ def test_allocations_end_once(underway: bool, monkeypatch: pytest.MonkeyPatch) -
     allocator = Allocator(underway=underway)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", allocator.end, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", allocator.release, raising=False)
-    end_allocations(torch.device("cuda:3"), POOL)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    end_allocations(POOL)
     assert not allocator.underway
     # The graph releases the pool itself if torch has ended the recording.
     assert allocator.users == (0 if underway else 1)

@@ -298,7 +298,7 @@ class DecodeGraphs:
         except Exception as error:
             # A recording that fails leaves its stream as the current one.
             torch.cuda.set_stream(stream)
-            end_allocations(self._model.device, self._pool)
+            end_allocations(self._pool)
             if not self._graphs:
                 # A pool that no graph uses cannot be used again.
                 self._pool = None
@@ -364,16 +364,16 @@ class DecodeGraphs:
             fields[REPEATS].sub_(1).clamp_(min=0)
 
 
-def end_allocations(device: torch.device, pool: tuple[int, int]) -> None:
+def end_allocations(pool: tuple[int, int]) -> None:
     """
-    Ends the allocations of a recording that failed.
+    Ends the allocations of a recording on the current device that failed.
 
     torch does not, if the recording cannot be ended. As long as it takes a recording for underway,
     it returns no cached memory to the device when memory runs out, and starts no other recording.
     """
-    index = torch.cuda.current_device() if device.index is None else device.index
+    device = torch.cuda.current_device()
     try:
-        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_endAllocateToPool(device, pool)
     except RuntimeError:
         return  # torch did
-    torch._C._cuda_releasePool(index, pool)
+    torch._C._cuda_releasePool(device, pool)
