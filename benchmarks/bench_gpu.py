@@ -5,7 +5,7 @@ Speed on one GPU: decoding, prefill, HTTP, start, beside transformers' own `gene
 
 Models have random weights in the shape of Qwen3 and are written to files once, so that engines load
 them as users' engines do. Every piece is a process with a time limit; what it has found by then
-counts. "Engine" is a real engine process (`tinkex.engine.process`) that gets orders over its socket;
+counts. "Engine" is a real engine process (`tinkex.engine`) that gets orders over its socket;
 "HTTP" is `tinkex serve` with the client of this package.
 
 Decoding: sequences with about 1,024 tokens of context, prompts in the prefix cache. Its speed is the
@@ -96,7 +96,7 @@ class Context:
     sizes: Sizes
     scratch: Path
     #: The program of an engine process.
-    engine: tuple[str, ...] = ("-m", "tinkex.engine.process")
+    engine: tuple[str, ...] = ("-m", "tinkex.engine")
 
     def remember(self, what: str, seconds: float) -> None:
         """For a later piece of the same run, which then need not start an engine for it."""

@@ -266,7 +266,7 @@ def kill_engine(server: subprocess.Popen[str]) -> None:
     web = children(server.pid)
     for pid in [child for one in web for child in children(one)]:
         with suppress(OSError):
-            if b"tinkex.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"tinkex.engine" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
                 return
     raise RuntimeError("no engine process found")

@@ -373,7 +373,7 @@ class Check:
         sample(self.gpu, requests, adapters)
         if (graphs := self.gpu._sampler._runner._graphs) is not None:
             # The kernels of graphs are compiled in the background; other kernels round differently.
-            graphs.waits = True
+            graphs._compiler.waits = True
         answers = sample(self.gpu, requests, adapters)
         again = sample(self.gpu, requests, adapters)
         same = all(
@@ -398,7 +398,8 @@ class Check:
         self.add("sampled against forward: largest", "sampled max", float(gap.max()))
         self.add("sampled against forward: mean", "sampled mean", float(gap.mean()))
         if graphs is not None:
-            self.add("graphs: not used or refused", "exact", float(bool(graphs._compiler.refused)))
+            unused = bool(graphs._compiler.refused) or not graphs._graphs
+            self.add("graphs: not used or refused", "exact", float(unused))
 
     def learning(self) -> None:
         """The fraction of the loss that remains after training a new adapter."""

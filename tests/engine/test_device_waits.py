@@ -17,6 +17,7 @@ WAITS: dict[str, Callable[[torch.Tensor], object]] = {
     "places": torch.nonzero,
     "repeats": lambda x: torch.repeat_interleave(x, x),
     "values": torch.unique,
+    "counts": torch.bincount,
     "a number in an operation of several": F.one_hot,
     "constants": lambda x: x + torch.tensor([1, 2, 3]),
     "a copy": lambda x: x.to("meta"),
@@ -48,3 +49,15 @@ def test_what_does_not_wait_runs(name: str, inference: bool) -> None:
     x = torch.arange(3)
     with torch.inference_mode(inference), NothingWaits(CPU):
         FREE[name](x)
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_an_index_of_the_host_waits(inference: bool) -> None:
+    device = torch.device("meta")
+    x, index = torch.zeros(5, 3, device=device), torch.arange(2)
+    with torch.inference_mode(inference), NothingWaits(device):
+        x[torch.arange(2, device=device)]
+        with pytest.raises(WaitsForDevice, match="index"):
+            x[index]
+        with pytest.raises(WaitsForDevice, match="index_put"):
+            x[index] = 1.0

@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_leaves
 READS = frozenset(
     {
         *("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero"),
-        *("nonzero_static", "_unique2", "unique_consecutive", "unique_dim"),
+        *("bincount", "nonzero_static", "_unique2", "unique_consecutive", "unique_dim"),
     }
 )
-#: Operations that wait if an index is a mask.
+#: Operations that wait if an index is a mask or is on the host. A list of numbers is not seen: torch
+#: moves it to the device before.
 INDEXED = frozenset({"_unsafe_index", "index", "index_put", "index_put_", "_index_put_impl_"})
 #: Operations that may copy between the host and the device.
 COPIES = frozenset({"_to_copy", "copy_"})
@@ -51,7 +52,7 @@ class NothingWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if (
             name in READS
-            or (name in INDEXED and self._has_mask(args[1]))
+            or (name in INDEXED and self._has_waiting_index(args[1]))
             or (name == "repeat_interleave" and func._overloadname.endswith("Tensor"))
         ):
             raise WaitsForDevice(f"{func} waits for the device")
@@ -65,6 +66,9 @@ class NothingWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise WaitsForDevice(f"{func} copies between the host and the device")
         return result
 
-    def _has_mask(self, indices: Sequence[Tensor | None]) -> bool:
+    def _has_waiting_index(self, indices: Sequence[Tensor | None]) -> bool:
         masks = (torch.bool, torch.uint8)
-        return any(each is not None and each.dtype in masks for each in indices)
+        return any(
+            each is not None and (each.dtype in masks or each.device.type != self._device)
+            for each in indices
+        )

@@ -295,10 +295,14 @@ class DecodeGraphs:
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._step(recipe, self._state)
-        except RuntimeError as error:
+        except Exception as error:
             # A recording that fails leaves its stream as the current one.
             torch.cuda.set_stream(stream)
-            if "captur" in str(error):
+            end_allocations(self._pool)
+            if not self._graphs:
+                # A pool that no graph uses cannot be used again.
+                self._pool = None
+            if isinstance(error, RuntimeError) and "captur" in str(error):
                 raise CannotRecord(f"a step cannot be recorded: {error}") from error
             raise
         return graph
@@ -358,3 +362,18 @@ class DecodeGraphs:
         )
         if self._states:
             fields[REPEATS].sub_(1).clamp_(min=0)
+
+
+def end_allocations(pool: tuple[int, int]) -> None:
+    """
+    Ends the allocations of a recording on the current device that failed.
+
+    torch does not, if the recording cannot be ended. As long as it takes a recording for underway,
+    it returns no cached memory to the device when memory runs out, and starts no other recording.
+    """
+    device = torch.cuda.current_device()
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:
+        return  # torch did
+    torch._C._cuda_releasePool(device, pool)
