@@ -79,7 +79,7 @@ def training(source: Path, model: Path) -> dict[str, float]:
         web = next(
             pid
             for pid in children(supervisor)
-            if b"web_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"tinkex.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
         )
         found = {
             "memory of the supervisor at start, MiB": resident_mb(supervisor),
